@@ -1,0 +1,30 @@
+"""Atoll's PagedAttention engine: token ids in, token ids out, and the OpenAI server in front of it.
+
+``from engine import LLM, SamplingParams`` is the offline API. Names resolve lazily: importing ``engine`` costs
+nothing, so command-line tools that only want a version or a config never pay for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.core.params import SamplingParams
+    from engine.llm import LLM, CompletionOutput, RequestOutput
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LLM": "engine.llm",
+    "RequestOutput": "engine.llm",
+    "CompletionOutput": "engine.llm",
+    "SamplingParams": "engine.core.params",
+    "EngineConfig": "engine.config",
+}
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str):
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

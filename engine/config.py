@@ -1,0 +1,48 @@
+"""Every knob of the engine, with vLLM's flag names and meanings."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+
+PAGE_SIZE = 16  # tokens a page; fixed: kernels, prefix cache and planner all assume it
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """How to run one model. Construction does not touch the disk or the device; `build_engine` validates.
+
+    `max_model_len` None takes the model's own limit (fitted to memory, with a note, if it does not fit); "auto" asks for
+    the largest that fits; a number is honoured or refused. `gpu_memory_utilization` is the share of the device's total
+    memory that weights, activations and KV pages may use together (on CPU: of the memory now available, for KV only,
+    unless `kv_cache_memory_bytes` is given).
+    """
+
+    model: Path
+    served_model_name: list[str] = field(default_factory=list)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    device: Device = "auto"
+    max_model_len: int | Literal["auto"] | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int | None = None             # None: 256 on CPU, 1024 on a GPU, fitted to memory
+    max_num_batched_tokens: int | None = None   # None: 512 on CPU, 8192 on a GPU
+    tensor_parallel_size: int = 1
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    overlap: bool | None = None                 # schedule step N+1 while step N runs; None: only where it helps (GPU)
+    seed: int | None = None                     # base of the seeds of requests without one; None: random
+    skip_tokenizer_init: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = Path(self.model)
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name[0] if self.served_model_name else str(self.model)

@@ -1,0 +1,79 @@
+"""A request on its way through the engine: what comes in, what the scheduler tracks, what goes out. No torch here."""
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.core.params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"      # an end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context is full
+    ABORT = "abort"    # the client went away
+    ERROR = "error"    # a step failed; `StepOutput.error` says how
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """What the front end submits. One request is one sequence: `n` > 1 is fanned out in front of the engine."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0        # lower runs first (vLLM's order)
+    cache_salt: str = ""     # prefix-cache hits happen only between equal salts (tenants)
+    arrival_time: float = 0  # time.monotonic() of the submitter; set by the engine when 0
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the distribution before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+    rank: int                       # 1 = the most likely token
+    top: list[tuple[int, float]] = field(default_factory=list)  # (token id, logprob), best first
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Seconds of CLOCK_MONOTONIC, which every process of one machine shares."""
+
+    arrival: float = 0
+    scheduled: float = 0
+    first_token: float = 0
+    finished: float = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step produced for one request. Sent when there is a new token or the request ended."""
+
+    request_id: str
+    new_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None                 # one entry a new token, if asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None   # once, with the first token; [0] is None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None      # the stop token that ended it; None for the model's own end token
+    num_cached_tokens: int = 0          # prompt tokens that came from the prefix cache
+    error: str | None = None
+    times: RequestTimes | None = None   # with the last output
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot after a step. Counters only grow; gauges are the present."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_total: int = 0
+    pages_in_use: int = 0               # referenced by a request (cached but idle pages count as free)
+    kv_usage: float = 0.0               # pages_in_use / pages_total
+    steps: int = 0
+    last_step_time: float = 0.0         # time.monotonic() when the last step completed
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0             # tokens looked up
+    prefix_hits: int = 0                # tokens found
+    num_preemptions: int = 0
+    step_failures: int = 0

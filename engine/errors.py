@@ -1,0 +1,45 @@
+"""Errors that a person may see. Each says what happened; `hint` says what to do about it."""
+
+
+class AtollError(Exception):
+    """Base of every error that is meant for a person's eyes (never a traceback)."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+
+class InvalidRequestError(AtollError):
+    """A request that can never be served: its sender must change it (HTTP 400).
+
+    `param` is the dotted path of the field, `code` OpenAI's machine-readable word (``context_length_exceeded``).
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ConfigError(AtollError):
+    """A flag or setting that cannot be honoured; `flag` names it (``--max-model-len``)."""
+
+    def __init__(self, message: str, flag: str | None = None, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.flag = flag
+
+
+class ModelError(AtollError):
+    """A model directory that cannot be loaded: missing or corrupt file, tensor or config field."""
+
+
+class OutOfMemoryPlanError(ConfigError):
+    """The memory plan does not fit this device; the message carries the numbers and the flag to change."""
+
+
+class EngineDeadError(AtollError):
+    """The engine process is gone or has not become ready."""
