@@ -1,0 +1,151 @@
+"""What gateway and engine say to each other: typed msgspec messages, tagged unions, msgpack on the wire.
+
+One union a direction, so that a peer can only ever decode what the other side may say. Token ids, numbers and request
+ids cross this border; text of prompts and answers never does. `PROTOCOL` changes when a field changes its meaning.
+
+    client -> engine   Hello, Submit, Abort, Ping
+    engine -> client   Welcome, Progress, Ready, Outputs, Rejected, Pong, Goodbye
+"""
+
+from typing import Any
+
+import msgspec
+
+from engine.core.request import EngineRequest, EngineStats, StepOutput
+from engine.errors import InvalidRequestError
+
+PROTOCOL = 1
+
+# Frames larger than these close the connection. A command holds at most a prompt of ~1M token ids (5 bytes each) and
+# its sampling parameters; an event may carry prompt_logprobs (20 alternatives a position of a long prompt).
+MAX_COMMAND_BYTES = 16 << 20
+MAX_EVENT_BYTES = 128 << 20
+
+
+class EngineInfo(msgspec.Struct, omit_defaults=True):
+    """What the front end must know about a loaded engine. `max_model_len` counts prompt plus answer, in tokens."""
+
+    model_names: list[str]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+    num_pages: int
+    page_size: int
+    max_num_seqs: int
+    memory_plan: str = ""      # the table a person reads
+    load_seconds: float = 0.0  # process start to the first real token
+    pid: int = 0
+
+
+class Command(msgspec.Struct, tag=True, omit_defaults=True):
+    """Base of what a client may say."""
+
+
+class Hello(Command):
+    protocol: int
+    client: str = ""  # a word for the engine's log: "gateway", "status"
+
+
+class Submit(Command):
+    request: EngineRequest
+
+
+class Abort(Command):
+    request_ids: list[str]
+
+
+class Ping(Command):
+    """Answered by the scheduler loop itself, between two steps: a Pong proves that the loop turns."""
+
+    nonce: int = 0
+
+
+class Event(msgspec.Struct, tag=True, omit_defaults=True):
+    """Base of what the engine may say."""
+
+
+class Welcome(Event):
+    protocol: int
+    version: str
+    pid: int
+
+
+class Progress(Event):
+    """Loading: `stage` in words, `done` of `total` (0: not countable)."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.done}/{self.total}" if self.total else self.stage
+
+
+class Ready(Event):
+    info: EngineInfo
+    stats: EngineStats
+
+
+class Outputs(Event):
+    """Everything one step produced for this client, and the state after it."""
+
+    outputs: list[StepOutput]
+    stats: EngineStats
+
+
+class Rejected(Event):
+    """The request was never admitted: `InvalidRequestError` of the engine, as data."""
+
+    request_id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Pong(Event):
+    nonce: int
+    stats: EngineStats
+
+
+class Goodbye(Event):
+    """The engine is about to leave: it drains (SIGTERM) or met an error it cannot survive."""
+
+    reason: str
+    hint: str = ""
+    fatal: bool = False
+
+
+AnyCommand = Hello | Submit | Abort | Ping
+AnyEvent = Welcome | Progress | Ready | Outputs | Rejected | Pong | Goodbye
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(AnyCommand)
+_events = msgspec.msgpack.Decoder(AnyEvent)
+
+
+class MessageError(ValueError):
+    """Bytes that are not a message of this protocol."""
+
+
+def encode(message: Command | Event) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes | bytearray | memoryview) -> AnyCommand:
+    """Raises MessageError."""
+    return _decode(_commands, data)
+
+
+def decode_event(data: bytes | bytearray | memoryview) -> AnyEvent:
+    """Raises MessageError."""
+    return _decode(_events, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | bytearray | memoryview) -> Any:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, InvalidRequestError, ValueError, TypeError, RecursionError) as error:
+        # InvalidRequestError: SamplingParams checks its ranges on construction, so an honest client never gets here.
+        raise MessageError(str(error)) from None
