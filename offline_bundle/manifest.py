@@ -1,0 +1,194 @@
+"""`bundle.json`: what the signature format lacks, in one canonical JSON file that the signature covers.
+
+One instance has exactly one text (`to_bytes`), and `parse` accepts exactly that text: unknown or duplicate keys,
+other spacing or another key order are refused, so the file's SHA-256 names the bundle (`digest`).
+"""
+
+import hashlib
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from . import limits, names
+from .errors import CONTENT, BundleError
+from .strictjson import StrictJSONError, canonical, loads
+
+MANIFEST = "bundle.json"
+SIGNATURE = "model.sig"
+SCHEMA_VERSION = 1
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}\z")]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\z")]
+Semver = Annotated[
+    str,
+    StringConstraints(
+        max_length=64,
+        pattern=r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?\z",
+    ),
+]
+Spdx = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+-]{0,63}\z")]
+Timestamp = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\z")]
+# Text that ends up on a terminal: no control characters, no escape sequences, no bidi tricks.
+Line = Annotated[str, StringConstraints(max_length=256, pattern=r"^[\x20-\x7e]*\z")]
+Role = Literal["weights", "config", "tokenizer", "template", "doc", "license", "sbom"]
+Acceptance = Literal["none", "click", "gated"]
+
+# Where each role may live. A path outside its directory is refused even when signed.
+_ROOMS: dict[str, tuple[str, ...]] = {
+    "weights": ("model",),
+    "config": ("model",),
+    "tokenizer": ("model",),
+    "template": ("model",),
+    "doc": ("model", "docs"),
+    "license": ("model", "licenses"),
+    "sbom": ("sbom",),
+}
+
+
+def _path(value: str) -> str:
+    if (why := names.problem(value)) is not None:
+        raise ValueError(f"the path '{names.show(value)}' {why}")
+    return value
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Source(_Strict):
+    """Where the model came from: an upstream repository and its exact revision."""
+
+    repo: Line
+    revision: Line
+
+
+class Requires(_Strict):
+    """What the target needs. A null is 'no requirement known'."""
+
+    disk_bytes: Annotated[int, Field(ge=0, le=limits.MAX_FILE_SIZE)]
+    runtime: Line | None = None  # version range of atoll, e.g. ">=0.1,<0.2"
+    driver_min: Line | None = None
+    cuda: Line | None = None
+    compute_cap: Line | None = None
+    vram_gib: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    host_ram_bytes: Annotated[int, Field(ge=0, le=limits.MAX_FILE_SIZE)] | None = None
+
+
+class License(_Strict):
+    """The licence whose text is `file`; `acceptance` says what an installer must obtain before it goes on."""
+
+    spdx: Spdx
+    file: Annotated[str, AfterValidator(_path)]
+    sha256: Sha256
+    acceptance: Acceptance = "click"
+    url: Line | None = None
+
+
+class FileEntry(_Strict):
+    """One file: size in bytes, SHA-256 of the whole and of each `chunk_size` bytes of it."""
+
+    path: Annotated[str, AfterValidator(_path)]
+    size: Annotated[int, Field(ge=0, le=limits.MAX_FILE_SIZE)]
+    sha256: Sha256
+    role: Role
+    chunk_size: Annotated[int, Field(ge=limits.MIN_CHUNK, le=limits.MAX_CHUNK)]
+    chunks: tuple[Sha256, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(self.chunks) != -(-self.size // self.chunk_size):
+            raise ValueError(f"{self.path}: {len(self.chunks)} chunk hashes do not cover {self.size} bytes")
+        if len(self.chunks) == 1 and self.chunks[0] != self.sha256:
+            raise ValueError(f"{self.path}: its only chunk and the whole file have different hashes")
+        if not self.chunks and self.sha256 != hashlib.sha256().hexdigest():
+            raise ValueError(f"{self.path}: an empty file with the hash of something else")
+        if self.path.split("/")[0] not in _ROOMS[self.role] or "/" not in self.path:
+            raise ValueError(f"{self.path}: a file with role {self.role} does not belong there")
+        return self
+
+
+class BundleManifest(_Strict):
+    """The content of bundle.json. `files` lists every file of the bundle except bundle.json and model.sig."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    kind: Literal["model"] = "model"
+    name: Name
+    version: Semver
+    sequence: Annotated[int, Field(ge=1, le=limits.MAX_SEQUENCE)]  # only ever grows for one name; replay guard
+    created: Timestamp
+    source: Source
+    requires: Requires
+    license: License
+    files: Annotated[tuple[FileEntry, ...], Field(min_length=1, max_length=limits.MAX_FILES)]
+    chat_template_sha256: Sha256 | None
+    weights_format: Literal["safetensors"] = "safetensors"
+    remote_code: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        paths = [f.path for f in self.files]
+        if paths != sorted(set(paths)):
+            raise ValueError("files are not in strict path order")
+        if pair := names.collision([*paths, MANIFEST, SIGNATURE]):
+            raise ValueError(f"the paths '{pair[0]}' and '{pair[1]}' collide on some file systems")
+        texts = {f.path: f for f in self.files}
+        text = texts.get(self.license.file)
+        if text is None or text.role != "license" or text.sha256 != self.license.sha256:
+            raise ValueError("the licence text is not among the files, or has another hash")
+        if not any(f.role == "weights" for f in self.files):
+            raise ValueError("there are no weights")
+        if "model/config.json" not in texts:
+            raise ValueError("model/config.json is missing")
+        return self
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files listed."""
+        return sum(f.size for f in self.files)
+
+    def file(self, path: str) -> FileEntry | None:
+        """The entry of `path`, or None."""
+        return next((f for f in self.files if f.path == path), None)
+
+    def to_bytes(self) -> bytes:
+        """The canonical text: the exact bytes of bundle.json."""
+        return canonical(self.model_dump(mode="json"))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the canonical text: the bundle's identity, and its directory name in a store."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @classmethod
+    def parse(cls, data: bytes) -> "BundleManifest":
+        """Read bundle.json. Raises BundleError (content) unless it is valid and in canonical form."""
+        try:
+            manifest = cls.model_validate(_tuples(loads(data)))
+            if manifest.to_bytes() != data:
+                raise StrictJSONError("it is not in canonical form")
+        except ValidationError as e:
+            first = e.errors(include_url=False)[0]
+            where = ".".join(str(step) for step in first["loc"])
+            raise _invalid(f"{where}: {first['msg']}" if where else first["msg"]) from e
+        except StrictJSONError as e:
+            raise _invalid(str(e)) from e
+        return manifest
+
+
+def _tuples(value: Any) -> Any:
+    """JSON arrays as tuples, which strict validation of frozen models asks for."""
+    if isinstance(value, dict):
+        return {k: _tuples(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return tuple(_tuples(v) for v in value)
+    return value
+
+
+def _invalid(why: str) -> BundleError:
+    clean = re.sub(r"[^\x20-\x7e]", "?", why)[:300]
+    return BundleError(
+        f"bundle.json is not a valid manifest: {clean}.",
+        "The bundle was made by another or a broken tool; ask its maker for a new one.",
+        CONTENT,
+    )
