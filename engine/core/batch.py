@@ -1,0 +1,72 @@
+"""The data of one step: what the scheduler decided, and what the worker answers. Frozen; filled once.
+
+    Scheduler.schedule() -> StepPlan -> Runner.launch(plan) -> Runner.collect() -> StepResult -> Scheduler.update(plan, result)
+"""
+
+from dataclasses import dataclass, field
+
+from engine.core.params import SamplingParams
+from engine.core.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RowInit:
+    """A sequence that enters a row of the worker's request table (admission, or resumption after preemption)."""
+
+    row: int
+    token_ids: list[int]      # all known tokens: prompt, and after preemption also the output so far
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]  # masked while fewer than min_tokens were generated
+
+
+@dataclass(frozen=True, slots=True)
+class PageUpdate:
+    """New entries of one row's block table: block_table[row, start : start + len(pages)] = pages."""
+
+    row: int
+    start: int
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSeq:
+    """`num_tokens` tokens of one sequence, from position `start` on, computed in this step."""
+
+    request_id: str
+    uid: int                   # tells a request from a later one that reuses its id
+    row: int
+    start: int                 # = num_computed_tokens before the step
+    num_tokens: int
+    samples: bool              # the chunk reaches the last known token, so a new token is sampled
+    prompt_logprobs: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step_id: int
+    seqs: list[ScheduledSeq]
+    row_inits: list[RowInit] = field(default_factory=list)
+    page_updates: list[PageUpdate] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class SeqResult:
+    """One scheduled sequence's answer. `token_id` is None when the chunk did not reach the end of the known tokens."""
+
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # for the prompt tokens after `start`, in order
+    error: str | None = None                            # this sequence alone failed (NaN logits)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step_id: int
+    seqs: list[SeqResult]      # parallel to StepPlan.seqs

@@ -1,0 +1,210 @@
+"""EngineCore: the scheduler, a runner, and the steps in flight between them.
+
+    depth 1 (sync)      plan 1 | run 1 | read 1 | plan 2 | run 2 | read 2
+    depth 2 (overlap)   plan 1 | launch 1 | plan 2 | launch 2 | read 1 | plan 3 | launch 3 | read 2 ...
+
+With overlap the host plans step N+1 while the device runs step N; the token that step N samples is a placeholder on the
+host and already in the request table on the device.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from engine.config import PAGE_SIZE, EngineConfig
+from engine.core.batch import StepPlan, StepResult
+from engine.core.kv.manager import KVManager
+from engine.core.kv.spec import pages_for
+from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence
+from engine.errors import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """The device side. `launch` starts a step and returns at once where the device is asynchronous."""
+
+    def launch(self, plan: StepPlan) -> Any: ...
+
+    def collect(self, handle: Any) -> StepResult: ...
+
+
+class EngineCore:
+    """One model, ready to run. Not thread-safe: one thread adds, aborts and steps.
+
+    >>> core.add_request(EngineRequest("r1", [1, 2, 3], SamplingParams(max_tokens=8)))
+    >>> while core.has_work():
+    ...     for output in core.step():
+    ...         print(output.request_id, output.new_token_ids, output.finish_reason)
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        num_pages: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        depth: int = 1,
+        description: dict[str, Any] | None = None,
+    ) -> None:
+        if pages_for(max_model_len) > num_pages - 1:
+            raise ValueError(f"{num_pages} pages cannot hold one sequence of {max_model_len} tokens")
+        self.config = config
+        self.runner = runner
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.kv = KVManager(num_pages, enable_prefix_caching=config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            policy=config.scheduling_policy,
+        )
+        self.depth = depth
+        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._pending: list[StepOutput] = []   # aborts since the last step
+        self._order = 0
+        self._description = description or {}
+        self._stats = EngineStats(pages_total=self.kv.pool.capacity)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request; raises InvalidRequestError for one that can never run here."""
+        self._verify(request)
+        if not request.arrival_time:
+            request.arrival_time = time.monotonic()
+        seed = request.params.seed
+        if seed is None:
+            base = self.config.seed
+            seed = int.from_bytes(os.urandom(8)) if base is None else base * 0x9E3779B97F4A7C15 + self._order
+        seq = Sequence.from_request(
+            request,
+            max_model_len=self.max_model_len,
+            eos_ids=self.eos_token_ids,
+            seed=seed & (2**64 - 1),
+            order=self._order,
+        )
+        self._order += 1
+        self.scheduler.add(seq)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests now. Unknown ids are fine: an abort may cross the request's last token on its way."""
+        for request_id in request_ids:
+            seq = self.scheduler.seqs.get(request_id)
+            if seq is not None:
+                self.scheduler.finish(seq, FinishReason.ABORT)
+                self._pending.append(StepOutput(request_id, finish_reason=FinishReason.ABORT, times=seq.times))
+
+    def has_work(self) -> bool:
+        return bool(self.scheduler.seqs or self._in_flight or self._pending)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Launch what can be launched, read what is due; returns the new tokens and the requests that ended."""
+        outputs, self._pending = self._pending, []
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            try:
+                self._in_flight.append((plan, self.runner.launch(plan)))
+            except Exception as error:
+                while self._in_flight:  # what runs already is not to blame: finish it first
+                    outputs += self._collect_oldest()
+                return outputs + self._fail([plan], error)
+        if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
+            outputs += self._collect_oldest()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        stats, pool = self._stats, self.kv.pool
+        stats.num_running = len(self.scheduler.running)
+        stats.num_waiting = len(self.scheduler.waiting)
+        stats.pages_in_use = pool.num_in_use
+        stats.kv_usage = pool.num_in_use / pool.capacity
+        stats.prefix_queries = self.kv.prefix_queries
+        stats.prefix_hits = self.kv.prefix_hits
+        stats.num_preemptions = self.scheduler.num_preemptions
+        stats.prompt_tokens = self.scheduler.num_prompt_tokens
+        stats.generation_tokens = self.scheduler.num_generated_tokens
+        return stats
+
+    def info(self) -> dict[str, Any]:
+        """What a front end needs to know: names, limits, sizes."""
+        return {
+            "model_names": self.config.served_model_name or [str(self.config.model)],
+            "max_model_len": self.max_model_len,
+            "vocab_size": self.vocab_size,
+            "eos_token_ids": sorted(self.eos_token_ids),
+            "num_pages": self.kv.pool.capacity,
+            "page_size": PAGE_SIZE,
+            "max_num_seqs": self.max_num_seqs,
+            **self._description,
+        }
+
+    def reset_prefix_cache(self) -> None:
+        self.kv.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant of pages, rows or queues is broken (tests, and when idle)."""
+        self.scheduler.check()
+        if not self.has_work():
+            assert self.kv.pool.num_in_use == 0, "an idle engine holds pages"
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _verify(self, request: EngineRequest) -> None:
+        prompt = request.prompt_token_ids
+        if request.request_id in self.scheduler.seqs:
+            raise InvalidRequestError(f"A request with id {request.request_id!r} is already running.", "request_id")
+        if not prompt:
+            raise InvalidRequestError("The prompt is empty: at least one token is needed.", "prompt")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise InvalidRequestError(
+                f"Token ids must lie between 0 and {self.vocab_size - 1}, the model's vocabulary.", "prompt"
+            )
+        if len(prompt) + 1 > self.max_model_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt holds "
+                f"{len(prompt)} tokens and at least one is needed for the answer (context_length_exceeded).",
+                "prompt",
+                "context_length_exceeded",
+            )
+        params = request.params
+        out_of_range = [t for t in (*params.logit_bias, *params.stop_token_ids, *params.bad_token_ids)
+                        if not 0 <= t < self.vocab_size]
+        if out_of_range:
+            raise InvalidRequestError(
+                f"Token id {out_of_range[0]} is not in the vocabulary of {self.vocab_size} tokens.",
+                "logit_bias" if out_of_range[0] in params.logit_bias else "stop_token_ids",
+            )
+    def _collect_oldest(self) -> list[StepOutput]:
+        plan, handle = self._in_flight.popleft()
+        try:
+            result = self.runner.collect(handle)
+        except Exception as error:
+            behind = [p for p, _ in self._in_flight]  # they read tokens and pages that the failed step should have written
+            self._in_flight.clear()
+            return self._fail([plan, *behind], error)
+        self._stats.steps += 1
+        self._stats.last_step_time = time.monotonic()
+        return self.scheduler.update(plan, result)
+
+    def _fail(self, plans: list[StepPlan], error: Exception) -> list[StepOutput]:
+        """Blast radius: the requests of the failed step and of the steps behind it; everybody else goes on."""
+        log.exception("step %d failed", plans[0].step_id, exc_info=error)
+        self._stats.step_failures += 1
+        return self.scheduler.fail(plans, f"{type(error).__name__}: {error}"[:500])

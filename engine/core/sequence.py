@@ -1,0 +1,99 @@
+"""One request while it lives in the engine: its tokens, its progress, and what it owns.
+
+    known tokens      prompt + output                        len(token_ids)
+    placeholders      sampled on the device, not yet read    num_placeholders  (0 or 1; overlap only)
+    computed tokens   have (or will have, once the steps in flight are done) their K and V in pages
+
+        |---------- num_computed_tokens ----------|-- still to compute --|
+        |------------------ known ------------------------|--placeholder-|
+
+A step computes some of the tokens between `num_computed_tokens` and known + placeholders; when it reaches the end, it
+samples one more. Prefill, decode, chunking, prefix hits and resumption are all this one rule.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.core.params import SamplingParams
+from engine.core.request import EngineRequest, FinishReason, RequestTimes, TokenLogprobs
+
+NO_ROW = -1
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()    # new, or preempted: owns no row and no pages
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request_id: str
+    params: SamplingParams
+    token_ids: list[int]
+    prompt_len: int
+    max_len: int                       # known tokens at which it must stop: min(prompt + max_tokens, max_model_len)
+    stop_ids: frozenset[int]           # stop_token_ids of the request
+    eos_ids: frozenset[int]            # the model's end tokens; empty with ignore_eos
+    seed: int
+    priority: int
+    cache_salt: str
+    times: RequestTimes
+    arrival_order: int = 0             # ties in arrival are broken by order of submission
+
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    num_placeholders: int = 0
+    num_cached_tokens: int = 0         # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    row: int = NO_ROW
+    pages: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)  # of full pages of known tokens, in order
+    num_registered_pages: int = 0      # how many of `pages` are in the prefix index under `page_hashes`
+    num_pages_sent: int = 0            # how many of `pages` the worker's block table already holds
+    last_step: int = -1                # id of the newest step that touches this sequence's row and pages
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @classmethod
+    def from_request(
+        cls, request: EngineRequest, *, max_model_len: int, eos_ids: frozenset[int], seed: int, order: int
+    ) -> "Sequence":
+        params = request.params
+        prompt_len = len(request.prompt_token_ids)
+        wanted = max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
+        return cls(
+            request_id=request.request_id,
+            params=params,
+            token_ids=list(request.prompt_token_ids),
+            prompt_len=prompt_len,
+            max_len=min(wanted, max_model_len),
+            stop_ids=frozenset(params.stop_token_ids),
+            eos_ids=frozenset() if params.ignore_eos else eos_ids,
+            seed=seed,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            times=RequestTimes(arrival=request.arrival_time),
+            arrival_order=order,
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Tokens that exist (known or on the device) and are not computed. 0 when the sequence is certain to end."""
+        end = len(self.token_ids) + self.num_placeholders
+        return 0 if end >= self.max_len and self.num_placeholders else end - self.num_computed_tokens
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Sort key: who is served first, and (reversed) who is preempted first, under the priority policy."""
+        return (self.priority, self.times.arrival, self.arrival_order)
+
+    def finish_reason_for(self, token_id: int) -> FinishReason | None:
+        """Why the sequence ends with `token_id`, its newest token (already appended); None to go on."""
+        if self.num_output_tokens >= self.params.min_tokens and (token_id in self.eos_ids or token_id in self.stop_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None

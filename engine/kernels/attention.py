@@ -1,0 +1,158 @@
+"""Attention over paged keys and values in plain torch: the CPU's kernel, and the twin that GPU kernels are tested against.
+
+    k_cache, v_cache   [num_pages, PAGE_SIZE, Hkv, D]
+    block_table        [rows, max_pages]   page of tokens 16 i .. 16 i + 15 of the row's sequence
+
+Sequences with one new token (decode) are batched: their pages are gathered into a padded [b, L, Hkv, D] and go through one
+SDPA call in which the G = Hq / Hkv query heads that share a key head stand in the place of query positions. Sorting by
+length into buckets keeps the padding small. Sequences with several new tokens (prefill) go one by one.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from engine.config import PAGE_SIZE
+
+_BUCKET_GROWTH = 1.3  # a decode bucket ends where its longest sequence would be this much longer than its shortest
+_MIN_BUCKET = 4       # ... unless it holds fewer sequences than this: a launch costs more than some padding
+
+
+@dataclass(slots=True)
+class DecodeBucket:
+    """b sequences with one query token each, padded to L = 16 * max pages."""
+
+    q_index: torch.Tensor      # [b] which of the T tokens
+    pages: torch.Tensor        # [b * max_pages]
+    seq_lens: torch.Tensor     # [b]
+    max_len: int
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # window -> [b, 1, 1, L] bool
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        if window not in self.masks:
+            at = torch.arange(self.max_len, device=self.seq_lens.device)
+            mask = at < self.seq_lens[:, None]
+            if window is not None:
+                mask &= at >= self.seq_lens[:, None] - window
+            self.masks[window] = mask[:, None, None, :]
+        return self.masks[window]
+
+
+@dataclass(slots=True)
+class PrefillSegment:
+    """One sequence with n query tokens at positions start .. start + n - 1."""
+
+    q_start: int
+    start: int
+    num_tokens: int
+    pages: torch.Tensor        # [pages of start + n tokens]
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # window -> [n, L] bool
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        if window not in self.masks:
+            device = self.pages.device
+            query = torch.arange(self.start, self.start + self.num_tokens, device=device)[:, None]
+            key = torch.arange(self.start + self.num_tokens, device=device)
+            mask = key <= query
+            if window is not None:
+                mask &= key > query - window
+            self.masks[window] = mask
+        return self.masks[window]
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    decodes: list[DecodeBucket]
+    prefills: list[PrefillSegment]
+
+    @classmethod
+    def build(
+        cls, q_starts: list[int], starts: list[int], num_tokens: list[int], rows: list[int], block_table: torch.Tensor
+    ) -> "AttentionBatch":
+        """Group the sequences of a step; all lists are parallel, one entry a sequence."""
+        prefills = []
+        decodes: list[tuple[int, int, int]] = []  # (seq_len, index of the query token, row)
+        for q_start, start, n, row in zip(q_starts, starts, num_tokens, rows, strict=True):
+            if n == 1:
+                decodes.append((start + 1, q_start, row))
+            else:
+                pages = block_table[row, : -(-(start + n) // PAGE_SIZE)].long()
+                prefills.append(PrefillSegment(q_start, start, n, pages))
+        decodes.sort()
+        return cls([_bucket(group, block_table) for group in _split(decodes)], prefills)
+
+
+def _split(decodes: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    groups: list[list[tuple[int, int, int]]] = []
+    for item in decodes:
+        if groups and (len(groups[-1]) < _MIN_BUCKET or item[0] <= max(64, groups[-1][0][0] * _BUCKET_GROWTH)):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
+def _bucket(group: list[tuple[int, int, int]], block_table: torch.Tensor) -> DecodeBucket:
+    device = block_table.device
+    seq_lens, q_index, rows = (torch.tensor(column, device=device) for column in zip(*group, strict=True))
+    num_pages = -(-group[-1][0] // PAGE_SIZE)
+    pages = block_table[rows, :num_pages].long().flatten()
+    return DecodeBucket(q_index, pages, seq_lens, num_pages * PAGE_SIZE)
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Store k, v [T, Hkv, D] at their slots."""
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """softmax(q kᵀ · scale) v for every token of the step, causal; K and V of the step are in the cache already.
+
+    q [T, Hq, D] -> [T, Hq, D]. With `window`, a token sees the `window` newest positions, itself included.
+    """
+    num_q_heads, head_dim = q.shape[1:]
+    num_kv_heads = k_cache.shape[2]
+    out = torch.empty_like(q)
+    for bucket in batch.decodes:
+        b = bucket.q_index.shape[0]
+        query = q.index_select(0, bucket.q_index).view(b, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+        key = _gather(k_cache, bucket.pages, b)
+        value = _gather(v_cache, bucket.pages, b)
+        result = F.scaled_dot_product_attention(query, key, value, attn_mask=bucket.mask(window), scale=scale)
+        out.index_copy_(0, bucket.q_index, result.reshape(b, num_q_heads, head_dim))
+    for seg in batch.prefills:
+        end = seg.q_start + seg.num_tokens
+        length = seg.start + seg.num_tokens
+        query = q[seg.q_start : end].transpose(0, 1).unsqueeze(0)
+        key = _gather(k_cache, seg.pages, 1)[:, :, :length]
+        value = _gather(v_cache, seg.pages, 1)[:, :, :length]
+        plain = seg.start == 0 and (window is None or window >= length)
+        result = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if plain else seg.mask(window),
+            is_causal=plain,
+            scale=scale,
+            enable_gqa=num_q_heads != num_kv_heads,
+        )
+        out[seg.q_start : end] = result[0].transpose(0, 1)
+    return out
+
+
+def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:
+    """[b * n pages] -> [b, Hkv, n * PAGE_SIZE, D] (a view of one contiguous gather)."""
+    _, _, heads, head_dim = cache.shape
+    return cache.index_select(0, pages).view(b, -1, heads, head_dim).transpose(1, 2)

@@ -1,0 +1,31 @@
+"""Token embedding and the output head, which many models tie together."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.layers.linear import Linear, empty_parameter
+
+
+class Embedding(nn.Module):
+    """[T] token ids -> [T, H]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = empty_parameter(vocab_size, hidden_size)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+class LMHead(Linear):
+    """[S, H] -> [S, V] logits. Tied, it shares the embedding's rows (and on CPU keeps a packed copy for speed)."""
+
+    def tie(self, embedding: Embedding) -> None:
+        self.weight = embedding.weight
+        self.tied = True
+
+    tied = False
+
+    def finalize(self, *, keep_weight: bool = False) -> None:
+        super().finalize(keep_weight=self.tied or keep_weight)

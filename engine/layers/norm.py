@@ -1,0 +1,24 @@
+"""RMS normalisation, alone and with the residual stream's addition before it."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.layers.linear import empty_parameter
+
+
+class RMSNorm(nn.Module):
+    """w * x / sqrt(mean(x²) + eps), statistics in float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual): the two things a pre-norm layer needs. Consumes `residual`."""
+        residual = x if residual is None else residual.add_(x)
+        return self(residual), residual

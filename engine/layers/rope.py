@@ -1,0 +1,79 @@
+"""Rotary position embedding, with the context-extension variants that checkpoints use.
+
+Rotates the pairs (x[i], x[i + d/2]) by position * inv_freq[i] (Su et al. 2021, arXiv:2104.09864, half-split form).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import ModelError
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of cos and sin for every position up to `max_len`: [max_len, 1, d/2] float32 each."""
+
+    def __init__(self, head_dim: int, max_len: int, rope: dict[str, Any]) -> None:
+        super().__init__()
+        inv_freq, factor = inverse_frequencies(head_dim, rope)
+        angle = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq)
+        self.register_buffer("cos", (angle.cos() * factor).unsqueeze(1), persistent=False)
+        self.register_buffer("sin", (angle.sin() * factor).unsqueeze(1), persistent=False)
+
+    def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of [T] positions, [T, 1, d/2]; looked up once a step, used by every layer."""
+        return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, H, d] rotated; a new tensor."""
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out
+
+
+def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """([d/2] inverse frequencies, attention factor) of a `rope_parameters` block of a config."""
+    kind = rope.get("rope_type", "default")
+    base = float(rope["rope_theta"])
+    inv_freq = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if kind == "default":
+        return inv_freq, 1.0
+    if kind == "linear":
+        return inv_freq / float(rope["factor"]), 1.0
+    if kind == "llama3":
+        return _llama3(inv_freq, rope), 1.0
+    if kind == "yarn":
+        return _yarn(inv_freq, head_dim, base, rope)
+    raise ModelError(f"config.json: rope_type {kind!r} is not supported (default, linear, llama3, yarn are).")
+
+
+def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, the band between is interpolated."""
+    factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    old_len = float(rope["original_max_position_embeddings"])
+    wavelen = 2 * math.pi / inv_freq
+    smooth = ((old_len / wavelen - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * inv_freq / factor + smooth * inv_freq
+
+
+def _yarn(inv_freq: torch.Tensor, head_dim: int, base: float, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): NTK by parts, with the softmax temperature folded into cos and sin."""
+    factor = float(rope["factor"])
+    old_len = float(rope["original_max_position_embeddings"])
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(old_len / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(dimension(float(rope.get("beta_fast", 32)))), 0)
+    high = min(math.ceil(dimension(float(rope.get("beta_slow", 1)))), head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(attention_factor)

@@ -1,0 +1,151 @@
+"""config.json and generation_config.json, read and checked before anything is allocated."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+
+_MAX_JSON_BYTES = 16 << 20
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size; ModelError names the file and the reason."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB; this is no model configuration.")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist.", "A model directory holds config.json, *.safetensors and "
+                         "tokenizer.json.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object.")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The fields of config.json that a decoder of the Llama kind needs; `raw` has the rest."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    dtype: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    sliding_window: int | None
+    eos_token_ids: tuple[int, ...] = ()
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "ModelConfig":
+        raw = read_json(model_dir / "config.json")
+        generation = model_dir / "generation_config.json"
+        return cls.parse(raw, read_json(generation) if generation.exists() else {})
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
+        """Raises ModelError with the field's name for anything missing, of the wrong kind, or contradictory."""
+        if "auto_map" in raw:
+            raise ModelError("config.json asks for code from the model's repository (auto_map). Atoll runs no such code.")
+        if raw.get("quantization_config"):
+            method = _get(raw["quantization_config"], "quant_method", str, "an unnamed method")
+            raise ModelError(f"config.json: the weights are quantised ({method}); this version loads unquantised ones.")
+        architectures = raw.get("architectures")
+        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+            raise ModelError("config.json: 'architectures' must name the model class.")
+        hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+        kv_heads = _size(raw, "num_key_value_heads", heads)
+        head_dim = _size(raw, "head_dim", hidden // heads)
+        if heads % kv_heads:
+            raise ModelError(f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
+                             f"({kv_heads}).")
+        if head_dim % 2:
+            raise ModelError(f"config.json: head_dim ({head_dim}) must be even.")
+        if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise ModelError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported (silu is).")
+        dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+        if dtype not in _DTYPES:
+            raise ModelError(f"config.json: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
+        window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+        return cls(
+            architecture=architectures[0],
+            vocab_size=_size(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_size(raw, "intermediate_size"),
+            num_layers=_size(raw, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=_size(raw, "max_position_embeddings"),
+            rms_norm_eps=_get(raw, "rms_norm_eps", float, 1e-6),
+            rope=_rope(raw),
+            dtype=dtype,
+            tie_word_embeddings=_get(raw, "tie_word_embeddings", bool, False),
+            attention_bias=_get(raw, "attention_bias", bool, False),
+            mlp_bias=_get(raw, "mlp_bias", bool, False),
+            sliding_window=None if window is None else _size({"sliding_window": window}, "sliding_window"),
+            eos_token_ids=_eos(raw, generation or {}),
+            raw=raw,
+        )
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before), as one block."""
+    block = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(block, dict):
+        raise ModelError("config.json: rope_parameters must be an object.")
+    rope = dict(block)
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    needed = {"default": (), "linear": ("factor",), "yarn": ("factor",),
+              "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+    kind = rope["rope_type"]
+    if kind not in needed:
+        raise ModelError(f"config.json: rope_type {kind!r} is not supported ({', '.join(needed)} are).")
+    if kind == "yarn":
+        rope.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+    for name in ("rope_theta", *needed[kind]):
+        if _get(rope, name, float) <= 0:
+            raise ModelError(f"config.json: {name} of the rope block must be positive.")
+    return rope
+
+
+def _eos(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    """End tokens of both files: generation_config.json often knows more of them than config.json."""
+    ids: list[int] = []
+    for source in (generation.get("eos_token_id"), raw.get("eos_token_id")):
+        ids += source if isinstance(source, list) else [] if source is None else [source]
+    if any(not isinstance(i, int) or i < 0 for i in ids):
+        raise ModelError("config.json: eos_token_id must be a token id or a list of them.")
+    return tuple(dict.fromkeys(ids))
+
+
+def _get(raw: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    value = raw.get(name, default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind):
+        raise ModelError(f"config.json: {name} must be a {kind.__name__}, found {value!r:.60}.")
+    return value
+
+
+def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = raw.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise ModelError(f"config.json: {name} must be a positive number, found {value!r:.60}.")
+    return value

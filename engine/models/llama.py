@@ -1,0 +1,125 @@
+"""Llama, Mistral and SmolLM: pre-norm decoder layers with grouped-query attention and a gated SiLU MLP.
+
+    h += o_proj(attention(rope(qkv(norm(h)))))        h += down(silu(gate(norm(h))) * up(norm(h)))
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.layers.attention import Attention
+from engine.layers.context import get_context
+from engine.layers.embed import Embedding, LMHead
+from engine.layers.linear import Linear, MergedLinear
+from engine.layers.norm import RMSNorm
+from engine.layers.rope import RotaryEmbedding, rotate
+from engine.models.config import ModelConfig
+
+Weights = dict[str, torch.Tensor]
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        self.qkv_proj = MergedLinear(config.hidden_size, sizes, bias=config.attention_bias)
+        self.o_proj = Linear(sizes[0], config.hidden_size, bias=config.attention_bias)
+        self.attention = Attention(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.sliding_window
+        )
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        num_qk = self.num_heads + self.num_kv_heads
+        qkv = self.qkv_proj(x).view(x.shape[0], num_qk + self.num_kv_heads, self.head_dim)
+        qk = rotate(qkv[:, :num_qk], cos, sin)
+        out = self.attention(qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:])
+        return self.o_proj(out.view(x.shape[0], -1))
+
+    def weights(self, prefix: str) -> Weights:
+        found = {}
+        for kind in ("weight", "bias") if self.qkv_proj.bias is not None else ("weight",):
+            for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
+                found[f"{prefix}{name}.{kind}"] = self.qkv_proj.part(i, kind)
+            found[f"{prefix}o_proj.{kind}"] = getattr(self.o_proj, kind)
+        return found
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.gate_up_proj = MergedLinear(config.hidden_size, [inner, inner], bias=config.mlp_bias)
+        self.down_proj = Linear(inner, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate).mul_(up))
+
+    def weights(self, prefix: str) -> Weights:
+        found = {}
+        for kind in ("weight", "bias") if self.gate_up_proj.bias is not None else ("weight",):
+            for i, name in enumerate(("gate_proj", "up_proj")):
+                found[f"{prefix}{name}.{kind}"] = self.gate_up_proj.part(i, kind)
+            found[f"{prefix}down_proj.{kind}"] = getattr(self.down_proj, kind)
+        return found
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, cos, sin), residual)
+        return self.mlp(x), residual
+
+
+class LlamaForCausalLM(nn.Module):
+    """Token ids [T] -> hidden states [T, H] (`forward`) -> logits [S, V] (`logits`)."""
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.embed_tokens)
+        self.rope = RotaryEmbedding(config.head_dim, max_model_len, config.rope)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(token_ids)
+        cos, sin = self.rope.rows(get_context().positions, x.dtype)
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin)
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden)
+
+    def weights(self) -> Weights:
+        """Checkpoint name -> the tensor (or slice of a fused one) it is loaded into: exactly what must be on disk."""
+        found = {"model.embed_tokens.weight": self.embed_tokens.weight, "model.norm.weight": self.norm.weight}
+        if not self.config.tie_word_embeddings:
+            found["lm_head.weight"] = self.lm_head.weight
+        for i, layer in enumerate(self.layers):
+            prefix = f"model.layers.{i}."
+            found[f"{prefix}input_layernorm.weight"] = layer.input_layernorm.weight
+            found[f"{prefix}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
+            found |= layer.self_attn.weights(f"{prefix}self_attn.")
+            found |= layer.mlp.weights(f"{prefix}mlp.")
+        return found
+
+    @staticmethod
+    def ignores(name: str) -> bool:
+        """Tensors that some checkpoints carry and nobody needs."""
+        return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
