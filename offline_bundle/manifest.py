@@ -24,11 +24,11 @@ Semver = Annotated[
     str,
     StringConstraints(
         max_length=64,
-        pattern=r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?\z",
+        pattern=r"^(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?\z",
     ),
 ]
 Spdx = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+-]{0,63}\z")]
-Timestamp = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\z")]
+Timestamp = Annotated[str, StringConstraints(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\z")]
 # Text that ends up on a terminal: no control characters, no escape sequences, no bidi tricks.
 Line = Annotated[str, StringConstraints(max_length=256, pattern=r"^[\x20-\x7e]*\z")]
 Role = Literal["weights", "config", "tokenizer", "template", "doc", "license", "sbom"]

@@ -61,19 +61,16 @@ def check(path: str) -> str:
 
 def collision(paths: Iterable[str]) -> tuple[str, str] | None:
     """Two of `paths` that some file system would take for one, or where one is a directory of the other."""
-    spelled: dict[str, str] = {}  # folded path or directory → how it was first written
-    files: set[str] = set()
-    for path in sorted(paths):
+    spelled: dict[str, tuple[str, bool]] = {}  # case-folded file or directory → (as first written, is a file)
+    for path in paths:
         steps = path.split("/")
         for depth in range(1, len(steps) + 1):
-            here = "/".join(steps[:depth])
-            folded = here.casefold()
-            first = spelled.setdefault(folded, here)
-            is_file = depth == len(steps)
-            if first != here or folded in files or (is_file and first is not here and depth == len(steps)):
-                return first, path
-            if is_file:
-                files.add(folded)
+            here, is_file = "/".join(steps[:depth]), depth == len(steps)
+            first = spelled.get(here.casefold())
+            if first is None:
+                spelled[here.casefold()] = (here, is_file)
+            elif is_file or first != (here, False):
+                return first[0], path
     return None
 
 

@@ -5,6 +5,7 @@
 """
 
 import json
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 
@@ -15,11 +16,9 @@ class StrictJSONError(ValueError):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise StrictJSONError(f"duplicate key {key!r}")
-            seen.add(key)
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise StrictJSONError(f"duplicate key {twice!r}")
     return result
 
 
@@ -27,10 +26,24 @@ def _no_constant(word: str) -> NoReturn:
     raise StrictJSONError(f"{word} is not JSON")
 
 
-def loads(data: bytes) -> Any:
-    """Parse UTF-8 JSON bytes. Raises StrictJSONError on anything malformed, ambiguous or too deep."""
+def loads(data: bytes, *, forbidden: frozenset[str] = frozenset(), constants: bool = False) -> Any:
+    """Parse UTF-8 JSON bytes. Raises StrictJSONError on anything malformed, ambiguous or too deep.
+
+    `forbidden` keys are refused at any depth; `constants` admits NaN and Infinity, which upstream model
+    configurations use.
+    """
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = _unique(pairs)
+        if bad := forbidden & result.keys():
+            raise StrictJSONError(f"the key {min(bad)!r} is forbidden")
+        return result
+
+    hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] = build if forbidden else _unique
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=hook, parse_constant=None if constants else _no_constant
+        )
     except StrictJSONError:
         raise
     except UnicodeDecodeError as e:
