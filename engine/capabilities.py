@@ -1,0 +1,54 @@
+"""What this build and a device can honour, without importing torch: the command line and the engine refuse alike.
+
+Each refusal is one sentence that names the flag, and says what to do instead.
+"""
+
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+# Grows with the code that makes them work.
+CPU_QUANTIZATION: frozenset[str] = frozenset()
+CPU_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "float32"})
+CUDA_QUANTIZATION: frozenset[str] = frozenset()
+CUDA_KV_DTYPES = frozenset({"auto", "bfloat16", "float16"})
+
+
+def nvidia_driver_present() -> bool:
+    """Whether a CUDA device may exist here: the driver's control node. The engine process itself asks torch."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()  # the second under WSL
+
+
+def resolve_device(requested: str, cuda_available: bool) -> str:
+    """ "cpu" or "cuda". Raises ConfigError for `--device cuda` where there is none."""
+    if requested == "cuda" and not cuda_available:
+        raise ConfigError(
+            "--device cuda: no CUDA GPU is usable on this machine.", "--device",
+            "Leave the flag out, use --device cpu, or check the driver with nvidia-smi.",
+        )
+    if requested == "auto":
+        return "cuda" if cuda_available else "cpu"
+    return requested
+
+
+def check_capabilities(config: EngineConfig, device: str) -> None:
+    """Raise ConfigError, naming the flag, for what `device` ("cpu" or "cuda") cannot do."""
+    quantization = CPU_QUANTIZATION if device == "cpu" else CUDA_QUANTIZATION
+    kv_dtypes = CPU_KV_DTYPES if device == "cpu" else CUDA_KV_DTYPES
+    if config.quantization is not None and config.quantization not in quantization:
+        raise ConfigError(
+            f"--quantization {config.quantization} is not available on {device}.", "--quantization",
+            "Leave the flag out to run the checkpoint in its own precision.",
+        )
+    if config.kv_cache_dtype not in kv_dtypes:
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} is not available on {device}.", "--kv-cache-dtype",
+            f"Use one of: {', '.join(sorted(kv_dtypes))}.",
+        )
+    if config.tensor_parallel_size != 1:
+        where = "a CPU" if device == "cpu" else "more than one GPU"
+        raise ConfigError(
+            f"--tensor-parallel-size {config.tensor_parallel_size} is not available: this engine cannot yet split a "
+            f"model over {where}.", "--tensor-parallel-size", "Use 1.",
+        )

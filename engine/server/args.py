@@ -1,0 +1,406 @@
+"""The flags of `atoll serve` and of the engine process: vLLM's names and meanings, from the line or a TOML file.
+
+Everything is checked here before anything starts. An error is a `ConfigError`: one sentence that names the flag.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, cast
+
+from engine.capabilities import check_capabilities, nvidia_driver_present, resolve_device
+from engine.config import PAGE_SIZE, EngineConfig
+from engine.errors import ConfigError
+from engine.server.flags import IGNORED_SWITCHES, IGNORED_VALUES, ONLY_ONE, REFUSED_SWITCHES, REFUSED_VALUES
+from engine.server.logs import LEVELS, LogFormat
+
+DTYPES = {"auto": "auto", "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32",
+          "float32": "float32"}
+LOAD_FORMATS = {"auto": "auto", "safetensors": "safetensors", "dummy": "dummy",
+                "runai_streamer": "safetensors", "fastsafetensors": "safetensors"}
+
+EXAMPLES = """\
+examples:
+  atoll serve ./SmolLM2-135M-Instruct
+  atoll serve /models/llama --served-model-name llama --max-model-len 8192 --port 8080
+  atoll serve /models/llama --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile cert.pem --ssl-keyfile key.pem
+  atoll serve --config serve.toml --max-num-seqs 32
+
+serve.toml:
+  [serve]
+  model = "/models/llama"
+  max-model-len = 8192
+  enable-prefix-caching = false
+
+Flags are those of `vllm serve`; dashes and underscores are the same. Sizes may be written 32k (32000), 32K (32768), 1M.
+"""
+
+
+@dataclass(slots=True)
+class ServeOptions:
+    """What `atoll serve` was asked for."""
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None             # serve HTTP on this Unix socket instead of host and port
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    api_key_file: Path | None = None
+    shutdown_timeout: float = 30.0
+    max_restarts: int = 5
+    log_format: LogFormat = "auto"
+    log_level: str = "info"
+    access_log: bool = True
+    notes: list[str] = field(default_factory=list)  # what was accepted but changes nothing
+
+
+@dataclass(slots=True)
+class EngineOptions:
+    """What the engine process was asked for."""
+
+    engine: EngineConfig
+    uds: Path
+    allow_user: list[str] = field(default_factory=list)
+    allow_group: list[str] = field(default_factory=list)
+    parent_pid: int = 0
+    log_format: LogFormat = "auto"
+    log_level: str = "info"
+
+
+def parse_serve(argv: Sequence[str]) -> ServeOptions:
+    """Raises ConfigError; exits 0 after `--help`."""
+    parser = _Parser(prog="atoll serve", usage="atoll serve MODEL_DIR [flags]", epilog=EXAMPLES, description=(
+        "Serve a model directory behind an OpenAI endpoint: a gateway and an engine process, on this machine."))
+    _add_engine_flags(parser)
+    _add_http_flags(parser)
+    _add_compatibility_flags(parser)
+    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text")
+
+    given, notes = parser.parse(argv)
+    config = _engine_config(given)
+    options = ServeOptions(engine=config, notes=notes)
+    for name in ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "api_key_file", "shutdown_timeout",
+                 "max_restarts", "log_format", "log_level", "access_log"):
+        if name in given:
+            setattr(options, name, given[name])
+    _check_http(options)
+    check_capabilities(config, resolve_device(config.device, nvidia_driver_present()))
+    return options
+
+
+def parse_engine(argv: Sequence[str]) -> EngineOptions:
+    """Flags of `python -m engine.server.engine_process`. Raises ConfigError."""
+    parser = _Parser(prog="atoll engine", usage="atoll engine --uds SOCKET --model MODEL_DIR [flags]",
+                     description="Run one engine behind a Unix socket, without HTTP and without a network.")
+    _add_engine_flags(parser)
+    group = parser.add_argument_group("process")
+    group.add_argument("--uds", type=Path, metavar="SOCKET", help="the Unix socket to listen on (required)")
+    group.add_argument("--allow-user", action="append", metavar="USER", help="may connect, besides our own user")
+    group.add_argument("--allow-group", action="append", metavar="GROUP", help="members may connect")
+    group.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    _add_log_flags(group)
+    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text")
+
+    given, _ = parser.parse(argv)
+    if "uds" not in given:
+        raise ConfigError("--uds is required: the Unix socket to listen on.", "--uds")
+    names = ("uds", "allow_user", "allow_group", "parent_pid", "log_format", "log_level")
+    return EngineOptions(engine=_engine_config(given), **{name: given[name] for name in names if name in given})
+
+
+def engine_argv(config: EngineConfig) -> list[str]:
+    """The flags that make `parse_engine` return this config: how the supervisor starts its child."""
+    argv = ["--model", str(config.model)]
+    for knob in dataclasses.fields(EngineConfig):
+        value = getattr(config, knob.name)
+        default = knob.default if knob.default is not dataclasses.MISSING else []
+        if knob.name in ("model", "skip_tokenizer_init", "overlap") or value == default:
+            continue
+        flag = "--" + knob.name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, list):
+            argv += [flag, *value]
+        else:
+            argv.append(f"{flag}={value}")
+    return argv
+
+
+def human_size(text: str) -> int:
+    """vLLM's sizes: 32k = 32 000, 32K = 32 768, 1.5M = 1 572 864; a plain number is itself.
+
+    >>> human_size("25.6k")
+    25600
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 32k or 1M")
+    number, unit = match.groups()
+    if not unit:
+        if "." in number:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        return int(number)
+    power = "kmgt".index(unit.lower()) + 1
+    scaled = float(number) * (1000 if unit.islower() else 1024) ** power
+    if scaled != int(scaled):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(scaled)
+
+
+def human_size_or_auto(text: str) -> int | Literal["auto"]:
+    return "auto" if text in ("auto", "-1") else human_size(text)
+
+
+# -- the flags
+
+
+def _add_engine_flags(parser: "_Parser") -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="MODEL_DIR", help="the model directory, if not given as first argument")
+    model.add_argument("--served-model-name", nargs="+", metavar="NAME",
+                       help="name(s) that clients use; the first is shown in answers (default: the path as given)")
+    model.add_argument("--dtype", choices=tuple(DTYPES), help="precision of weights and activations (auto)")
+    model.add_argument("--quantization", "-q", metavar="METHOD", help="quantise weights, where the device can")
+    model.add_argument("--load-format", choices=tuple(LOAD_FORMATS), metavar="FORMAT",
+                       help="auto, safetensors, or dummy for random weights (auto)")
+    model.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to run (auto)")
+    model.add_argument("--seed", type=int, help="base of the seeds of requests without one (random)")
+    model.add_argument("--tokenizer", metavar="PATH", help=argparse.SUPPRESS)
+
+    memory = parser.add_argument_group("memory")
+    memory.add_argument("--max-model-len", type=human_size_or_auto, metavar="TOKENS",
+                        help="context in tokens, prompt plus answer; auto or -1: the largest that fits")
+    memory.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE",
+                        help="share of the device's memory to use, above 0 and at most 1 (0.9)")
+    memory.add_argument("--kv-cache-memory-bytes", type=human_size, metavar="BYTES",
+                        help="bytes for the KV cache, instead of a share")
+    memory.add_argument("--kv-cache-dtype", metavar="DTYPE", help="precision of the KV cache (auto)")
+    memory.add_argument("--block-size", type=int, metavar="TOKENS", help=f"tokens a page; only {PAGE_SIZE}")
+
+    schedule = parser.add_argument_group("scheduling")
+    schedule.add_argument("--max-num-seqs", type=human_size, metavar="N", help="sequences that run at a time")
+    schedule.add_argument("--max-num-batched-tokens", type=human_size, metavar="N", help="tokens of one step")
+    schedule.add_argument("--enable-chunked-prefill", action=argparse.BooleanOptionalAction,
+                          help="split long prompts over steps (on)")
+    schedule.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+                          help="reuse the pages of prompts that begin alike (on)")
+    schedule.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of waiting requests (fcfs)")
+    schedule.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, help="no CUDA graphs (off)")
+    schedule.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs to split over (1)")
+
+
+def _add_http_flags(parser: "_Parser") -> None:
+    http = parser.add_argument_group("endpoint")
+    http.add_argument("--host", help="address to listen on (127.0.0.1: this machine only)")
+    http.add_argument("--port", type=int, help="TCP port (8000); 0 takes a free one")
+    http.add_argument("--uds", type=Path, metavar="SOCKET", help="serve HTTP on a Unix socket instead of host and port")
+    http.add_argument("--api-key-file", type=Path, metavar="FILE",
+                      help="keys that clients must present, one a line; the file should have mode 0600")
+    http.add_argument("--ssl-certfile", type=Path, metavar="PEM", help="serve HTTPS with this certificate")
+    http.add_argument("--ssl-keyfile", type=Path, metavar="PEM", help="its private key")
+    http.add_argument("--shutdown-timeout", type=float, metavar="SECONDS",
+                      help="what running requests get after Ctrl-C or SIGTERM (30)")
+    http.add_argument("--max-restarts", type=int, metavar="N", help="restarts of a crashed engine in 10 minutes (5)")
+
+    logs = parser.add_argument_group("logging and configuration")
+    _add_log_flags(logs)
+    logs.add_argument("--uvicorn-log-level", dest="log_level", choices=LEVELS, help=argparse.SUPPRESS)
+    logs.add_argument("--disable-uvicorn-access-log", "--disable-access-log", dest="access_log", action="store_const",
+                      const=False, help="no log line for each HTTP request")
+    logs.add_argument("--config", type=Path, metavar="TOML", help="take flags from the [serve] table of this file")
+
+
+def _add_log_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--log-level", choices=LEVELS, metavar="LEVEL", help=f"{', '.join(LEVELS)} (info)")
+    group.add_argument("--log-format", choices=("auto", "text", "json"),
+                       help="text, json, or auto: text on a terminal, else JSON lines")
+
+
+def _add_compatibility_flags(parser: "_Parser") -> None:
+    """What scripts written for vLLM carry: accepted with a note, or refused with a reason. Not shown in --help."""
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "dest": "_compatibility"}
+    for name, why in IGNORED_SWITCHES.items():
+        parser.add_argument(f"--{name}", f"--no-{name}", action=_Note, nargs=0, why=why, **hidden)
+    for name, why in IGNORED_VALUES.items():
+        parser.add_argument(f"--{name}", action=_Note, nargs=1, why=why, **hidden)
+    for name, why in REFUSED_SWITCHES.items():
+        parser.add_argument(f"--{name}", f"--no-{name}", action=_Refuse, nargs=0, why=why, **hidden)
+    for name, why in REFUSED_VALUES.items():
+        parser.add_argument(f"--{name}", action=_Refuse, nargs="+", why=why, **hidden)
+    for names, why in ONLY_ONE.items():
+        parser.add_argument(*names, action=_OnlyOne, type=int, nargs=1, why=why, **hidden)
+
+
+class _Why(argparse.Action):
+    def __init__(self, *args: Any, why: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.why = why
+
+
+class _Note(_Why):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        cast(_Parser, parser).notes.append(f"{option_string} changes nothing here: {self.why}")
+
+
+class _Refuse(_Why):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        if option_string and option_string.startswith("--no-"):
+            return  # "not this" is what we do
+        raise ConfigError(f"{option_string} is refused: {self.why}", option_string)  # never echoes the value
+
+
+class _OnlyOne(_Why):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        if values[0] != 1:
+            raise ConfigError(f"{option_string} {values[0]} is refused: {self.why}", option_string, "Use 1.")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but: errors are ConfigErrors, `_` is `-` in flags, unknown flags get a suggestion, TOML comes first."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                         formatter_class=_HelpFormatter, **kwargs)
+        self.notes: list[str] = []
+
+    def error(self, message: str) -> NoReturn:
+        flag = re.match(r"argument (?:-\w+/)?(--[\w-]+)", message)
+        raise ConfigError(message.removeprefix("argument ").rstrip(".") + ".", flag and flag.group(1))
+
+    def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """(flags that were given, notes). The one positional argument is the model."""
+        line = [_dashes(arg) for arg in argv]
+        given = vars(self._parse(line))
+        if "config" in given:
+            from_file = vars(self._parse(_toml_argv(given["config"])))
+            given = from_file | given
+        given.pop("_compatibility", None)
+        return given, list(dict.fromkeys(self.notes))
+
+    def _parse(self, argv: list[str]) -> argparse.Namespace:
+        namespace, rest = self.parse_known_args(argv)
+        for arg in rest:
+            if arg.startswith("-") and arg != "--":
+                self._unknown(arg)
+        positional = [arg for arg in rest if arg != "--"]
+        if len(positional) > 1:
+            raise ConfigError(f"Unexpected argument {positional[1]!r}: the model was already given as "
+                              f"{positional[0]!r}.")
+        if positional:
+            namespace.model = positional[0]
+        return namespace
+
+    def _unknown(self, arg: str) -> NoReturn:
+        name = arg.partition("=")[0]
+        known = [option for option, action in self._option_string_actions.items()
+                 if action.help is not argparse.SUPPRESS]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        hint = f"Did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags."
+        raise ConfigError(f"Unknown flag {name}.", name, hint)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+
+def _dashes(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _toml_argv(path: Path) -> list[str]:
+    """The [serve] table as flags, so that one set of rules reads both."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("serve")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}.", "--config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}.", "--config") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"--config {path} has no [serve] table.", "--config")
+    argv: list[str] = []
+    for key, value in table.items():
+        flag = "--" + key.replace("_", "-")
+        if flag == "--config":
+            raise ConfigError(f"--config {path}: a configuration file cannot name another one.", "--config")
+        if isinstance(value, bool):
+            argv.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            argv += [flag, *value]
+        elif isinstance(value, str | int | float):
+            argv.append(f"{flag}={value}")
+        else:
+            raise ConfigError(f"--config {path}: {key} must be a string, a number, a boolean or a list of strings.",
+                              "--config")
+    return argv
+
+
+# -- from flags to checked options
+
+
+def _engine_config(given: dict[str, Any]) -> EngineConfig:
+    model = given.get("model")
+    if not model:
+        raise ConfigError("No model was given.", "--model", "Name a model directory: atoll serve ./my-model")
+    if (tokenizer := given.get("tokenizer")) and Path(tokenizer).resolve() != Path(model).resolve():
+        raise ConfigError("--tokenizer is refused: the tokenizer comes from the model directory.", "--tokenizer")
+    if given.get("block_size", PAGE_SIZE) != PAGE_SIZE:
+        raise ConfigError(f"--block-size {given['block_size']} is not available: a page holds {PAGE_SIZE} tokens.",
+                          "--block-size", "Leave the flag out.")
+    names = {knob.name for knob in dataclasses.fields(EngineConfig)}
+    knobs = {name: value for name, value in given.items() if name in names}
+    knobs.setdefault("served_model_name", [model])
+    if "dtype" in knobs:
+        knobs["dtype"] = DTYPES[knobs["dtype"]]
+    if "load_format" in knobs:
+        knobs["load_format"] = LOAD_FORMATS[knobs["load_format"]]
+    if knobs.get("quantization") in ("none", "None", ""):
+        knobs["quantization"] = None
+    config = EngineConfig(**knobs)
+    _check_ranges(config)
+    return config
+
+
+def _check_ranges(config: EngineConfig) -> None:
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization must be above 0 and at most 1, got "
+                          f"{config.gpu_memory_utilization}.", "--gpu-memory-utilization")
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes",
+                 "tensor_parallel_size"):
+        value = getattr(config, name)
+        if isinstance(value, int) and value < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} must be at least 1, got {value}.", flag)
+    for name in config.served_model_name:
+        if not name.strip() or not name.isprintable() or len(name) > 256:
+            raise ConfigError("--served-model-name must be 1 to 256 printable characters.", "--served-model-name")
+
+
+def _check_http(options: ServeOptions) -> None:
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port must lie between 0 and 65535, got {options.port}.", "--port")
+    if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
+        raise ConfigError("--ssl-certfile and --ssl-keyfile belong together: one of them is missing.", "--ssl-certfile")
+    if options.shutdown_timeout < 0:
+        raise ConfigError("--shutdown-timeout must not be negative.", "--shutdown-timeout")
+    if options.max_restarts < 0:
+        raise ConfigError("--max-restarts must not be negative.", "--max-restarts")
+    for flag, path in (("--ssl-certfile", options.ssl_certfile), ("--ssl-keyfile", options.ssl_keyfile),
+                       ("--api-key-file", options.api_key_file)):
+        if path is not None:
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                raise ConfigError(f"{flag} {path}: {error.strerror}.", flag) from None

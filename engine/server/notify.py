@@ -1,0 +1,47 @@
+"""systemd's readiness and watchdog protocol (sd_notify(3)): datagrams to the socket named by NOTIFY_SOCKET."""
+
+import os
+import socket
+import time
+
+
+class Notifier:
+    """Does nothing when the process was not started by a `Type=notify` unit."""
+
+    def __init__(self) -> None:
+        # Taken out of the environment, so that no child can speak in our name.
+        address = os.environ.pop("NOTIFY_SOCKET", "")
+        microseconds = os.environ.pop("WATCHDOG_USEC", "")
+        pid = os.environ.pop("WATCHDOG_PID", "")
+        self.watchdog_seconds = 0.0  # the longest silence that systemd accepts; 0: no watchdog
+        self._last_ping = 0.0
+        self._socket: socket.socket | None = None
+        if address[:1] in ("/", "@"):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            self._address = "\0" + address[1:] if address[0] == "@" else address
+            if microseconds.isdigit() and pid in ("", str(os.getpid())):
+                self.watchdog_seconds = int(microseconds) / 1e6
+
+    def ready(self, status: str) -> None:
+        self._send(f"READY=1\nSTATUS={status}")
+
+    def loading(self, status: str, patience_seconds: float = 60) -> None:
+        """Say what start-up is at, and that it needs up to `patience_seconds` until the next such word."""
+        self._send(f"STATUS={status}\nEXTEND_TIMEOUT_USEC={int(patience_seconds * 1e6)}")
+
+    def stopping(self, status: str) -> None:
+        self._send(f"STOPPING=1\nSTATUS={status}")
+
+    def watchdog(self) -> None:
+        """Call from the scheduler loop, between steps: a loop that hangs must fall silent."""
+        now = time.monotonic()
+        if self.watchdog_seconds and now - self._last_ping > self.watchdog_seconds / 4:
+            self._last_ping = now
+            self._send("WATCHDOG=1")
+
+    def _send(self, text: str) -> None:
+        if self._socket is not None:
+            try:
+                self._socket.sendto(text.encode(), self._address)
+            except OSError:  # a full or vanished socket must never stop the engine
+                pass
