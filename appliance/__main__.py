@@ -1,0 +1,5 @@
+"""``python -m appliance`` is the `atoll` command, for a checkout where it is not on the PATH."""
+
+from appliance.cli import main
+
+main()

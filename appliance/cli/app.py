@@ -1,0 +1,145 @@
+"""The command tree of `atoll`. A command's module is imported when it is called, not to list it in `--help`."""
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from importlib import import_module, metadata
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
+
+EPILOG = "Each command explains itself, with examples: atoll install --help"
+
+# name → (module, attribute, one line for the list). `app` is a typer group, `register` adds commands to a typer app.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "serve": ("engine.server.cli", "main", "Serve a model directory as an OpenAI endpoint (flags as in 'vllm serve')."),
+    "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles."),
+    "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
+    "preflight": ("appliance.cli.install", "register", "Check this machine before installing. Changes nothing."),
+    "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),
+    "status": ("appliance.cli.install", "register", "Show what is installed, whether it serves, and its endpoint."),
+    "start": ("appliance.cli.install", "register", "Start the installed service."),
+    "stop": ("appliance.cli.install", "register", "Stop the service; everything stays installed."),
+    "logs": ("appliance.cli.install", "register", "Show the service's log."),
+    "uninstall": ("appliance.cli.install", "register", "Stop the service and remove what was installed."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands from `COMMANDS`, and imports the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*COMMANDS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """For listings and completion: a stand-in with the help line, made without an import."""
+        if cmd_name in COMMANDS:
+            return _stand_in(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """For a call: the real command."""
+        if args and args[0] in COMMANDS:
+            return args[0], load(args[0]), args[1:]
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Turn errors that are meant for a person into a message and an exit code; a traceback means a bug."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("Interrupted. Run the same command again to go on.", err=True)
+            raise typer.Exit(130) from None
+        except Exception as error:
+            # Each room has an error class of its own (they may not import one another); this is their common shape.
+            message, hint = getattr(error, "message", None), getattr(error, "hint", None)
+            if message is None or hint is None:
+                raise
+            typer.echo(f"error: {message}", err=True)
+            for line in (getattr(error, "why", ""), getattr(error, "changed", ""), hint):
+                if line:
+                    typer.echo(f"  {line}", err=True)
+            raise typer.Exit(int(getattr(error, "exit_code", 1))) from None
+
+
+def load(name: str) -> Any:
+    """Import and return the real command called `name`."""
+    module, attribute, help_line = COMMANDS[name]
+    found = getattr(import_module(module), attribute)
+    if attribute == "app":
+        return get_group(found)
+    if attribute == "register":
+        holder = typer.Typer()
+        holder.command(name="register", hidden=True)(lambda: None)  # so that typer makes a group even of one command
+        found(holder)
+        return get_group(holder).commands[name]
+    return _pass_through(name, help_line, found)
+
+
+def _pass_through(name: str, help_line: str, run: Callable[[list[str]], int | None]) -> Any:
+    """A command that has an argument parser of its own and gets every argument, `--help` included."""
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    holder = typer.Typer(add_completion=False)
+
+    @holder.command(name=name, help=help_line, context_settings=settings)
+    def call(ctx: typer.Context) -> None:
+        raise typer.Exit(run(ctx.args) or 0)
+
+    return get_command(holder)
+
+
+def _stand_in(name: str) -> Any:
+    holder = typer.Typer(add_completion=False)
+    holder.command(name=name, help=COMMANDS[name][2])(lambda: None)
+    return get_command(holder)
+
+
+app = typer.Typer(
+    name="atoll",
+    cls=LazyGroup,
+    help="Atoll turns a server without Internet into an LLM service: a signed bundle, one command, an OpenAI endpoint.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_show_locals=False,  # locals may hold keys
+)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"atoll": metadata.version("atoll"), "python": platform.python_version()}
+    for package in ("torch", "triton"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(metadata.version("atoll"))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def version(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Print the versions of Atoll and of what it runs on."""
+    versions = _versions()
+    if as_json:
+        json.dump(versions, sys.stdout)
+        typer.echo()
+        return
+    for name, number in versions.items():
+        typer.echo(f"{name:8}{number}")
