@@ -1,0 +1,119 @@
+"""Runs steps: plan in, sampled tokens out. Owns the model, the KV cache, the request table and the sampler."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.config import PAGE_SIZE
+from engine.core.batch import SeqResult, StepPlan, StepResult
+from engine.core.request import TokenLogprobs
+from engine.layers.attention import Attention
+from engine.layers.context import ForwardContext, forward_context
+from engine.worker.inputs import StepInputs, build_inputs
+from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
+from engine.worker.sample.sampler import Sampler, SampleResult
+from engine.worker.state import RequestTable
+
+NAN_ERROR = "The model produced values that are not numbers for this request."
+_PROMPT_LOGITS_ROWS = 256  # prompt logprobs are computed this many positions at a time: [256, V] floats, not [T, V]
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A launched step whose results are still on the device."""
+
+    plan: StepPlan
+    inputs: StepInputs
+    sampled: SampleResult | None
+    prompt_logprobs: dict[int, list[LogprobsTensors]]  # index in plan.seqs -> those of the prompt tokens it covers
+
+
+class Runner:
+    """One device, one model. `launch` only queues work where the device is asynchronous; `collect` waits for it."""
+
+    def __init__(self, model: nn.Module, *, num_rows: int, max_model_len: int, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.vocab_size: int = model.config.vocab_size
+        self.table = RequestTable(num_rows, max_model_len, device)
+        self.sampler = Sampler(num_rows, self.vocab_size, device)
+        self.prompt_len = [0] * num_rows
+
+    def bind_cache(self, cache: torch.Tensor) -> None:
+        """Give each attention layer its part of `cache` [layers, 2, num_pages, PAGE_SIZE, Hkv, D]."""
+        layers = [m for m in self.model.modules() if isinstance(m, Attention)]
+        for layer, (k_cache, v_cache) in zip(layers, cache, strict=True):
+            assert k_cache.shape[1] == PAGE_SIZE
+            layer.k_cache, layer.v_cache = k_cache, v_cache
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        for init in plan.row_inits:
+            self.table.admit(init)
+            self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
+            self.prompt_len[init.row] = init.prompt_len
+        for update in plan.page_updates:
+            self.table.add_pages(update)
+        inputs = build_inputs(plan, self.table)
+        hidden = self.forward(inputs)
+        return StepHandle(plan, inputs, self._sample(inputs, hidden), self._prompt_logprobs(plan, hidden))
+
+    @torch.inference_mode()
+    def collect(self, handle: StepHandle) -> StepResult:
+        tokens: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        bad: set[int] = set()
+        if handle.sampled is not None:
+            tokens = handle.sampled.token_ids.tolist()
+            bad = set(handle.sampled.bad_rows)
+            if handle.sampled.logprobs is not None:
+                found = handle.sampled.logprobs
+                logprobs = dict(zip(found.rows.tolist(), found.unpack(), strict=True))
+        results = []
+        at = 0
+        for i, seq in enumerate(handle.plan.seqs):
+            prompt = handle.prompt_logprobs.get(i)
+            listed = None if prompt is None else [entry for part in prompt for entry in part.unpack()]
+            if not seq.samples:
+                results.append(SeqResult(prompt_logprobs=listed))
+                continue
+            if at in bad:
+                results.append(SeqResult(error=NAN_ERROR))
+            else:
+                results.append(SeqResult(tokens[at], logprobs.get(at), listed))
+            at += 1
+        return StepResult(handle.plan.step_id, results)
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        with forward_context(ForwardContext(inputs.positions, inputs.slot_mapping, inputs.attention)):
+            return self.model(inputs.token_ids)
+
+    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> SampleResult | None:
+        if not inputs.sample_rows:
+            return None
+        logits = self.model.logits(hidden.index_select(0, inputs.sample_index))
+        result = self.sampler.sample(logits, inputs.sample_rows, inputs.sample_positions, self.table.token_ids)
+        self.table.append(inputs.sample_rows, inputs.sample_positions, result.token_ids)
+        return result
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, hidden: torch.Tensor
+    ) -> dict[int, list[LogprobsTensors]]:
+        """For each sequence that asked: logprobs of the prompt tokens that stand one place behind its chunk's tokens."""
+        found = {}
+        q_start = 0
+        for i, seq in enumerate(plan.seqs):
+            if seq.prompt_logprobs is not None:
+                count = min(seq.num_tokens, self.prompt_len[seq.row] - 1 - seq.start)
+                targets = self.table.token_ids[seq.row, seq.start + 1 : seq.start + 1 + count]
+                found[i] = [
+                    prompt_logprobs(
+                        self.model.logits(hidden[q_start + at : q_start + min(at + _PROMPT_LOGITS_ROWS, count)]),
+                        targets[at : at + _PROMPT_LOGITS_ROWS],
+                        seq.prompt_logprobs,
+                    )
+                    for at in range(0, count, _PROMPT_LOGITS_ROWS)
+                ]
+            q_start += seq.num_tokens
+        return found

@@ -1,0 +1,35 @@
+"""The request table: one stable row for each running sequence, on the device.
+
+    row 0                     trash: padding reads and writes it
+    token_ids[row, i]         token i of the sequence; the sampler writes the newest one itself
+    block_table[row, i]       page of its tokens 16 i .. 16 i + 15; unset entries point at the trash page
+
+The host sends only changes: a row's tokens at admission, new pages as they are given out.
+"""
+
+import torch
+
+from engine.core.batch import PageUpdate, RowInit
+from engine.core.kv.spec import pages_for
+
+
+class RequestTable:
+    def __init__(self, num_rows: int, max_model_len: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(num_rows, pages_for(max_model_len), dtype=torch.int32, device=device)
+
+    def admit(self, init: RowInit) -> None:
+        self.token_ids[init.row, : len(init.token_ids)] = torch.tensor(init.token_ids, dtype=torch.int32)
+
+    def add_pages(self, update: PageUpdate) -> None:
+        end = update.start + len(update.pages)
+        self.block_table[update.row, update.start : end] = torch.tensor(update.pages, dtype=torch.int32)
+
+    def append(self, rows: list[int], positions: list[int], token_ids: torch.Tensor) -> None:
+        """Write sampled tokens at their positions; a sequence that is full has no place and needs none."""
+        limit = self.token_ids.shape[1]
+        fits = [i for i, position in enumerate(positions) if position < limit]
+        if len(fits) < len(positions):
+            rows, positions, token_ids = [rows[i] for i in fits], [positions[i] for i in fits], token_ids[fits]
+        if rows:
+            self.token_ids[rows, positions] = token_ids.to(torch.int32)
