@@ -1,11 +1,25 @@
-"""Build and sign a bundle from a model directory."""
+"""Build and sign a bundle from a model directory: copy and hash in one pass, describe, sign, appear by one rename."""
 
+import fnmatch
+import hashlib
+import os
+import shutil
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
-from . import limits
-from .manifest import Acceptance, Requires
+from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import ValidationError
+
+from . import content, keys, limits, media, names, oms, sbom, verify
+from .errors import CONTENT, MISSING, SPACE_IO, USAGE, BundleError
+from .manifest import MANIFEST, SIGNATURE, Acceptance, BundleManifest, FileEntry, License, Requires, Source
+from .parallel import Reader, Tick, default_workers, run, write_at
 from .progress import Progress, silent
+
+_SPACE_SLACK = 16 * limits.MIB
 
 
 def build_bundle(
@@ -28,5 +42,317 @@ def build_bundle(
     exclude: Sequence[str] = (),
     chunk_size: int = limits.DEFAULT_CHUNK,
 ) -> Path:
-    """Copy, hash and sign `source_model_dir` into `out_dir/<name>-<version>` and return that path."""
-    raise NotImplementedError
+    """Copy, hash and sign `source_model_dir` into `out_dir/<name>-<version>`; returns that path.
+
+    The model directory is not changed. `license_id` is an SPDX identifier (or ``LicenseRef-…``) and `license_file`
+    its text, which always travels with the model. `sequence` must grow with every release of one `name`: targets
+    refuse a lower one. `exclude` are shell patterns of paths or names to leave out. `passphrase` opens an encrypted
+    `private_key`. The time in ``created`` is SOURCE_DATE_EPOCH when that is set. Progress stage: ``copy``.
+
+    Raises BundleError with exit code 2 (an argument, or the target exists), 11 (content that a bundle may not
+    carry), 13 (a path is missing), 30 (space or I/O). Nothing is left at the target unless it is complete.
+    """
+    key = keys.load_private(private_key, passphrase)
+    target = out_dir / f"{name}-{version}"
+    license_text = _read_license(license_file)
+    license_path = f"licenses/{license_id}.txt"
+    _check_arguments(name, version, sequence, license_id, source_repo, source_revision, chunk_size)
+    if os.path.lexists(target):
+        raise BundleError(
+            f"{target} exists already; a bundle is never overwritten.",
+            "Raise --version and --sequence, choose another --out, or delete it yourself.",
+            USAGE,
+        )
+    partial = out_dir / f".{target.name}.partial"
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        with media.open_root(source_model_dir) as root:
+            sizes = _list_sources(root, source_model_dir, exclude)
+            _check_space(out_dir, sum(sizes.values()))
+            partial.mkdir()
+            entries = _copy_model(root, partial, sizes, chunk_size, progress)
+        entries.append(_add(partial, license_path, license_text, chunk_size))
+        source = Source(repo=source_repo, revision=source_revision)
+        created = _now()
+        entries.sort(key=lambda e: e.path)
+        bom = sbom.make(
+            name=name, version=version, created=created, spdx=license_id, source=source, files=entries
+        )
+        entries.append(_add(partial, sbom.PATH, bom, chunk_size))
+        entries.sort(key=lambda e: e.path)
+        template = _check_content(partial, entries)
+        total = sum(e.size for e in entries)
+        try:
+            manifest = BundleManifest(
+                name=name,
+                version=version,
+                sequence=sequence,
+                created=created,
+                source=source,
+                requires=requires or Requires(disk_bytes=total),
+                license=License(
+                    spdx=license_id,
+                    file=license_path,
+                    sha256=hashlib.sha256(license_text).hexdigest(),
+                    acceptance=acceptance,
+                    url=license_url,
+                ),
+                files=tuple(entries),
+                chat_template_sha256=template,
+            )
+        except ValidationError as e:
+            raise _unusable(source_model_dir, e) from e
+        _sign(partial, target.name, manifest, key)
+        with media.open_root(partial) as built:
+            signed = verify.check_signed_manifest(built, {(p := keys.public_of(key)).fingerprint: p}, None)
+            verify.check_file_set(built, signed)
+        _sync_directories(partial)
+        os.rename(partial, target)
+        _sync_directory(out_dir)
+    except OSError as e:
+        raise write_failed(out_dir, e) from e
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def write_failed(where: Path, e: OSError) -> BundleError:
+    """The error for a destination that cannot be written."""
+    return BundleError(
+        f"Writing below {where} failed: {e.strerror or e}.",
+        "Free space or choose another disk, then run the same command again.",
+        SPACE_IO,
+    )
+
+
+def _check_arguments(
+    name: str, version: str, sequence: int, license_id: str, repo: str, revision: str, chunk_size: int
+) -> None:
+    """Find bad arguments before hours of copying, by building the smallest manifest that uses them."""
+    empty = hashlib.sha256().hexdigest()
+
+    def entry(path: str, role: str) -> FileEntry:
+        return FileEntry.model_validate(
+            {"path": path, "size": 0, "sha256": empty, "role": role, "chunk_size": chunk_size, "chunks": ()}
+        )
+
+    try:
+        BundleManifest(
+            name=name,
+            version=version,
+            sequence=sequence,
+            created="2000-01-01T00:00:00Z",
+            source=Source(repo=repo, revision=revision),
+            requires=Requires(disk_bytes=0),
+            license=License(spdx=license_id, file=f"licenses/{license_id}.txt", sha256=empty),
+            files=(
+                entry(f"licenses/{license_id}.txt", "license"),
+                entry("model/config.json", "config"),
+                entry("model/model.safetensors", "weights"),
+            ),
+            chat_template_sha256=None,
+        )
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        raise BundleError(
+            f"The argument '{first['loc'][0] if first['loc'] else 'value'}' is not usable: {first['msg']}.",
+            "name: letters, digits, '.', '_', '-'; version: 1.2.3; sequence: a whole number from 1; licence: an SPDX "
+            "identifier; source: printable ASCII.",
+            USAGE,
+        ) from e
+
+
+def _read_license(path: Path) -> bytes:
+    try:
+        text = path.read_bytes()
+        text.decode("utf-8")
+    except OSError as e:
+        raise BundleError(
+            f"The licence text {path} cannot be read: {e.strerror}.", "Give the licence's text file.", MISSING
+        ) from e
+    except UnicodeDecodeError as e:
+        raise BundleError(f"The licence text {path} is not UTF-8 text.", "Convert it to UTF-8.", USAGE) from e
+    if not text.strip():
+        raise BundleError(f"The licence text {path} is empty.", "Give the licence's full text.", USAGE)
+    return text
+
+
+def _list_sources(root: int, source: Path, exclude: Sequence[str]) -> dict[str, int]:
+    """Path (below the model directory) → size, after refusing what no bundle may hold."""
+
+    def skip(path: str) -> bool:
+        name = path.rsplit("/", 1)[-1]
+        return any(fnmatch.fnmatchcase(path, p) or fnmatch.fnmatchcase(name, p) for p in exclude)
+
+    try:
+        tree = media.walk(root, skip=skip)
+    except BundleError as e:
+        advice = "To leave files out, use --exclude; to turn a download cache's links into files, use 'cp -rL'."
+        raise BundleError(f"In {source}: {e.message}", f"{e.hint} {advice}", e.exit_code) from e
+    for path in tree.files:
+        content.role_of(f"model/{path}")
+    if "config.json" not in tree.files or not any(p.endswith(".safetensors") for p in tree.files):
+        raise BundleError(
+            f"{source} is not a model directory: it lacks config.json or *.safetensors.",
+            "Give a directory in the usual Hugging Face layout.",
+            MISSING,
+        )
+    if pair := names.collision([f"model/{p}" for p in tree.files]):
+        raise BundleError(
+            f"The paths '{pair[0]}' and '{pair[1]}' collide on some file systems.", "Rename one of them.", CONTENT
+        )
+    return tree.files
+
+
+def _check_space(out_dir: Path, need: int) -> None:
+    info = os.statvfs(out_dir)
+    free = info.f_bavail * info.f_frsize
+    if free < need + _SPACE_SLACK:
+        raise BundleError(
+            f"{out_dir} has {free:,} bytes free; the bundle needs {need + _SPACE_SLACK:,}.",
+            "Free space or choose another --out.",
+            SPACE_IO,
+        )
+
+
+def _copy_model(
+    root: int, partial: Path, sizes: dict[str, int], chunk_size: int, progress: Progress
+) -> list[FileEntry]:
+    """Copy every source file to partial/model, hashing it whole and by chunks while it passes."""
+    for directory in sorted({os.path.dirname(p) for p in sizes}):
+        (partial / "model" / directory).mkdir(parents=True, exist_ok=True)
+    entries: list[FileEntry] = []
+    reader = Reader(root)
+    # A file's own hash is sequential; the chunk hash of the same block runs beside it.
+    with ThreadPoolExecutor(default_workers(), thread_name_prefix="chunk-hash") as helpers:
+
+        def copy(path: str, tick: Tick) -> None:
+            whole, chunks, at = hashlib.sha256(), [], 0
+            with media.open_file(root, path) as fd, _create(partial / "model" / path) as out:
+                while at < sizes[path]:
+                    chunk, chunk_end = hashlib.sha256(), min(at + chunk_size, sizes[path])
+                    while at < chunk_end:
+                        view = reader.buffer(chunk_size)[: chunk_end - at]
+                        try:
+                            if reader.read_into(fd, view, at) != len(view):
+                                raise _changed(path)
+                        except OSError as e:
+                            raise media.read_failed(path, e) from e
+                        beside = helpers.submit(chunk.update, view)
+                        whole.update(view)
+                        write_at(out.fileno(), view, at)
+                        beside.result()
+                        at += len(view)
+                        tick(len(view))
+                    chunks.append(chunk.hexdigest())
+                if os.pread(fd, 1, at):
+                    raise _changed(path)
+                _flush(out.fileno())
+            entries.append(
+                FileEntry(
+                    path=f"model/{path}",
+                    size=at,
+                    sha256=whole.hexdigest(),
+                    role=content.role_of(f"model/{path}"),
+                    chunk_size=chunk_size,
+                    chunks=tuple(chunks),
+                )
+            )
+
+        biggest_first = sorted(sizes, key=lambda p: -sizes[p])
+        run(
+            biggest_first,
+            copy,
+            stage="copy",
+            total=sum(sizes.values()),
+            progress=progress,
+            workers=max(1, default_workers() // 2),
+        )
+    return entries
+
+
+def _changed(path: str) -> BundleError:
+    return BundleError(
+        f"{names.show(path)} changed while it was read.", "Let the download finish, then build again.", CONTENT
+    )
+
+
+def _create(path: Path):
+    return open(path, "xb", buffering=0)
+
+
+def _flush(fd: int) -> None:
+    os.fchmod(fd, 0o644)
+    os.fsync(fd)
+
+
+def _add(partial: Path, path: str, data: bytes, chunk_size: int) -> FileEntry:
+    """Write a file of our own and describe it."""
+    (partial / path).parent.mkdir(parents=True, exist_ok=True)
+    _write(partial / path, data)
+    return FileEntry(
+        path=path,
+        size=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        role=content.role_of(path),
+        chunk_size=chunk_size,
+        chunks=tuple(
+            hashlib.sha256(data[i : i + chunk_size]).hexdigest() for i in range(0, len(data), chunk_size)
+        ),
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "xb") as out:
+        out.write(data)
+        out.flush()
+        _flush(out.fileno())
+
+
+def _check_content(partial: Path, entries: Sequence[FileEntry]) -> str | None:
+    """Apply the content rules to the copy; returns the chat template's hash."""
+    files = {e.path: e for e in entries}
+    with media.open_root(partial) as root:
+        for entry in entries:
+            with media.open_file(root, entry.path) as fd:
+                content.check_file(fd, entry)
+
+        def read(path: str) -> bytes:
+            return media.read_small(root, path, limits.MAX_TEXT_FILE)
+
+        content.check_index(read, files)
+        return content.chat_template_sha256(read, files)
+
+
+def _unusable(source: Path, e: ValidationError) -> BundleError:
+    first = e.errors(include_url=False)[0]
+    return BundleError(f"{source} cannot become a bundle: {first['msg']}.", "Correct it and build again.", CONTENT)
+
+
+def _sign(partial: Path, model_name: str, manifest: BundleManifest, key: ec.EllipticCurvePrivateKey) -> None:
+    text = manifest.to_bytes()
+    if len(text) > limits.MAX_MANIFEST:
+        raise BundleError("bundle.json would be too large.", "Use a larger chunk size.", CONTENT)
+    resources = {f.path: f.sha256 for f in manifest.files} | {MANIFEST: hashlib.sha256(text).hexdigest()}
+    _write(partial / MANIFEST, text)
+    _write(partial / SIGNATURE, oms.sign(resources, model_name, key))
+
+
+def _now() -> str:
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    seconds = int(epoch) if epoch.isdecimal() else int(time.time())
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _sync_directories(top: Path) -> None:
+    for directory, _, _ in os.walk(top):
+        _sync_directory(Path(directory))
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

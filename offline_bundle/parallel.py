@@ -28,14 +28,15 @@ def run(
     stage: str,
     total: int,
     progress: Progress,
+    start: int = 0,
     workers: int | None = None,
 ) -> None:
     """Run `work(task, tick)` for every task, in order of start, `workers` at a time.
 
     The first exception (or Ctrl-C) stops the others at their next block and is raised; progress is called from the
-    calling thread only, at the start, about ten times a second, and at the end.
+    calling thread only, at the start, about ten times a second, and at the end. `start` counts as done already.
     """
-    done, stop, lock = 0, threading.Event(), threading.Lock()
+    done, stop, lock = start, threading.Event(), threading.Lock()
 
     def tick(n: int) -> None:
         nonlocal done
@@ -44,11 +45,11 @@ def run(
         with lock:
             done += n
 
-    progress(stage, 0, total)
+    progress(stage, start, total)
     with ThreadPoolExecutor(workers or default_workers(), thread_name_prefix="bundle") as pool:
         pending = {pool.submit(work, task, tick) for task in tasks}
         try:
-            reported = 0
+            reported = start
             while pending:
                 finished, pending = wait(pending, timeout=_REPORT_EVERY, return_when=FIRST_EXCEPTION)
                 for future in finished:
@@ -66,6 +67,13 @@ def run(
 def default_workers() -> int:
     """Threads for hashing: one per usable core, at most 16 (past that a disk, not a core, is the limit)."""
     return max(1, min(16, len(os.sched_getaffinity(0))))
+
+
+def write_at(fd: int, view: memoryview, offset: int) -> None:
+    """Write all of `view` at `offset`; a short write is continued, not lost."""
+    while view:
+        n = os.pwrite(fd, view, offset)
+        view, offset = view[n:], offset + n
 
 
 class Reader:
