@@ -276,7 +276,7 @@ def _fsync(path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Make the model and print where it lies."""
-    parser = argparse.ArgumentParser(prog="python -m appliance.demo.model", description=f"Make {NAME}, the demonstration model.")
+    parser = argparse.ArgumentParser(prog="python -m appliance.demo.model", description="Make the demonstration model.")
     where = f"cache directory; the model goes to DIR/models/{NAME} (default: %(default)s)"
     parser.add_argument("--out", type=Path, default=DEFAULT_CACHE, metavar="DIR", help=where)
     args = parser.parse_args(argv)

@@ -1,0 +1,58 @@
+# Everything a checkout needs. `make demo` and `make test` set up their own virtual environment first.
+# Variables: PYTHON=/path/to/python3 (3.11 or newer) · VENV=.venv · PYTEST="-k name" for a part of the tests.
+
+VENV   ?= .venv
+PREFIX ?= .demo
+PYTEST ?=
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo demo-stop test lint format bench clean
+
+help:  ## Show this list
+	@echo 'Atoll. Start with: make demo'
+	@echo
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.demo  ## Bundle, sign, verify, install and run a small real model, and ask it a question
+	@$(BIN)/python -m appliance.demo --prefix $(PREFIX)
+
+demo-stop:  ## Stop the demo's service (make demo starts it again)
+	@if [ -x $(BIN)/atoll ] && [ -d $(PREFIX) ]; then $(BIN)/atoll stop --prefix $(PREFIX); \
+	else echo 'No demo is installed here.'; fi
+
+test: $(VENV)/.dev  ## Run every test that needs no GPU
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python -m pytest $(PYTEST)
+
+lint: $(VENV)/.dev  ## Check style, types and which room may import which
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.dev  ## Sort imports and fix what ruff can fix safely
+	@$(BIN)/ruff check --fix .
+
+setup: $(VENV)/.dev  ## Make .venv with everything for development
+	@echo 'Ready. Next: make demo, make test'
+
+clean: demo-stop  ## Stop the demo and remove everything that was made here (environment, model, demo, caches)
+	rm -rf $(VENV) $(PREFIX) .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# The stamps depend on pyproject.toml, so a change of dependencies installs them; otherwise nothing happens.
+# pip shows its lines and progress bars on a terminal, and only problems elsewhere.
+$(VENV)/.demo: pyproject.toml $(VENV)/.made
+	@echo 'Installing the packages of the demo into $(VENV) (PyTorch is large: minutes the first time) …'
+	@$(PIP) install $$([ -t 1 ] || echo --quiet) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.made
+	@echo 'Installing the packages for development into $(VENV) (PyTorch is large: minutes the first time) …'
+	@$(PIP) install $$([ -t 1 ] || echo --quiet) -e '.[dev]'
+	@touch $(VENV)/.demo $@
+
+$(VENV)/.made: .ci/venv.sh
+	@sh .ci/venv.sh $(VENV) $(PYTHON)
+	@touch $@
