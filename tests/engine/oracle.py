@@ -1,0 +1,31 @@
+"""transformers as the judge: greedy tokens of one request alone, in float32."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+
+@lru_cache(maxsize=16)
+def load(model_dir: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+@lru_cache(maxsize=4096)
+def greedy(model_dir: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    """`num_tokens` greedy tokens after `prompt`, end tokens ignored."""
+    model = load(model_dir)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens, pad_token_id=0, eos_token_id=None, bos_token_id=None,
+        )
+    return out[0, len(prompt):].tolist()
+
+
+def logits(model_dir: Path, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return load(model_dir)(torch.tensor([ids])).logits[0]
