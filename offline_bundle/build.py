@@ -76,9 +76,7 @@ def build_bundle(
         source = Source(repo=source_repo, revision=source_revision)
         created = _now()
         entries.sort(key=lambda e: e.path)
-        bom = sbom.make(
-            name=name, version=version, created=created, spdx=license_id, source=source, files=entries
-        )
+        bom = sbom.make(name=name, version=version, created=created, spdx=license_id, source=source, files=entries)
         entries.append(_add(partial, sbom.PATH, bom, chunk_size))
         entries.sort(key=lambda e: e.path)
         template = _check_content(partial, entries)
@@ -297,9 +295,7 @@ def _add(partial: Path, path: str, data: bytes, chunk_size: int) -> FileEntry:
         sha256=hashlib.sha256(data).hexdigest(),
         role=content.role_of(path),
         chunk_size=chunk_size,
-        chunks=tuple(
-            hashlib.sha256(data[i : i + chunk_size]).hexdigest() for i in range(0, len(data), chunk_size)
-        ),
+        chunks=tuple(hashlib.sha256(data[i : i + chunk_size]).hexdigest() for i in range(0, len(data), chunk_size)),
     )
 
 

@@ -145,9 +145,7 @@ def check_whole(read: Callable[[str], bytes], files: Mapping[str, FileEntry], pi
     """The rules that span files: complete weight indexes and the pinned chat template."""
     check_index(read, files)
     if chat_template_sha256(read, files) != pinned_template:
-        raise BundleError(
-            "The chat template is not the one that bundle.json pins.", "Build the bundle again.", CONTENT
-        )
+        raise BundleError("The chat template is not the one that bundle.json pins.", "Build the bundle again.", CONTENT)
 
 
 def _read_text(fd: int, entry: FileEntry) -> bytes:

@@ -11,9 +11,7 @@ PATH = "sbom/bom.cdx.json"
 _NAMESPACE = uuid.UUID("5d9f4d0e-6d2e-5c1b-9a5e-0b8f3f7d4c21")  # fixed: equal content gets an equal serial number
 
 
-def make(
-    *, name: str, version: str, created: str, spdx: str, source: Source, files: Sequence[FileEntry]
-) -> bytes:
+def make(*, name: str, version: str, created: str, spdx: str, source: Source, files: Sequence[FileEntry]) -> bytes:
     """One model component with its licence and origin, and one component a file with its SHA-256."""
     licenses = [{"expression": spdx}]
     model: dict[str, Any] = {

@@ -91,9 +91,7 @@ def verify_model(
             )
         verified = VerifiedBundle(path, signed.manifest, signed.digest, signed.key_fingerprint)
     if verified.digest != digest:
-        raise BundleError(
-            f"{path} holds the bundle {verified.digest}.", "Remove it and ingest the right one.", CONTENT
-        )
+        raise BundleError(f"{path} holds the bundle {verified.digest}.", "Remove it and ingest the right one.", CONTENT)
     with media.open_root(path) as root:
         for name, mode in _modes(root).items():
             if mode & 0o222:

@@ -92,9 +92,7 @@ def inspect_bundle(path: Path) -> Inspection:
     return Inspection(path, manifest, manifest.digest, claimed)
 
 
-def check_signed_manifest(
-    root: int, trusted: dict[str, keys.PublicKey], min_sequence: int | None
-) -> SignedManifest:
+def check_signed_manifest(root: int, trusted: dict[str, keys.PublicKey], min_sequence: int | None) -> SignedManifest:
     """Steps one and two: the signature, then bundle.json, then that both name the same files and hashes."""
     try:
         signature = media.read_small(root, SIGNATURE, limits.MAX_SIGNATURE)
@@ -141,9 +139,7 @@ def check_file_set(root: int, signed: SignedManifest) -> None:
     sizes[SIGNATURE] = len(signed.signature_bytes)
     directories = {path[:i] for path in sizes for i, c in enumerate(path) if c == "/"}
     for path in sorted((tree.files.keys() - sizes.keys()) | (tree.directories - directories)):
-        raise BundleError(
-            f"{names.show(path)} is not part of the signed bundle.", names.litter_hint(path), CONTENT
-        )
+        raise BundleError(f"{names.show(path)} is not part of the signed bundle.", names.litter_hint(path), CONTENT)
     for path, size in sizes.items():
         if path not in tree.files:
             raise media.missing(path)

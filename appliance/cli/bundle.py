@@ -1,0 +1,209 @@
+"""`atoll bundle build | inspect | verify`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offline_bundle.build import build_bundle
+from offline_bundle.errors import USAGE, BundleError
+from offline_bundle.keys import is_encrypted
+from offline_bundle.manifest import BundleManifest
+from offline_bundle.verify import inspect_bundle, verify_bundle
+
+from .byte_progress import byte_progress, size
+from .json_output import emit, json_errors
+
+app = typer.Typer(help="Build, inspect and verify signed model bundles.", no_args_is_help=True, rich_markup_mode=None)
+
+_LABELS = {"copy": "Copying and hashing", "verify": "Verifying"}
+_EXIT_CODES = (
+    "Exit codes: 0 ok, 2 usage, 10 untrusted or missing signature, 11 content differs or is not allowed, "
+    "12 older than accepted before, 13 something is missing, 30 space or I/O."
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Bundle = Annotated[Path, typer.Argument(help="The bundle's directory.", show_default=False)]
+
+
+class AcceptanceChoice(StrEnum):
+    none = "none"
+    click = "click"
+    gated = "gated"
+
+
+@app.command(epilog=_EXIT_CODES)
+def build(
+    model: Annotated[Path, typer.Argument(help="Model directory: config.json, *.safetensors, tokenizer.")],
+    key: Annotated[Path, typer.Option(help="Private signing key (made by 'atoll keys new').", show_default=False)],
+    version: Annotated[str, typer.Option(help="Version of this bundle, such as 1.2.0.", show_default=False)],
+    sequence: Annotated[
+        int, typer.Option(help="A number that grows with every release of one name.", show_default=False)
+    ],
+    license_id: Annotated[
+        str, typer.Option("--license", help="SPDX identifier, such as Apache-2.0.", show_default=False)
+    ],
+    source_repo: Annotated[str, typer.Option(help="Where the model came from.", show_default=False)],
+    source_revision: Annotated[str, typer.Option(help="Its exact revision there.", show_default=False)],
+    license_file: Annotated[Path | None, typer.Option(help="The licence's text.", show_default="MODEL/LICENSE")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the bundle.", show_default="MODEL's name")] = None,
+    out: Annotated[Path, typer.Option(help="Directory that receives NAME-VERSION.")] = Path("."),
+    acceptance: Annotated[
+        AcceptanceChoice, typer.Option(help="What an installer must obtain before it uses the model.")
+    ] = AcceptanceChoice.click,
+    license_url: Annotated[str | None, typer.Option(help="Where the licence is published.", show_default=False)] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Shell pattern of files to leave out; repeatable.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Copy a model directory into a new signed bundle.
+
+    Only safetensors weights, tokenizer data and text go in; code, pickles and links are refused. An encrypted key
+    asks for its passphrase on the terminal.
+
+    \b
+    Example:
+      atoll bundle build ./Qwen3-4B --name qwen3-4b --version 1.0.0 \\
+        --sequence 1 --license Apache-2.0 --source-repo Qwen/Qwen3-4B \\
+        --source-revision 1cfa9a7 --key ~/.config/atoll/keys/vendor.key \\
+        --exclude '.git*' --out /mnt/usb
+    """
+    with json_errors(as_json):
+        passphrase = _ask_passphrase(key) if is_encrypted(key) else None
+        with byte_progress(_LABELS, quiet=as_json) as progress:
+            path = build_bundle(
+                model,
+                out,
+                name=name or model.resolve().name,
+                version=version,
+                sequence=sequence,
+                license_id=license_id,
+                license_file=license_file or model / "LICENSE",
+                license_url=license_url,
+                acceptance=acceptance.value,
+                source_repo=source_repo,
+                source_revision=source_revision,
+                private_key=key,
+                passphrase=passphrase,
+                exclude=exclude or (),
+                progress=progress,
+            )
+        made = inspect_bundle(path)
+        if as_json:
+            emit(
+                {"ok": True, "path": str(path), "key_fingerprint": made.claimed_fingerprint}
+                | _summary(made.manifest, made.digest)
+            )
+            return
+        typer.echo(f"Built {path}")
+        _print(made.manifest, made.digest)
+        typer.echo(f"  signed by  {made.claimed_fingerprint}")
+        typer.echo(f"Next: atoll bundle verify {path} --key {key.with_suffix('.pub')}")
+
+
+@app.command(epilog=_EXIT_CODES)
+def inspect(bundle: Bundle, as_json: Json = False) -> None:
+    """Show what a bundle says about itself, without any key. Proves nothing.
+
+    \b
+    Example:
+      atoll bundle inspect /mnt/usb/qwen3-4b-1.0.0
+    """
+    with json_errors(as_json):
+        found = inspect_bundle(bundle)
+        if as_json:
+            emit(
+                {
+                    "ok": True,
+                    "verified": False,
+                    "path": str(bundle),
+                    "claimed_key_fingerprint": found.claimed_fingerprint,
+                }
+                | _summary(found.manifest, found.digest)
+                | {"manifest": found.manifest.model_dump(mode="json")}
+            )
+            return
+        typer.echo("NOT VERIFIED: this is what the bundle claims. Check it with: atoll bundle verify --key PUB")
+        _print(found.manifest, found.digest)
+        typer.echo(f"  claims key {found.claimed_fingerprint or 'none: there is no readable signature'}")
+        typer.echo("  files")
+        for entry in found.manifest.files:
+            typer.echo(f"    {size(entry.size):>10}  {entry.role:<9}  {entry.path}")
+
+
+@app.command(epilog=_EXIT_CODES)
+def verify(
+    bundle: Bundle,
+    key: Annotated[
+        list[Path],
+        typer.Option(
+            help="Trusted public key, obtained apart from the bundle; repeatable: any one of them may have signed.",
+            show_default=False,
+        ),
+    ],
+    full: Annotated[bool, typer.Option("--full", help="Also recompute every whole-file hash.")] = False,
+    min_sequence: Annotated[
+        int | None, typer.Option(help="Refuse a bundle with a lower sequence.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check signature, manifest, file set, every byte and the content rules. Changes nothing.
+
+    \b
+    Examples:
+      atoll bundle verify /mnt/usb/qwen3-4b-1.0.0 --key vendor.pub
+      atoll bundle verify /mnt/usb/qwen3-4b-1.0.0 --key vendor.pub --full --json
+    """
+    with json_errors(as_json):
+        with byte_progress(_LABELS, quiet=as_json) as progress:
+            found = verify_bundle(bundle, key, full=full, min_sequence=min_sequence, progress=progress)
+        if as_json:
+            emit(
+                {"ok": True, "verified": True, "path": str(bundle), "key_fingerprint": found.key_fingerprint}
+                | _summary(found.manifest, found.digest)
+            )
+            return
+        typer.echo(f"VERIFIED: {bundle}")
+        _print(found.manifest, found.digest)
+        typer.echo(f"  signed by  {found.key_fingerprint}")
+
+
+def _ask_passphrase(key: Path) -> bytes:
+    try:
+        return typer.prompt(f"Passphrase of {key}", hide_input=True, err=True).encode()
+    except typer.Abort as e:
+        raise BundleError(
+            f"The private key {key} is encrypted and no passphrase was given.", "Run this on a terminal.", USAGE
+        ) from e
+
+
+def _summary(manifest: BundleManifest, digest: str) -> dict[str, Any]:
+    return {
+        "name": manifest.name,
+        "version": manifest.version,
+        "sequence": manifest.sequence,
+        "created": manifest.created,
+        "digest": digest,
+        "bytes": manifest.total_bytes,
+        "files": len(manifest.files),
+        "license": manifest.license.spdx,
+        "license_acceptance": manifest.license.acceptance,
+        "source": manifest.source.model_dump(),
+        "chat_template_sha256": manifest.chat_template_sha256,
+    }
+
+
+def _print(manifest: BundleManifest, digest: str) -> None:
+    weights = sum(f.size for f in manifest.files if f.role == "weights")
+    rows = {
+        "bundle": f"{manifest.name} {manifest.version} (sequence {manifest.sequence}, {manifest.created})",
+        "source": f"{manifest.source.repo} @ {manifest.source.revision}",
+        "licence": f"{manifest.license.spdx} (acceptance: {manifest.license.acceptance})",
+        "content": f"{len(manifest.files)} files, {size(manifest.total_bytes)}, of which weights {size(weights)}",
+        "template": manifest.chat_template_sha256 or "no chat template",
+        "digest": digest,
+    }
+    for label, value in rows.items():
+        typer.echo(f"  {label:<10} {value}")

@@ -1,0 +1,86 @@
+"""Progress of byte-moving work on stderr: a bar on a terminal, plain lines elsewhere, nothing when asked for JSON."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from offline_bundle.progress import Progress, silent
+
+_LINE_EVERY = 5.0  # seconds between plain lines
+
+
+@contextmanager
+def byte_progress(labels: dict[str, str], *, quiet: bool = False) -> Iterator[Progress]:
+    """A Progress callback for the duration of the block; `labels` gives each stage its words."""
+    if quiet:
+        yield silent
+    elif sys.stderr.isatty():
+        with _bar(labels) as report:
+            yield report
+    else:
+        yield _Lines(labels)
+
+
+@contextmanager
+def _bar(labels: dict[str, str]) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TaskID,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as RichProgress
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(labels.get(stage, stage), total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+class _Lines:
+    """One line at the start, every few seconds, and at the end of a stage: fit for a log."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self.labels = labels
+        self.began: dict[str, tuple[float, int]] = {}
+        self.last = (0.0, -1)  # when a line was printed, and for how many bytes
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        first = stage not in self.began
+        began, offset = self.began.setdefault(stage, (now, done))
+        due = done == total or now - self.last[0] >= _LINE_EVERY
+        if not first and (not due or done == self.last[1]):
+            return
+        self.last = (now, done)
+        rate = (done - offset) / max(now - began, 1e-3)
+        text = f"{self.labels.get(stage, stage)}: {size(done)} of {size(total)}"
+        if not first and rate:
+            text += f", {size(int(rate))}/s"
+            text += f", {(total - done) / rate:.0f} s left" if done < total else ""
+        print(text, file=sys.stderr, flush=True)
+
+
+def size(n: int) -> str:
+    """`n` bytes for a person: 1.5 GiB."""
+    value, units = float(n), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
