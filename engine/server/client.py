@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from engine.core.request import EngineRequest, EngineStats, StepOutput
@@ -81,15 +81,20 @@ class EngineClient:
 
     def healthy(self) -> bool:
         """Ready (so a real token came from the device), connected, and the scheduler loop turns while it owes us."""
-        if self.state != "ready" or self._writer is None or self._writer.is_closing():
-            return False
-        now = time.monotonic()
-        if self._asked and now - self._asked > self._stall_seconds:
-            return False  # the scheduler loop owes us a Pong
-        busy = bool(self._streams) or self.stats.num_running > 0
-        return not busy or now - self._progressed <= self._stall_seconds
+        connected = self._writer is not None and not self._writer.is_closing()
+        return self.state == "ready" and connected and not self.stalled()
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[StepOutput]:
+    def stalled(self, seconds: float | None = None) -> bool:
+        """A ready engine whose loop has not turned for that long (`stall_seconds`) while it owes a step or a Pong."""
+        limit, now = seconds or self._stall_seconds, time.monotonic()
+        if self.state != "ready":
+            return False
+        if self._asked and now - self._asked > limit:
+            return True
+        busy = bool(self._streams) or self.stats.num_running > 0
+        return busy and now - self._progressed > limit
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[StepOutput, None]:
         """Submit `request` and yield its outputs; the last has a `finish_reason`.
 
         Closing the iterator early aborts the request in the engine. Raises EngineDeadError (not ready, or lost on the

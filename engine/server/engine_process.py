@@ -128,7 +128,9 @@ class EngineService:
                     return
 
     def farewell(self, reason: str, hint: str = "") -> None:
-        """Last words to all clients before a non-zero exit."""
+        """Last words to all clients before a non-zero exit, also to those that came while we were busy."""
+        for _ in range(2):  # accept, then read their Hello
+            self._serve(self._server.poll(0))
         self._server.broadcast(m.Goodbye(reason, hint, fatal=True))
         self._server.close()
 

@@ -73,14 +73,18 @@ class Welcome(Event):
 
 
 class Progress(Event):
-    """Loading: `stage` in words, `done` of `total` (0: not countable)."""
+    """Loading: `stage` in words, `done` of `total` (bytes or items; 0: not countable)."""
 
     stage: str
     done: int = 0
     total: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage} {self.done}/{self.total}" if self.total else self.stage
+        if not self.total:
+            return self.stage
+        if self.total >= 10_000_000:  # bytes
+            return f"{self.stage} {self.done / 1e9:.2f}/{self.total / 1e9:.2f} GB"
+        return f"{self.stage} {self.done}/{self.total}"
 
 
 class Ready(Event):

@@ -1,0 +1,133 @@
+"""`atoll serve`: check everything, start the engine process, and be its gateway and supervisor.
+
+Exit status: 0 stopped, 2 a flag cannot be honoured, 11 the model's files are damaged, 40 the engine does not stay up,
+130 interrupted twice, 1 a defect.
+"""
+
+import logging
+import socket
+import ssl
+import sys
+import time
+
+from engine.errors import ConfigError, ModelError
+from engine.server import ipc, logs
+from engine.server.args import ServeOptions, parse_serve
+
+log = logging.getLogger("atoll.serve")
+
+EXIT_CONFIG = 2
+EXIT_MODEL = 11
+EXIT_INTERRUPTED = 130
+BACKLOG = 2048
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `atoll serve`; returns the exit status."""
+    started = time.monotonic()
+    try:
+        options = parse_serve(argv)
+        logs.setup(options.log_format, options.log_level)
+        for note in options.notes:
+            log.warning("%s", note)
+        _check_model(options)
+        _check_tls(options)
+        listener = _bind(options)
+    except ConfigError as error:
+        print(f"atoll serve: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except ModelError as error:
+        print(f"atoll serve: {error}", file=sys.stderr)
+        return EXIT_MODEL
+    _warn_if_exposed(options)
+
+    from engine.server.supervisor import EngineChild, runtime_directory
+
+    with runtime_directory() as directory:
+        engine = EngineChild(options, directory / "engine.sock")
+        try:
+            engine.spawn()  # it imports and loads while we import and bind
+            from engine.server.http_server import run_http
+
+            return run_http(options, listener, engine, base_url(options), started)
+        except KeyboardInterrupt:  # before the event loop handles signals
+            return EXIT_INTERRUPTED
+        finally:
+            engine.kill()
+            listener.close()
+            if options.uds is not None:
+                options.uds.unlink(missing_ok=True)
+
+
+def _check_model(options: ServeOptions) -> None:
+    """Name what is missing or damaged before anything starts. Raises ModelError."""
+    from engine.models.checkpoint import check_checkpoint
+    from engine.models.config import ModelConfig
+
+    if options.engine.load_format == "dummy" and options.engine.model.is_dir():
+        ModelConfig.load(options.engine.model)
+    else:
+        check_checkpoint(options.engine.model)
+
+
+def _check_tls(options: ServeOptions) -> None:
+    if options.ssl_certfile is None or options.ssl_keyfile is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            options.ssl_certfile, options.ssl_keyfile, password=lambda: "")  # never ask on the terminal
+    except (ssl.SSLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used together: {reason}.", "--ssl-certfile",
+                          "Both must be PEM, belong to each other, and the key must not be encrypted.") from None
+
+
+def _bind(options: ServeOptions) -> socket.socket:
+    """The listening socket, bound before the engine starts: a taken port is known at once. Raises ConfigError."""
+    if options.uds is not None:
+        return ipc.listen(options.uds, shared_with_group=True, backlog=BACKLOG)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host or None, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {options.host}: {getattr(error, 'strerror', None) or error}.", "--host") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"Cannot listen on {options.host}:{options.port}: {error.strerror}.", "--port",
+                          "Choose another with --port, or stop what uses it.") from None
+    listener.setblocking(False)
+    options.port = listener.getsockname()[1]  # --port 0 took a free one
+    return listener
+
+
+def _warn_if_exposed(options: ServeOptions) -> None:
+    if options.uds is not None or _loopback(options.host):
+        return
+    missing = [what for what, given in (("API keys (--api-key-file)", options.api_key_file),
+                                        ("TLS (--ssl-certfile, --ssl-keyfile)", options.ssl_certfile)) if not given]
+    if missing:
+        log.warning("ANYONE WHO REACHES %s:%d CAN USE OR READ THIS SERVICE: it has no %s", options.host, options.port,
+                    " and no ".join(missing))
+
+
+def _loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def base_url(options: ServeOptions) -> str:
+    """What a client on this machine puts into `base_url`, without the closing /v1."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)  # noqa: S104
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return f"{'https' if options.ssl_certfile else 'http'}://{host}:{options.port}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,165 @@
+"""The gateway of `atoll serve`: uvicorn on the bound socket, the supervised engine, and what a person sees of both."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from engine import __version__
+from engine.errors import AtollError, ModelError
+from engine.server.app import create_app
+from engine.server.args import ServeOptions
+from engine.server.auth import KeyFile
+from engine.server.client import EngineClient
+from engine.server.http_protocol import BoundedHttpProtocol
+from engine.server.limits import Limits
+from engine.server.metrics import Metrics
+from engine.server.notify import Notifier
+from engine.server.serving import ServedModel
+from engine.server.supervisor import EngineChild, EngineFailedError
+from engine.text.tokenizer import TextTokenizer
+
+log = logging.getLogger("atoll.serve")
+
+EXIT_MODEL = 11
+EXIT_INTERRUPTED = 130
+KEEP_ALIVE_SECONDS = 75  # above the idle time of common proxies, so that they close first
+PROGRESS_SECONDS = 0.2
+PROGRESS_LOG_SECONDS = 5.0
+
+
+def run_http(options: ServeOptions, listener: socket.socket, engine: EngineChild, url: str,
+             started: float) -> int:
+    """Serve until stopped; returns the exit status."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(options, listener, engine, url, started))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the signals left to us: we also have an engine to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineChild, url: str,
+                 started: float) -> int:
+    limits = Limits()
+    client = EngineClient(engine.uds)
+    try:
+        server = _server(options, client, limits)
+    except AtollError as error:
+        log.error("%s", error)
+        return EXIT_MODEL if isinstance(error, ModelError) else 2
+
+    loop, interrupts = asyncio.get_running_loop(), 0
+
+    def on_signal(name: str) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts == 1:
+            log.info("%s: finishing running requests, at most %.0f s; once more stops now", name,
+                     options.shutdown_timeout)
+            server.should_exit = True
+        else:
+            server.force_exit = True
+            engine.kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number.name)
+
+    await client.start()
+    notifier = Notifier()
+    http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    supervisor = asyncio.create_task(engine.supervise(client), name="supervisor")
+    narrator = asyncio.create_task(_narrate(client, notifier, options, url, started), name="narrator")
+    try:
+        await asyncio.wait({http, supervisor}, return_when=asyncio.FIRST_COMPLETED)
+        narrator.cancel()
+        notifier.stopping("draining")
+        server.should_exit = True  # also when it was the engine that gave up
+        await http
+        if interrupts > 1:
+            return EXIT_INTERRUPTED
+        await client.close()
+        await engine.stop()
+        await supervisor
+    except EngineFailedError as error:
+        log.error("%s", error)
+        return error.status
+    finally:
+        narrator.cancel()
+        await client.close()
+    log.info("stopped")
+    return 0
+
+
+def _server(options: ServeOptions, client: EngineClient, limits: Limits) -> _Server:
+    """Raises ModelError (tokenizer) and ConfigError (key file)."""
+    config = options.engine
+    tokenizer = TextTokenizer.load(config.model)
+    keys = KeyFile(options.api_key_file) if options.api_key_file else None
+    model = ServedModel(config.model_name, client, tokenizer)
+    models = dict.fromkeys(config.served_model_name, model)
+    app = create_app(models, auth=keys, limits=limits, metrics=Metrics(dict.fromkeys(models, client)))
+    return _Server(uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol.with_limits(limits),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,  # the app's own log line holds no query strings
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=max(1, round(options.shutdown_timeout)),
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+    ))
+
+
+async def _narrate(client: EngineClient, notifier: Notifier, options: ServeOptions, url: str, started: float) -> None:
+    """Loading progress, the banner once a token came out, and a word whenever the engine comes back."""
+    terminal = sys.stderr.isatty() and options.log_format != "json"
+    shown, last = "", 0.0
+    first = True
+    while True:
+        while client.state != "ready":
+            now = time.monotonic()
+            notifier.loading(client.progress or client.state)
+            if client.progress and client.progress != shown:
+                shown = client.progress
+                if terminal:
+                    print(f"\r\x1b[K  {shown}", end="", file=sys.stderr, flush=True)
+                elif now - last > PROGRESS_LOG_SECONDS:
+                    last = now
+                    log.info("%s", shown)
+            await asyncio.sleep(PROGRESS_SECONDS)
+        if terminal and shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        info = client.info
+        assert info is not None
+        notifier.ready(f"serving {info.model_names[0]}")
+        if not first:
+            log.info("the engine is back", extra={"fields": {"restarts": client.restarts}})
+        elif terminal:
+            seconds = time.monotonic() - started
+            print(f"\n  Atoll {__version__}  {', '.join(options.engine.served_model_name)}  on {info.device}, "
+                  f"{info.dtype}, {info.max_model_len:,} tokens of context  (ready in {seconds:.1f} s)\n"
+                  f"  OpenAI endpoint: {url}/v1   Ctrl-C stops it\n", file=sys.stderr, flush=True)
+        else:
+            log.info("ready", extra={"fields": {"url": f"{url}/v1", "models": options.engine.served_model_name,
+                                                "seconds": round(time.monotonic() - started, 2)}})
+        first, shown = False, ""
+        while client.state == "ready":
+            if client.healthy():
+                notifier.watchdog()
+            await asyncio.sleep(PROGRESS_SECONDS * 5)
