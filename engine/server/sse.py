@@ -1,0 +1,112 @@
+"""Server-sent events: a stream that survives silence, slow readers and vanished clients."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from starlette.types import Receive, Scope, Send
+
+from engine.server.errors import ApiError, from_exception
+from engine.server.limits import Limits
+
+log = logging.getLogger("atoll.server")
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the stream
+]
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # this very comment: some clients take others for the end
+
+
+class EventStream:
+    """An ASGI response that sends each item of `events` (JSON bytes) as one event, then ``[DONE]``.
+
+    An exception before `first_output_seconds` is raised to the caller, who can still answer with a status; a later one
+    becomes an error event, because the status has been sent. When the client goes away, `events` is closed at once,
+    which aborts the work behind it. `on_end` is called exactly once, whatever happens.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], limits: Limits, on_end: Callable[[], None] = lambda: None) -> None:
+        self._events = events
+        self._limits = limits
+        self._on_end = on_end
+        self._next: asyncio.Task[bytes] | None = None
+
+    async def prime(self) -> None:
+        """Wait a moment for the first event, so that an early failure can be told with a status. Raises it."""
+        try:
+            self._next = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
+            await asyncio.wait({self._next}, timeout=self._limits.first_output_seconds)
+            if self._next.done() and (error := self._next.exception()) and not isinstance(error, StopAsyncIteration):
+                raise error
+        except BaseException:
+            await self._close()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.ensure_future(self._pump(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (pump, gone):
+                task.cancel()
+            await asyncio.gather(pump, gone, return_exceptions=True)
+            await self._close()
+        if not pump.cancelled() and (error := pump.exception()) is not None:
+            if not isinstance(error, OSError | TimeoutError):
+                raise error
+            log.info("stream ended early: %s", error or "the client did not read")
+
+    async def _pump(self, send: Send) -> None:
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": HEADERS})
+        try:
+            while True:
+                if self._next is None:
+                    self._next = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
+                # One retained task: wait_for would cancel the generator on every silence.
+                done, _ = await asyncio.wait({self._next}, timeout=self._limits.keep_alive_seconds)
+                if not done:
+                    await self._body(send, KEEP_ALIVE)
+                    continue
+                task, self._next = self._next, None
+                try:
+                    event = task.result()
+                except StopAsyncIteration:
+                    break
+                await self._body(send, b"data: " + event + b"\n\n")
+        except (OSError, TimeoutError):
+            raise
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log.warning("stream failed: %s: %s", type(error).__name__, error)
+            await self._body(send, b"data: " + from_exception(error).body() + b"\n\n")
+        await self._body(send, DONE)
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _body(self, send: Send, body: bytes) -> None:
+        await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _send(self, send: Send, message: dict) -> None:
+        async with asyncio.timeout(self._limits.send_seconds):  # a client that stops reading must not hold pages
+            await send(message)
+
+    async def _close(self) -> None:
+        on_end, self._on_end = self._on_end, lambda: None
+        try:
+            if self._next is not None:
+                self._next.cancel()
+                with contextlib.suppress(BaseException):
+                    await self._next
+                self._next = None
+            await self._events.aclose()  # type: ignore[attr-defined]
+        finally:
+            on_end()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,66 @@
+"""Token ids of one answer to text, as they arrive: whole characters only, and nothing of a stop string shown early."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.params import SamplingParams
+from engine.text.stop import StopMatcher
+from engine.text.tokenizer import TextTokenizer
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What one `push` added. With `stopped`, a stop string ended the text: ids beyond `num_tokens` are void."""
+
+    text: str = ""
+    stopped: bool = False
+    stop_string: str | None = None
+    num_tokens: int = 0                               # how many of the pushed ids count
+    offsets: list[int] = field(default_factory=list)  # characters of the text before each of them
+
+
+class Detokenizer:
+    """Incremental text of one sequence.
+
+    The text depends only on the ids and `finished`, never on how the ids were cut into pushes. Without stop strings it
+    equals `TextTokenizer.decode` of all ids. Stop strings count from the token after `min_tokens`.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, params: SamplingParams) -> None:
+        self._stream = tokenizer.pieces.stream(params.skip_special_tokens)
+        self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._enabled = params.detokenize
+        self._count = 0    # tokens so far
+        self._decoded = 0  # characters so far, those held back included
+        self._over = False
+
+    def push(self, token_ids: Sequence[int], finished: bool = False, *, stop_token: bool = False) -> TextDelta:
+        """Add ids. `finished`: they are the last. `stop_token`: the very last id is the end or stop token that ended
+        the answer, whose own text is not shown (unless the stop is to be included)."""
+        delta = TextDelta()
+        if self._over:
+            return delta
+        shown: list[str] = []
+        for i, token_id in enumerate(token_ids):
+            delta.offsets.append(self._decoded)
+            delta.num_tokens += 1
+            self._count += 1
+            hidden = stop_token and finished and i == len(token_ids) - 1 and not self._include_stop
+            if self._enabled and not hidden:
+                self._show(self._stream.push(token_id), shown)
+            if self._stop.found is not None:
+                break
+        if finished and self._stop.found is None and self._enabled:
+            self._show(self._stream.flush(), shown)
+            shown.append(self._stop.flush())
+        delta.text = "".join(shown)
+        delta.stop_string = self._stop.found
+        delta.stopped = self._stop.found is not None
+        self._over = finished or delta.stopped
+        return delta
+
+    def _show(self, text: str, shown: list[str]) -> None:
+        self._decoded += len(text)
+        shown.append(text if self._count <= self._min_tokens else self._stop.push(text))
