@@ -134,7 +134,7 @@ def _time(value: Any, where: str) -> float | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     try:
-        moment = datetime.fromisoformat(value)
+        moment = datetime.fromisoformat(str(value))
     except (TypeError, ValueError):
         raise ValueError(f"{where} must be null, seconds since the epoch, or an ISO 8601 date") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

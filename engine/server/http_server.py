@@ -24,7 +24,6 @@ from engine.server.metrics import Metrics
 from engine.server.notify import Notifier
 from engine.server.serving import ServedModel
 from engine.server.supervisor import EngineChild, EngineFailedError
-from engine.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("atoll.serve")
 
@@ -105,9 +104,8 @@ async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineC
 def _server(options: ServeOptions, client: EngineClient, limits: Limits) -> _Server:
     """Raises ModelError (tokenizer) and ConfigError (key file)."""
     config = options.engine
-    tokenizer = TextTokenizer.load(config.model)
     keys = KeyFile(options.api_key_file) if options.api_key_file else None
-    model = ServedModel(config.model_name, client, tokenizer)
+    model = ServedModel.load(config.model_name, config.model, client)
     models = dict.fromkeys(config.served_model_name, model)
     app = create_app(models, auth=keys, limits=limits, metrics=Metrics(dict.fromkeys(models, client)))
     return _Server(uvicorn.Config(

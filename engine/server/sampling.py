@@ -20,7 +20,7 @@ def sampling_defaults(directory: Path | str) -> dict[str, float | int]:
         config = json.loads((Path(directory) / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    defaults: dict[str, float | int] = {}
+    defaults: dict[str, Any] = {}
     for name, kind in DEFAULTS.items():
         value = config.get(name) if isinstance(config, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -36,7 +36,7 @@ def sampling_params(
     request: SamplingFields,
     info: EngineInfo,
     limits: Limits,
-    defaults: dict[str, float | int],
+    defaults: dict[str, Any],
     *,
     max_tokens: int,
     logprobs: int | None,
@@ -58,7 +58,7 @@ def sampling_params(
         if (value := getattr(request, name)) is not None
     }
     return SamplingParams(
-        **(defaults | given),
+        **{**defaults, **given},
         max_tokens=max_tokens,
         stop=stop,
         stop_token_ids=request.stop_token_ids or [],
@@ -100,8 +100,8 @@ def check_length_before_encoding(characters: int, longest_token: int, max_model_
     if characters > longest_token * max_model_len:
         raise InvalidRequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, your {prompt_as} has "
-            f"{characters} characters, which is more than {characters // longest_token} tokens. (context_length_exceeded)",
-            prompt_as, "context_length_exceeded",
+            f"{characters} characters, which is more than {characters // longest_token} tokens. "
+            "(context_length_exceeded)", prompt_as, "context_length_exceeded",
         )
 
 
