@@ -1,0 +1,218 @@
+"""How the install commands look on a terminal. Plain lines when nobody watches; markup is never read from data."""
+
+import contextlib
+import time
+from types import TracebackType
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from installer.errors import InstallError
+from installer.frontend import StepStatus
+from installer.licence import LicenceRequest
+from installer.plan import Plan
+from installer.preflight import CheckRecord
+
+_STATUS_WORDS = {"pass": "PASS", "warn": "WARN", "fail": "FAIL"}
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
+_MARKS = {"done": "ok", "skipped": "--", "failed": "FAILED"}
+
+
+def human_bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return ""
+
+
+class Terminal:
+    """The installer's front end on a terminal. A terminal that is gone (a dropped SSH session) is no reason to stop."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        self.console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+        self.interactive = False
+        self.to_stderr = to_stderr
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._label = ""
+        self._last_line = 0.0
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_progress()
+
+    def step(self, name: str, status: StepStatus, detail: str = "") -> None:
+        if status == "begin":
+            return
+        self._end_progress()
+        style = "red" if status == "failed" else "green"
+        said = "" if status == "failed" else escape(detail)  # the error itself comes last, with its advice
+        self._print(f"[{style}]{_MARKS[status]:>6}[/]  {name:10} {said}")
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        if not self.console.is_terminal:
+            self._progress_line(label, done, total)
+            return
+        with contextlib.suppress(OSError):
+            if self._progress is None or (total > 0) != (self._label == "bytes"):
+                self._begin_progress(bytes_known=total > 0)
+            assert self._progress is not None
+            assert self._task is not None
+            self._progress.update(self._task, description=escape(label), completed=done, total=total or None)
+
+    def note(self, text: str) -> None:
+        self._end_progress()
+        self._print(f"[yellow]  note[/]  {escape(text)}")
+
+    def preflight(self, records: list[CheckRecord]) -> None:
+        self._end_progress()
+        print_checks(records, everything=False, console=self.console)
+
+    def plan(self, plan: Plan) -> None:
+        self._end_progress()
+        print_plan(plan, self.console)
+
+    def accept_licence(self, request: LicenceRequest) -> bool:
+        if not self.interactive:
+            return False
+        self._end_progress()
+        with self.console.pager() if request.text.count("\n") > 40 else contextlib.nullcontext():
+            self.console.print(request.text, markup=False)
+        return typer.confirm(f"Do you accept the licence {request.spdx} of {request.model}?", err=self.to_stderr)
+
+    def confirm_plan(self, plan: Plan) -> bool:
+        return self.interactive and typer.confirm("Go on?", err=self.to_stderr)
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self.console.print(text)
+
+    def _begin_progress(self, *, bytes_known: bool) -> None:
+        self._end_progress()
+        columns: list[Any] = [TextColumn("        {task.description}")]
+        if bytes_known:
+            columns += [BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()]
+        else:
+            columns += [TextColumn("({task.completed} s)")]
+        self._label = "bytes" if bytes_known else "seconds"
+        self._progress = Progress(*columns, console=self.console, transient=True)
+        self._progress.start()
+        self._task = self._progress.add_task("", total=None)
+
+    def _progress_line(self, label: str, done: int, total: int) -> None:
+        """A line every ten seconds is enough for a log file."""
+        now = time.monotonic()
+        if now - self._last_line < 10:
+            return
+        if self._last_line:
+            amount = f"{human_bytes(done)} of {human_bytes(total)}" if total else f"{done} s"
+            self._print(f"        {escape(label)}: {amount}")
+        self._last_line = now
+
+    def _end_progress(self) -> None:
+        if self._progress is not None:
+            with contextlib.suppress(OSError):
+                self._progress.stop()
+        self._progress = self._task = None
+
+
+def print_checks(records: list[CheckRecord], *, everything: bool, console: Console | None = None) -> None:
+    """The table of checks; without `everything` only what needs attention."""
+    console = console or Console(highlight=False)
+    shown = [record for record in records if everything or record.status != "pass"]
+    if not shown:
+        return
+    table = Table("STAT", "CHECK", "SEEN", "NEEDED", box=None, pad_edge=False, header_style="bold")
+    for record in shown:
+        word = "WAIV" if record.waived else _STATUS_WORDS[record.status]
+        table.add_row(
+            f"[{_STYLES[record.status]}]{word}[/]", record.id, escape(record.observed), escape(record.required)
+        )
+    with contextlib.suppress(OSError):
+        console.print(table)
+        for record in shown:
+            if record.status != "pass" and record.fix and not record.waived:
+                console.print(f"  {record.id}: {escape(record.why)} {escape(record.fix)}")
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Everything that is new or changes; what stays is counted."""
+    table = Table("DEED", "KIND", "WHAT", "BYTES", box=None, pad_edge=False, header_style="bold")
+    kept = 0
+    for item in plan.items:
+        if item.deed == "keep" and item.kind != "user":
+            kept += 1
+            continue
+        what = f"{item.what}  ({item.note})" if item.note else item.what
+        table.add_row(item.deed, item.kind, escape(what), human_bytes(item.bytes) if item.bytes else "")
+    with contextlib.suppress(OSError):
+        console.print(f"Plan: release {plan.release}" + (f", replacing {plan.previous}" if plan.previous else ""))
+        console.print(table)
+        console.print(f"  {human_bytes(plan.bytes)} to write" + (f"; {kept} things stay as they are" if kept else ""))
+
+
+def print_error(error: InstallError) -> None:
+    """What happened, the end of the log, why, what was changed, what next: to stderr."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]error:[/] {escape(error.message)}")
+    if error.log_tail:
+        console.print("  The last lines of the log:")
+        for line in error.log_tail:
+            console.print(f"    {line}", markup=False)
+    for text in (error.why, error.changed):
+        if text:
+            console.print(f"  {text}", markup=False)
+    if error.hint:
+        console.print(f"  Next: {error.hint}", markup=False)
+    console.print(f"  (exit code {error.exit_code})", markup=False)
+
+
+def print_status(facts: dict[str, Any]) -> None:
+    """One screen."""
+    service, model, released = facts["service"], facts["model"], facts["release"]
+    rows = [("state", facts["state"].upper() + (f"  ({facts['busy']})" if facts["busy"] else ""))]
+    if facts["state"] == "interrupted":
+        rows.append(("", "an install was cut off: run it again, or go back with `atoll start`"))
+    rows.append(("endpoint", facts["endpoint"] or "unknown"))
+    if released["committed"]:
+        rows.append(("release", f"{released['committed']}  since {released['at']}"))
+        if released["previous"]:
+            rows.append(("", f"before it: {released['previous']}"))
+        rows.append(("model", f"{model['name']} {model['version']}  sequence {model['sequence']}"))
+        rows.append(("digest", model["digest"]))
+        rows.append(("signed by", model["key_fingerprint"]))
+    for entry in facts["licences"]:
+        who = (entry.get("who") or {}).get("user", "?")
+        rows.append(("licence", f"{entry['spdx']}, {entry['how']}, by {who} at {entry['when']}"))
+    pid = f"process {service['pid']}, up {_duration(service['uptime_s'])}" if service["pid"] else service["phase"]
+    rows.append(("service", pid + (f", {service['restarts']} restarts" if service["restarts"] else "")))
+    rows.append(("health", f"{'good' if facts['health']['ok'] else 'bad'}: {facts['health']['said']}"))
+    if smoke := facts["smoke"]:
+        ttft = f"first token after {smoke['ttft_s'] * 1000:.0f} ms"
+        rows.append(("at install", f"{ttft}, then {smoke['tokens_per_s']:.1f} tokens/s"))
+    if facts["last_verify"]:
+        rows.append(("verified", f"{facts['last_verify']['at']}: {facts['last_verify']['detail']}"))
+    rows += [("key", f"{key['id']}  {key['name']}, made {key['created']}") for key in facts["keys"]]
+    disk = facts["disk"]
+    rows.append(("disk", f"models {human_bytes(disk['models_bytes'])}, free {human_bytes(disk['free_bytes'])}"))
+    rows += [("problem", text) for text in facts["problems"]]
+    for name, text in rows:
+        typer.echo(f"{name:10}  {text}")
+
+
+def _duration(seconds: int | None) -> str:
+    if seconds is None:
+        return "unknown"
+    days, rest = divmod(seconds, 86400)
+    return (f"{days} d " if days else "") + time.strftime("%H:%M:%S", time.gmtime(rest))
+
+

@@ -1,0 +1,138 @@
+"""Where everything lives. One tree, under `/` on a server or under a prefix anywhere else.
+
+    PREFIX/
+      opt/atoll/releases/<id>/{bin/atoll, release.json}   code, immutable once staged
+      opt/atoll/current -> releases/<id>                  the live one; switched by rename(2)
+      var/lib/atoll/models/<digest>/                      weights, read-only
+      var/lib/atoll/state/                                journal, audit, approvals, sequence, lock
+      etc/atoll/{atoll.toml, trust/*.pub, credentials/}   the operator's; kept by uninstall
+      var/cache/atoll   var/log/atoll   run/atoll
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Every path below one prefix."""
+
+    prefix: Path
+
+    @classmethod
+    def at(cls, prefix: Path | str) -> "Layout":
+        """Absolute, without `..` and with links above the prefix resolved, so that all paths stay comparable."""
+        return cls(Path(prefix).expanduser().resolve())
+
+    @property
+    def opt(self) -> Path:
+        return self.prefix / "opt/atoll"
+
+    @property
+    def releases(self) -> Path:
+        return self.opt / "releases"
+
+    @property
+    def current(self) -> Path:
+        return self.opt / "current"
+
+    @property
+    def lib(self) -> Path:
+        return self.prefix / "var/lib/atoll"
+
+    @property
+    def models(self) -> Path:
+        return self.lib / "models"
+
+    @property
+    def state(self) -> Path:
+        return self.lib / "state"
+
+    @property
+    def journal(self) -> Path:
+        return self.state / "journal.jsonl"
+
+    @property
+    def audit(self) -> Path:
+        return self.state / "audit.jsonl"
+
+    @property
+    def approvals(self) -> Path:
+        return self.state / "approvals.json"
+
+    @property
+    def sequence(self) -> Path:
+        return self.state / "sequence.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.state / "lock"
+
+    @property
+    def config_backup(self) -> Path:
+        return self.state / "before-switch.toml"
+
+    @property
+    def etc(self) -> Path:
+        return self.prefix / "etc/atoll"
+
+    @property
+    def config(self) -> Path:
+        return self.etc / "atoll.toml"
+
+    @property
+    def trust(self) -> Path:
+        return self.etc / "trust"
+
+    @property
+    def credentials(self) -> Path:
+        return self.etc / "credentials"
+
+    @property
+    def api_keys(self) -> Path:
+        return self.credentials / "api-keys.json"
+
+    @property
+    def cache(self) -> Path:
+        return self.prefix / "var/cache/atoll"
+
+    @property
+    def log_dir(self) -> Path:
+        return self.prefix / "var/log/atoll"
+
+    @property
+    def log(self) -> Path:
+        return self.log_dir / "serve.log"
+
+    @property
+    def run(self) -> Path:
+        return self.prefix / "run/atoll"
+
+    @property
+    def pidfile(self) -> Path:
+        return self.run / "atoll.pid"
+
+    @property
+    def service_state(self) -> Path:
+        return self.run / "service.json"
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """The directories that are wholly ours: whatever lies in them was put there by Atoll."""
+        return (self.opt, self.lib, self.etc, self.cache, self.log_dir, self.run)
+
+    def directories(self) -> list[tuple[Path, int]]:
+        """Every directory of the tree with its mode, parents first. World-readable only where nothing is private."""
+        return [
+            (self.opt, 0o755),
+            (self.releases, 0o755),
+            (self.lib, 0o755),
+            (self.models, 0o755),
+            (self.state, 0o700),
+            (self.etc, 0o755),
+            (self.trust, 0o755),
+            (self.credentials, 0o700),
+            (self.cache, 0o700),
+            (self.log_dir, 0o750),
+            (self.run, 0o750),
+        ]

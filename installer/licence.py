@@ -1,0 +1,124 @@
+"""The licence gate: no model is installed before a person, or an explicit answer, has accepted its very text.
+
+An unattended acceptance names the licence and the text: ``Apache-2.0@cfc7749b96f6`` (SPDX id, at least 8 hex digits of
+the text's SHA-256). There is no blanket yes.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from installer import audit, fs
+from installer.errors import ExitCode, InstallError
+
+_ANSWER = re.compile(r"([A-Za-z0-9.+-]+)@([0-9a-fA-F]{8,64})\Z")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+TEXT_LIMIT = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LicenceRequest:
+    """What is to be accepted. `text` is safe to show: no control or direction characters."""
+
+    spdx: str
+    sha256: str
+    text: str
+    url: str | None
+    model: str
+
+    @property
+    def answer(self) -> str:
+        """The words that accept it unattended."""
+        return f"{self.spdx}@{self.sha256[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Approval:
+    """One acceptance, as the audit log and approvals.json keep it."""
+
+    spdx: str
+    sha256: str
+    bundle_digest: str
+    how: str  # "interactive", "answer", or "not required" by the bundle's maker
+    who: dict[str, Any]
+    when: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def read_text(root: Path, name: str, sha256: str) -> str:
+    """The licence text, checked once more against its signed hash while it is read."""
+    fd = os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(TEXT_LIMIT + 1)
+    if len(data) > TEXT_LIMIT or hashlib.sha256(data).hexdigest() != sha256:
+        raise InstallError(
+            f"The licence text {name} is not the one that was signed.",
+            exit_code=ExitCode.CONTENT_MISMATCH,
+            changed="Nothing was changed.",
+            hint="Copy the bundle from its source again.",
+        )
+    return _CONTROL.sub("", data.decode(errors="replace").replace("\r\n", "\n"))
+
+
+def answered(request: LicenceRequest, answers: Iterable[str]) -> bool:
+    """Whether one of the given answers names exactly this licence and this text. Malformed answers are an error."""
+    found = False
+    for answer in answers:
+        match = _ANSWER.match(answer.strip())
+        if match is None:
+            raise InstallError(
+                f"'{answer}' does not accept a licence.",
+                exit_code=ExitCode.USAGE,
+                why="An acceptance names the licence and its text: SPDX-ID@SHA256-PREFIX, with at least 8 hex digits.",
+                changed="Nothing was changed.",
+                hint=f"For this bundle: --accept-license {request.answer}",
+            )
+        found = found or (match[1] == request.spdx and request.sha256.startswith(match[2].lower()))
+    return found
+
+
+def not_accepted(request: LicenceRequest, where: Path) -> InstallError:
+    return InstallError(
+        f"The licence {request.spdx} of {request.model} was not accepted.",
+        exit_code=ExitCode.LICENCE,
+        why="The bundle's maker asks for acceptance before the model is installed.",
+        changed="Nothing was changed.",
+        hint=f"Read {where}, then accept it: --accept-license {request.answer}",
+    )
+
+
+def load_approvals(path: Path) -> list[dict[str, Any]]:
+    """Earlier acceptances; a damaged file counts as none, the audit log still has them."""
+    try:
+        approvals = json.loads(path.read_bytes())["approvals"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [entry for entry in approvals if isinstance(entry, dict)] if isinstance(approvals, list) else []
+
+
+def already_approved(path: Path, sha256: str, bundle_digest: str) -> bool:
+    return any(a.get("sha256") == sha256 and a.get("bundle_digest") == bundle_digest for a in load_approvals(path))
+
+
+def record(approvals_path: Path, audit_path: Path, approval: Approval) -> None:
+    """Write an acceptance down, first in the audit log; once per text and bundle."""
+    if already_approved(approvals_path, approval.sha256, approval.bundle_digest):
+        return
+    facts = {"spdx": approval.spdx, "sha256": approval.sha256, "bundle": approval.bundle_digest, "how": approval.how}
+    audit.append(audit_path, "licence-accepted", **facts)
+    entries = [*load_approvals(approvals_path), approval.to_json()]
+    fs.write_atomic(approvals_path, json.dumps({"approvals": entries}, indent=2) + "\n", 0o600)
+
+
+def approve(request: LicenceRequest, bundle_digest: str, how: str) -> Approval:
+    """The acceptance of this moment by this person; `record` makes it lasting."""
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return Approval(request.spdx, request.sha256, bundle_digest, how, audit.operator(), when)

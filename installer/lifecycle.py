@@ -1,0 +1,101 @@
+"""Start and stop what is installed."""
+
+from dataclasses import dataclass
+
+from installer import config
+from installer.context import Context
+from installer.errors import ExitCode, InstallError
+from installer.frontend import Frontend
+from installer.journal import History, Journal, replay
+from installer.layout import Layout
+from installer.lock import InstallLock
+from installer.options import InstallOptions
+from installer.preflight import PreflightContext, judge
+from installer.preflight.network import address, port
+from installer.ready import wait_ready
+from installer.service import PrefixService, ServiceManager
+from installer.smoke import health
+from installer.steps.activate import roll_back
+
+
+@dataclass(frozen=True, slots=True)
+class LifecycleResult:
+    """`changed`: whether anything was started or stopped."""
+
+    changed: bool
+    detail: str
+    url: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        return {"changed": self.changed, "detail": self.detail, "url": self.url}
+
+
+def history_of(layout: Layout) -> History:
+    """What the journal of an installation tells. Raises InstallError (usage) where none of ours is."""
+    records = replay(layout.journal).records if layout.journal.exists() else []
+    if not records:
+        raise InstallError(
+            f"There is no Atoll installation at {layout.prefix}.",
+            exit_code=ExitCode.USAGE,
+            why="Its journal, var/lib/atoll/state/journal.jsonl, is not there.",
+            changed="Nothing was changed.",
+            hint="Give the right directory with --prefix or ATOLL_PREFIX, or install: atoll install --help",
+        )
+    return History(records)
+
+
+def start(
+    layout: Layout, frontend: Frontend, *, service: ServiceManager | None = None, timeout: float = 900.0
+) -> LifecycleResult:
+    """Start the committed release and wait until it is ready.
+
+    After an install that was cut off behind its switch this first goes back to the release that had proved itself.
+    Raises InstallError: nothing installed (2), port taken (3), not healthy (40), another command at work (75).
+    """
+    service = service or PrefixService(layout)
+    history_of(layout)
+    with InstallLock(layout.lock, "start"):
+        history = history_of(layout)
+        if history.open_switch is not None:
+            _go_back(layout, frontend, service, history, timeout)
+        if history.committed is None:
+            raise InstallError(
+                f"No release is installed at {layout.prefix}.",
+                exit_code=ExitCode.USAGE,
+                changed="Nothing was changed.",
+                hint="Install one: atoll install --bundle DIR",
+            )
+        endpoint = config.endpoint(config.read_text(layout.config), layout.config)
+        if service.state().up:
+            if health(endpoint)[0]:
+                return LifecycleResult(False, "already running", f"{endpoint.url}/v1")
+        else:
+            service.stop()  # what a killed supervisor left behind
+            context = PreflightContext(layout, endpoint)
+            judge([address(context), port(context)])
+            service.start()
+        wait_ready(service, endpoint, layout, frontend, timeout)
+    return LifecycleResult(True, f"release {history.committed['release']} serves", f"{endpoint.url}/v1")
+
+
+def stop(layout: Layout, *, service: ServiceManager | None = None) -> LifecycleResult:
+    """Stop the service and all it started; running requests get the grace period of `atoll serve`."""
+    service = service or PrefixService(layout)
+    history_of(layout)
+    with InstallLock(layout.lock, "stop"):
+        stopped = service.stop()
+    return LifecycleResult(stopped, "stopped" if stopped else "was not running")
+
+
+def _go_back(layout: Layout, frontend: Frontend, service: ServiceManager, history: History, timeout: float) -> None:
+    frontend.note("An install was cut off before it had proved its release; going back to the one before.")
+    journal = Journal("start", replay(layout.journal).records)
+    journal.open(layout.journal)
+    try:
+        options = InstallOptions(layout.prefix, layout.prefix, start_timeout=timeout)
+        context = Context(options, layout, frontend, service, (), journal, history)
+        outcome = roll_back(context, InstallError("An install was cut off."))
+        if outcome.exit_code == ExitCode.ROLLBACK_FAILED:
+            raise outcome
+    finally:
+        journal.close()

@@ -1,0 +1,44 @@
+"""Waiting for a service that starts, with its own words as the progress line."""
+
+import time
+
+from installer.config import Endpoint
+from installer.errors import ExitCode, InstallError
+from installer.frontend import Frontend
+from installer.layout import Layout
+from installer.service import ServiceManager
+from installer.smoke import health
+
+
+def wait_ready(
+    service: ServiceManager, endpoint: Endpoint, layout: Layout, frontend: Frontend, timeout: float
+) -> None:
+    """Until /health says 200: a token has come from the engine. Raises InstallError (40).
+
+    Ends early when the service dies: a crash at the start is not worth waiting for.
+    """
+    began = time.monotonic()
+    while True:
+        good, said = health(endpoint)
+        waited = time.monotonic() - began
+        state = service.state()
+        if state.phase in ("failed", "dead", "stopped") or state.restarts:
+            status = "" if state.last_exit is None else f" (exit status {state.last_exit})"
+            raise unhealthy(service, layout, f"The service ended while it was starting{status}.")
+        if good:
+            return
+        if waited > timeout:
+            raise unhealthy(service, layout, f"The service was not ready after {timeout:.0f} s: {said}.")
+        line = next(iter(service.log_tail(1)), said)
+        frontend.progress(f"starting: {line[:100]}", int(waited), 0)
+        time.sleep(0.1 if waited < 5 else 0.5)
+
+
+def unhealthy(service: ServiceManager, layout: Layout, message: str) -> InstallError:
+    """The error of a service that does not serve, with the end of its log."""
+    return InstallError(
+        message,
+        exit_code=ExitCode.UNHEALTHY,
+        hint=f"The log says why: {layout.log}",
+        log_tail=service.log_tail(20),
+    )

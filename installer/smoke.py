@@ -1,0 +1,114 @@
+"""Proof that the service serves: a real chat completion, streamed token by token over HTTP with a real key."""
+
+import http.client
+import json
+import time
+from dataclasses import asdict, dataclass
+
+from installer.config import Endpoint
+
+PROMPT = "Say hello in one short sentence."
+MAX_TOKENS = 24
+
+
+class SmokeFailure(Exception):
+    """Why the answer does not count; one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeResult:
+    """What was measured. `ttft_s`: request sent to first content; rate counts the tokens after the first."""
+
+    text: str
+    tokens: int
+    ttft_s: float
+    tokens_per_s: float
+    finish_reason: str
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def health(endpoint: Endpoint, timeout: float = 5.0) -> tuple[bool, str]:
+    """Whether /health says 200 (a token came from the engine), and what it said."""
+    connection = http.client.HTTPConnection(endpoint.connect_host, endpoint.port, timeout=timeout)
+    try:
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        body = response.read(4096).decode(errors="replace").strip()
+        return response.status == 200, f"HTTP {response.status} {body[:200]}".strip()
+    except ConnectionRefusedError:
+        return False, "not listening yet"
+    except (OSError, http.client.HTTPException) as error:
+        return False, str(error) or type(error).__name__
+    finally:
+        connection.close()
+
+
+def smoke_test(endpoint: Endpoint, model: str, key: str, timeout: float) -> SmokeResult:
+    """Ask one question and read the stream to its end. Raises SmokeFailure."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    connection = http.client.HTTPConnection(endpoint.connect_host, endpoint.port, timeout=timeout)
+    try:
+        started = time.monotonic()
+        connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+        )
+        response = connection.getresponse()
+        if response.status != 200:
+            said = response.read(2000).decode(errors="replace").strip()
+            raise SmokeFailure(f"the endpoint answered HTTP {response.status}: {said[:500]}")
+        return _read_stream(response, started, started + timeout)
+    except (OSError, http.client.HTTPException) as error:
+        raise SmokeFailure(f"the connection failed: {error or type(error).__name__}") from error
+    finally:
+        connection.close()
+
+
+def _read_stream(response: http.client.HTTPResponse, started: float, deadline: float) -> SmokeResult:
+    pieces: list[str] = []
+    arrivals: list[float] = []
+    finish_reason = None
+    counted = 0
+    for line in response:
+        now = time.monotonic()
+        if now > deadline:
+            raise SmokeFailure("the stream did not end in time")
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            break
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                raise SmokeFailure(f"the stream carried an error: {str(event['error'])[:500]}")
+            for choice in event.get("choices") or []:
+                piece = (choice.get("delta") or {}).get("content")
+                if piece:
+                    pieces.append(piece)
+                    arrivals.append(now)
+                finish_reason = choice.get("finish_reason") or finish_reason
+            counted = (event.get("usage") or {}).get("completion_tokens") or counted
+        except (ValueError, AttributeError, TypeError):
+            raise SmokeFailure(f"the stream carried something that is not a chunk: {data[:200]!r}") from None
+    else:
+        raise SmokeFailure("the stream broke off before [DONE]")
+    if not pieces:
+        raise SmokeFailure("no content token arrived")
+    if finish_reason is None:
+        raise SmokeFailure("the stream ended without a finish_reason")
+    tokens = counted or len(pieces)
+    spent = arrivals[-1] - arrivals[0]
+    rate = (tokens - 1) / spent if spent > 0 and tokens > 1 else 0.0
+    return SmokeResult("".join(pieces), tokens, round(arrivals[0] - started, 4), round(rate, 2), finish_reason)
