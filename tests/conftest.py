@@ -16,6 +16,7 @@ from tiny_llama import TINY_LLAMAS, save_tiny_llama
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine does; transformers, the oracle, gains as well
 
 
 @pytest.fixture(scope="session")
