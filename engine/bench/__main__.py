@@ -1,0 +1,47 @@
+"""``python -m engine.bench``: see --help."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from engine.bench import cpu, profile, report, workload
+from engine.errors import AtollError
+
+_EXAMPLES = """examples:
+  python -m engine.bench cpu --model SmolLM2-135M-Instruct            against transformers, a few minutes
+  python -m engine.bench cpu --model DIR --no-peer --json > rows.jsonl
+  python -m engine.bench workload mixed single --model DIR            DIR needs only a config.json: weights are random
+  python -m engine.bench profile --model DIR --batch 64               where a step's time goes
+"""
+_COMMANDS = {"cpu": cpu, "workload": workload, "profile": profile}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.bench", description="Measure the engine.", epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in _COMMANDS.items():
+        summary = (module.__doc__ or "").split(": ", 1)[1].splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        command.add_argument("--model", type=Path, required=True, help="model directory")
+        command.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
+        module.add_arguments(command)
+    args = parser.parse_args(argv)
+    if args.command == "cpu" and not args.no_peer and importlib.util.find_spec("transformers") is None:
+        parser.error("transformers is not installed: pip install 'atoll[demo]', or measure without it: --no-peer")
+    try:
+        report.show(_COMMANDS[args.command].run(args), as_json=args.json)
+    except AtollError as error:
+        report.say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        report.say("Stopped.")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""``profile``: where the time of a decode step goes, by phase of the step and by operator.
+
+Prompts are read first; then `--steps` steps that decode one token of each of `--batch` sequences are timed, and as many
+again are traced operator by operator (tracing slows them down: take shares from it, not times).
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as trace
+
+from engine import LLM, SamplingParams
+from engine.bench import report, workloads
+from engine.core.request import EngineRequest
+from engine.worker import runner as runner_module
+
+_WARM_STEPS = 4
+_TOP = 25
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
+    parser.add_argument("--context", type=int, default=128, help="tokens of each prompt (default 128)")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps to time (default 32)")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--load-format", default="auto", choices=["dummy", "auto"])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+
+
+class Phases:
+    """Wall seconds inside named functions. Nested ones count in both."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def watch(self, owner: Any, function: str, name: str) -> None:
+        """Replace `owner.function` by one that is timed as `name`."""
+        plain = getattr(owner, function)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.perf_counter() - start
+
+        setattr(owner, function, timed)
+
+
+def run(args: argparse.Namespace) -> list[report.Row]:
+    steps = _WARM_STEPS + 2 * args.steps
+    llm = LLM(
+        model=args.model, skip_tokenizer_init=True, device=args.device, dtype=args.dtype,
+        load_format=args.load_format, max_model_len=args.context + steps + 1, max_num_seqs=args.batch,
+    )  # fmt: skip
+    engine = llm.engine
+    runner: Any = engine.runner
+    phases = Phases()
+    phases.watch(engine.scheduler, "schedule", "schedule")
+    phases.watch(runner_module, "build_inputs", "inputs")
+    phases.watch(runner, "forward", "forward")
+    phases.watch(runner.model, "logits", "logits")
+    phases.watch(runner.sampler, "sample", "sample")
+    phases.watch(engine.scheduler, "update", "update")
+
+    shape = workloads.Shape(args.batch, (args.context, args.context), (steps, steps))
+    load = workloads.draw("profile", shape, engine.vocab_size)
+    for i, prompt in enumerate(load.prompts):
+        params = SamplingParams(
+            temperature=args.temperature, top_p=args.top_p, max_tokens=steps, ignore_eos=True, seed=i
+        )
+        engine.add_request(EngineRequest(str(i), prompt, params))
+    while any(seq.num_output_tokens == 0 for seq in engine.scheduler.seqs.values()):
+        engine.step()
+    for _ in range(_WARM_STEPS - 1):
+        engine.step()
+
+    phases.seconds.clear()
+    start = time.perf_counter()
+    for _ in range(args.steps):
+        engine.step()
+    whole = time.perf_counter() - start
+    named = dict(phases.seconds)
+    named["rest"] = whole - sum(named.values())
+    facts = {"engine": "atoll", "model": args.model.name, "batch": args.batch, "context": args.context,
+             **report.machine(torch.device(engine.info()["device"]))}  # fmt: skip
+    per_step = {f"{name}_ms": round(1e3 * s / args.steps, 3) for name, s in named.items()}
+    rows = [{"bench": "step", **facts, "step_ms": round(1e3 * whole / args.steps, 3),
+             "tok_s": round(args.batch * args.steps / whole, 1), **per_step}]  # fmt: skip
+
+    activities = [ProfilerActivity.CPU]
+    if engine.info()["device"].startswith("cuda"):
+        activities.append(ProfilerActivity.CUDA)
+    with trace(activities=activities) as profiler:
+        for _ in range(args.steps):
+            engine.step()
+    events = profiler.key_averages()
+    on_device = len(activities) > 1
+    cost = [(e.self_device_time_total if on_device else e.self_cpu_time_total, e) for e in events]
+    total = sum(c for c, _ in cost)
+    for microseconds, event in sorted(cost, key=lambda pair: -pair[0])[:_TOP]:
+        rows.append({"bench": "op", "op": event.key, "share": round(microseconds / total, 4),
+                     "us_per_step": round(microseconds / args.steps, 1),
+                     "calls_per_step": round(event.count / args.steps, 1)})  # fmt: skip
+    engine.abort([str(i) for i in range(args.batch)])
+    return rows
