@@ -1,6 +1,7 @@
 """Reading a request body: bounded in size and time, JSON only, straight into a typed request."""
 
 import asyncio
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,6 +12,9 @@ from engine.server.limits import Limits
 from engine.server.schema import HARMLESS, REFUSED
 
 T = TypeVar("T")
+_SURROGATE = re.compile(  # an escaped half without its other half
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
 
 
 async def read_request(request: Request, kind: type[T], limits: Limits) -> T:
@@ -40,6 +44,8 @@ def parse(body: bytes | bytearray, kind: type[T]) -> T:
     except msgspec.DecodeError as error:
         if not body.strip():
             raise invalid("The request body is empty; send a JSON object.") from None
+        if _SURROGATE.search(body):
+            raise invalid("A string of the request body holds half of a surrogate pair, which is no character.") from None
         raise invalid(f"The request body is not valid JSON: {shortened(str(error))}.") from None
     except UnicodeDecodeError as error:
         raise invalid(f"The request body is not valid UTF-8 (byte {error.start}).") from None

@@ -95,15 +95,17 @@ class TextTokenizer:
 
     def mark_untrusted(self, value: Any) -> Any:
         """Nested strings from outside, ready for the chat template. Raises InvalidRequestError."""
-        marked = self.control.mark_tree(value)
-        if self._unsafe:
-            self._refuse_unsafe(json.dumps(value, ensure_ascii=False))
-        return marked
+        try:
+            if self._unsafe:
+                self._refuse_unsafe(json.dumps(value, ensure_ascii=False))
+            return self.control.mark_tree(value)
+        except RecursionError:
+            raise InvalidRequestError("The messages or tools are nested too deeply.", "messages") from None
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError:
+        except (TypeError, UnicodeEncodeError):  # what the library says of a str that is not valid Unicode
             raise InvalidRequestError(
                 "The text is not valid Unicode: it contains half of a surrogate pair.", "prompt"
             ) from None
