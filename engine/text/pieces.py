@@ -96,9 +96,9 @@ class _ByteFallbackStream:
         self._strip_character, self._strip_left = strip  # leading characters still to drop from the whole text
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skipped:
-            return ""
         piece = self._pieces.bytes_of(token_id)
+        if token_id in self._skipped or not piece:  # ids outside the vocabulary do not end a run of bytes
+            return ""
         if self._pieces.byte_token(token_id):
             self._run += piece
             return ""

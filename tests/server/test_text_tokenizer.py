@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -340,8 +340,8 @@ def _tokenizer(
     special: list[str],
     template: str | None,
     *,
-    normalized: list[str] = [],  # noqa: B006
-    ordinary: list[str] = [],
+    normalized: Sequence[str] = (),
+    ordinary: Sequence[str] = (),
 ) -> TextTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
