@@ -353,7 +353,8 @@ def _toml_argv(path: Path) -> list[str]:
 def _engine_config(given: dict[str, Any]) -> EngineConfig:
     model = given.get("model")
     if not model:
-        raise ConfigError("No model was given.", "--model", "Name a model directory: atoll serve ./my-model")
+        raise ConfigError("No model directory was given, neither first nor with --model.", "--model",
+                          "For example: atoll serve ./my-model")
     if (tokenizer := given.get("tokenizer")) and Path(tokenizer).resolve() != Path(model).resolve():
         raise ConfigError("--tokenizer is refused: the tokenizer comes from the model directory.", "--tokenizer")
     if given.get("block_size", PAGE_SIZE) != PAGE_SIZE:

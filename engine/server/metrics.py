@@ -8,7 +8,14 @@ a label, and no text of a prompt or an answer comes near this file.
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.core.params import SamplingParams
@@ -42,6 +49,7 @@ class Metrics:
     """
 
     def __init__(self, models: Mapping[str, EngineClient], *, max_model_len: int = 131_072) -> None:
+        disable_created_metrics()  # a `_created` series beside every counter would double the page
         self.registry = CollectorRegistry()
         self._label: dict[str, str] = {}
         first: dict[int, str] = {}
