@@ -236,7 +236,8 @@ def _short(fingerprint: str) -> str:
 def summary(demo: Demo, model_id: str) -> str:
     """What to try next, ready to paste."""
     commands = Path(os.path.relpath(Path(sys.executable).parent))
-    body = json.dumps({"model": model_id, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
+    messages = [{"role": "user", "content": "Hello!"}]
+    body = json.dumps({"model": model_id, "messages": messages, "max_tokens": 100, "stream": True})
     return f"""
   Endpoint   {demo.url}
   API key    {demo.key}
@@ -255,7 +256,7 @@ def summary(demo: Demo, model_id: str) -> str:
 
     client = OpenAI(base_url="{demo.url}", api_key="{demo.key}")
     for chunk in client.chat.completions.create(
-        model="{model_id}", messages=[{{"role": "user", "content": "Hello!"}}], stream=True
+        model="{model_id}", messages=[{{"role": "user", "content": "Hello!"}}], max_tokens=100, stream=True
     ):
         print(chunk.choices[0].delta.content or "", end="", flush=True)
 

@@ -1,0 +1,103 @@
+"""The command tree: everything it lists is there, it lists fast, and errors end in words and an exit code."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from appliance.cli import app as tree
+
+
+def atoll(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "appliance.cli", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", [*tree.COMMANDS, "version"])
+def test_every_listed_command_explains_itself(name: str):
+    result = atoll(name, "--help")
+    assert result.returncode == 0, result.stderr
+    assert "usage" in result.stdout.lower()
+
+
+def test_help_lists_every_command_quickly():
+    began = time.perf_counter()
+    result = atoll("--help")
+    spent = time.perf_counter() - began
+    assert result.returncode == 0
+    for name in (*tree.COMMANDS, "version"):
+        assert f" {name} " in result.stdout
+    assert spent < 5  # 0.3 s alone; tests may share the machine. What must hold is below: nothing heavy is imported.
+
+
+def test_help_imports_none_of_the_rooms():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom appliance.cli.app import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "rooms = {'engine', 'installer', 'offline_bundle', 'fastapi', 'torch'}\n"
+        "print(sorted(rooms & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_no_arguments_show_the_help():
+    result = atoll()
+    assert "Commands" in result.stdout + result.stderr
+
+
+def test_an_unknown_command_is_a_usage_error():
+    result = atoll("nonsense")
+    assert result.returncode == 2
+    assert "nonsense" in result.stderr
+
+
+def test_version():
+    assert atoll("--version").stdout.strip()
+    facts = json.loads(atoll("version", "--json").stdout)
+    assert {"atoll", "python", "torch"} <= facts.keys()
+
+
+def test_serve_gets_its_arguments_untouched(monkeypatch: pytest.MonkeyPatch):
+    """Within the tree too (a test or a completion script), `serve` parses its own flags, --help included."""
+    seen: list[list[str]] = []
+    import engine.server.cli
+
+    monkeypatch.setattr(engine.server.cli, "main", lambda argv: seen.append(argv) or 3)
+    result = CliRunner().invoke(tree.app, ["serve", "some/model", "--port", "1", "--help"])
+    assert (result.exit_code, seen) == (3, [["some/model", "--port", "1", "--help"]])
+
+
+class Refusal(Exception):
+    message, hint, why, exit_code = "It was refused.", "Do this.", "Because.", 12
+
+
+@pytest.mark.parametrize(("error", "code", "text"), [
+    (Refusal(), 12, "error: It was refused.\n  Because.\n  Do this.\n"),
+    (KeyboardInterrupt(), 130, "Interrupted."),
+])  # fmt: skip
+def test_errors_become_words_and_an_exit_code(monkeypatch, error: BaseException, code: int, text: str):
+    failing = typer.Typer()
+
+    @failing.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(tree, "load", lambda name: typer.main.get_command(failing))
+    result = CliRunner().invoke(tree.app, ["stop"])
+    assert result.exit_code == code
+    assert text in result.stderr
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
+    failing = typer.Typer()
+
+    @failing.command()
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tree, "load", lambda name: typer.main.get_command(failing))
+    assert isinstance(CliRunner().invoke(tree.app, ["stop"]).exception, ZeroDivisionError)
