@@ -6,6 +6,7 @@ Everything is checked here before anything starts. An error is a `ConfigError`: 
 import argparse
 import dataclasses
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ class ServeOptions:
     log_format: LogFormat = "auto"
     log_level: str = "info"
     access_log: bool = True
+    allowed_origins: list[str] = field(default_factory=list)
+    generation_config: str = "auto"     # "auto": sampling defaults of generation_config.json; "vllm": neutral ones
     notes: list[str] = field(default_factory=list)  # what was accepted but changes nothing
 
 
@@ -84,11 +87,8 @@ def parse_serve(argv: Sequence[str]) -> ServeOptions:
 
     given, notes = parser.parse(argv)
     config = _engine_config(given)
-    options = ServeOptions(engine=config, notes=notes)
-    for name in ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "api_key_file", "shutdown_timeout",
-                 "max_restarts", "log_format", "log_level", "access_log"):
-        if name in given:
-            setattr(options, name, given[name])
+    ours = {knob.name for knob in dataclasses.fields(ServeOptions)} - {"engine", "notes"}
+    options = ServeOptions(engine=config, notes=notes, **{k: v for k, v in given.items() if k in ours})
     _check_http(options)
     check_capabilities(config, resolve_device(config.device, nvidia_driver_present()))
     return options
@@ -157,6 +157,16 @@ def human_size_or_auto(text: str) -> int | Literal["auto"]:
     return "auto" if text in ("auto", "-1") else human_size(text)
 
 
+def _json_strings(text: str) -> list[str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings")
+    return value
+
+
 # -- the flags
 
 
@@ -201,9 +211,13 @@ def _add_http_flags(parser: "_Parser") -> None:
     http.add_argument("--port", type=int, help="TCP port (8000); 0 takes a free one")
     http.add_argument("--uds", type=Path, metavar="SOCKET", help="serve HTTP on a Unix socket instead of host and port")
     http.add_argument("--api-key-file", type=Path, metavar="FILE",
-                      help="keys that clients must present, one a line; the file should have mode 0600")
+                      help="clients must present a key of this file (made by atoll keys new)")
     http.add_argument("--ssl-certfile", type=Path, metavar="PEM", help="serve HTTPS with this certificate")
     http.add_argument("--ssl-keyfile", type=Path, metavar="PEM", help="its private key")
+    http.add_argument("--allowed-origins", type=_json_strings, metavar="JSON",
+                      help="web origins that browsers may call from, such as '[\"https://chat.example\"]' (none)")
+    http.add_argument("--generation-config", choices=("auto", "vllm"),
+                      help="sampling defaults: auto takes the model's generation_config.json, vllm neutral ones (auto)")
     http.add_argument("--shutdown-timeout", type=float, metavar="SECONDS",
                       help="what running requests get after Ctrl-C or SIGTERM (30)")
     http.add_argument("--max-restarts", type=int, metavar="N", help="restarts of a crashed engine in 10 minutes (5)")

@@ -35,6 +35,7 @@ REFUSED_SWITCHES = {
     "trust-remote-code": "Atoll never runs code from a model directory; no flag changes that.",
     "enable-lora": "adapters are not supported; merge them into the weights.",
     "enable-expert-parallel": "a model cannot yet be split over several devices.",
+    "enable-auto-tool-choice": "tool calls are not parsed yet; leave the flag out to get them as text.",
 }
 REFUSED_VALUES = {
     "api-key": "a key on the command line is visible to every user of the machine; put it into a file of mode 0600 "
@@ -43,6 +44,9 @@ REFUSED_VALUES = {
     "hf-token": _LOCAL,
     "hf-overrides": "the model's config.json is taken as it is; change the file in the model directory.",
     "speculative-config": "speculative decoding is not available yet; leave the flag out.",
+    "tool-call-parser": "tool calls are not parsed yet; leave the flag out to get them as text.",
+    "reasoning-parser": "reasoning is not parsed yet; leave the flag out to get it as text.",
+    "chat-template": "the template comes from the model directory, where the bundle's signature covers it.",
     "middleware": "Atoll loads no code from the command line.",
     "logits-processors": "Atoll loads no code from the command line.",
     "cpu-offload-gb": "weights stay on the device; choose a smaller or quantised model.",

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from engine import __version__
 from engine.errors import AtollError, ModelError
+from engine.server.access_log import AccessLog
 from engine.server.app import create_app
 from engine.server.args import ServeOptions
 from engine.server.auth import KeyFile
@@ -107,14 +109,17 @@ def _server(options: ServeOptions, client: EngineClient, limits: Limits) -> _Ser
     keys = KeyFile(options.api_key_file) if options.api_key_file else None
     model = ServedModel.load(config.model_name, config.model, client)
     models = dict.fromkeys(config.served_model_name, model)
-    app = create_app(models, auth=keys, limits=limits, metrics=Metrics(dict.fromkeys(models, client)))
+    app: ASGIApp = create_app(models, auth=keys, limits=limits, metrics=Metrics(dict.fromkeys(models, client)),
+                              allowed_origins=options.allowed_origins)
+    if options.access_log:
+        app = AccessLog(app)
     return _Server(uvicorn.Config(
         app,
         http=BoundedHttpProtocol.with_limits(limits),
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=False,  # the app's own log line holds no query strings
+        access_log=False,  # ours holds no query strings
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,

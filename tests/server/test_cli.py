@@ -102,6 +102,9 @@ def test_the_largest_context_that_fits(value: str) -> None:
     ("/m --ssl-certfile x", "--ssl-certfile", "belong together"),
     ("/m --api-key-file /nonexistent/keys", "--api-key-file", "No such file"),
     ("/m --config /nonexistent.toml", "--config", "No such file"),
+    ("/m --tool-call-parser hermes", "--tool-call-parser", "not parsed yet"),
+    ("/m --allowed-origins *", "--allowed-origins", "JSON list"),
+    ("/m --generation-config /x", "--generation-config", "vllm"),
     ("/m /n", None, "'/n'"),
     ("--port 80", "--model", "No model directory"),
 ])
@@ -374,6 +377,9 @@ def test_life_of_a_service(tiny_llama_dir: Callable[..., Path], tmp_path: Path, 
         service.assert_nothing_is_left()
         text = service.log.read_text()
         assert "hello" not in text  # no prompt in any log line
+        access = [line for line in service.lines() if line["logger"] == "atoll.access"]
+        assert {"POST /v1/chat/completions", "POST /v1/completions"} == {line["message"] for line in access}
+        assert {503, 200} == {line["status"] for line in access}
 
 
 def test_headers_that_never_end_are_cut_off(tiny_llama_dir: Callable[..., Path], tmp_path: Path, port: int) -> None:
@@ -483,7 +489,10 @@ def test_tls_and_keys(tiny_llama_dir: Callable[..., Path], tmp_path: Path, port:
         assert completion(http).status_code == 401
         http.headers["authorization"] = f"Bearer {key}"
         assert completion(http, max_tokens=2).status_code == 200
+        assert service.stop() == 0
         assert key not in service.log.read_text()
+        access = [line for line in service.lines() if line["logger"] == "atoll.access"]
+        assert [(line["status"], line.get("key")) for line in access] == [(401, None), (200, "k")]
 
 
 def _self_signed(directory: Path) -> tuple[Path, Path]:
