@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
 from . import content, keys, limits, media, names, oms, sbom, verify
 from .errors import CONTENT, MISSING, SPACE_IO, USAGE, BundleError
-from .manifest import MANIFEST, SIGNATURE, Acceptance, BundleManifest, FileEntry, License, Requires, Source
+from .manifest import MANIFEST, SIGNATURE, Acceptance, BundleManifest, FileEntry, License, Requires, Role, Source
 from .parallel import Reader, Tick, default_workers, run, write_at
 from .progress import Progress, silent
 
@@ -56,7 +57,22 @@ def build_bundle(
     target = out_dir / f"{name}-{version}"
     license_text = _read_license(license_file)
     license_path = f"licenses/{license_id}.txt"
-    _check_arguments(name, version, sequence, license_id, source_repo, source_revision, chunk_size)
+    draft = _draft(
+        chunk_size,
+        name=name,
+        version=version,
+        sequence=sequence,
+        created=_now(),
+        source=lambda: Source(repo=source_repo, revision=source_revision),
+        requires=lambda: requires or Requires(disk_bytes=0),
+        license=lambda: License(
+            spdx=license_id,
+            file=license_path,
+            sha256=hashlib.sha256(license_text).hexdigest(),
+            acceptance=acceptance,
+            url=license_url,
+        ),
+    )
     if os.path.lexists(target):
         raise BundleError(
             f"{target} exists already; a bundle is never overwritten.",
@@ -73,34 +89,9 @@ def build_bundle(
             partial.mkdir()
             entries = _copy_model(root, partial, sizes, chunk_size, progress)
         entries.append(_add(partial, license_path, license_text, chunk_size))
-        source = Source(repo=source_repo, revision=source_revision)
-        created = _now()
         entries.sort(key=lambda e: e.path)
-        bom = sbom.make(name=name, version=version, created=created, spdx=license_id, source=source, files=entries)
-        entries.append(_add(partial, sbom.PATH, bom, chunk_size))
-        entries.sort(key=lambda e: e.path)
-        template = _check_content(partial, entries)
-        total = sum(e.size for e in entries)
-        try:
-            manifest = BundleManifest(
-                name=name,
-                version=version,
-                sequence=sequence,
-                created=created,
-                source=source,
-                requires=requires or Requires(disk_bytes=total),
-                license=License(
-                    spdx=license_id,
-                    file=license_path,
-                    sha256=hashlib.sha256(license_text).hexdigest(),
-                    acceptance=acceptance,
-                    url=license_url,
-                ),
-                files=tuple(entries),
-                chat_template_sha256=template,
-            )
-        except ValidationError as e:
-            raise _unusable(source_model_dir, e) from e
+        entries.append(_add(partial, sbom.PATH, sbom.make(draft, entries), chunk_size))
+        manifest = _complete(draft, entries, requires, _check_content(partial, entries))
         _sign(partial, target.name, manifest, key)
         with media.open_root(partial) as built:
             signed = verify.check_signed_manifest(built, {(p := keys.public_of(key)).fingerprint: p}, None)
@@ -124,33 +115,24 @@ def write_failed(where: Path, e: OSError) -> BundleError:
     )
 
 
-def _check_arguments(
-    name: str, version: str, sequence: int, license_id: str, repo: str, revision: str, chunk_size: int
-) -> None:
-    """Find bad arguments before hours of copying, by building the smallest manifest that uses them."""
-    empty = hashlib.sha256().hexdigest()
+def _draft(chunk_size: int, **fields: Any) -> BundleManifest:
+    """The manifest over stand-ins for the files, so that a bad argument is found before hours of copying.
 
-    def entry(path: str, role: str) -> FileEntry:
-        return FileEntry.model_validate(
-            {"path": path, "size": 0, "sha256": empty, "role": role, "chunk_size": chunk_size, "chunks": ()}
-        )
+    `fields` are those of BundleManifest; a callable makes its value, so that its errors are reported alike.
+    """
+
+    def stand_in(path: str, role: Role, sha256: str) -> FileEntry:
+        return FileEntry(path=path, size=1, sha256=sha256, role=role, chunk_size=chunk_size, chunks=(sha256,))
 
     try:
-        BundleManifest(
-            name=name,
-            version=version,
-            sequence=sequence,
-            created="2000-01-01T00:00:00Z",
-            source=Source(repo=repo, revision=revision),
-            requires=Requires(disk_bytes=0),
-            license=License(spdx=license_id, file=f"licenses/{license_id}.txt", sha256=empty),
-            files=(
-                entry(f"licenses/{license_id}.txt", "license"),
-                entry("model/config.json", "config"),
-                entry("model/model.safetensors", "weights"),
-            ),
-            chat_template_sha256=None,
+        made = {k: v() if callable(v) else v for k, v in fields.items()}
+        text: License = made["license"]
+        files = (
+            stand_in(text.file, "license", text.sha256),
+            stand_in("model/config.json", "config", "0" * 64),
+            stand_in("model/model.safetensors", "weights", "0" * 64),
         )
+        return BundleManifest(**made, files=files, chat_template_sha256=None)
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         raise BundleError(
@@ -158,6 +140,24 @@ def _check_arguments(
             "name: letters, digits, '.', '_', '-'; version: 1.2.3; sequence: a whole number from 1; licence: an SPDX "
             "identifier; source: printable ASCII.",
             USAGE,
+        ) from e
+
+
+def _complete(
+    draft: BundleManifest, entries: Sequence[FileEntry], requires: Requires | None, template: str | None
+) -> BundleManifest:
+    """The draft with the real files."""
+    real = {
+        "files": tuple(sorted(entries, key=lambda e: e.path)),
+        "chat_template_sha256": template,
+        "requires": requires or Requires(disk_bytes=sum(e.size for e in entries)),
+    }
+    try:
+        return BundleManifest.model_validate(dict(draft) | real)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        raise BundleError(
+            f"The model cannot become a bundle: {first['msg']}.", "Correct it and build again.", CONTENT
         ) from e
 
 
@@ -319,11 +319,6 @@ def _check_content(partial: Path, entries: Sequence[FileEntry]) -> str | None:
 
         content.check_index(read, files)
         return content.chat_template_sha256(read, files)
-
-
-def _unusable(source: Path, e: ValidationError) -> BundleError:
-    first = e.errors(include_url=False)[0]
-    return BundleError(f"{source} cannot become a bundle: {first['msg']}.", "Correct it and build again.", CONTENT)
 
 
 def _sign(partial: Path, model_name: str, manifest: BundleManifest, key: ec.EllipticCurvePrivateKey) -> None:

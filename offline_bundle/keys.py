@@ -172,7 +172,7 @@ def _read_key_file(path: Path, what: str, *, private: bool = False) -> bytes:
         raise BundleError(
             f"The {what} {path} cannot be opened: {e.strerror}.", "Check the path and its permissions.", MISSING
         ) from e
-    with os.fdopen(fd, "rb") as f:
+    try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_size > limits.MAX_KEY_FILE:
             raise BundleError(f"{path} is not a key file.", "Give the path of a PEM file.", USAGE)
@@ -182,7 +182,9 @@ def _read_key_file(path: Path, what: str, *, private: bool = False) -> bytes:
                 f"Run: chmod 600 {path}",
                 USAGE,
             )
-        return f.read(limits.MAX_KEY_FILE)
+        return os.read(fd, limits.MAX_KEY_FILE)
+    finally:
+        os.close(fd)
 
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:
