@@ -47,7 +47,7 @@ def replay(path: Path) -> Replay:
     """Read a journal. A missing file is an empty journal."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Replay()
     result = Replay()
     lines = data.split(b"\n")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from installer import config
 from installer.context import Context
-from installer.errors import ExitCode, InstallError
+from installer.errors import ExitCode, InstallError, io_error
 from installer.frontend import Frontend
 from installer.journal import History, Journal, replay
 from installer.layout import Layout
@@ -32,7 +32,10 @@ class LifecycleResult:
 
 def history_of(layout: Layout) -> History:
     """What the journal of an installation tells. Raises InstallError (usage) where none of ours is."""
-    records = replay(layout.journal).records if layout.journal.exists() else []
+    try:
+        records = replay(layout.journal).records
+    except OSError as error:
+        raise io_error("read the installation's journal", error) from error
     if not records:
         raise InstallError(
             f"There is no Atoll installation at {layout.prefix}.",
@@ -56,7 +59,8 @@ def start(
     history_of(layout)
     with InstallLock(layout.lock, "start"):
         history = history_of(layout)
-        if history.open_switch is not None:
+        went_back = history.open_switch is not None
+        if went_back:
             _go_back(layout, frontend, service, history, timeout)
         if history.committed is None:
             raise InstallError(
@@ -68,7 +72,7 @@ def start(
         endpoint = config.endpoint(config.read_text(layout.config), layout.config)
         if service.state().up:
             if health(endpoint)[0]:
-                return LifecycleResult(False, "already running", f"{endpoint.url}/v1")
+                return LifecycleResult(went_back, "already running", f"{endpoint.url}/v1")
         else:
             service.stop()  # what a killed supervisor left behind
             context = PreflightContext(layout, endpoint)

@@ -94,6 +94,12 @@ class Installer:
 
     def run(self) -> InstallResult:
         """Install, or recognise what is installed. Raises InstallError; after it nothing is half-done that matters."""
+        try:
+            return self._run()
+        except OSError as error:
+            raise io_error("use the prefix", error) from error
+
+    def _run(self) -> InstallResult:
         with contextlib.ExitStack() as stack:
             locked = False
             if self.layout.lock.exists() and not self.options.dry_run:
@@ -107,10 +113,7 @@ class Installer:
             self._steps(context, ASK)
             if self.options.dry_run:
                 return self._result(context, "dry-run")
-            try:
-                self._claim(context, stack, locked)
-            except OSError as error:
-                raise io_error("prepare the installation", error) from error
+            self._claim(context, stack, locked)
             return self._write(context)
 
     def _context(self) -> Context:

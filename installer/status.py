@@ -14,7 +14,7 @@ from installer.smoke import health
 
 
 def status(layout: Layout, *, service: ServiceManager | None = None) -> dict[str, Any]:
-    """All facts, ready for JSON. `state` is serving, starting, stopped, failed, interrupted or uninstalled.
+    """All facts, ready for JSON. `state` is serving, starting, stopped, failed, interrupted, busy or not-installed.
 
     Raises InstallError (usage) where nothing of ours is.
     """
@@ -57,7 +57,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> dict[str
             for entry in licence.load_approvals(layout.approvals)
             if entry.get("bundle_digest") == bundle.get("digest")
         ],
-        "endpoint": f"{endpoint.url}/v1" if endpoint else None,
+        "endpoint": f"{endpoint.url}/v1" if endpoint and committed else None,
         "service": {
             "phase": running.phase,
             "pid": running.pid,
@@ -78,7 +78,7 @@ def _state(history: Any, phase: str, up: bool, healthy: bool, *, busy: bool) -> 
     if history.open_switch is not None:
         return "busy" if busy else "interrupted"
     if history.committed is None:
-        return "busy" if busy else "uninstalled"
+        return "busy" if busy else "not-installed"
     if healthy:
         return "serving"
     if up:

@@ -35,11 +35,11 @@ def default_prefix() -> Path:
 
 Prefix = Annotated[
     Path | None,
-    typer.Option("--prefix", metavar="DIR", help="Where Atoll lives [default: $ATOLL_PREFIX or ~/.local/share/atoll]."),
+    typer.Option("--prefix", metavar="DIR", help="Where Atoll lives ($ATOLL_PREFIX, else ~/.local/share/atoll)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
-Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the endpoint [default: 8000].")]
-Host = Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")]
+Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (as installed, else 8000).")]
+Host = Annotated[str | None, typer.Option(help="Address to listen on (as installed, else 127.0.0.1).")]
 Waive = Annotated[
     list[str] | None,
     typer.Option("--waive", metavar="CHECK=REASON", help="Go on although CHECK fails; the reason is recorded."),
@@ -166,7 +166,7 @@ def install(
     ] = 900.0,
     as_json: Json = False,
 ) -> None:
-    with told(as_json), Terminal(to_stderr=as_json) as terminal:
+    with told(as_json):
         given = read_answers(answers) if answers else Answers(schema_version=1)
         source = bundle or given.bundle
         if source is None:
@@ -186,8 +186,9 @@ def install(
             confirmed=yes or given.confirm_plan,
             start_timeout=start_timeout,
         )
-        terminal.interactive = answers is None and sys.stdin.isatty()
-        result = Installer(options, terminal).run()
+        with Terminal(Layout.at(options.prefix).prefix, to_stderr=as_json) as terminal:
+            terminal.interactive = answers is None and sys.stdin.isatty()
+            result = Installer(options, terminal).run()
     _print_result(result, as_json)
     if result.api_key:
         sys.stdout.flush()
@@ -230,8 +231,9 @@ def start(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take to become ready.")] = 900.0,
     as_json: Json = False,
 ) -> None:
-    with told(as_json), Terminal(to_stderr=as_json) as terminal:
-        result = start_service(Layout.at(prefix or default_prefix()), terminal, timeout=timeout)
+    layout = Layout.at(prefix or default_prefix())
+    with told(as_json), Terminal(layout.prefix, to_stderr=as_json) as terminal:
+        result = start_service(layout, terminal, timeout=timeout)
     _say(result.to_json(), f"{result.detail}: {result.url}", as_json)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -33,8 +34,9 @@ def human_bytes(size: float) -> str:
 class Terminal:
     """The installer's front end on a terminal. A terminal that is gone (a dropped SSH session) is no reason to stop."""
 
-    def __init__(self, *, to_stderr: bool) -> None:
+    def __init__(self, prefix: Path, *, to_stderr: bool) -> None:
         self.console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+        self.prefix = prefix
         self.interactive = False
         self.to_stderr = to_stderr
         self._progress: Progress | None = None
@@ -79,7 +81,7 @@ class Terminal:
 
     def plan(self, plan: Plan) -> None:
         self._end_progress()
-        print_plan(plan, self.console)
+        print_plan(plan, self.console, self.prefix)
 
     def accept_licence(self, request: LicenceRequest) -> bool:
         if not self.interactive:
@@ -144,20 +146,23 @@ def print_checks(records: list[CheckRecord], *, everything: bool, console: Conso
                 console.print(f"  {record.id}: {escape(record.why)} {escape(record.fix)}")
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Everything that is new or changes; what stays is counted."""
-    table = Table("DEED", "KIND", "WHAT", "BYTES", box=None, pad_edge=False, header_style="bold")
+def print_plan(plan: Plan, console: Console, prefix: Path) -> None:
+    """Everything that is new or changes, in full, paths below the prefix; what stays is counted."""
     kept = 0
-    for item in plan.items:
-        if item.deed == "keep" and item.kind != "user":
-            kept += 1
-            continue
-        what = f"{item.what}  ({item.note})" if item.note else item.what
-        table.add_row(item.deed, item.kind, escape(what), human_bytes(item.bytes) if item.bytes else "")
     with contextlib.suppress(OSError):
-        console.print(f"Plan: release {plan.release}" + (f", replacing {plan.previous}" if plan.previous else ""))
-        console.print(table)
-        console.print(f"  {human_bytes(plan.bytes)} to write" + (f"; {kept} things stay as they are" if kept else ""))
+        replaced = f", in place of {plan.previous}" if plan.previous and plan.previous != plan.release else ""
+        console.print(f"\nPlan: release {plan.release}{replaced}. Under {prefix}:", markup=False)
+        for item in plan.items:
+            if item.deed == "keep" and item.kind != "user":
+                kept += 1
+                continue
+            path = Path(item.what)
+            what = str(path.relative_to(prefix)) if path.is_relative_to(prefix) else item.what
+            size = human_bytes(item.bytes) if item.bytes else ""
+            note = f"  {item.note}" if item.note else ""
+            console.print(f"  {item.deed:8}{item.kind:10} {size:>9}  {what}{note}", markup=False)
+        rest = f"; {kept} more stay as they are" if kept else ""
+        console.print(f"  {human_bytes(plan.bytes)} to write{rest}.\n", markup=False)
 
 
 def print_error(error: InstallError) -> None:
@@ -182,7 +187,8 @@ def print_status(facts: dict[str, Any]) -> None:
     rows = [("state", facts["state"].upper() + (f"  ({facts['busy']})" if facts["busy"] else ""))]
     if facts["state"] == "interrupted":
         rows.append(("", "an install was cut off: run it again, or go back with `atoll start`"))
-    rows.append(("endpoint", facts["endpoint"] or "unknown"))
+    if facts["endpoint"]:
+        rows.append(("endpoint", facts["endpoint"]))
     if released["committed"]:
         rows.append(("release", f"{released['committed']}  since {released['at']}"))
         if released["previous"]:

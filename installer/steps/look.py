@@ -7,9 +7,9 @@ from pathlib import Path
 from installer import audit, config, keys, licence, release
 from installer.context import Context
 from installer.errors import ExitCode, InstallError
+from installer.layout import Layout
 from installer.plan import Plan
 from installer.preflight import PreflightContext, judge, run_checks
-from installer.preflight.conflicts import has_files
 from installer.preflight.record import gib
 from installer.release import Release
 from installer.sequence import last_sequence
@@ -141,6 +141,8 @@ def accept_licence(context: Context) -> str:
         how = "answer"
     elif terms.acceptance == "none":
         how = "not required"
+    elif context.options.dry_run:
+        return f"{terms.spdx} will have to be accepted: --accept-license {request.answer}"
     elif context.frontend.accept_licence(request):
         how = "interactive"
     else:
@@ -169,9 +171,9 @@ def make_plan(context: Context) -> Plan:
     layout = context.layout
     manifest, target = context.require()
     plan = Plan(target.name, release.live(layout))
+    begun = _begun_without_a_journal(layout)
     for directory in [layout.prefix, *_parents(context), *(path for path, _ in layout.directories())]:
-        # A run that was killed before its journal began may have left empty directories: they are ours too.
-        if not directory.is_dir() or (not layout.journal.exists() and not has_files(directory)):
+        if not directory.is_dir() or directory in begun:
             plan.add("directory", directory, "create")
     for source in context.options.trust_keys:
         _plan_file(plan, layout.trust / key_name(source), source.stat().st_size, "trusted key")
@@ -197,6 +199,18 @@ def make_plan(context: Context) -> Plan:
     plan.add("port", f"{context.endpoint.host}:{context.endpoint.port}", "keep" if running else "create", 0, "HTTP")
     plan.add("user", str(audit.operator()["user"]), "keep", 0, "runs the service; no user is made")
     return plan
+
+
+def _begun_without_a_journal(layout: Layout) -> set[Path]:
+    """The empty directories of a run that was killed on its way to its journal; ours, if there is nothing else.
+
+    Otherwise nobody would remember them, and a purge would leave them behind.
+    """
+    below = {path for path in (layout.state, *layout.state.parents) if layout.prefix in path.parents}
+    if layout.journal.exists() or not (layout.prefix / "var").is_dir():
+        return set()
+    alone = all(path in below or path == layout.lock for path in layout.prefix.rglob("*"))
+    return {layout.prefix, *below} if alone else set()
 
 
 def _plan_file(plan: Plan, path: Path, size: int, note: str = "") -> None:

@@ -2,8 +2,8 @@
 
     python fake_serve.py MODE serve --config atoll.toml
 
-MODE: good · mute (streams no content) · truncated (no [DONE]) · sick (/health 503) · crash (exits 3) · stubborn (ignores
-SIGTERM).
+MODE: good · mute (streams no content) · truncated (no [DONE]) · sick (/health 503) · crash (exits 3) · stubborn
+(ignores SIGTERM).
 """
 
 import hashlib

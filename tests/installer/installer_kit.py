@@ -9,7 +9,7 @@ from typing import Any
 
 from installer.journal import History, replay
 from installer.layout import Layout
-from installer.machine import Installer, InstallResult
+from installer.machine import Installer, InstallResult, key_was_shown
 from installer.options import InstallOptions
 from installer.plan import Plan
 from installer.service import PrefixService
@@ -82,8 +82,12 @@ class Site:
             release_command=(sys.executable, "-S", "-E", str(FAKE_SERVE), mode),
         )
 
-    def install(self, bundle: Path, mode: str = "good", **options: Any) -> InstallResult:
-        return self.installer(bundle, mode, **options).run()
+    def install(self, bundle: Path, mode: str = "good", *, shown: bool = True, **options: Any) -> InstallResult:
+        """Install, and see the new key as an operator would (unless not `shown`)."""
+        result = self.installer(bundle, mode, **options).run()
+        if result.api_key and shown:
+            key_was_shown(self.layout, result.key_ids)
+        return result
 
     def serving(self) -> dict[str, Any]:
         """What the running server says it serves."""

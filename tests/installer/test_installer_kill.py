@@ -1,0 +1,176 @@
+"""kill -9 anywhere. The installing process is forked and kills itself at its Nth fsync, which is each moment at which
+something has just become durable; then the same install is run again and must end as if nothing had happened."""
+
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from installer_kit import Site, tree
+
+from installer import audit, keys
+from installer.journal import replay
+from installer.lifecycle import start
+from installer.status import status
+from installer.uninstall import uninstall
+
+Bundles = Callable[..., Path]
+
+
+def killed_at(nth: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a forked process that dies by SIGKILL right after its nth fsync; False if it ended before that."""
+    pid = os.fork()
+    if pid == 0:
+        real, count = os.fsync, 0
+
+        def fsync(fd: int) -> None:
+            nonlocal count
+            real(fd)
+            count += 1
+            if count == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.fsync = fsync
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    _, code = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(code):
+        assert os.WTERMSIG(code) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(code) == 0
+    return False
+
+
+def killed_at_step(step: str, event: str, work: Callable[[], object]) -> bool:
+    """As `killed_at`, right after the journal has recorded `event` of `step`."""
+    pid = os.fork()
+    if pid == 0:
+        from installer.journal import Journal
+
+        real = Journal.add
+
+        def add(self: Journal, name: str, **data: object) -> dict:
+            record = real(self, name, **data)
+            if self._fd >= 0 and name == event and data.get("step", step) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return record
+
+        Journal.add = add  # type: ignore[method-assign]
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    _, code = os.waitpid(pid, 0)
+    return os.WIFSIGNALED(code)
+
+
+def fsyncs(work: Callable[[], object]) -> int:
+    """How many times `work` makes something durable."""
+    real, count = os.fsync, 0
+
+    def fsync(fd: int) -> None:
+        nonlocal count
+        real(fd)
+        count += 1
+
+    os.fsync = fsync
+    try:
+        work()
+    finally:
+        os.fsync = real
+    return count
+
+
+def assert_converged(site: Site, bundle: Path) -> None:
+    """The same command again: it serves, it is committed, nothing is left over, and the operator holds a key."""
+    result = site.install(bundle)
+    assert result.outcome in ("installed", "already-installed")
+    assert site.serving() == {"model": result.model_dir, "mode": "good"}
+    assert status(site.layout)["state"] == "serving"
+    assert status(site.layout)["problems"] == []
+    history = site.history
+    assert history.open_switch is None
+    assert history.committed["release"] == result.release  # type: ignore[index]
+    assert history.unshown_keys == set()
+    assert replay(site.layout.journal).damaged_lines == []
+    assert audit.read(site.layout.audit)[1] is None
+    entries = keys.read(site.layout.api_keys)
+    assert [entry["name"] for entry in entries] == ["first key, made at install"]
+    if result.api_key:
+        assert site.ask(result.api_key) == 200
+    assert not [path for path in tree(site.prefix) if path.endswith(".partial")]
+    assert site.install(bundle).outcome == "already-installed"
+
+
+STEPS_AND_EVENTS = [
+    (step, event) for step in ("stage", "switch", "start", "smoke", "commit") for event in ("begin", "done")
+] + [("switch", "switch"), ("start", "key-created"), ("commit", "commit"), ("plan", "creates")]
+
+
+@pytest.mark.parametrize(("step", "event"), STEPS_AND_EVENTS)
+def test_first_install_killed_at_every_step(site: Site, bundle: Bundles, step: str, event: str) -> None:
+    assert killed_at_step(step, event, lambda: site.install(bundle()))
+    assert_converged(site, bundle())
+    uninstall(site.layout, purge=True, service=site.service)
+    assert not site.prefix.exists()
+
+
+@pytest.mark.parametrize(("step", "event"), STEPS_AND_EVENTS)
+def test_upgrade_killed_at_every_step(site: Site, bundle: Bundles, step: str, event: str) -> None:
+    if event == "key-created":
+        pytest.skip("an upgrade makes no key")
+    one = site.install(bundle(1))
+    assert killed_at_step(step, event, lambda: site.install(bundle(2)))
+    if step in ("plan", "stage", "switch"):  # nothing that runs was touched yet
+        assert site.serving()["model"] == one.model_dir
+    assert_converged(site, bundle(2))
+    assert {path.name for path in site.layout.releases.iterdir()} >= {one.release}
+    assert one.api_key is not None
+    assert site.ask(one.api_key) == 200
+
+
+def test_first_install_killed_between_any_two_durable_writes(site: Site, bundle: Bundles) -> None:
+    """Every 13th of them, starting where the steps' own records do not already kill."""
+    total = fsyncs(lambda: site.install(bundle()))
+    assert total > 40
+    uninstall(site.layout, purge=True, service=site.service)
+    for nth in range(2, total, 13):
+        assert killed_at(nth, lambda: site.install(bundle())), nth
+        assert_converged(site, bundle())
+        uninstall(site.layout, purge=True, service=site.service)
+        assert not site.prefix.exists(), (nth, tree(site.prefix))
+
+
+def test_start_goes_back_after_an_upgrade_that_was_killed(site: Site, bundle: Bundles) -> None:
+    """The medium is gone and the machine rebooted: what had proved itself serves again."""
+    from installer_kit import Witness
+
+    one = site.install(bundle(1))
+    assert killed_at_step("start", "done", lambda: site.install(bundle(2), "mute"))
+    assert status(site.layout)["state"] == "interrupted"
+    site.service.stop()
+    result = start(site.layout, Witness(), service=site.service, timeout=20)  # type: ignore[arg-type]
+    assert result.changed
+    assert site.serving() == {"model": one.model_dir, "mode": "good"}
+    assert status(site.layout)["state"] == "serving"
+
+
+def test_purge_killed_anywhere_ends_when_run_again(site: Site, bundle: Bundles) -> None:
+    site.install(bundle())
+    total = fsyncs(lambda: uninstall(site.layout, purge=True, service=site.service))
+    for nth in range(1, total, 4):
+        site.install(bundle())
+        assert killed_at(nth, lambda: uninstall(site.layout, purge=True, service=site.service))
+        if site.layout.journal.exists():
+            uninstall(site.layout, purge=True, service=site.service)
+            assert not site.prefix.exists(), (nth, tree(site.prefix))
+        else:
+            assert not [path for path in site.prefix.rglob("*") if path.is_file()]
