@@ -35,8 +35,8 @@ class LLM:
     >>> [output] = llm.generate("The capital of France is", SamplingParams(max_tokens=8))
     >>> output.outputs[0].text
 
-    Keyword arguments are the fields of EngineConfig, which carry vLLM's names. Prompts given as text are trusted: control
-    tokens in them count (the HTTP endpoint treats them as plain text). Raises ModelError, ConfigError or
+    Keyword arguments are the fields of EngineConfig, which carry vLLM's names. Prompts given as text are trusted:
+    control tokens in them count (the HTTP endpoint treats them as plain text). Raises ModelError, ConfigError or
     OutOfMemoryPlanError with the reason when the model cannot run here.
     """
 
@@ -47,7 +47,8 @@ class LLM:
         for name in _HARMLESS & kwargs.keys():
             del kwargs[name]
         if unknown := kwargs.keys() - _CONFIG_FIELDS:
-            raise TypeError(f"LLM() has no argument {sorted(unknown)[0]!r}; it takes {', '.join(sorted(_CONFIG_FIELDS))}")
+            known = ", ".join(sorted(_CONFIG_FIELDS))
+            raise TypeError(f"LLM() has no argument {sorted(unknown)[0]!r}; it takes {known}")
         config = EngineConfig(Path(model), **kwargs)
         self.tokenizer = None if config.skip_tokenizer_init else TextTokenizer.load(tokenizer or config.model)
         self.engine = build_engine(config)

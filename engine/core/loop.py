@@ -196,7 +196,7 @@ class EngineCore:
         try:
             result = self.runner.collect(handle)
         except Exception as error:
-            behind = [p for p, _ in self._in_flight]  # they read tokens and pages that the failed step should have written
+            behind = [p for p, _ in self._in_flight]  # they read what the failed step should have written
             self._in_flight.clear()
             return self._fail([plan, *behind], error)
         self._stats.steps += 1

@@ -1,11 +1,11 @@
-"""Attention over paged keys and values in plain torch: the CPU's kernel, and the twin that GPU kernels are tested against.
+"""Attention over paged keys and values in plain torch: the CPU's kernel, and the twin that GPU kernels are tested by.
 
     k_cache, v_cache   [num_pages, PAGE_SIZE, Hkv, D]
     block_table        [rows, max_pages]   page of tokens 16 i .. 16 i + 15 of the row's sequence
 
-Sequences with one new token (decode) are batched: their pages are gathered into a padded [b, L, Hkv, D] and go through one
-SDPA call in which the G = Hq / Hkv query heads that share a key head stand in the place of query positions. Sorting by
-length into buckets keeps the padding small. Sequences with several new tokens (prefill) go one by one.
+Sequences with one new token (decode) are batched: their pages are gathered into a padded [b, L, Hkv, D] and go through
+one SDPA call in which the G = Hq / Hkv query heads that share a key head stand in the place of query positions. Sorting
+by length into buckets keeps the padding small. Sequences with several new tokens (prefill) go one by one.
 """
 
 from dataclasses import dataclass, field
@@ -26,16 +26,16 @@ class DecodeBucket:
     q_index: torch.Tensor      # [b] which of the T tokens
     pages: torch.Tensor        # [b * max_pages]
     seq_lens: torch.Tensor     # [b]
-    max_len: int
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # window -> [b, 1, 1, L] bool
+    max_len: int               # L
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # window -> [b, 1, 1, L]
 
-    def mask(self, window: int | None) -> torch.Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         if window not in self.masks:
             at = torch.arange(self.max_len, device=self.seq_lens.device)
-            mask = at < self.seq_lens[:, None]
+            visible = at < self.seq_lens[:, None]
             if window is not None:
-                mask &= at >= self.seq_lens[:, None] - window
-            self.masks[window] = mask[:, None, None, :]
+                visible &= at >= self.seq_lens[:, None] - window
+            self.masks[window] = _additive(visible, dtype)[:, None, None, :]
         return self.masks[window]
 
 
@@ -47,17 +47,17 @@ class PrefillSegment:
     start: int
     num_tokens: int
     pages: torch.Tensor        # [pages of start + n tokens]
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # window -> [n, L] bool
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # window -> [n, L]
 
-    def mask(self, window: int | None) -> torch.Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         if window not in self.masks:
             device = self.pages.device
             query = torch.arange(self.start, self.start + self.num_tokens, device=device)[:, None]
             key = torch.arange(self.start + self.num_tokens, device=device)
-            mask = key <= query
+            visible = key <= query
             if window is not None:
-                mask &= key > query - window
-            self.masks[window] = mask
+                visible &= key > query - window
+            self.masks[window] = _additive(visible, dtype)
         return self.masks[window]
 
 
@@ -101,6 +101,11 @@ def _bucket(group: list[tuple[int, int, int]], block_table: torch.Tensor) -> Dec
     return DecodeBucket(q_index, pages, seq_lens, num_pages * PAGE_SIZE)
 
 
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where visible, -inf elsewhere, made once a step: SDPA would convert a bool mask anew in every layer."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
@@ -111,6 +116,8 @@ def write_kv(
 
 def paged_attention(
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     batch: AttentionBatch,
@@ -118,38 +125,71 @@ def paged_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """softmax(q kᵀ · scale) v for every token of the step, causal; K and V of the step are in the cache already.
+    """softmax(q kᵀ · scale) v for every token of the step, causal; [T, Hq, D].
 
-    q [T, Hq, D] -> [T, Hq, D]. With `window`, a token sees the `window` newest positions, itself included.
+    q [T, Hq, D], k and v [T, Hkv, D] are the step's own; the caches hold them already. With `window`, a token sees the
+    `window` newest positions, itself included.
     """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for bucket in batch.decodes:
+        _decode(out, q, k_cache, v_cache, bucket, scale, window)
+    for segment in batch.prefills:
+        _prefill(out, q, k, v, k_cache, v_cache, segment, scale, window)
+    return out
+
+
+def _decode(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    bucket: DecodeBucket,
+    scale: float,
+    window: int | None,
+) -> None:
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    out = torch.empty_like(q)
-    for bucket in batch.decodes:
-        b = bucket.q_index.shape[0]
-        query = q.index_select(0, bucket.q_index).view(b, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
-        key = _gather(k_cache, bucket.pages, b)
-        value = _gather(v_cache, bucket.pages, b)
-        result = F.scaled_dot_product_attention(query, key, value, attn_mask=bucket.mask(window), scale=scale)
-        out.index_copy_(0, bucket.q_index, result.reshape(b, num_q_heads, head_dim))
-    for seg in batch.prefills:
-        end = seg.q_start + seg.num_tokens
-        length = seg.start + seg.num_tokens
-        query = q[seg.q_start : end].transpose(0, 1).unsqueeze(0)
+    b = bucket.q_index.shape[0]
+    query = q.index_select(0, bucket.q_index).view(b, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+    result = F.scaled_dot_product_attention(
+        query,
+        _gather(k_cache, bucket.pages, b),
+        _gather(v_cache, bucket.pages, b),
+        attn_mask=bucket.mask(window, q.dtype),
+        scale=scale,
+    )
+    out.index_copy_(0, bucket.q_index, result.reshape(b, num_q_heads, head_dim))
+
+
+def _prefill(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seg: PrefillSegment,
+    scale: float,
+    window: int | None,
+) -> None:
+    rows = slice(seg.q_start, seg.q_start + seg.num_tokens)
+    length = seg.start + seg.num_tokens
+    if seg.start:
         key = _gather(k_cache, seg.pages, 1)[:, :, :length]
         value = _gather(v_cache, seg.pages, 1)[:, :, :length]
-        plain = seg.start == 0 and (window is None or window >= length)
-        result = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=None if plain else seg.mask(window),
-            is_causal=plain,
-            scale=scale,
-            enable_gqa=num_q_heads != num_kv_heads,
-        )
-        out[seg.q_start : end] = result[0].transpose(0, 1)
-    return out
+    else:  # nothing came before: the step's own keys and values are all there is
+        key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
+    plain = seg.start == 0 and (window is None or window >= length)
+    result = F.scaled_dot_product_attention(
+        q[rows].transpose(0, 1).unsqueeze(0),
+        key,
+        value,
+        attn_mask=None if plain else seg.mask(window, q.dtype),
+        is_causal=plain,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    out[rows] = result[0].transpose(0, 1)
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:

@@ -29,5 +29,5 @@ class Attention(nn.Module):
         context = get_context()
         write_kv(k, v, self.k_cache, self.v_cache, context.slot_mapping)
         return paged_attention(
-            q, self.k_cache, self.v_cache, context.attention, scale=self.scale, window=self.window
+            q, k, v, self.k_cache, self.v_cache, context.attention, scale=self.scale, window=self.window
         )

@@ -31,6 +31,10 @@ class Linear(nn.Module):
             if not keep_weight:
                 self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
 
+    @property
+    def packed_bytes(self) -> int:
+        return 0 if self._packed is None else self._packed.numel() * self._packed.element_size()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")

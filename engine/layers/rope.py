@@ -15,6 +15,9 @@ from engine.errors import ModelError
 class RotaryEmbedding(nn.Module):
     """Tables of cos and sin for every position up to `max_len`: [max_len, 1, d/2] float32 each."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, head_dim: int, max_len: int, rope: dict[str, Any]) -> None:
         super().__init__()
         inv_freq, factor = inverse_frequencies(head_dim, rope)

@@ -68,7 +68,7 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
         raise ModelError(f"Weight file {shard} is corrupt: its header is no JSON object.")
     header.pop("__metadata__", None)
     data_bytes = size - 8 - length
-    tensors = {name: _tensor_info(shard, name, entry, data_bytes) for name, entry in header.items()}
+    tensors = {name: _tensor_info(shard, name, entry) for name, entry in header.items()}
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if end != data_bytes:
         raise ModelError(f"Weight file {shard} is truncated or padded: its header describes {end} bytes of tensors, "
@@ -76,11 +76,11 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor_info(shard: Path, name: str, entry: Any, data_bytes: int) -> TensorInfo:
+def _tensor_info(shard: Path, name: str, entry: Any) -> TensorInfo:
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         expected = math.prod(shape) * _DTYPE_BYTES[dtype]
-        ok = 0 <= start <= end <= data_bytes and end - start == expected and all(n >= 0 for n in shape)
+        ok = 0 <= start <= end and end - start == expected and all(n >= 0 for n in shape)
     except (KeyError, TypeError, ValueError):
         ok = False
     if not ok:

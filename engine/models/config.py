@@ -60,7 +60,7 @@ class ModelConfig:
     def parse(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
         """Raises ModelError with the field's name for anything missing, of the wrong kind, or contradictory."""
         if "auto_map" in raw:
-            raise ModelError("config.json asks for code from the model's repository (auto_map). Atoll runs no such code.")
+            raise ModelError("config.json asks for code from the model's repository (auto_map); Atoll runs none.")
         if raw.get("quantization_config"):
             method = _get(raw["quantization_config"], "quant_method", str, "an unnamed method")
             raise ModelError(f"config.json: the weights are quantised ({method}); this version loads unquantised ones.")

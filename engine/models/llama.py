@@ -13,9 +13,8 @@ from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Linear, MergedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import RotaryEmbedding, rotate
+from engine.models.base import CausalLM, Weights
 from engine.models.config import ModelConfig
-
-Weights = dict[str, torch.Tensor]
 
 
 class LlamaAttention(nn.Module):
@@ -37,7 +36,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(out.view(x.shape[0], -1))
 
     def weights(self, prefix: str) -> Weights:
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for kind in ("weight", "bias") if self.qkv_proj.bias is not None else ("weight",):
             for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
                 found[f"{prefix}{name}.{kind}"] = self.qkv_proj.part(i, kind)
@@ -57,7 +56,7 @@ class LlamaMLP(nn.Module):
         return self.down_proj(F.silu(gate).mul_(up))
 
     def weights(self, prefix: str) -> Weights:
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for kind in ("weight", "bias") if self.gate_up_proj.bias is not None else ("weight",):
             for i, name in enumerate(("gate_proj", "up_proj")):
                 found[f"{prefix}{name}.{kind}"] = self.gate_up_proj.part(i, kind)
@@ -81,14 +80,12 @@ class LlamaLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class LlamaForCausalLM(nn.Module):
-    """Token ids [T] -> hidden states [T, H] (`forward`) -> logits [S, V] (`logits`)."""
-
+class LlamaForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, max_model_len)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.num_layers))
+        self.blocks = [LlamaLayer(config) for _ in range(config.num_layers)]
+        self.layers = nn.ModuleList(self.blocks)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
@@ -99,7 +96,7 @@ class LlamaForCausalLM(nn.Module):
         x = self.embed_tokens(token_ids)
         cos, sin = self.rope.rows(get_context().positions, x.dtype)
         residual = None
-        for layer in self.layers:
+        for layer in self.blocks:
             x, residual = layer(x, residual, cos, sin)
         return self.norm.add(x, residual)[0]
 
@@ -107,11 +104,13 @@ class LlamaForCausalLM(nn.Module):
         return self.lm_head(hidden)
 
     def weights(self) -> Weights:
-        """Checkpoint name -> the tensor (or slice of a fused one) it is loaded into: exactly what must be on disk."""
-        found = {"model.embed_tokens.weight": self.embed_tokens.weight, "model.norm.weight": self.norm.weight}
+        found: dict[str, torch.Tensor] = {
+            "model.embed_tokens.weight": self.embed_tokens.weight,
+            "model.norm.weight": self.norm.weight,
+        }
         if not self.config.tie_word_embeddings:
             found["lm_head.weight"] = self.lm_head.weight
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.blocks):
             prefix = f"model.layers.{i}."
             found[f"{prefix}input_layernorm.weight"] = layer.input_layernorm.weight
             found[f"{prefix}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
@@ -119,7 +118,6 @@ class LlamaForCausalLM(nn.Module):
             found |= layer.mlp.weights(f"{prefix}mlp.")
         return found
 
-    @staticmethod
-    def ignores(name: str) -> bool:
-        """Tensors that some checkpoints carry and nobody needs."""
-        return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+    def ignores(self, name: str) -> bool:
+        """A tied head may be on disk all the same."""
+        return super().ignores(name) or (self.config.tie_word_embeddings and name == "lm_head.weight")

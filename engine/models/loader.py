@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
 from engine.errors import ModelError
+from engine.models.base import CausalLM
 from engine.models.checkpoint import check_checkpoint
 
 Progress = Callable[[str, int, int], None]
 
 
-def load_weights(model: nn.Module, model_dir: Path, progress: Progress | None = None) -> None:
+def load_weights(model: CausalLM, model_dir: Path, progress: Progress | None = None) -> None:
     """Fill `model`. Raises ModelError naming the first tensor that is missing, unexpected or misshapen."""
     tensors = check_checkpoint(model_dir)
     wanted = model.weights()
@@ -39,7 +39,7 @@ def load_weights(model: nn.Module, model_dir: Path, progress: Progress | None = 
                     progress("loading weights", done, total)
 
 
-def fill_randomly(model: nn.Module, seed: int = 0) -> None:
+def fill_randomly(model: CausalLM, seed: int = 0) -> None:
     """Random weights in the real shapes (load_format="dummy"): benchmarks and sizing without a checkpoint."""
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for name, target in model.weights().items():
@@ -49,7 +49,7 @@ def fill_randomly(model: nn.Module, seed: int = 0) -> None:
             target.normal_(0, 0.02, generator=generator)
 
 
-def finalize(model: nn.Module) -> None:
+def finalize(model: CausalLM) -> None:
     """Let every layer settle into its fastest form."""
     for module in model.modules():
         settle = getattr(module, "finalize", None)

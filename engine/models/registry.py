@@ -1,18 +1,17 @@
 """Architecture name in config.json -> the class that runs it. Nothing outside this table is ever imported."""
 
-from torch import nn
-
 from engine.errors import ModelError
+from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.llama import LlamaForCausalLM
 
-_ARCHITECTURES: dict[str, type[nn.Module]] = {
+_ARCHITECTURES: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
 }
 
 
-def model_class(config: ModelConfig) -> type[nn.Module]:
+def model_class(config: ModelConfig) -> type[CausalLM]:
     try:
         return _ARCHITECTURES[config.architecture]
     except KeyError:

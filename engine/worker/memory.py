@@ -7,6 +7,7 @@ from torch import nn
 from engine.config import PAGE_SIZE, EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget
 from engine.core.kv.spec import AttentionSpec
+from engine.layers.linear import Linear
 from engine.models.config import ModelConfig
 
 _DEFAULT_CPU_KV = 4 * GIB
@@ -16,8 +17,8 @@ _HOST_RESERVE = GIB // 2   # left to the rest of the machine on CPU
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of parameters and tables, shared ones once, packed copies included."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if t.numel()}
-    packed = [m._packed for m in model.modules() if getattr(m, "_packed", None) is not None]
-    return sum(t.nbytes for t in tensors.values()) + sum(p.numel() * p.element_size() for p in packed)
+    packed = [m.packed_bytes for m in model.modules() if isinstance(m, Linear)]
+    return sum(t.nbytes for t in tensors.values()) + sum(packed)
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int, num_seqs: int) -> int:

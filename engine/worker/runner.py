@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from engine.config import PAGE_SIZE
 from engine.core.batch import SeqResult, StepPlan, StepResult
 from engine.core.request import TokenLogprobs
 from engine.layers.attention import Attention
 from engine.layers.context import ForwardContext, forward_context
+from engine.models.base import CausalLM
 from engine.worker.inputs import StepInputs, build_inputs
 from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
 from engine.worker.sample.sampler import Sampler, SampleResult
@@ -32,10 +32,10 @@ class StepHandle:
 class Runner:
     """One device, one model. `launch` only queues work where the device is asynchronous; `collect` waits for it."""
 
-    def __init__(self, model: nn.Module, *, num_rows: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, *, num_rows: int, max_model_len: int, device: torch.device) -> None:
         self.model = model
         self.device = device
-        self.vocab_size: int = model.config.vocab_size
+        self.vocab_size = model.config.vocab_size
         self.table = RequestTable(num_rows, max_model_len, device)
         self.sampler = Sampler(num_rows, self.vocab_size, device)
         self.prompt_len = [0] * num_rows
@@ -100,7 +100,7 @@ class Runner:
     def _prompt_logprobs(
         self, plan: StepPlan, hidden: torch.Tensor
     ) -> dict[int, list[LogprobsTensors]]:
-        """For each sequence that asked: logprobs of the prompt tokens that stand one place behind its chunk's tokens."""
+        """For each sequence that asked: logprobs of the prompt tokens one place behind its chunk's tokens."""
         found = {}
         q_start = 0
         for i, seq in enumerate(plan.seqs):

@@ -24,7 +24,8 @@ def expected_tokens(prompt: list[int], params: SamplingParams, eos: frozenset[in
         tokens.append(token)
         count = len(tokens) - len(prompt)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else eos)
-        if (token in stops and count >= params.min_tokens) or count == params.max_tokens or len(tokens) == max_model_len:
+        stopped = token in stops and count >= params.min_tokens
+        if stopped or count == params.max_tokens or len(tokens) == max_model_len:
             return tokens[len(prompt):]
 
 

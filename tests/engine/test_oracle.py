@@ -114,7 +114,8 @@ def test_prompt_logprobs_equal_transformers(tiny_llama_dir, budget):
     model_dir = tiny_llama_dir("tied")
     core = tiny_engine(model_dir, max_num_batched_tokens=budget)
     prompt = [(i * 31) % 300 + 3 for i in range(45)]
-    core.add_request(EngineRequest("r", prompt, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=4, logprobs=2)))
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=4, logprobs=2)
+    core.add_request(EngineRequest("r", prompt, params))
     outputs = []
     while core.has_work():
         outputs += core.step()

@@ -5,13 +5,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_machine import VOCAB, PagedMachine, expected_tokens
 
 from engine.config import PAGE_SIZE, EngineConfig
 from engine.core.loop import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
 from engine.errors import InvalidRequestError
-from paged_machine import VOCAB, PagedMachine, expected_tokens
 
 EOS = frozenset({3})
 MAX_LEN = 160

@@ -3,8 +3,8 @@
     h[0] = H(key, salt, tokens[0:16])     h[i] = H(key, h[i-1], tokens[16 i : 16 (i+1)])
 
 Equal names mean equal tokens *and* equal history, so a page can be reused wherever its name comes up. The key is drawn
-per process and BLAKE2b is collision resistant, so nobody outside can craft two prompts that share a name; the salt keeps
-tenants from hitting (and timing) each other's pages.
+per process and BLAKE2b is collision resistant, so nobody outside can craft two prompts that share a name; the salt
+keeps tenants from hitting (and timing) each other's pages.
 """
 
 import hashlib
