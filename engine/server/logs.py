@@ -30,9 +30,9 @@ COLOURS = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m"}
 
 
 class TextFormatter(logging.Formatter):
-    def __init__(self, colour: bool) -> None:
+    def __init__(self, terminal: bool) -> None:
         super().__init__(datefmt="%H:%M:%S")
-        self._colour = colour
+        self._terminal = terminal
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {key}={value}" for key, value in getattr(record, "fields", {}).items())
@@ -41,9 +41,11 @@ class TextFormatter(logging.Formatter):
         text = f"{self.formatTime(record, self.datefmt)} {source:8} {level}{record.getMessage()}{fields}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
-        if self._colour and (code := COLOURS.get(record.levelname)):
+        if not self._terminal:
+            return text
+        if code := COLOURS.get(record.levelname):
             text = f"{code}{text}\x1b[0m"
-        return text
+        return f"\r\x1b[K{text}"  # over a progress line that may stand there
 
 
 def setup(style: LogFormat = "auto", level: str = "info", stream: TextIO | None = None) -> None:
@@ -52,7 +54,7 @@ def setup(style: LogFormat = "auto", level: str = "info", stream: TextIO | None 
     terminal = stream.isatty()
     handler = logging.StreamHandler(stream)
     as_text = style == "text" or (style == "auto" and terminal)
-    handler.setFormatter(TextFormatter(colour=terminal) if as_text else JsonFormatter())
+    handler.setFormatter(TextFormatter(terminal) if as_text else JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)  # libraries

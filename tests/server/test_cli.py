@@ -307,7 +307,7 @@ def until_healthy(http: httpx.Client, seconds: float = READY_SECONDS) -> None:
 
 
 def test_life_of_a_service(tiny_llama_dir: Callable[..., Path], tmp_path: Path, port: int) -> None:
-    """Answers while it loads, serves, survives kill -9 of its engine, refuses bad HTTP, drains on Ctrl-C."""
+    """Answers while it loads, serves, survives kill -9 of its engine, drains on Ctrl-C."""
     with (running(tiny_llama_dir(), tmp_path, f"--port={port}") as service,
           httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http):
         # loading
@@ -349,22 +349,6 @@ def test_life_of_a_service(tiny_llama_dir: Callable[..., Path], tmp_path: Path, 
         assert completion(http, max_tokens=3).status_code == 200
         assert "SIGKILL" in service.wait_for("was killed by")["message"]
 
-        # bad HTTP
-        for request, status in ((b"\x16\x03\x01 not http\r\n\r\n", b"400"),
-                                (b"GET /health HTTP/1.1\r\n" + b"X-Long: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
-                                (b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 20_000 + b"\r\n", b"431")):
-            with socket.create_connection(("127.0.0.1", port), 5) as raw:
-                with contextlib.suppress(ConnectionError):
-                    raw.sendall(request)
-                reply = b""
-                with contextlib.suppress(ConnectionError):
-                    while data := raw.recv(65536):
-                        reply += data
-                if reply:  # a reset may overtake the answer to a sender that has not stopped sending
-                    assert reply.split()[1] == status
-                    assert b'{"error":{"message":' in reply
-        assert http.get("/health").status_code == 200
-
         # Ctrl-C lets a running stream end
         result: list[str] = []
         streaming = threading.Thread(target=lambda: result.extend(read_stream(http, max_tokens=450)))
@@ -380,16 +364,6 @@ def test_life_of_a_service(tiny_llama_dir: Callable[..., Path], tmp_path: Path, 
         access = [line for line in service.lines() if line["logger"] == "atoll.access"]
         assert {"POST /v1/chat/completions", "POST /v1/completions"} == {line["message"] for line in access}
         assert {503, 200} == {line["status"] for line in access}
-
-
-def test_headers_that_never_end_are_cut_off(tiny_llama_dir: Callable[..., Path], tmp_path: Path, port: int) -> None:
-    with running(tiny_llama_dir(), tmp_path, f"--port={port}") as service:
-        service.wait_for("ready")
-        with socket.create_connection(("127.0.0.1", port), 30) as silent, \
-             socket.create_connection(("127.0.0.1", port), 30) as half:
-            half.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
-            assert b"408" in half.recv(4096)
-            assert silent.recv(4096) == b""
 
 
 def test_a_second_ctrl_c_stops_now(tiny_llama_dir: Callable[..., Path], tmp_path: Path, port: int) -> None:
