@@ -35,12 +35,8 @@ def parse(body: bytes | bytearray, kind: type[T]) -> T:
     """JSON text as `kind`. Raises ApiError 400."""
     try:
         raw = msgspec.json.decode(body)
-        if not isinstance(raw, dict):
-            raise invalid("The request body must be a JSON object.")
-        _refuse_unsupported(raw)
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise from_validation(error) from None
+    except msgspec.ValidationError:  # of untyped JSON only this
+        raise invalid("A number in the request body is out of range.") from None
     except msgspec.DecodeError as error:
         if not body.strip():
             raise invalid("The request body is empty; send a JSON object.") from None
@@ -51,6 +47,13 @@ def parse(body: bytes | bytearray, kind: type[T]) -> T:
         raise invalid(f"The request body is not valid UTF-8 (byte {error.start}).") from None
     except RecursionError:
         raise invalid("The request body is nested too deeply.") from None
+    if not isinstance(raw, dict):
+        raise invalid("The request body must be a JSON object.")
+    _refuse_unsupported(raw)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise from_validation(error) from None
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
