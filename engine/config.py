@@ -14,9 +14,9 @@ class EngineConfig:
     """How to run one model. Construction does not touch the disk or the device; `build_engine` validates.
 
     `max_model_len` None takes the model's own limit (fitted to memory, with a note, if it does not fit); "auto" asks
-    for the largest that fits; a number is honoured or refused. `gpu_memory_utilization` is the share of the device's total
-    memory that weights, activations and KV pages may use together (on CPU: of the memory now available, for KV only,
-    unless `kv_cache_memory_bytes` is given).
+    for the largest that fits; a number is honoured or refused. `gpu_memory_utilization` is the share of the device's
+    total memory that weights, activations and KV pages may use together (on CPU: of the memory now available, for KV
+    only, unless `kv_cache_memory_bytes` is given).
     """
 
     model: Path
