@@ -125,7 +125,7 @@ def _draft(chunk_size: int, **fields: Any) -> BundleManifest:
         return FileEntry(path=path, size=1, sha256=sha256, role=role, chunk_size=chunk_size, chunks=(sha256,))
 
     try:
-        made = {k: v() if callable(v) else v for k, v in fields.items()}
+        made: dict[str, Any] = {k: v() if callable(v) else v for k, v in fields.items()}
         text: License = made["license"]
         files = (
             stand_in(text.file, "license", text.sha256),

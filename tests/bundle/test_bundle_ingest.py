@@ -1,6 +1,7 @@
 """Ingest under everything that goes wrong: kills, lying leftovers, full disks, changed media."""
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -53,17 +54,16 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def die_at(call_number: int) -> None:
-    """Make this process SIGKILL itself at its n-th call that changes the disk."""
-    count = 0
+    """Make this process SIGKILL itself before or after its n-th call that changes the disk."""
+    calls = itertools.count(1)  # next() is atomic: no thread can skip the number
 
     def wrap(real: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == call_number and not after:
+            mine = next(calls) == call_number
+            if mine and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = real(*args, **kwargs)
-            if count == call_number:
+            if mine:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 

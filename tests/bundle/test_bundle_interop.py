@@ -1,4 +1,4 @@
-"""Both ways with the independent tool: it signs what we verify. (That it verifies what we sign: test_bundle_tamper.)"""
+"""Both ways with the independent tool: as its own process it verifies what we sign and signs what we verify."""
 
 import base64
 import json
@@ -20,6 +20,14 @@ def test_a_bundle_signed_by_the_independent_tool_verifies_here(made: Made) -> No
     assert done.returncode == 0, done.stderr
     assert (made.path / "model.sig").read_bytes() != ours
     assert verify_bundle(made.path, made.trusted, full=True).manifest.name == "tiny"
+
+
+def test_a_bundle_signed_here_verifies_with_the_independent_tool(pristine: Made) -> None:
+    done = model_signing(
+        "verify", "key", pristine.path,
+        "--signature", pristine.path / "model.sig", "--public_key", pristine.keys.public_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "Verification succeeded\n")
 
 
 def test_the_statement_is_what_the_specification_asks_for(pristine: Made) -> None:
