@@ -5,14 +5,18 @@ Exit status: 0 stopped, 2 a flag cannot be honoured, 11 the model's files are da
 """
 
 import logging
+import signal
 import socket
 import ssl
 import sys
 import time
+from types import FrameType
+from typing import NoReturn
 
 from engine.errors import ConfigError, ModelError
 from engine.server import ipc, logs
 from engine.server.args import ServeOptions, parse_serve
+from engine.server.auth import KeyFile
 
 log = logging.getLogger("atoll.serve")
 
@@ -32,6 +36,8 @@ def main(argv: list[str]) -> int:
             log.warning("%s", note)
         _check_model(options)
         _check_tls(options)
+        if options.api_key_file is not None:
+            KeyFile(options.api_key_file)  # raises for a file that cannot be used
         listener = _bind(options)
     except ConfigError as error:
         print(f"atoll serve: {error}", file=sys.stderr)
@@ -43,6 +49,7 @@ def main(argv: list[str]) -> int:
 
     from engine.server.supervisor import EngineChild, runtime_directory
 
+    signal.signal(signal.SIGTERM, _leave)  # until the event loop takes the signals over
     with runtime_directory() as directory:
         engine = EngineChild(options, directory / "engine.sock")
         try:
@@ -57,6 +64,10 @@ def main(argv: list[str]) -> int:
             listener.close()
             if options.uds is not None:
                 options.uds.unlink(missing_ok=True)
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
 
 
 def _check_model(options: ServeOptions) -> None:

@@ -196,6 +196,7 @@ class EngineClient:
                 self._become("loading")
             case m.Ready():
                 self.info, self.stats, self.progress = event.info, event.stats, ""
+                self._progressed = time.monotonic()
                 self._become("ready")
             case m.Goodbye():
                 self.last_error = f"{event.reason} {event.hint}".strip()
@@ -203,7 +204,7 @@ class EngineClient:
 
     def _advance(self, stats: EngineStats) -> None:
         before, self.stats = self.stats, stats
-        if stats.steps != before.steps:
+        if stats.steps != before.steps or not before.num_running:
             self._progressed = time.monotonic()
         if self.on_step is not None:
             self.on_step(before, stats)

@@ -59,7 +59,7 @@ class EngineService:
         self._server = server
         self._notifier = notifier
         self._core: Core | None = None
-        self._ready: m.Ready | None = None
+        self._info: m.EngineInfo | None = None
         self._progress = m.Progress("starting")
         self._progress_sent = 0.0
         self._owners: dict[str, tuple[Connection, str]] = {}  # engine-wide request id -> (client, its own id)
@@ -81,8 +81,8 @@ class EngineService:
         gc.freeze()  # weights and tables live for ever: no collection needs to look at them again
         facts = {**core.info(), "pid": os.getpid(), "load_seconds": round(time.monotonic() - started, 3)}
         info = msgspec.convert(facts, m.EngineInfo)
-        self._core, self._ready = core, m.Ready(info, core.stats())
-        self._server.broadcast(self._ready)
+        self._core, self._info = core, info
+        self._server.broadcast(m.Ready(info, core.stats()))
         self._notifier.ready(f"serving {info.model_names[0]}, {info.max_model_len} tokens of context")
         log.info("ready", extra={"fields": {"seconds": info.load_seconds, "device": info.device,
                                             "max_model_len": info.max_model_len, "pages": info.num_pages}})
@@ -138,7 +138,7 @@ class EngineService:
         for connection, what in incoming:
             match what:
                 case Connected():
-                    self._server.send(connection, self._ready or self._progress)
+                    self._server.send(connection, self._present_state())
                 case Disconnected():
                     self._abort([key for key, owner in self._owners.items() if owner[0] is connection])
                 case m.Submit():
@@ -148,6 +148,11 @@ class EngineService:
                 case m.Ping():
                     stats = self._core.stats() if self._core else EngineStats()
                     self._server.send(connection, m.Pong(what.nonce, stats))
+
+    def _present_state(self) -> m.Event:
+        if self._core is None or self._info is None:
+            return self._progress
+        return m.Ready(self._info, self._core.stats())
 
     def _submit(self, connection: Connection, request: EngineRequest) -> None:
         own_id = request.request_id

@@ -74,14 +74,16 @@ async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineC
             server.force_exit = True
             engine.kill()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP:
+            continue  # nohup: the closed terminal is no reason to stop
         loop.add_signal_handler(number, on_signal, number.name)
 
     await client.start()
     notifier = Notifier()
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     supervisor = asyncio.create_task(engine.supervise(client), name="supervisor")
-    narrator = asyncio.create_task(_narrate(client, notifier, options, url, started), name="narrator")
+    narrator = asyncio.create_task(_narrate(server, client, notifier, options, url, started), name="narrator")
     try:
         await asyncio.wait({http, supervisor}, return_when=asyncio.FIRST_COMPLETED)
         narrator.cancel()
@@ -90,6 +92,9 @@ async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineC
         await http
         if interrupts > 1:
             return EXIT_INTERRUPTED
+        if not server.started and not interrupts and not supervisor.done():
+            log.error("the gateway did not start")
+            return 1
         await client.close()
         await engine.stop()
         await supervisor
@@ -129,13 +134,14 @@ def _server(options: ServeOptions, client: EngineClient, limits: Limits) -> _Ser
     ))
 
 
-async def _narrate(client: EngineClient, notifier: Notifier, options: ServeOptions, url: str, started: float) -> None:
+async def _narrate(server: _Server, client: EngineClient, notifier: Notifier, options: ServeOptions, url: str,
+                   started: float) -> None:
     """Loading progress, the banner once a token came out, and a word whenever the engine comes back."""
     terminal = sys.stderr.isatty() and options.log_format != "json"
     shown, last = "", 0.0
     first = True
     while True:
-        while client.state != "ready":
+        while client.state != "ready" or not server.started:
             now = time.monotonic()
             notifier.loading(client.progress or client.state)
             if client.progress and client.progress != shown:

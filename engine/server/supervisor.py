@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import engine
+import engine as engine_package
 from engine.errors import AtollError
 from engine.server.args import ServeOptions, engine_argv
 from engine.server.client import EngineClient
@@ -28,6 +28,7 @@ RESTART_WINDOW_SECONDS = 600.0  # in which `max_restarts` are counted
 LOAD_ATTEMPTS = 2               # before it was ready even once
 MAX_BACKOFF_SECONDS = 30.0
 STOP_SECONDS = 15.0             # between SIGTERM and SIGKILL
+LAST_WORDS_SECONDS = 0.1        # for the client to read the Goodbye of an engine that has ended
 STALL_POLL_SECONDS = 5.0
 STALL_KILL_SECONDS = 180.0      # of a loop that does not turn; its health is bad long before
 SWEEP_AGE_SECONDS = 60.0        # a younger directory may belong to a process that has not locked it yet
@@ -78,6 +79,7 @@ class EngineChild:
                 if self._stopping:
                     return
                 self._was_ready = self._was_ready or client.info is not None
+                await asyncio.sleep(LAST_WORDS_SECONDS)
                 delay = self._after_crash(status, client.last_error)
                 await asyncio.sleep(delay)
                 self.spawn()
@@ -188,7 +190,7 @@ def _lock(directory: Path) -> int | None:
 def _environment() -> dict[str, str]:
     """Ours; a bare checkout is put on the child's path, since -P keeps the working directory off it."""
     environment = dict(os.environ)
-    root = str(Path(engine.__file__).resolve().parents[1])
+    root = str(Path(engine_package.__file__).resolve().parents[1])
     if root not in site.getsitepackages():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     return environment

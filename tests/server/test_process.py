@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +18,13 @@ import pytest
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.server.args import parse_serve
 from engine.server.client import EngineClient
 from engine.server.engine_process import EngineService
 from engine.server.ipc import PeerPolicy, listen
 from engine.server.ipc_server import IpcServer
 from engine.server.notify import Notifier
+from engine.server.supervisor import EngineChild
 
 READY_SECONDS = 60
 
@@ -297,6 +300,43 @@ def test_systemd_hears_of_loading_readiness_life_and_the_end(
         notify.settimeout(2)
         while not heard[-1].startswith("STOPPING=1"):
             heard.append(notify.recv(4096).decode())
+
+
+async def test_a_stalled_engine_is_replaced(
+    tiny_llama_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.server.client.PING_SECONDS", 0.2)
+    monkeypatch.setattr("engine.server.supervisor.STALL_KILL_SECONDS", 1.0)
+    monkeypatch.setattr("engine.server.supervisor.STALL_POLL_SECONDS", 0.2)
+    options = parse_serve([str(tiny_llama_dir()), "--kv-cache-memory-bytes=4M", "--log-format=json"])
+    child = EngineChild(options, tmp_path / "s")
+    child.spawn()
+    async with connected(tmp_path / "s", stall_seconds=0.5) as client:
+        supervisor = asyncio.create_task(child.supervise(client))
+        await client.wait_ready(READY_SECONDS)
+        first = child.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)  # the socket stays open, the loop does not turn
+        await until(lambda: not client.healthy(), 5)
+        await until(lambda: child.pid != first, 10)
+        await until(client.healthy, READY_SECONDS)
+        assert len((await tokens_of(client, EngineRequest("r", [1], greedy(2))))[0]) == 2
+        await child.stop()
+        await supervisor
+
+
+async def test_work_of_others_is_no_stall_of_ours(loop: "Loop") -> None:
+    loop.load_gate.set()
+    loop.core.step_seconds = 0.05
+    async with connected(loop.path) as busy:
+        await busy.wait_ready(5)
+        task = asyncio.create_task(tokens_of(busy, EngineRequest("r", [1], greedy(40))))
+        await asyncio.sleep(0.2)
+        async with connected(loop.path, stall_seconds=0.5) as idle:
+            await idle.wait_ready(5)
+            assert idle.stats.num_running == 1
+            assert idle.healthy()
+        await task
 
 
 # -- the loop, with a core that does what a test wants
