@@ -1,0 +1,118 @@
+"""The README and the documentation say only what is so: commands, flags, links and examples exist and run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text("utf-8")) if kind == language]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every shell command of the page's console blocks (continued lines joined), and of its `inline code`."""
+    text = "".join(blocks(page, "console")).replace("\\\n", " ")
+    lines = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
+    prose = BLOCK.sub("", page.read_text("utf-8"))
+    programs = ("make ", "atoll ", ".venv/bin/atoll ")
+    lines += [code for code in re.findall(r"`([^`\n]+)`", prose) if code.startswith(programs)]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@cache
+def help_of(*command: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "appliance.cli", *command, "--help"], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert result.returncode == 0, f"atoll {' '.join(command)}: {result.stderr}"
+    return result.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_make_targets_exist(page: Path):
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    used = {word for words in commands(page) if words[0] == "make" for word in words[1:] if "=" not in word}
+    assert used <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_atoll_commands_and_flags_exist(page: Path):
+    for words in commands(page):
+        if Path(words[0]).name != "atoll" or len(words) == 1:
+            continue
+        command = [words[1]] if words[1] not in ("bundle", "keys") else words[1:3]
+        text = help_of(*(word for word in command if re.fullmatch(r"[a-z]+", word)))
+        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+            assert re.search(rf"{re.escape(flag)}\b", text), f"atoll {' '.join(command)} has no {flag}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name == "serve.md" or p.name == "README.md"], ids=name)
+def test_serve_flags_named_in_prose_exist(page: Path):
+    rows = re.findall(r"^\| (`--.*?) \|", page.read_text("utf-8"), re.MULTILINE)
+    for flag in re.findall(r"--[a-z-]+", " ".join(rows)):
+        assert flag in help_of("serve"), flag
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path):
+    text = page.read_text("utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name(page)} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{name(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_examples_compile(page: Path):
+    for example in blocks(page, "python"):
+        compile(example, name(page), "exec")
+
+
+def test_both_languages_say_the_same():
+    english = {path.name: path for path in (REPOSITORY / "docs/en").glob("*.md")}
+    korean = {path.name: path for path in (REPOSITORY / "docs/ko").glob("*.md")}
+    assert english.keys() == korean.keys()
+    for file, path in english.items():
+        for language in ("bash", "console", "json", "python"):  # a plain block may hold words, which are translated
+            assert blocks(path, language) == blocks(korean[file], language), file
+        counts = [len(re.findall(r"^#", p.read_text("utf-8"), re.MULTILINE)) for p in (path, korean[file])]
+        assert counts[0] == counts[1], f"{file}: headings differ"
+
+
+@pytest.mark.parametrize("page", [REPOSITORY / "README.md", REPOSITORY / "docs/en/offline.md"], ids=name)
+def test_the_offline_example_runs(page: Path, smollm2_dir: Path):
+    example = next(block for block in blocks(page, "python") if "from engine import" in block)
+    result = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=REPOSITORY)
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout
+
+
+def test_the_bundle_of_the_readme_can_be_made(tmp_path: Path, smollm2_dir: Path):
+    """The publisher's commands, word for word; what comes after them is an interactive install."""
+    words = [w for w in commands(REPOSITORY / "README.md") if w[1:2] in (["keys"], ["bundle"]) and len(w) > 3]
+    assert [w[1:3] for w in words] == [["keys", "new"], ["bundle", "build"], ["bundle", "verify"]]
+    (tmp_path / ".cache").symlink_to(smollm2_dir.parents[1])
+    for command in words:
+        result = subprocess.run(
+            [sys.executable, "-m", "appliance.cli", *command[1:]], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert result.returncode == 0, result.stderr
