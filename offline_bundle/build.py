@@ -1,5 +1,6 @@
 """Build and sign a bundle from a model directory: copy and hash in one pass, describe, sign, appear by one rename."""
 
+import errno
 import fnmatch
 import hashlib
 import os
@@ -108,9 +109,14 @@ def build_bundle(
 
 def write_failed(where: Path, e: OSError) -> BundleError:
     """The error for a destination that cannot be written."""
+    hint = "Free space or choose another disk, then run the same command again."
+    if e.errno == errno.EFBIG:
+        hint = (
+            "FAT32 holds no file of 4 GiB or more: format the disk as exFAT or ext4, then run the same command again."
+        )
     return BundleError(
         f"Writing below {where} failed: {e.strerror or e}.",
-        "Free space or choose another disk, then run the same command again.",
+        hint,
         SPACE_IO,
     )
 

@@ -147,7 +147,15 @@ class _Ingest:
                 if entry.path not in self.left and entry.path not in self.journal.files:
                     self._finish(entry)
             total = self.signed.manifest.total_bytes
-            run(todo, self._copy, stage="copy", total=total, start=total - need, progress=self.progress)
+            run(
+                todo,
+                self._copy,
+                stage="copy",
+                total=total,
+                start=total - need,
+                progress=self.progress,
+                workers=self.reader.workers,
+            )
             self._appear()
         finally:
             self.journal.close()

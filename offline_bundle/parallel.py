@@ -84,6 +84,11 @@ class Reader:
         self._turns = threading.Lock() if _rotational(os.fstat(fd).st_dev) else None
         self._local = threading.local()
 
+    @property
+    def workers(self) -> int:
+        """Threads worth having: a device with costly seeks keeps few busy, and each holds a whole chunk."""
+        return min(4, default_workers()) if self._turns else default_workers()
+
     def turn(self) -> AbstractContextManager[object]:
         """Hold this while reading one block."""
         return self._turns or nullcontext()

@@ -48,9 +48,13 @@ def list_models(store: Path) -> list[StoredModel]:
     Raises BundleError (content) when an entry's bundle.json is not the one that its directory is named after.
     """
     found: list[StoredModel] = []
-    if not store.is_dir():
+    try:
+        entries = list(store.iterdir())
+    except FileNotFoundError:
         return found
-    for path in store.iterdir():
+    except OSError as e:
+        raise BundleError(f"The store {store} cannot be read: {e.strerror}.", "Try again as root.", SPACE_IO) from e
+    for path in entries:
         if not _DIGEST.match(path.name):
             continue
         with media.open_root(path) as root:
@@ -139,6 +143,10 @@ def locked(store: Path) -> Iterator[None]:
         except BlockingIOError as e:
             raise BundleError(
                 f"Another process is changing the store {store}.", "Wait until it has finished and try again.", BUSY
+            ) from e
+        except OSError as e:
+            raise BundleError(
+                f"The store {store} cannot be locked: {e.strerror}.", "Put it on a local disk.", SPACE_IO
             ) from e
         yield
     finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import content, keys, limits, media, names, oms
-from .errors import CONTENT, REPLAY, UNTRUSTED, BundleError
+from .errors import CONTENT, REPLAY, SPACE_IO, UNTRUSTED, BundleError
 from .manifest import MANIFEST, SIGNATURE, BundleManifest, FileEntry
 from .parallel import Reader, Tick, run
 from .progress import Progress, silent
@@ -97,6 +97,8 @@ def check_signed_manifest(root: int, trusted: dict[str, keys.PublicKey], min_seq
     try:
         signature = media.read_small(root, SIGNATURE, limits.MAX_SIGNATURE)
     except BundleError as e:
+        if e.exit_code == SPACE_IO:
+            raise
         raise BundleError(
             f"The bundle has no usable signature: {e.message}",
             "An unsigned bundle is never accepted; get it again from its vendor.",
@@ -207,4 +209,4 @@ def _hash_files(root: int, manifest: BundleManifest, *, full: bool, progress: Pr
     for entry in manifest.files:
         every = range(len(entry.chunks))
         tasks += [(entry, every)] if full else [(entry, range(i, i + 1)) for i in every]
-    run(tasks, check, stage="verify", total=manifest.total_bytes, progress=progress)
+    run(tasks, check, stage="verify", total=manifest.total_bytes, progress=progress, workers=reader.workers)

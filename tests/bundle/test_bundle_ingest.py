@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from bundle_kit import CHUNK, Made, build, forge, make_model, manifest_of, refused, visible
 
-from offline_bundle import BundleError, ingest
+from offline_bundle import BundleError, ingest, verify_bundle
 from offline_bundle.keys import KeyPair
 from offline_bundle.store import is_sealed, list_models, locked, remove_model, verify_model
 
@@ -83,6 +83,15 @@ def test_ingest_gives_a_read_only_entry(pristine: Made, tmp_path: Path) -> None:
     assert found.key_fingerprint == pristine.keys.fingerprint
     assert seen[0] == ("copy", 0, found.manifest.total_bytes)
     assert seen[-1] == ("copy", found.manifest.total_bytes, found.manifest.total_bytes)
+    good(pristine, tmp_path / "store")
+
+
+def test_a_disk_with_costly_seeks_is_read_chunk_by_chunk(
+    pristine: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offline_bundle.parallel._rotational", lambda device: True)
+    verify_bundle(pristine.path, pristine.trusted, full=True)
+    ingest(pristine.path, pristine.trusted, tmp_path / "store")
     good(pristine, tmp_path / "store")
 
 

@@ -1,5 +1,6 @@
 """The tamper matrix: our verifier and the independent `model_signing` command must agree wherever it looks at all."""
 
+import errno
 import hashlib
 import json
 import os
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 from bundle_kit import Made, oms_accepts, refused
 
-from offline_bundle import ingest, oms, verify_bundle
-from offline_bundle.keys import KeyPair, load_private
+from offline_bundle import ingest, media, oms, verify_bundle
+from offline_bundle.keys import KeyPair, load_private, load_trusted
+from offline_bundle.verify import check_signed_manifest
 
 SHARD = "model/model-00001-of-00002.safetensors"
 OTHER = "model/model-00002-of-00002.safetensors"
@@ -182,3 +184,19 @@ def test_control_characters_in_a_file_name_do_not_reach_the_terminal(made: Made)
     (made.path / "model/\x1b[2Jx.json").write_text("{}")
     error = refused(11, "characters outside", lambda: verify_bundle(made.path, made.trusted))
     assert "\x1b" not in str(error)
+
+
+def test_a_name_that_is_not_unicode_is_refused_readably(made: Made) -> None:
+    (made.path / os.fsdecode(b"model/\xff\xfe.json")).write_text("{}")
+    error = refused(11, "characters outside", lambda: verify_bundle(made.path, made.trusted))
+    assert error.message.isascii()
+
+
+def test_a_read_error_is_not_called_a_bad_signature(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    trusted = load_trusted(made.trusted, made.path)
+    monkeypatch.setattr(os, "read", fail)
+    with media.open_root(made.path) as root:
+        refused(30, "Input/output error", lambda: check_signed_manifest(root, trusted, None))
