@@ -5,18 +5,23 @@ Everything is checked here before anything starts. An error is a `ConfigError`: 
 
 import argparse
 import dataclasses
-import difflib
-import json
-import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any
 
 from engine.capabilities import check_capabilities, nvidia_driver_present, resolve_device
 from engine.config import PAGE_SIZE, EngineConfig
 from engine.errors import ConfigError
+from engine.server.flag_parser import (
+    FlagParser,
+    Note,
+    OnlyOne,
+    Refuse,
+    human_size,
+    human_size_or_auto,
+    json_strings,
+)
 from engine.server.flags import IGNORED_SWITCHES, IGNORED_VALUES, ONLY_ONE, REFUSED_SWITCHES, REFUSED_VALUES
 from engine.server.logs import LEVELS, LogFormat
 
@@ -29,7 +34,7 @@ EXAMPLES = """\
 examples:
   atoll serve ./SmolLM2-135M-Instruct
   atoll serve /models/llama --served-model-name llama --max-model-len 8192 --port 8080
-  atoll serve /models/llama --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile cert.pem --ssl-keyfile key.pem
+  atoll serve /models/llama --host 0.0.0.0 --api-key-file keys.json --ssl-certfile cert.pem --ssl-keyfile key.pem
   atoll serve --config serve.toml --max-num-seqs 32
 
 serve.toml:
@@ -78,7 +83,7 @@ class EngineOptions:
 
 def parse_serve(argv: Sequence[str]) -> ServeOptions:
     """Raises ConfigError; exits 0 after `--help`."""
-    parser = _Parser(prog="atoll serve", usage="atoll serve MODEL_DIR [flags]", epilog=EXAMPLES, description=(
+    parser = FlagParser(prog="atoll serve", usage="atoll serve MODEL_DIR [flags]", epilog=EXAMPLES, description=(
         "Serve a model directory behind an OpenAI endpoint: a gateway and an engine process, on this machine."))
     _add_engine_flags(parser)
     _add_http_flags(parser)
@@ -96,7 +101,7 @@ def parse_serve(argv: Sequence[str]) -> ServeOptions:
 
 def parse_engine(argv: Sequence[str]) -> EngineOptions:
     """Flags of `python -m engine.server.engine_process`. Raises ConfigError."""
-    parser = _Parser(prog="atoll engine", usage="atoll engine --uds SOCKET --model MODEL_DIR [flags]",
+    parser = FlagParser(prog="atoll engine", usage="atoll engine --uds SOCKET --model MODEL_DIR [flags]",
                      description="Run one engine behind a Unix socket, without HTTP and without a network.")
     _add_engine_flags(parser)
     group = parser.add_argument_group("process")
@@ -132,45 +137,10 @@ def engine_argv(config: EngineConfig) -> list[str]:
     return argv
 
 
-def human_size(text: str) -> int:
-    """vLLM's sizes: 32k = 32 000, 32K = 32 768, 1.5M = 1 572 864; a plain number is itself.
-
-    >>> human_size("25.6k")
-    25600
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text.strip())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 32k or 1M")
-    number, unit = match.groups()
-    if not unit:
-        if "." in number:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-        return int(number)
-    power = "kmgt".index(unit.lower()) + 1
-    scaled = float(number) * (1000 if unit.islower() else 1024) ** power
-    if scaled != int(scaled):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(scaled)
-
-
-def human_size_or_auto(text: str) -> int | Literal["auto"]:
-    return "auto" if text in ("auto", "-1") else human_size(text)
-
-
-def _json_strings(text: str) -> list[str]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings")
-    return value
-
-
 # -- the flags
 
 
-def _add_engine_flags(parser: "_Parser") -> None:
+def _add_engine_flags(parser: FlagParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="MODEL_DIR", help="the model directory, if not given as first argument")
     model.add_argument("--served-model-name", nargs="+", metavar="NAME",
@@ -205,7 +175,7 @@ def _add_engine_flags(parser: "_Parser") -> None:
     schedule.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs to split over (1)")
 
 
-def _add_http_flags(parser: "_Parser") -> None:
+def _add_http_flags(parser: FlagParser) -> None:
     http = parser.add_argument_group("endpoint")
     http.add_argument("--host", help="address to listen on (127.0.0.1: this machine only)")
     http.add_argument("--port", type=int, help="TCP port (8000); 0 takes a free one")
@@ -214,7 +184,7 @@ def _add_http_flags(parser: "_Parser") -> None:
                       help="clients must present a key of this file (made by atoll keys new)")
     http.add_argument("--ssl-certfile", type=Path, metavar="PEM", help="serve HTTPS with this certificate")
     http.add_argument("--ssl-keyfile", type=Path, metavar="PEM", help="its private key")
-    http.add_argument("--allowed-origins", type=_json_strings, metavar="JSON",
+    http.add_argument("--allowed-origins", type=json_strings, metavar="JSON",
                       help="web origins that browsers may call from, such as '[\"https://chat.example\"]' (none)")
     http.add_argument("--generation-config", choices=("auto", "vllm"),
                       help="sampling defaults: auto takes the model's generation_config.json, vllm neutral ones (auto)")
@@ -236,129 +206,19 @@ def _add_log_flags(group: argparse._ArgumentGroup) -> None:
                        help="text, json, or auto: text on a terminal, else JSON lines")
 
 
-def _add_compatibility_flags(parser: "_Parser") -> None:
+def _add_compatibility_flags(parser: FlagParser) -> None:
     """What scripts written for vLLM carry: accepted with a note, or refused with a reason. Not shown in --help."""
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "dest": "_compatibility"}
     for name, why in IGNORED_SWITCHES.items():
-        parser.add_argument(f"--{name}", f"--no-{name}", action=_Note, nargs=0, why=why, **hidden)
+        parser.add_argument(f"--{name}", f"--no-{name}", action=Note, nargs=0, why=why, **hidden)
     for name, why in IGNORED_VALUES.items():
-        parser.add_argument(f"--{name}", action=_Note, nargs=1, why=why, **hidden)
+        parser.add_argument(f"--{name}", action=Note, nargs=1, why=why, **hidden)
     for name, why in REFUSED_SWITCHES.items():
-        parser.add_argument(f"--{name}", f"--no-{name}", action=_Refuse, nargs=0, why=why, **hidden)
+        parser.add_argument(f"--{name}", f"--no-{name}", action=Refuse, nargs=0, why=why, **hidden)
     for name, why in REFUSED_VALUES.items():
-        parser.add_argument(f"--{name}", action=_Refuse, nargs="+", why=why, **hidden)
+        parser.add_argument(f"--{name}", action=Refuse, nargs="+", why=why, **hidden)
     for names, why in ONLY_ONE.items():
-        parser.add_argument(*names, action=_OnlyOne, type=int, nargs=1, why=why, **hidden)
-
-
-class _Why(argparse.Action):
-    def __init__(self, *args: Any, why: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.why = why
-
-
-class _Note(_Why):
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
-        cast(_Parser, parser).notes.append(f"{option_string} changes nothing here: {self.why}")
-
-
-class _Refuse(_Why):
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
-        if option_string and option_string.startswith("--no-"):
-            return  # "not this" is what we do
-        raise ConfigError(f"{option_string} is refused: {self.why}", option_string)  # never echoes the value
-
-
-class _OnlyOne(_Why):
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
-        if values[0] != 1:
-            raise ConfigError(f"{option_string} {values[0]} is refused: {self.why}", option_string, "Use 1.")
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, but: errors are ConfigErrors, `_` is `-` in flags, unknown flags get a suggestion, TOML comes first."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                         formatter_class=_HelpFormatter, **kwargs)
-        self.notes: list[str] = []
-
-    def error(self, message: str) -> NoReturn:
-        flag = re.match(r"argument (?:-\w+/)?(--[\w-]+)", message)
-        raise ConfigError(message.removeprefix("argument ").rstrip(".") + ".", flag and flag.group(1))
-
-    def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """(flags that were given, notes). The one positional argument is the model."""
-        line = [_dashes(arg) for arg in argv]
-        given = vars(self._parse(line))
-        if "config" in given:
-            from_file = vars(self._parse(_toml_argv(given["config"])))
-            given = from_file | given
-        given.pop("_compatibility", None)
-        return given, list(dict.fromkeys(self.notes))
-
-    def _parse(self, argv: list[str]) -> argparse.Namespace:
-        namespace, rest = self.parse_known_args(argv)
-        for arg in rest:
-            if arg.startswith("-") and arg != "--":
-                self._unknown(arg)
-        positional = [arg for arg in rest if arg != "--"]
-        if len(positional) > 1:
-            raise ConfigError(f"Unexpected argument {positional[1]!r}: the model was already given as "
-                              f"{positional[0]!r}.")
-        if positional:
-            namespace.model = positional[0]
-        return namespace
-
-    def _unknown(self, arg: str) -> NoReturn:
-        name = arg.partition("=")[0]
-        known = [option for option, action in self._option_string_actions.items()
-                 if action.help is not argparse.SUPPRESS]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        hint = f"Did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags."
-        raise ConfigError(f"Unknown flag {name}.", name, hint)
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=110)
-
-
-def _dashes(arg: str) -> str:
-    if not arg.startswith("--"):
-        return arg
-    name, equals, value = arg.partition("=")
-    return name.replace("_", "-") + equals + value
-
-
-def _toml_argv(path: Path) -> list[str]:
-    """The [serve] table as flags, so that one set of rules reads both."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("serve")
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}.", "--config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not TOML: {error}.", "--config") from None
-    if not isinstance(table, dict):
-        raise ConfigError(f"--config {path} has no [serve] table.", "--config")
-    argv: list[str] = []
-    for key, value in table.items():
-        flag = "--" + key.replace("_", "-")
-        if flag == "--config":
-            raise ConfigError(f"--config {path}: a configuration file cannot name another one.", "--config")
-        if isinstance(value, bool):
-            argv.append(flag if value else f"--no-{flag[2:]}")
-        elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-            argv += [flag, *value]
-        elif isinstance(value, str | int | float):
-            argv.append(f"{flag}={value}")
-        else:
-            raise ConfigError(f"--config {path}: {key} must be a string, a number, a boolean or a list of strings.",
-                              "--config")
-    return argv
+        parser.add_argument(*names, action=OnlyOne, type=int, nargs=1, why=why, **hidden)
 
 
 # -- from flags to checked options

@@ -20,8 +20,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.server.args import engine_argv, human_size, parse_engine, parse_serve
+from engine.server.args import engine_argv, parse_engine, parse_serve
 from engine.server.cli import base_url
+from engine.server.flag_parser import human_size
 
 READY_SECONDS = 90
 
