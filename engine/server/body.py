@@ -41,7 +41,7 @@ def parse(body: bytes | bytearray, kind: type[T]) -> T:
         if not body.strip():
             raise invalid("The request body is empty; send a JSON object.") from None
         if _SURROGATE.search(body):
-            raise invalid("A string of the request body holds half of a surrogate pair, which is no character.") from None
+            raise invalid("The request body is not valid Unicode: it holds half of a surrogate pair.") from None
         raise invalid(f"The request body is not valid JSON: {shortened(str(error))}.") from None
     except UnicodeDecodeError as error:
         raise invalid(f"The request body is not valid UTF-8 (byte {error.start}).") from None

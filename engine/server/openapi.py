@@ -81,8 +81,23 @@ def _reply(reply: Any, event: Any) -> dict[str, Any]:
     content = _json(reply)
     if event is not None:
         content["text/event-stream"] = {
-            "schema": {"type": "string"},
-            "description": f"With stream: events whose data is {_REF.format(name=event.__name__)}, then [DONE].",
+            "schema": {  # of one event
+                "type": "object",
+                "properties": {
+                    "event": {"type": "string"},
+                    "data": {"anyOf": [
+                        {"const": "[DONE]", "description": "The last event."},
+                        {
+                            "type": "string",
+                            "contentMediaType": "application/json",
+                            "contentSchema": {"anyOf": [
+                                {"$ref": _REF.format(name=kind.__name__)} for kind in (event, ErrorReply)
+                            ]},
+                        },
+                    ]},
+                },
+                "required": ["data"],
+            },
         }
     return {"description": "The answer", "content": content}
 
