@@ -61,7 +61,7 @@ def endpoint(text: str | None, path: Path) -> Endpoint:
     """The address in the settings, or the defaults."""
     table = parse(text, path) if text else {}
     port = table.get("port", DEFAULT_PORT)
-    if not isinstance(port, int) or not 1 <= port <= 65535:
+    if type(port) is not int or not 1 <= port <= 65535:
         raise InstallError(
             f"The port {port!r} in {path} is not a number from 1 to 65535.",
             exit_code=ExitCode.USAGE,

@@ -32,6 +32,7 @@ class Context:
     release_command: tuple[str, ...]
     journal: Journal
     before: History                       # as the journal told it when this run began
+    seen: int = 0                         # how many records it had then
 
     # discover
     trusted_keys: list[Path] = field(default_factory=list)

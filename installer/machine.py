@@ -120,16 +120,15 @@ class Installer:
         past = replay(self.layout.journal).records
         journal = Journal(f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}", past)
         journal.add("run", bundle=str(self.options.bundle), pid=os.getpid())
-        return Context(
-            self.options, self.layout, self.frontend, self.service, self.release_command, journal, History(past)
-        )
+        tools = (self.frontend, self.service, self.release_command, journal)
+        return Context(self.options, self.layout, *tools, History(past), len(past))
 
     def _claim(self, context: Context, stack: contextlib.ExitStack, locked: bool) -> None:
         """Take the installation: state directory, lock, journal. What was planned on must still be so."""
         stage.make_state(context)
         if not locked:
             stack.enter_context(self._lock())
-            if replay(self.layout.journal).records:  # there was none when this run looked
+            if len(replay(self.layout.journal).records) != context.seen:  # somebody wrote since this run looked
                 raise InstallError(
                     "Another install ran here at the same time.",
                     exit_code=ExitCode.BUSY,

@@ -27,20 +27,28 @@ def start_time(pid: int) -> int | None:
     return int(fields[19])
 
 
-def members_of_session(sid: int, not_before: int) -> list[int]:
-    """Live processes of a session, leaving out any that started before `not_before` (ticks): those are not ours.
+def family_of(leader: int, not_before: int) -> list[int]:
+    """Live processes of the session that `leader` led, and all descendants of these in whatever session.
 
-    The kernel does not reuse a number as a pid while a session of that number lives, so this also finds the orphans of
-    a leader that was killed.
+    Processes that started before `not_before` (ticks) are left out: they are not ours. The kernel does not reuse a
+    number as a pid while a session of that number lives, so this also finds the orphans of a leader that was killed.
     """
-    found = []
+    session, children = set(), dict[int, list[int]]()
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
+        fields = _stat(int(entry)) if entry.isdigit() else None
+        if fields is None or fields[0] in "ZX" or int(fields[19]) < not_before:
             continue
-        fields = _stat(int(entry))
-        if fields and fields[0] not in "ZX" and int(fields[3]) == sid and int(fields[19]) >= not_before:
-            found.append(int(entry))
-    return found
+        pid, parent, sid = int(entry), int(fields[1]), int(fields[3])
+        children.setdefault(parent, []).append(pid)
+        if sid == leader:
+            session.add(pid)
+    found, unseen = set(session), list(session)
+    while unseen:
+        for child in children.get(unseen.pop(), []):
+            if child not in found:
+                found.add(child)
+                unseen.append(child)
+    return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,9 @@ class ProcessId:
     def alive(self) -> bool:
         return self.boot_id == boot_id() and start_time(self.pid) == self.start_time
 
-    def session(self) -> list[int]:
-        """Live members of the session that this process leads or led."""
-        return members_of_session(self.pid, self.start_time) if self.boot_id == boot_id() else []
+    def family(self) -> "list[ProcessId]":
+        """Live members of the session that this process leads or led, and their descendants."""
+        if self.boot_id != boot_id():
+            return []
+        found = (ProcessId.of(pid) for pid in family_of(self.pid, self.start_time))
+        return [process for process in found if process is not None]

@@ -6,7 +6,7 @@ from installer.config import Endpoint
 from installer.errors import ExitCode, InstallError
 from installer.frontend import Frontend
 from installer.layout import Layout
-from installer.service import ServiceManager
+from installer.service import ServiceManager, readable
 from installer.smoke import health
 
 
@@ -29,8 +29,8 @@ def wait_ready(
             return
         if waited > timeout:
             raise unhealthy(service, layout, f"The service was not ready after {timeout:.0f} s: {said}.")
-        line = next(iter(service.log_tail(1)), said)
-        frontend.progress(f"starting: {line[:100]}", int(waited), 0)
+        line = readable(next(iter(service.log_tail(1)), said)).partition("\n")[0]
+        frontend.progress(f"starting: {line[:80]}", int(waited), 0)
         time.sleep(0.1 if waited < 5 else 0.5)
 
 
@@ -40,5 +40,5 @@ def unhealthy(service: ServiceManager, layout: Layout, message: str) -> InstallE
         message,
         exit_code=ExitCode.UNHEALTHY,
         hint=f"The log says why: {layout.log}",
-        log_tail=service.log_tail(20),
+        log_tail=[part for line in service.log_tail(20) for part in readable(line).splitlines()],
     )

@@ -136,17 +136,16 @@ class PrefixService:
         leader = self._leader()
         if leader is None:
             return False
-        was_running = leader.alive() or bool(leader.session())
+        before = leader.family()  # the engine has a session of its own: it is found now, while its parent lives
         if leader.alive():
             _signal(leader, signal.SIGTERM)
             _wait_gone(leader, self.stop_timeout)
-        for pid in leader.session():  # whatever ignored the request
-            process = ProcessId.of(pid)
-            if process is not None:
+        for process in {*before, *leader.family()}:
+            if not _wait_gone(process, 2.0 if process in before else 0.0):  # whatever ignored the request
                 _signal(process, signal.SIGKILL)
                 _wait_gone(process, 5.0)
         self.layout.pidfile.unlink(missing_ok=True)
-        return was_running
+        return bool(before)
 
     def state(self) -> ServiceState:
         supervisor = self._supervisor()
@@ -166,7 +165,7 @@ class PrefixService:
 
     def pids(self) -> frozenset[int]:
         leader = self._leader()
-        return frozenset(leader.session() if leader is not None else ())
+        return frozenset(process.pid for process in leader.family()) if leader is not None else frozenset()
 
     def log_tail(self, lines: int) -> list[str]:
         return tail(self.layout.log, lines)
@@ -193,6 +192,17 @@ def tail(path: Path, lines: int, limit: int = 1 << 20) -> list[str]:
             return file.read().decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
     except OSError:
         return []
+
+
+def readable(line: str) -> str:
+    """A line of the log for people: the service writes one JSON object a line."""
+    if line.startswith("{"):
+        try:
+            entry = json.loads(line)
+            return f"{entry['level']}: {entry['message']}"
+        except (ValueError, KeyError, TypeError):
+            return line
+    return line
 
 
 def follow(path: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.install_view import Terminal, human_bytes, print_checks, print_error, print_status
-from installer.errors import ExitCode, InstallError
+from installer.errors import ExitCode, InstallError, io_error
 from installer.layout import Layout
 from installer.lifecycle import start as start_service
 from installer.lifecycle import stop as stop_service
@@ -57,6 +57,9 @@ def told(as_json: bool) -> Iterator[None]:
         else:
             print_error(error)
         raise typer.Exit(error.exit_code) from None
+    except OSError as error:
+        print_error(io_error("finish this command", error))
+        raise typer.Exit(ExitCode.IO) from None
     except KeyboardInterrupt:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
 
@@ -189,10 +192,11 @@ def install(
         with Terminal(Layout.at(options.prefix).prefix, to_stderr=as_json) as terminal:
             terminal.interactive = answers is None and sys.stdin.isatty()
             result = Installer(options, terminal).run()
-    _print_result(result, as_json)
-    if result.api_key:
+    with contextlib.suppress(OSError):  # nobody reads any more: the key stays unshown, and the next run makes another
+        _print_result(result, as_json)
         sys.stdout.flush()
-        key_was_shown(Layout.at(options.prefix), result.key_ids)
+        if result.api_key:
+            key_was_shown(Layout.at(options.prefix), result.key_ids)
 
 
 def _print_result(result: InstallResult, as_json: bool) -> None:

@@ -61,7 +61,7 @@ def filesystem(context: PreflightContext) -> CheckRecord:
     observed = f"{kind} at {mountpoint}"
     evidence = f"findmnt -T {at}"
     fail = fix = ""
-    if at.exists() and not at.is_dir():
+    if not at.is_dir():
         fail, fix = f"{at} is not a directory", "Choose another --prefix."
     elif flags & os.ST_RDONLY:
         fail = f"{observed} is read-only"

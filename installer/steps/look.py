@@ -34,6 +34,13 @@ def discover(context: Context) -> str:
             changed=_UNTOUCHED,
             hint="Mount it and give the directory that holds bundle.json: --bundle DIR",
         )
+    if layout.prefix.exists() and not layout.prefix.is_dir():
+        raise InstallError(
+            f"{layout.prefix} is a file, not a directory.",
+            exit_code=ExitCode.USAGE,
+            changed=_UNTOUCHED,
+            hint="Choose another --prefix.",
+        )
     context.trusted_keys = [*options.trust_keys, *installed_keys(layout)]
     if not context.trusted_keys:
         raise InstallError(

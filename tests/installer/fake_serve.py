@@ -3,12 +3,13 @@
     python fake_serve.py MODE serve --config atoll.toml
 
 MODE: good · mute (streams no content) · truncated (no [DONE]) · sick (/health 503) · crash (exits 3) · stubborn
-(ignores SIGTERM).
+(ignores SIGTERM) · family (has a child in a session of its own, as an engine has).
 """
 
 import hashlib
 import json
 import signal
+import subprocess
 import sys
 import time
 import tomllib
@@ -65,5 +66,8 @@ if MODE == "crash":
     sys.exit(3)
 if MODE == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if MODE == "family":
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    (Path(SETTINGS["model"]).parents[2] / "child.pid").write_text(str(child.pid))
 print(f"fake server ({MODE}) on port {SETTINGS['port']}", flush=True)
 Server((SETTINGS["host"], SETTINGS["port"]), Handler).serve_forever()

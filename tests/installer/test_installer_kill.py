@@ -3,14 +3,17 @@ something has just become durable; then the same install is run again and must e
 
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from installer_kit import Site, tree
 
 from installer import audit, keys
+from installer.errors import InstallError
 from installer.journal import replay
 from installer.lifecycle import start
 from installer.status import status
@@ -174,3 +177,43 @@ def test_purge_killed_anywhere_ends_when_run_again(site: Site, bundle: Bundles) 
             assert not site.prefix.exists(), (nth, tree(site.prefix))
         else:
             assert not [path for path in site.prefix.rglob("*") if path.is_file()]
+
+
+def test_ctrl_c_while_it_starts_rolls_back(site: Site, bundle: Bundles) -> None:
+    one = site.install(bundle(1))
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            site.install(bundle(2), "sick")
+        except InstallError as error:
+            os._exit(error.exit_code)
+        os._exit(1)
+    end = time.monotonic() + 20
+    while site.service.state().release in (None, one.release):  # until the new release is being started
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGINT)
+    assert os.WEXITSTATUS(os.waitpid(pid, 0)[1]) == 130
+    assert site.serving() == {"model": one.model_dir, "mode": "good"}
+    assert site.history.open_switch is None
+
+
+def test_a_dropped_terminal_does_not_stop_it(site: Site, bundle: Bundles) -> None:
+    """SIGHUP in the middle, as from a lost SSH session: the install goes on to its end."""
+    from installer.steps import activate
+
+    pid = os.fork()
+    if pid == 0:
+        real = activate.wait_ready
+
+        def wait_ready(*arguments: Any) -> None:
+            os.kill(os.getpid(), signal.SIGHUP)
+            real(*arguments)
+
+        activate.wait_ready = wait_ready
+        site.install(bundle())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert site.serving()["mode"] == "good"

@@ -215,7 +215,7 @@ def test_symlink_inside_the_tree(site: Site, bundle: Bundles, tmp_path: Path) ->
 
 def test_prefix_is_a_file(site: Site, bundle: Bundles) -> None:
     site.prefix.write_text("a file")
-    refused(site, bundle(), ExitCode.PREFLIGHT_FAIL)
+    refused(site, bundle(), ExitCode.USAGE)
 
 
 def test_settings_that_cannot_be_read(site: Site, bundle: Bundles) -> None:

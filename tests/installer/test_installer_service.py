@@ -96,6 +96,15 @@ def test_a_process_that_ignores_the_request_is_killed(site: Site, bundle: Bundle
     assert start_time(pid) is None
 
 
+def test_a_child_in_another_session_is_stopped_too(site: Site, bundle: Bundles) -> None:
+    site.install(bundle(), "family")
+    child = int((site.layout.lib / "child.pid").read_text())
+    assert os.getsid(child) == child
+    assert child in site.service.pids()
+    assert site.service.stop()
+    assert start_time(child) is None
+
+
 def test_a_reused_pid_is_left_alone(site: Site, bundle: Bundles) -> None:
     """The pidfile of another boot or of a process long gone must not get a stranger killed."""
     site.install(bundle())
