@@ -11,6 +11,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from engine.server.errors import ApiError
 from engine.server.limits import Limits
 
+CLOSE_SECONDS = 1.0  # that a peer gets to close its side after the last byte
+
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """`limits` is a class attribute, because it is uvicorn that constructs one protocol for each connection."""
@@ -25,6 +27,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._reading_headers = False
         self._header_bytes = 0
+        self._unfinished = 0  # bytes that came since the headers began
         self._header_timer: TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
@@ -37,12 +40,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._reading_headers:
+            # The parser keeps an unfinished header to itself, and reports its size only when it is whole.
+            self._unfinished += len(data)
+            if self._unfinished > self.limits.max_header_bytes:
+                self._header_bytes = self._unfinished
+                self.send_400_response("")
         if self._reading_headers and self._header_timer is None and not self.transport.is_closing():
             self._start_header_timer()  # a kept-alive connection began its next request
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading_headers, self._header_bytes = True, 0
+        self._reading_headers, self._header_bytes, self._unfinished = True, 0, 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -56,6 +65,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reading_headers = False
         self._stop_header_timer()
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self.loop.call_later(CLOSE_SECONDS, self._abandon)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self.loop.call_later(CLOSE_SECONDS, self._abandon)
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed as HTTP, and headers over the limit (the parser reports our exception as its own)."""
@@ -85,6 +104,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                                        "seconds.", code="request_timeout"))
         else:
             self.transport.close()
+
+    def _abandon(self) -> None:
+        """All is sent; a TLS peer that does not answer our close_notify would hold up the server's end."""
+        if self.transport.get_write_buffer_size() == 0:
+            self.transport.abort()
+        elif self in self.connections:
+            self.loop.call_later(CLOSE_SECONDS, self._abandon)
 
     def _refuse(self, error: ApiError) -> None:
         if self.transport.is_closing():

@@ -27,7 +27,7 @@ _CONTROL_SHAPE = re.compile(r"<\|.*|.*\|>")  # <|im_end|>, <turn|>: control toke
 
 
 class TextTokenizer:
-    """Thread-safe after construction; the Rust library releases the GIL while it encodes."""
+    """Thread-safe after construction; encoding does not hold the interpreter lock."""
 
     def __init__(
         self,
@@ -104,7 +104,8 @@ class TextTokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # The batch call without offsets: unlike `encode` it releases the GIL (and is faster).
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError):  # what the library says of a str that is not valid Unicode
             raise InvalidRequestError(
                 "The text is not valid Unicode: it contains half of a surrogate pair.", "prompt"

@@ -2,6 +2,7 @@
 # ruff: noqa: E501 - tables are easier to check one row a line
 
 import concurrent.futures
+import contextlib
 import json
 import random
 import socket
@@ -112,6 +113,17 @@ def test_headers_over_the_limit_are_refused(tiny_server: RunningServer) -> None:
     assert reply.status_code == 431
     many = {f"X-{i}": "y" * 100 for i in range(500)}
     assert httpx.get(f"{tiny_server.url}/version", headers=many).status_code == 431
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nX-Endless: "])
+def test_a_header_without_end_is_refused(tiny_server: RunningServer, start: bytes) -> None:
+    with closing(connect(tiny_server)) as connection:
+        connection.sendall(start)
+        with contextlib.suppress(OSError):
+            for _ in range(1000):
+                connection.sendall(b"x" * 10_000)
+        with contextlib.suppress(OSError):
+            assert connection.recv(100)[:12] in (b"HTTP/1.1 431", b"")
 
 
 @pytest.mark.parametrize("garbage", [
