@@ -1,7 +1,6 @@
 """The steps that write nothing: discover, verify, preflight, licence, plan. A dry run is exactly these."""
 
-import calendar
-import time
+from datetime import datetime
 from pathlib import Path
 
 from installer import audit, config, keys, licence, release
@@ -131,7 +130,7 @@ def preflight_context(context: Context) -> PreflightContext:
         weight_bytes=sum(file.size for file in manifest.files if file.role == "weights"),
         copy_bytes=0 if context.in_store else manifest.total_bytes,
         host_ram_bytes=manifest.requires.host_ram_bytes,
-        bundle_created=float(calendar.timegm(time.strptime(manifest.created, "%Y-%m-%dT%H:%M:%SZ"))),
+        bundle_created=datetime.fromisoformat(manifest.created).timestamp(),
         own_pids=context.own_pids,
     )
 

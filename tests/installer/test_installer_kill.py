@@ -217,3 +217,21 @@ def test_a_dropped_terminal_does_not_stop_it(site: Site, bundle: Bundles) -> Non
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert site.serving()["mode"] == "good"
+
+
+def test_two_installs_at_the_same_moment_do_not_mix(site: Site, bundle: Bundles) -> None:
+    """On a fresh prefix there is no lock to take yet while both only look; one of them must give way."""
+    bundle()
+    pids = []
+    for _ in range(2):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                site.installer(bundle()).run()
+            except InstallError as error:
+                os._exit(error.exit_code)
+            os._exit(0)
+        pids.append(pid)
+    codes = sorted(os.WEXITSTATUS(os.waitpid(pid, 0)[1]) for pid in pids)
+    assert codes in ([0, 75], [0, 0]), codes
+    assert_converged(site, bundle())
