@@ -107,7 +107,10 @@ class EngineService:
         told_stopping = False
         idle_turns = 0  # steps in a row that moved nothing: waiting must not become spinning
         while True:
-            timeout = pause if not core.has_work() else 0 if idle_turns < MAX_IDLE_TURNS else 0.001
+            if core.has_work():
+                timeout = 0 if idle_turns < MAX_IDLE_TURNS else 0.001
+            else:
+                timeout = pause if self._stop_at is None else 0  # told to stop while the model loaded: do not sleep
             self._serve(server.poll(timeout))
             if core.has_work():
                 before = core.stats().steps

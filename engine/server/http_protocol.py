@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from engine.server.errors import ApiError
 from engine.server.limits import Limits
 
-CLOSE_SECONDS = 1.0  # that a peer gets to close its side after the last byte
+CLOSE_SECONDS = 2.0  # that an idle peer gets to close its side when the server ends
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -66,15 +66,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_header_timer()
         super().on_headers_complete()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.transport.is_closing():
-            self.loop.call_later(CLOSE_SECONDS, self._abandon)
-
     def shutdown(self) -> None:
+        """The server ends. An idle TLS peer that does not answer our close_notify must not hold it up."""
         super().shutdown()
         if self.transport.is_closing():
-            self.loop.call_later(CLOSE_SECONDS, self._abandon)
+            self.loop.call_later(CLOSE_SECONDS, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed as HTTP, and headers over the limit (the parser reports our exception as its own)."""
@@ -104,13 +100,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                                        "seconds.", code="request_timeout"))
         else:
             self.transport.close()
-
-    def _abandon(self) -> None:
-        """All is sent; a TLS peer that does not answer our close_notify would hold up the server's end."""
-        if self.transport.get_write_buffer_size() == 0:
-            self.transport.abort()
-        elif self in self.connections:
-            self.loop.call_later(CLOSE_SECONDS, self._abandon)
 
     def _refuse(self, error: ApiError) -> None:
         if self.transport.is_closing():

@@ -500,6 +500,13 @@ async def test_health_is_step_progress_not_an_open_socket(loop: Loop, monkeypatc
         assert client.healthy()
 
 
+async def test_told_to_stop_at_the_end_of_loading_it_stops_at_once(loop: Loop) -> None:
+    loop.service.stop()
+    loop.load_gate.set()
+    loop.thread.join(5)
+    assert not loop.thread.is_alive()
+
+
 async def test_two_clients_may_use_the_same_request_ids(loop: Loop) -> None:
     loop.load_gate.set()
     async with connected(loop.path) as one, connected(loop.path) as two:
