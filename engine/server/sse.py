@@ -34,6 +34,10 @@ class EventStream:
         self._limits = limits
         self._on_end = on_end
         self._next: asyncio.Task[bytes] | None = None
+        self._clock = asyncio.get_running_loop().time
+        self._sent_at = self._clock()
+        self._sending_since = 0.0  # 0: no piece is on its way
+        self._over = False
 
     async def prime(self) -> None:
         """Wait a moment for the first event, so that an early failure can be told with a status. Raises it."""
@@ -47,52 +51,66 @@ class EventStream:
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.ensure_future(self._pump(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        pump, guard, _ = tasks = [
+            asyncio.ensure_future(work) for work in (self._pump(send), self._guard(send), _disconnected(receive))
+        ]
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (pump, gone):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(pump, gone, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._close()
-        if not pump.cancelled() and (error := pump.exception()) is not None:
-            if not isinstance(error, OSError | TimeoutError):
-                raise error
-            log.info("stream ended early: %s", error or "the client did not read")
+        for task in (pump, guard):
+            if not task.cancelled() and (error := task.exception()) is not None:
+                if not isinstance(error, OSError | TimeoutError):
+                    raise error
+                log.info("stream ended early: %s", error or "the client did not read")
 
     async def _pump(self, send: Send) -> None:
-        await self._send(send, {"type": "http.response.start", "status": 200, "headers": HEADERS})
+        self._sending_since = self._clock()
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        self._sending_since = 0.0
         try:
-            while True:
-                if self._next is None:
-                    self._next = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
-                # One retained task: wait_for would cancel the generator on every silence.
-                done, _ = await asyncio.wait({self._next}, timeout=self._limits.keep_alive_seconds)
-                if not done:
-                    await self._body(send, KEEP_ALIVE)
-                    continue
+            if self._next is not None:  # primed
                 task, self._next = self._next, None
-                try:
-                    event = task.result()
-                except StopAsyncIteration:
-                    break
+                await self._body(send, b"data: " + await task + b"\n\n")
+            async for event in self._events:
                 await self._body(send, b"data: " + event + b"\n\n")
-        except (OSError, TimeoutError):
+        except StopAsyncIteration:  # primed, and empty
+            pass
+        except OSError:  # of send: the connection is gone
             raise
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.warning("stream failed: %s: %s", type(error).__name__, error)
             await self._body(send, b"data: " + from_exception(error).body() + b"\n\n")
         await self._body(send, DONE)
-        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        self._over = True
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _body(self, send: Send, body: bytes) -> None:
-        await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
+        self._sending_since = self._clock()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._sent_at, self._sending_since = self._clock(), 0.0
 
-    async def _send(self, send: Send, message: dict) -> None:
-        async with asyncio.timeout(self._limits.send_seconds):  # a client that stops reading must not hold pages
-            await send(message)
+    async def _guard(self, send: Send) -> None:
+        """Fill silences, and give up on a client that does not read: it must not hold pages. Raises TimeoutError.
+
+        One slow clock a stream, because a timer for each event would cost more than the event.
+        """
+        limits = self._limits
+        while not self._over:
+            await asyncio.sleep(min(limits.keep_alive_seconds, limits.send_seconds) / 4)
+            now = self._clock()
+            if self._sending_since:
+                if now - self._sending_since > limits.send_seconds:
+                    raise TimeoutError
+            elif not self._over and now - self._sent_at >= limits.keep_alive_seconds:
+                async with asyncio.timeout(limits.send_seconds):
+                    await self._body(send, KEEP_ALIVE)
+        await asyncio.sleep(limits.send_seconds)  # for the last piece
+        raise TimeoutError
 
     async def _close(self) -> None:
         on_end, self._on_end = self._on_end, lambda: None
