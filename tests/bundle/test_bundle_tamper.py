@@ -145,6 +145,21 @@ def test_both_refuse_a_stranger_who_claims_the_vendors_hint(made: Made, stranger
     assert not oms_accepts(made.path, made.keys.public_path)
 
 
+@pytest.mark.parametrize("part", [SHARD, "model"])
+def test_a_link_put_in_place_after_the_walk_is_not_followed(part: str, made: Made, tmp_path: Path) -> None:
+    """Same content behind the link, so only the way of opening can tell."""
+
+    def race(*_: object) -> None:
+        if not (made.path / part).is_symlink():
+            (made.path / part).rename(tmp_path / "elsewhere")
+            (made.path / part).symlink_to(tmp_path / "elsewhere")
+
+    refused(11, "link", lambda: ingest(made.path, made.trusted, tmp_path / "store", progress=race))
+    (made.path / part).unlink()
+    (tmp_path / "elsewhere").rename(made.path / part)
+    refused(11, "link", lambda: verify_bundle(made.path, made.trusted, progress=race))
+
+
 def test_hard_links_are_ordinary_files(made: Made, tmp_path: Path) -> None:
     os.link(made.path / SHARD, tmp_path / "second-name")
     verify_bundle(made.path, made.trusted)
