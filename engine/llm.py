@@ -5,9 +5,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.core.params import SamplingParams
@@ -18,6 +16,9 @@ from engine.text.conversation import encode_chat
 from engine.text.detok import Detokenizer
 from engine.text.tokenizer import TextTokenizer
 from engine.worker.build import build_engine
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
@@ -71,6 +72,8 @@ class LLM:
 
         `sampling_params`: one for all, or one each. On an exception (Ctrl-C included) nothing stays queued.
         """
+        from tqdm import tqdm  # only the offline API draws a bar; the engine process runs without the package
+
         if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
         params = self._params_for(len(prompts), sampling_params)
@@ -122,7 +125,7 @@ class LLM:
             raise ValueError(f"{count} prompts but {len(params)} sampling_params")
         return params
 
-    def _run(self, children: dict[str, "_Child"], bar: tqdm) -> None:
+    def _run(self, children: dict[str, "_Child"], bar: "tqdm") -> None:
         done_tokens = prompt_tokens = 0
         with bar:
             while self.engine.has_work():

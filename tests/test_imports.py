@@ -16,7 +16,7 @@ SOURCES = sorted(path for room in ROOMS for path in (REPOSITORY / room).rglob("*
 ENGINE_LIBRARIES = {"engine", "numpy", "safetensors", "torch", "triton"}
 TEXT_LIBRARIES = ENGINE_LIBRARIES | {"jinja2", "llguidance", "tokenizers"}
 CORE_LIBRARIES = {"engine"}
-LAZY_LIBRARIES = {"engine/llm.py": {"tqdm"}}  # inside functions only
+LAZY_LIBRARIES = {"engine/llm.py": {"tqdm"}}  # inside functions, and for type checkers
 OWN_RULES = ("engine/server/", "engine/bench/")
 
 FORBIDDEN_MODULES = {"cloudpickle", "dill", "huggingface_hub", "jsonpickle", "marshal", "pickle", "shelve"}
@@ -30,9 +30,8 @@ READS_WITH_TRANSFORMERS = {"appliance/demo/convert.py"}  # and engine/bench, who
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Every top-level package that `tree` imports, with whether that is at module level (type checking aside)."""
-    inner = {id(node) for scope in ast.walk(tree) if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef)
-             for node in ast.walk(scope)}  # fmt: skip
+    """Every top-level package that `tree` imports, with whether importing the module imports it."""
+    inner = {id(node) for scope in ast.walk(tree) if _runs_later(scope) for node in ast.walk(scope)}
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -41,6 +40,13 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
             names = [node.module]
         for name in names:
             yield name.split(".")[0], id(node) not in inner
+
+
+def _runs_later(node: ast.AST) -> bool:
+    """A function's body, or what only a type checker sees."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def outside_libraries(where: str, source: str) -> list[str]:
@@ -148,6 +154,7 @@ def test_the_check_for_dangers_lets_harmless_code_pass():
         ("engine/text/template.py", "import jinja2, tokenizers", []),
         ("engine/worker/runner.py", "import tokenizers", ["tokenizers"]),
         ("engine/llm.py", "def f():\n    import tqdm", []),
+        ("engine/llm.py", "if TYPE_CHECKING:\n    import tqdm", []),
         ("engine/llm.py", "import tqdm", ["tqdm"]),
     ],
 )

@@ -13,7 +13,7 @@ class DemoFrontend:
 
     def step(self, name: str, status: str, detail: str = "") -> None:
         if status != "begin":
-            mark = {"done": "", "skipped": " (already done)", "failed": " FAILED"}.get(status, f" ({status})")
+            mark = " FAILED" if status == "failed" else ""
             self._step.note(f"{name}{mark}: {detail}" if detail else f"{name}{mark}")
 
     def progress(self, label: str, done: int, total: int) -> None:
