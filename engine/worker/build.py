@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.capabilities import check_capabilities
 from engine.config import EngineConfig
 from engine.core.kv.planner import MemoryPlan, plan_memory
 from engine.core.kv.spec import AttentionSpec
@@ -31,11 +32,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     (it does not fit), each before the expensive work that would be in vain. `progress(stage, done, total)` is called
     while weights load.
     """
-    device = resolve_device(config)
+    device = choose_device(config)
     model_config = ModelConfig.load(config.model)
     build = model_class(model_config)
     dtype = resolve_dtype(config, model_config)
-    check_device_features(config, device)
+    check_capabilities(config, device.type)
     max_len_wanted = _wanted_context(config, model_config)
 
     max_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS
@@ -85,34 +86,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     )
 
 
-def resolve_device(config: EngineConfig) -> torch.device:
-    """The device asked for; never a silent fall back from a GPU to the CPU."""
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device asked for. This version computes on the CPU; a GPU that was asked for is never quietly replaced."""
     if config.device == "cuda":
-        raise ConfigError("--device cuda: this version runs on the CPU.", "--device", "Use --device cpu.")
+        raise ConfigError("--device cuda: this version computes on the CPU only.", "--device", "Use --device cpu.")
     return torch.device("cpu")
 
 
 def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
     return _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
-
-
-def check_device_features(config: EngineConfig, device: torch.device) -> None:
-    """Refuse, in one sentence that names the flag, what this device cannot do."""
-    if config.quantization is not None:
-        raise ConfigError(
-            f"--quantization {config.quantization}: the {device.type.upper()} device computes in bfloat16, float16 "
-            "or float32 only.", "--quantization", "Leave the flag out, or use a GPU.",
-        )
-    if config.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise ConfigError(
-            f"--kv-cache-dtype {config.kv_cache_dtype}: the {device.type.upper()} device keeps keys and values in the "
-            "model's dtype.", "--kv-cache-dtype", "Leave the flag out (auto), or use a GPU.",
-        )
-    if config.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"--tensor-parallel-size {config.tensor_parallel_size}: the {device.type.upper()} device is one device.",
-            "--tensor-parallel-size", "Use 1.",
-        )
 
 
 def _wanted_context(config: EngineConfig, model_config: ModelConfig) -> int | None:

@@ -43,6 +43,13 @@ def test_a_context_that_was_asked_for_is_refused_with_the_largest_that_fits():
         plan(usable_gib=19.0, max_model_len=largest + 16)
 
 
+def test_the_refusal_names_the_flag_that_limits():
+    with pytest.raises(OutOfMemoryPlanError, match="raise --kv-cache-memory-bytes"):
+        plan(max_model_len=40960, kv_limit=GIB)
+    with pytest.raises(OutOfMemoryPlanError, match="not even two KV pages"):
+        plan(kv_limit=1000)
+
+
 def test_a_model_that_does_not_fit_is_refused_with_its_numbers():
     with pytest.raises(OutOfMemoryPlanError, match=r"weights 16\.00 GiB") as refusal:
         plan(usable_gib=10.0)

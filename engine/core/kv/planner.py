@@ -11,6 +11,7 @@ What does not fit is fitted where the user left it open (context, sequences), el
 to change: never an out-of-memory error minutes later.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.config import PAGE_SIZE
@@ -99,6 +100,13 @@ def plan_memory(
     if not fits(wanted):
         largest = _largest(fits, wanted)
         if largest < PAGE_SIZE:
+            if budget.kv_limit is not None and budget.kv_limit < min(free, 2 * spec.page_bytes):
+                raise OutOfMemoryPlanError(
+                    f"--kv-cache-memory-bytes {budget.kv_limit} holds not even two KV pages of "
+                    f"{spec.page_bytes} bytes.",
+                    "--kv-cache-memory-bytes",
+                    "Raise it, or leave it out.",
+                )
             raise OutOfMemoryPlanError(
                 f"The model does not fit: weights {_gib(budget.weights).strip()} + activations "
                 f"{_gib(budget.activations).strip()} leave {_gib(max(free, 0)).strip()} of "
@@ -112,7 +120,7 @@ def plan_memory(
                 f"--max-model-len {wanted} needs {_gib(need).strip()} of KV pages for one request; "
                 f"{_gib(pages_with(wanted) * spec.page_bytes).strip()} are available.",
                 "--max-model-len",
-                f"The largest that fits is --max-model-len {largest}; or raise --gpu-memory-utilization.",
+                f"The largest that fits is --max-model-len {largest}; or raise {_limiting_flag(budget, free)}.",
             )
         notes.append(f"context fitted to memory: {largest:,} of the model's {model_max_len:,} tokens")
         wanted = largest
@@ -124,7 +132,12 @@ def plan_memory(
     return MemoryPlan(device, budget, table_bytes(wanted), spec.page_bytes, num_pages, wanted, seqs, tuple(notes))
 
 
-def _largest(fits, upper: int) -> int:
+def _limiting_flag(budget: MemoryBudget, free: int) -> str:
+    limited = budget.kv_limit is not None and budget.kv_limit < free
+    return "--kv-cache-memory-bytes" if limited else "--gpu-memory-utilization"
+
+
+def _largest(fits: Callable[[int], bool], upper: int) -> int:
     """The largest multiple of PAGE_SIZE up to `upper` for which `fits` holds (it is monotone); 0 if none."""
     low, high = 0, upper // PAGE_SIZE
     while low < high:
