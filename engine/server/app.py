@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -47,7 +47,7 @@ def create_app(
     limits: Limits | None = None,
     metrics: Metrics | None = None,
     allowed_origins: Sequence[str] = (),
-) -> Starlette:
+) -> FastAPI:
     """The application that serves `models` (every name a client may use, aliases included).
 
     `auth` None means that anyone who can connect may use it. Its lifespan starts and closes the engines' clients.
@@ -58,7 +58,7 @@ def create_app(
     gateway = Gateway(models, limits=limits, metrics=metrics, keys=auth, version=package_version())
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
         try:
             yield
@@ -73,8 +73,14 @@ def create_app(
         ))
     if auth is not None:
         middleware.append(Middleware(Authentication, keys=auth))
-    app = Starlette(
-        routes=ROUTES,
+    # Requests and replies are msgspec structs, and the OpenAPI document is made from them: FastAPI's own schema and
+    # documentation pages (which load scripts from a CDN) stay off.
+    app = FastAPI(
+        title="Atoll",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        routes=list(ROUTES),
         middleware=middleware,
         exception_handlers={ApiError: _error, AtollError: _error, HTTPException: _http_error},  # type: ignore[dict-item]
         lifespan=lifespan,
