@@ -5,7 +5,7 @@ Each refusal is one sentence that names the flag, and says what to do instead.
 
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import PAGE_SIZES, EngineConfig
 from engine.errors import ConfigError
 
 # Grows with the code that makes them work.
@@ -45,6 +45,11 @@ def check_capabilities(config: EngineConfig, device: str) -> None:
         raise ConfigError(
             f"--kv-cache-dtype {config.kv_cache_dtype} is not available on {device}.", "--kv-cache-dtype",
             f"Use one of: {', '.join(sorted(kv_dtypes))}.",
+        )
+    if config.block_size is not None and config.block_size not in PAGE_SIZES:
+        raise ConfigError(
+            f"--block-size {config.block_size} is not available.", "--block-size",
+            f"Use one of: {', '.join(map(str, PAGE_SIZES))}.",
         )
     if config.tensor_parallel_size != 1:
         where = "a CPU" if device == "cpu" else "more than one GPU"

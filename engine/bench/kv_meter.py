@@ -5,7 +5,6 @@
 Sampled after every step; each page counts once, however many requests share it.
 """
 
-from engine.config import PAGE_SIZE
 from engine.core.loop import EngineCore
 
 
@@ -22,19 +21,20 @@ class KVMeter:
 
     def sample(self) -> None:
         """Look at the engine between two steps."""
+        size = self.core.kv.page_size
         running = self.core.scheduler.running
         full: set[int] = set()
         partial: dict[int, int] = {}
         for seq in running:
-            whole, rest = divmod(seq.num_computed_tokens, PAGE_SIZE)
+            whole, rest = divmod(seq.num_computed_tokens, size)
             full.update(seq.pages[:whole])
             partial |= dict.fromkeys(seq.pages[whole:], 0)
             if rest:
                 partial[seq.pages[whole]] = rest
         self.steps += 1
         self.batch += len(running)
-        self._written += len(full) * PAGE_SIZE + sum(partial.values())
-        self._allocated += (len(full) + len(partial)) * PAGE_SIZE
+        self._written += len(full) * size + sum(partial.values())
+        self._allocated += (len(full) + len(partial)) * size
 
     @property
     def waste(self) -> float:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from engine.config import PAGE_SIZE, EngineConfig
+from engine.config import EngineConfig
 from engine.core.batch import StepPlan, StepResult
 from engine.core.kv.manager import KVManager
 from engine.core.kv.spec import pages_for
@@ -49,6 +49,7 @@ class EngineCore:
         runner: Runner,
         *,
         num_pages: int,
+        page_size: int,
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -57,7 +58,7 @@ class EngineCore:
         depth: int = 1,
         description: dict[str, Any] | None = None,
     ) -> None:
-        if pages_for(max_model_len) > num_pages - 1:
+        if pages_for(max_model_len, page_size) > num_pages - 1:
             raise ValueError(f"{num_pages} pages cannot hold one sequence of {max_model_len} tokens")
         self.config = config
         self.runner = runner
@@ -65,7 +66,7 @@ class EngineCore:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.kv = KVManager(num_pages, enable_prefix_caching=config.enable_prefix_caching)
+        self.kv = KVManager(num_pages, page_size, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=max_num_seqs,
@@ -150,7 +151,7 @@ class EngineCore:
             "vocab_size": self.vocab_size,
             "eos_token_ids": sorted(self.eos_token_ids),
             "num_pages": self.kv.pool.capacity,
-            "page_size": PAGE_SIZE,
+            "page_size": self.kv.page_size,
             "max_num_seqs": self.max_num_seqs,
             **self._description,
         }

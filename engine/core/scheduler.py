@@ -8,7 +8,6 @@ prefix cache). Nothing here touches the device.
 import time
 from collections.abc import Iterable
 
-from engine.config import PAGE_SIZE
 from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.manager import KVManager
 from engine.core.policy import WaitingQueue, order_of
@@ -103,7 +102,7 @@ class Scheduler:
             if seq.num_placeholders:
                 break  # preempted with a token still on the device; its value arrives with the step in flight
             hit = self.kv.find_prefix(seq)
-            num_tokens = len(seq.token_ids) - len(hit) * PAGE_SIZE
+            num_tokens = len(seq.token_ids) - len(hit) * self.kv.page_size
             if num_tokens > budget and not self.enable_chunked_prefill and scheduled:
                 break
             # The whole prompt must fit, not only this chunk: half-admitted prompts would preempt each other.

@@ -1,7 +1,7 @@
 """Attention over paged keys and values in plain torch: the CPU's kernel, and the twin that GPU kernels are tested by.
 
-    k_cache, v_cache   [num_pages, PAGE_SIZE, Hkv, D]
-    block_table        [rows, max_pages]   page of tokens 16 i .. 16 i + 15 of the row's sequence
+    k_cache, v_cache   [num_pages, P, Hkv, D]         P = page size, in tokens
+    block_table        [rows, max_pages]   page of tokens P i .. P i + P - 1 of the row's sequence
 
 Sequences with one new token (decode) are batched: their pages are gathered into a padded [b, L, Hkv, D] and go through
 one SDPA call in which the G = Hq / Hkv query heads that share a key head stand in the place of query positions. Sorting
@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from engine.config import PAGE_SIZE
-
 _BUCKET_GROWTH = 1.3  # a decode bucket ends where its longest sequence would be this much longer than its shortest
 _MIN_BUCKET = 4       # ... unless it holds fewer sequences than this: a launch costs more than some padding
 
 
 @dataclass(slots=True)
 class DecodeBucket:
-    """b sequences with one query token each, padded to L = 16 * max pages."""
+    """b sequences with one query token each, padded to L = P * max pages."""
 
     q_index: torch.Tensor      # [b] which of the T tokens
     pages: torch.Tensor        # [b * max_pages]
@@ -68,7 +66,13 @@ class AttentionBatch:
 
     @classmethod
     def build(
-        cls, q_starts: list[int], starts: list[int], num_tokens: list[int], rows: list[int], block_table: torch.Tensor
+        cls,
+        q_starts: list[int],
+        starts: list[int],
+        num_tokens: list[int],
+        rows: list[int],
+        block_table: torch.Tensor,
+        page_size: int,
     ) -> "AttentionBatch":
         """Group the sequences of a step; all lists are parallel, one entry a sequence."""
         prefills = []
@@ -77,10 +81,10 @@ class AttentionBatch:
             if n == 1:
                 decodes.append((start + 1, q_start, row))
             else:
-                pages = block_table[row, : -(-(start + n) // PAGE_SIZE)].long()
+                pages = block_table[row, : -(-(start + n) // page_size)].long()
                 prefills.append(PrefillSegment(q_start, start, n, pages))
         decodes.sort()
-        return cls([_bucket(group, block_table) for group in _split(decodes)], prefills)
+        return cls([_bucket(group, block_table, page_size) for group in _split(decodes)], prefills)
 
 
 def _split(decodes: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
@@ -93,12 +97,12 @@ def _split(decodes: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int
     return groups
 
 
-def _bucket(group: list[tuple[int, int, int]], block_table: torch.Tensor) -> DecodeBucket:
+def _bucket(group: list[tuple[int, int, int]], block_table: torch.Tensor, page_size: int) -> DecodeBucket:
     device = block_table.device
     seq_lens, q_index, rows = (torch.tensor(column, device=device) for column in zip(*group, strict=True))
-    num_pages = -(-group[-1][0] // PAGE_SIZE)
+    num_pages = -(-group[-1][0] // page_size)
     pages = block_table[rows, :num_pages].long().flatten()
-    return DecodeBucket(q_index, pages, seq_lens, num_pages * PAGE_SIZE)
+    return DecodeBucket(q_index, pages, seq_lens, num_pages * page_size)
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -193,6 +197,6 @@ def _prefill(
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:
-    """[b * n pages] -> [b, Hkv, n * PAGE_SIZE, D] (a view of one contiguous gather)."""
+    """[b * n pages] -> [b, Hkv, n * P, D] (a view of one contiguous gather)."""
     _, _, heads, head_dim = cache.shape
     return cache.index_select(0, pages).view(b, -1, heads, head_dim).transpose(1, 2)

@@ -10,7 +10,7 @@ from engine.layers.context import get_context
 class Attention(nn.Module):
     """Causal grouped-query attention over pages.
 
-    The worker binds `k_cache` and `v_cache` [num_pages, PAGE_SIZE, Hkv, D] after it has planned memory.
+    The worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D] after it has planned memory.
     """
 
     k_cache: torch.Tensor

@@ -14,7 +14,7 @@ class ForwardContext:
     """Filled by the worker from StepInputs.
 
     positions     [T] int64   position of each token in its sequence
-    slot_mapping  [T] int64   where its K and V go: page * PAGE_SIZE + offset (0..15 = trash page)
+    slot_mapping  [T] int64   where its K and V go: page * page_size + offset
     attention                 how the T tokens group into sequences, and their block tables
     """
 

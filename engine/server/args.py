@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.capabilities import check_capabilities, nvidia_driver_present, resolve_device
-from engine.config import PAGE_SIZE, EngineConfig
+from engine.config import PAGE_SIZES, EngineConfig
 from engine.errors import ConfigError
 from engine.server.flag_parser import (
     FlagParser,
@@ -161,7 +161,8 @@ def _add_engine_flags(parser: FlagParser) -> None:
     memory.add_argument("--kv-cache-memory-bytes", type=human_size, metavar="BYTES",
                         help="bytes for the KV cache, instead of a share")
     memory.add_argument("--kv-cache-dtype", metavar="DTYPE", help="precision of the KV cache (auto)")
-    memory.add_argument("--block-size", type=int, metavar="TOKENS", help=f"tokens a page; only {PAGE_SIZE}")
+    memory.add_argument("--block-size", type=int, metavar="TOKENS", choices=PAGE_SIZES,
+                        help="tokens a page (8 on a CPU, 16 on a GPU)")
 
     schedule = parser.add_argument_group("scheduling")
     schedule.add_argument("--max-num-seqs", type=human_size, metavar="N", help="sequences that run at a time")
@@ -231,9 +232,6 @@ def _engine_config(given: dict[str, Any]) -> EngineConfig:
                           "For example: atoll serve ./my-model")
     if (tokenizer := given.get("tokenizer")) and Path(tokenizer).resolve() != Path(model).resolve():
         raise ConfigError("--tokenizer is refused: the tokenizer comes from the model directory.", "--tokenizer")
-    if given.get("block_size", PAGE_SIZE) != PAGE_SIZE:
-        raise ConfigError(f"--block-size {given['block_size']} is not available: a page holds {PAGE_SIZE} tokens.",
-                          "--block-size", "Leave the flag out.")
     names = {knob.name for knob in dataclasses.fields(EngineConfig)}
     knobs = {name: value for name, value in given.items() if name in names}
     knobs.setdefault("served_model_name", [model])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from engine.capabilities import check_capabilities
-from engine.config import EngineConfig
+from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.planner import MemoryPlan, plan_memory
 from engine.core.kv.spec import AttentionSpec
 from engine.core.loop import EngineCore
@@ -54,7 +54,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         finalize(model)
 
     spec = AttentionSpec(
-        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype.itemsize
+        model_config.num_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        dtype.itemsize,
+        config.block_size or DEFAULT_PAGE_SIZE[device.type],
     )
     num_seqs = config.max_num_seqs or _DEFAULT_SEQS
     activations = activation_bytes(model_config, dtype, max_tokens, min(num_seqs, max_tokens))
@@ -69,13 +73,20 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     )
     log.info("%s", plan.table())
 
-    runner = Runner(model, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len, device=device)
+    runner = Runner(
+        model,
+        num_rows=plan.max_num_seqs + 1,
+        max_model_len=plan.max_model_len,
+        page_size=plan.page_size,
+        device=device,
+    )
     with torch.inference_mode():
         runner.bind_cache(allocate_kv(spec, plan.num_pages, dtype, device))
     return EngineCore(
         config,
         runner,
         num_pages=plan.num_pages,
+        page_size=plan.page_size,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=max_tokens,

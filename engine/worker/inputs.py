@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.config import PAGE_SIZE
 from engine.core.batch import StepPlan
 from engine.kernels.attention import AttentionBatch
 from engine.worker.state import RequestTable
@@ -40,14 +39,15 @@ def build_inputs(plan: StepPlan, table: RequestTable) -> StepInputs:
     device = table.token_ids.device
     positions = torch.from_numpy(position).to(device)
     row_of = torch.from_numpy(row).to(device)
-    page = table.block_table[row_of, positions // PAGE_SIZE].long()
+    size = table.page_size
+    page = table.block_table[row_of, positions // size].long()
 
     sampling = [i for i, s in enumerate(plan.seqs) if s.samples]
     return StepInputs(
         token_ids=table.token_ids[row_of, positions].long(),
         positions=positions,
-        slot_mapping=page * PAGE_SIZE + positions % PAGE_SIZE,
-        attention=AttentionBatch.build(q_starts.tolist(), starts, counts, rows, table.block_table),
+        slot_mapping=page * size + positions % size,
+        attention=AttentionBatch.build(q_starts.tolist(), starts, counts, rows, table.block_table, size),
         sample_index=torch.from_numpy(ends[sampling] - 1).to(device),
         sample_rows=[rows[i] for i in sampling],
         sample_positions=[starts[i] + counts[i] for i in sampling],

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.config import PAGE_SIZE, EngineConfig
+from engine.config import EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget
 from engine.core.kv.spec import AttentionSpec
 from engine.layers.linear import Linear
@@ -41,12 +41,12 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> MemoryBu
 
 
 def allocate_kv(spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[layers, 2, num_pages, PAGE_SIZE, Hkv, D] zeros.
+    """[layers, 2, num_pages, page_size, Hkv, D] zeros.
 
     Zeros matter: attention reads whole pages and masks afterwards, and a stray NaN times zero is NaN. On CPU the zeros
     are the kernel's own (calloc), so a page costs memory only once it is written.
     """
-    shape = (spec.num_layers, 2, num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
+    shape = (spec.num_layers, 2, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import PAGE_SIZE
 from engine.core.batch import SeqResult, StepPlan, StepResult
 from engine.core.request import TokenLogprobs
 from engine.layers.attention import Attention
@@ -32,19 +31,21 @@ class StepHandle:
 class Runner:
     """One device, one model. `launch` only queues work where the device is asynchronous; `collect` waits for it."""
 
-    def __init__(self, model: CausalLM, *, num_rows: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self, model: CausalLM, *, num_rows: int, max_model_len: int, page_size: int, device: torch.device
+    ) -> None:
         self.model = model
         self.device = device
         self.vocab_size = model.config.vocab_size
-        self.table = RequestTable(num_rows, max_model_len, device)
+        self.table = RequestTable(num_rows, max_model_len, page_size, device)
         self.sampler = Sampler(num_rows, self.vocab_size, device)
         self.prompt_len = [0] * num_rows
 
     def bind_cache(self, cache: torch.Tensor) -> None:
-        """Give each attention layer its part of `cache` [layers, 2, num_pages, PAGE_SIZE, Hkv, D]."""
+        """Give each attention layer its part of `cache` [layers, 2, num_pages, page_size, Hkv, D]."""
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         for layer, (k_cache, v_cache) in zip(layers, cache, strict=True):
-            assert k_cache.shape[1] == PAGE_SIZE
+            assert k_cache.shape[1] == self.table.page_size
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
     @torch.inference_mode()

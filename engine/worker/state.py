@@ -2,7 +2,7 @@
 
     row 0                     trash: padding reads and writes it
     token_ids[row, i]         token i of the sequence; the sampler writes the newest one itself
-    block_table[row, i]       page of its tokens 16 i .. 16 i + 15; unset entries point at the trash page
+    block_table[row, i]       page of its tokens P i .. P i + P - 1, P = page_size; unset entries: the trash page
 
 The host sends only changes: a row's tokens at admission, new pages as they are given out.
 """
@@ -14,9 +14,10 @@ from engine.core.kv.spec import pages_for
 
 
 class RequestTable:
-    def __init__(self, num_rows: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, max_model_len: int, page_size: int, device: torch.device) -> None:
+        self.page_size = page_size
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(num_rows, pages_for(max_model_len), dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(num_rows, pages_for(max_model_len, page_size), dtype=torch.int32, device=device)
 
     def admit(self, init: RowInit) -> None:
         self.token_ids[init.row, : len(init.token_ids)] = torch.tensor(init.token_ids, dtype=torch.int32)

@@ -5,11 +5,11 @@ history is wrong, and so is every token after it. Runs thousands of steps a seco
 
 import hashlib
 
-from engine.config import PAGE_SIZE
 from engine.core.batch import SeqResult, StepPlan, StepResult
 from engine.core.params import SamplingParams
 
 VOCAB = 97
+PAGE_SIZE = 16
 
 
 def next_token(history: list[int]) -> int:

@@ -33,7 +33,7 @@ def test_waste_counts_each_page_once():
         SimpleNamespace(num_computed_tokens=33, pages=[1, 2, 4]),   # shares 1 and 2: 1 of 16 more
         SimpleNamespace(num_computed_tokens=0, pages=[5, 6]),       # nothing yet: 0 of 32
     ]
-    meter = KVMeter(SimpleNamespace(scheduler=SimpleNamespace(running=seqs)))  # type: ignore[arg-type]
+    meter = KVMeter(SimpleNamespace(kv=SimpleNamespace(page_size=16), scheduler=SimpleNamespace(running=seqs)))  # type: ignore[arg-type]
     assert meter.waste == 0
     meter.sample()
     assert meter.waste == pytest.approx(1 - (32 + 5 + 1) / (6 * 16))

@@ -118,7 +118,7 @@ def test_dummy_weights_need_only_a_config(smollm2_dir, tmp_path):
         ({"device": "cuda"}, ConfigError, "--device cuda: this version"),
         ({"trust_remote_code": True}, ConfigError, "never runs code"),
         ({"max_model_len": 10**6}, ConfigError, "8192"),
-        ({"max_model_len": 4096, "kv_cache_memory_bytes": 8 << 20}, OutOfMemoryPlanError, "--max-model-len 336"),
+        ({"max_model_len": 4096, "kv_cache_memory_bytes": 8 << 20}, OutOfMemoryPlanError, "--max-model-len 352"),
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_llama import TINY_LLAMAS
 
-from engine.config import PAGE_SIZE, EngineConfig
+from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
 from engine.worker.build import build_engine
@@ -19,11 +19,12 @@ MAX_LEN = 192
 LENGTH = 24
 
 
-def tiny_engine(model_dir, *, num_pages=64, **config):
+def tiny_engine(model_dir, *, num_pages=64, block_size=16, **config):
     """A float32 engine with exactly `num_pages` pages, one of them trash."""
-    probe = EngineConfig(model_dir, device="cpu", dtype="float32", max_model_len=MAX_LEN, **config)
+    fixed = {"device": "cpu", "dtype": "float32", "max_model_len": MAX_LEN, "block_size": block_size}
+    probe = EngineConfig(model_dir, **fixed, **config)
     raw = oracle.load(model_dir).config
-    page_bytes = 2 * raw.num_hidden_layers * raw.num_key_value_heads * raw.head_dim * 4 * PAGE_SIZE
+    page_bytes = 2 * raw.num_hidden_layers * raw.num_key_value_heads * raw.head_dim * 4 * block_size
     probe.kv_cache_memory_bytes = num_pages * page_bytes
     core = build_engine(probe)
     assert core.kv.pool.num_pages == num_pages
@@ -56,7 +57,8 @@ def test_greedy_equals_transformers(shape, tiny_llama_dir, data):
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     core = tiny_engine(
         model_dir,
-        num_pages=data.draw(st.integers(14, 50)),
+        num_pages=data.draw(st.integers(26, 50)),
+        block_size=data.draw(st.sampled_from([8, 16])),
         max_num_batched_tokens=data.draw(st.sampled_from([1, 7, 16, 33, 200])),
         max_num_seqs=data.draw(st.integers(1, 6)),
         overlap=data.draw(st.booleans()),

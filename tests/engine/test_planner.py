@@ -8,7 +8,8 @@ from engine.core.kv.planner import GIB, MemoryBudget, plan_memory
 from engine.core.kv.spec import AttentionSpec, pages_for
 from engine.errors import OutOfMemoryPlanError
 
-SPEC = AttentionSpec(num_layers=36, num_kv_heads=8, head_dim=128, dtype_bytes=2)  # an 8B model: 144 KiB a token
+# An 8B model: 144 KiB a token.
+SPEC = AttentionSpec(num_layers=36, num_kv_heads=8, head_dim=128, dtype_bytes=2, page_size=16)
 
 
 def plan(usable_gib=72.0, weights_gib=16.0, **kwargs):
@@ -29,7 +30,7 @@ def test_everything_left_becomes_pages():
 def test_context_is_fitted_when_left_open():
     made = plan(usable_gib=19.0)
     assert made.max_model_len < 40960
-    assert made.num_pages - 1 >= pages_for(made.max_model_len)
+    assert made.num_pages - 1 >= pages_for(made.max_model_len, 16)
     assert "fitted" in made.table()
 
 
@@ -66,5 +67,5 @@ def test_a_plan_never_exceeds_its_budget(usable, seqs, limit):
     pages = made.num_pages * made.page_bytes
     assert made.budget.weights + made.budget.activations + made.table_bytes + pages <= made.budget.usable
     assert limit is None or pages <= limit
-    assert made.num_pages - 1 >= pages_for(made.max_model_len)
+    assert made.num_pages - 1 >= pages_for(made.max_model_len, 16)
     assert 1 <= made.max_num_seqs <= (seqs or 256)

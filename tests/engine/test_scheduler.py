@@ -5,9 +5,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_machine import VOCAB, PagedMachine, expected_tokens
+from paged_machine import PAGE_SIZE, VOCAB, PagedMachine, expected_tokens
 
-from engine.config import PAGE_SIZE, EngineConfig
+from engine.config import EngineConfig
 from engine.core.loop import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
@@ -20,8 +20,8 @@ MAX_LEN = 160
 def make_core(num_pages=40, max_num_seqs=8, budget=32, depth=1, **config) -> EngineCore:
     machine = PagedMachine(num_pages, max_num_seqs + 1, MAX_LEN)
     return EngineCore(
-        EngineConfig("none", **config), machine, num_pages=num_pages, max_model_len=MAX_LEN, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget, vocab_size=VOCAB, eos_token_ids=EOS, depth=depth,
+        EngineConfig("none", **config), machine, num_pages=num_pages, page_size=PAGE_SIZE, max_model_len=MAX_LEN,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, vocab_size=VOCAB, eos_token_ids=EOS, depth=depth,
     )
 
 

@@ -283,16 +283,17 @@ def test_prefix_without_permission(site: Site, bundle: Bundles) -> None:
 
 def test_disk_that_fills_up_during_the_copy(site: Site, bundle: Bundles) -> None:
     """The preflight cannot foresee it: a file-size limit stands for the disk that another program fills."""
+    medium = bundle(megabytes=4)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, hard))
     try:
         with pytest.raises(InstallError) as caught:
-            site.install(bundle(megabytes=4))
+            site.install(medium)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.exit_code == ExitCode.IO
     assert "not touched" in caught.value.changed
-    assert site.install(bundle(megabytes=4)).outcome == "installed"
+    assert site.install(medium).outcome == "installed"
 
 
 # -- answers

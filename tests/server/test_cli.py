@@ -42,8 +42,8 @@ def test_every_flag_of_common_vllm_commands_parses_with_its_meaning() -> None:
         "--scheduling-policy priority --load-format dummy --kv-cache-memory-bytes 1.5G --block-size 16 --device cpu"
     )
     assert options.engine == EngineConfig(
-        Path("/m"), ["a", "b"], "float16", None, "auto", "dummy", "cpu", 32_000, 0.95, 1_610_612_736, 8, 8192, 1, True,
-        True, True, "priority", None, 7,
+        Path("/m"), ["a", "b"], "float16", None, "auto", "dummy", "cpu", 32_000, 0.95, 1_610_612_736, 16, 8, 8192, 1,
+        True, True, True, "priority", None, 7,
     )
     assert (options.host, options.port) == ("0.0.0.0", 9000)
 
@@ -87,7 +87,7 @@ def test_the_largest_context_that_fits(value: str) -> None:
     ("/m --tensor-parallel-size 2 --device cpu", "--tensor-parallel-size", "Use 1"),
     ("/m -tp 4 --device cpu", "--tensor-parallel-size", "Use 1"),
     ("/m --pipeline-parallel-size 2", "--pipeline-parallel-size", "Use 1"),
-    ("/m --block-size 32", "--block-size", "16 tokens"),
+    ("/m --block-size 24", "--block-size", "8, 16, 32, 64"),
     ("/m --tokenizer /other", "--tokenizer", "model directory"),
     ("/m --speculative-config {}", "--speculative-config", "not available"),
     ("/m --max-model-length 3", "--max-model-length", "Did you mean --max-model-len?"),

@@ -7,7 +7,6 @@ returns to the pool only when the newest of those steps has completed (`on_step_
 from collections import deque
 from collections.abc import Iterable
 
-from engine.config import PAGE_SIZE
 from engine.core.kv.pages import PagePool
 from engine.core.kv.prefix import PageHasher
 from engine.core.kv.spec import pages_for
@@ -15,14 +14,18 @@ from engine.core.sequence import Sequence
 
 
 class KVManager:
-    def __init__(self, num_pages: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool = True) -> None:
         self.pool = PagePool(num_pages)
+        self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._hasher = PageHasher()
+        self._hasher = PageHasher(page_size)
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (step, pages to release once it has completed)
         self._completed_step = -1
         self.prefix_queries = 0
         self.prefix_hits = 0
+
+    def pages_for(self, num_tokens: int) -> int:
+        return pages_for(num_tokens, self.page_size)
 
     @property
     def num_deferred(self) -> int:
@@ -39,7 +42,7 @@ class KVManager:
             return []
         self._hasher.extend(seq)
         pages = []
-        for digest in seq.page_hashes[: (len(seq.token_ids) - 1) // PAGE_SIZE]:
+        for digest in seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size]:
             page = self.pool.find(digest)
             if page is None:
                 break
@@ -49,7 +52,7 @@ class KVManager:
     def can_admit(self, seq: Sequence, hit: list[int], num_tokens: int, *, reserve: int = 0) -> bool:
         """Whether `hit` + pages for `num_tokens` more tokens fit while `reserve` pages stay free."""
         woken = sum(self.pool.is_free(p) for p in hit)
-        needed = pages_for(len(hit) * PAGE_SIZE + num_tokens) - len(hit)
+        needed = self.pages_for(len(hit) * self.page_size + num_tokens) - len(hit)
         return needed + woken + reserve <= self.pool.num_free
 
     def admit(self, seq: Sequence, hit: list[int]) -> None:
@@ -58,14 +61,14 @@ class KVManager:
         self.pool.share(hit)
         seq.pages = list(hit)
         seq.num_registered_pages = len(hit)
-        seq.num_computed_tokens = len(hit) * PAGE_SIZE
+        seq.num_computed_tokens = len(hit) * self.page_size
         if self.enable_prefix_caching:
             self.prefix_queries += len(seq.token_ids)
             self.prefix_hits += seq.num_computed_tokens
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Make room for `num_tokens` after the computed ones. False (and no change) if pages are short."""
-        missing = pages_for(seq.num_computed_tokens + num_tokens) - len(seq.pages)
+        missing = self.pages_for(seq.num_computed_tokens + num_tokens) - len(seq.pages)
         if missing <= 0:
             return True
         pages = self.pool.take(missing)
@@ -78,7 +81,7 @@ class KVManager:
         """Publish pages whose tokens are known and computed (or will be, by a step already scheduled)."""
         if not self.enable_prefix_caching:
             return
-        full = min(seq.num_computed_tokens, len(seq.token_ids)) // PAGE_SIZE
+        full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.page_size
         if full > seq.num_registered_pages:
             self._hasher.extend(seq)
             for i in range(seq.num_registered_pages, full):
@@ -115,8 +118,8 @@ class KVManager:
         """(slots allocated, slots that hold a token) over the running sequences; shared pages count once an owner."""
         allocated = written = 0
         for seq in seqs:
-            allocated += len(seq.pages) * PAGE_SIZE
-            written += min(seq.num_computed_tokens, len(seq.pages) * PAGE_SIZE)
+            allocated += len(seq.pages) * self.page_size
+            written += min(seq.num_computed_tokens, len(seq.pages) * self.page_size)
         return allocated, written
 
     def check(self, seqs: Iterable[Sequence]) -> None:
@@ -125,7 +128,8 @@ class KVManager:
         owners = [0] * self.pool.num_pages
         for seq in seqs:
             assert len(set(seq.pages)) == len(seq.pages), f"{seq.request_id} owns a page twice"
-            assert seq.num_computed_tokens <= len(seq.pages) * PAGE_SIZE or not seq.pages, f"{seq.request_id} overruns"
+            room = len(seq.pages) * self.page_size
+            assert seq.num_computed_tokens <= room or not seq.pages, f"{seq.request_id} overruns its pages"
             for page in seq.pages:
                 owners[page] += 1
         for _, pages in self._deferred:

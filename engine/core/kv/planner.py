@@ -14,7 +14,6 @@ to change: never an out-of-memory error minutes later.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.config import PAGE_SIZE
 from engine.core.kv.spec import AttentionSpec, pages_for
 from engine.errors import OutOfMemoryPlanError
 
@@ -37,6 +36,7 @@ class MemoryPlan:
     device: str
     budget: MemoryBudget
     table_bytes: int
+    page_size: int             # tokens
     page_bytes: int
     num_pages: int             # including the trash page
     max_model_len: int
@@ -45,7 +45,7 @@ class MemoryPlan:
 
     @property
     def kv_tokens(self) -> int:
-        return (self.num_pages - 1) * PAGE_SIZE
+        return (self.num_pages - 1) * self.page_size
 
     def table(self) -> str:
         """The plan as text, for the log and the terminal."""
@@ -55,7 +55,7 @@ class MemoryPlan:
             ("activations", _gib(self.budget.activations), "the largest step"),
             ("request table", _gib(self.table_bytes), f"{self.max_num_seqs:,} sequences at once"),
             ("KV pages", _gib(self.num_pages * self.page_bytes),
-             f"{self.num_pages - 1:,} pages of {PAGE_SIZE} tokens = {self.kv_tokens:,} tokens"),
+             f"{self.num_pages - 1:,} pages of {self.page_size} tokens = {self.kv_tokens:,} tokens"),
         ]
         lines = ["Memory plan"] + [f"  {name:<15}{size:>12}   {text}".rstrip() for name, size, text in rows]
         full = self.kv_tokens // self.max_model_len
@@ -85,7 +85,7 @@ def plan_memory(
     seqs = max_num_seqs or default_num_seqs
 
     def table_bytes(length: int) -> int:
-        return (seqs + 1) * (length * extra_bytes_per_row_token + pages_for(length) * 4)
+        return (seqs + 1) * (length * extra_bytes_per_row_token + pages_for(length, spec.page_size) * 4)
 
     def pages_with(length: int) -> int:
         room = free - table_bytes(length)
@@ -94,12 +94,12 @@ def plan_memory(
         return max(room, 0) // spec.page_bytes
 
     def fits(length: int) -> bool:
-        return pages_with(length) - 1 >= pages_for(length)
+        return pages_with(length) - 1 >= pages_for(length, spec.page_size)
 
     wanted = max_model_len or model_max_len
     if not fits(wanted):
-        largest = _largest(fits, wanted)
-        if largest < PAGE_SIZE:
+        largest = _largest(fits, wanted, spec.page_size)
+        if largest < spec.page_size:
             if budget.kv_limit is not None and budget.kv_limit < min(free, 2 * spec.page_bytes):
                 raise OutOfMemoryPlanError(
                     f"--kv-cache-memory-bytes {budget.kv_limit} holds not even two KV pages of "
@@ -115,7 +115,7 @@ def plan_memory(
                 "Free memory on the device, raise --gpu-memory-utilization, or lower --max-num-batched-tokens.",
             )
         if max_model_len is not None:
-            need = (pages_for(wanted) + 1) * spec.page_bytes
+            need = (pages_for(wanted, spec.page_size) + 1) * spec.page_bytes
             raise OutOfMemoryPlanError(
                 f"--max-model-len {wanted} needs {_gib(need).strip()} of KV pages for one request; "
                 f"{_gib(pages_with(wanted) * spec.page_bytes).strip()} are available.",
@@ -129,7 +129,8 @@ def plan_memory(
     if max_num_seqs is None and num_pages - 1 < seqs:
         seqs = max(1, num_pages - 1)
         notes.append(f"sequences at once fitted to memory: {seqs:,}")
-    return MemoryPlan(device, budget, table_bytes(wanted), spec.page_bytes, num_pages, wanted, seqs, tuple(notes))
+    return MemoryPlan(
+        device, budget, table_bytes(wanted), spec.page_size, spec.page_bytes, num_pages, wanted, seqs, tuple(notes))
 
 
 def _limiting_flag(budget: MemoryBudget, free: int) -> str:
@@ -137,16 +138,16 @@ def _limiting_flag(budget: MemoryBudget, free: int) -> str:
     return "--kv-cache-memory-bytes" if limited else "--gpu-memory-utilization"
 
 
-def _largest(fits: Callable[[int], bool], upper: int) -> int:
-    """The largest multiple of PAGE_SIZE up to `upper` for which `fits` holds (it is monotone); 0 if none."""
-    low, high = 0, upper // PAGE_SIZE
+def _largest(fits: Callable[[int], bool], upper: int, step: int) -> int:
+    """The largest multiple of `step` up to `upper` for which `fits` holds (it is monotone); 0 if none."""
+    low, high = 0, upper // step
     while low < high:
         mid = (low + high + 1) // 2
-        if fits(mid * PAGE_SIZE):
+        if fits(mid * step):
             low = mid
         else:
             high = mid - 1
-    return low * PAGE_SIZE
+    return low * step
 
 
 def _gib(num_bytes: int) -> str:

@@ -2,22 +2,21 @@
 
 from dataclasses import dataclass
 
-from engine.config import PAGE_SIZE
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Keys and values of a run of equal attention layers, in pages of PAGE_SIZE tokens.
+    """Keys and values of a run of equal attention layers, in pages of `page_size` tokens.
 
     One page id addresses the same page index in every layer, so a request has one block table:
 
-        k_cache[layer], v_cache[layer] : [num_pages, PAGE_SIZE, num_kv_heads, head_dim]
+        k_cache[layer], v_cache[layer] : [num_pages, page_size, num_kv_heads, head_dim]
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    page_size: int
 
     @property
     def bytes_per_token(self) -> int:
@@ -25,9 +24,9 @@ class AttentionSpec:
 
     @property
     def page_bytes(self) -> int:
-        return self.bytes_per_token * PAGE_SIZE
+        return self.bytes_per_token * self.page_size
 
 
-def pages_for(num_tokens: int) -> int:
+def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages that hold `num_tokens` tokens."""
-    return -(-num_tokens // PAGE_SIZE)
+    return -(-num_tokens // page_size)
