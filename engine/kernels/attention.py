@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-_BUCKET_GROWTH = 1.3  # a decode bucket ends where its longest sequence would be this much longer than its shortest
-_MIN_BUCKET = 4       # ... unless it holds fewer sequences than this: a launch costs more than some padding
+# A decode bucket ends where its padding would cost more than one more bucket. Measured on 2 Zen 5 cores: about 100 us
+# for the calls of a bucket, 0.1 us for a token that is gathered and attended to.
+_MAX_PADDING = 1024
 
 
 @dataclass(slots=True)
@@ -88,12 +89,17 @@ class AttentionBatch:
 
 
 def _split(decodes: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Cut sequences, sorted by length, into runs whose padding to the longest stays below _MAX_PADDING tokens."""
     groups: list[list[tuple[int, int, int]]] = []
+    padding = longest = 0
     for item in decodes:
-        if groups and (len(groups[-1]) < _MIN_BUCKET or item[0] <= max(64, groups[-1][0][0] * _BUCKET_GROWTH)):
+        padding += len(groups[-1]) * (item[0] - longest) if groups else 0
+        longest = item[0]
+        if groups and padding <= _MAX_PADDING:
             groups[-1].append(item)
         else:
             groups.append([item])
+            padding = 0
     return groups
 
 
