@@ -40,11 +40,11 @@ class Runner:
         self.table = RequestTable(num_rows, max_model_len, page_size, device)
         self.sampler = Sampler(num_rows, self.vocab_size, device)
         self.prompt_len = [0] * num_rows
+        self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
 
     def bind_cache(self, cache: torch.Tensor) -> None:
         """Give each attention layer its part of `cache` [layers, 2, num_pages, page_size, Hkv, D]."""
-        layers = [m for m in self.model.modules() if isinstance(m, Attention)]
-        for layer, (k_cache, v_cache) in zip(layers, cache, strict=True):
+        for layer, (k_cache, v_cache) in zip(self.attention_layers, cache, strict=True):
             assert k_cache.shape[1] == self.table.page_size
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
@@ -80,6 +80,7 @@ class Runner:
                 results.append(SeqResult(prompt_logprobs=listed))
                 continue
             if at in bad:
+                self._scrub(seq.row)
                 results.append(SeqResult(error=NAN_ERROR))
             else:
                 results.append(SeqResult(tokens[at], logprobs.get(at), listed))
@@ -89,6 +90,14 @@ class Runner:
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         with forward_context(ForwardContext(inputs.positions, inputs.slot_mapping, inputs.attention)):
             return self.model(inputs.token_ids)
+
+    def _scrub(self, row: int) -> None:
+        """Make the pages of a failed sequence finite before anybody gets them: zero times NaN is NaN, so that even
+        slots that attention masks would spoil their next owner. Finite values, and so shared prefixes, stay."""
+        pages = self.table.block_table[row].unique().long()
+        for layer in self.attention_layers:
+            for cache in (layer.k_cache, layer.v_cache):
+                cache[pages] = torch.nan_to_num(cache[pages], 0.0, 0.0, 0.0)
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> SampleResult | None:
         if not inputs.sample_rows:

@@ -12,14 +12,19 @@ import torch
 from engine.core.batch import PageUpdate, RowInit
 from engine.core.kv.spec import pages_for
 
+_TILE = 64
+
 
 class RequestTable:
     def __init__(self, num_rows: int, max_model_len: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(num_rows, pages_for(max_model_len, page_size), dtype=torch.int32, device=device)
+        # As wide as whole 64-token tiles: kernels read tiles, and find the trash page behind a sequence's end.
+        width = pages_for(-(-max_model_len // _TILE) * _TILE, page_size)
+        self.block_table = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
 
     def admit(self, init: RowInit) -> None:
+        self.block_table[init.row] = 0  # the row's last owner is gone: nothing of it may be read, masked or not
         self.token_ids[init.row, : len(init.token_ids)] = torch.tensor(init.token_ids, dtype=torch.int32)
 
     def add_pages(self, update: PageUpdate) -> None:

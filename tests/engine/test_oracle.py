@@ -179,6 +179,58 @@ def test_a_step_that_raises_fails_its_requests_and_nobody_else(tiny_llama_dir, m
     assert tokens["good"] == oracle.greedy(model_dir, (5,) * 20, 6)
 
 
+def test_a_request_whose_numbers_break_spoils_nobody(tiny_llama_dir):
+    """Token 7 embeds to NaN: its request fails, the others of the batch and the next owners of its pages do not."""
+    model_dir = tiny_llama_dir("gqa")
+    core = tiny_engine(model_dir, num_pages=26, max_num_seqs=2)
+    with torch.inference_mode():
+        core.runner.model.embed_tokens.weight[7] = float("nan")
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompt = [(i * 13) % 300 + 10 for i in range(40)]
+    expected = oracle.greedy(model_dir, tuple(prompt), 20)
+    for _ in range(3):
+        core.add_request(EngineRequest("bad", [*prompt, *([7] * 60)], params))
+        core.add_request(EngineRequest("good", prompt[::-1], params))
+        core.add_request(EngineRequest("next", prompt, params))  # begins like "bad": must not find its pages
+        tokens, ends = {"bad": [], "good": [], "next": []}, {}
+        while core.has_work():
+            for out in core.step():
+                tokens[out.request_id] += out.new_token_ids
+                if out.finish_reason:
+                    ends[out.request_id] = out
+            core.check()
+        assert ends["bad"].finish_reason is FinishReason.ERROR
+        assert "not numbers" in ends["bad"].error
+        assert tokens["good"] == oracle.greedy(model_dir, tuple(prompt[::-1]), 20)
+        assert tokens["next"] == expected
+
+
+def test_bf16_results_do_not_depend_on_batch_chunks_or_cache(smollm2_dir):
+    """Bit for bit: logprobs of a seeded request, alone and in one chunk, in a crowd, in scraps, and on cached pages."""
+    rng = random.Random(5)
+    prompt = [rng.randrange(20, 40_000) for _ in range(101)]
+    params = SamplingParams(temperature=1.1, seed=9, max_tokens=12, ignore_eos=True, logprobs=0)
+    crowd = [EngineRequest(f"c{i}", [rng.randrange(20, 40_000) for _ in range(9 + 31 * i)], SamplingParams(
+        temperature=1.0, seed=i, max_tokens=20, ignore_eos=True)) for i in range(4)]
+
+    def logprobs(budget, others=(), repeat=1):
+        core = build_engine(EngineConfig(smollm2_dir, device="cpu", max_model_len=256, kv_cache_memory_bytes=64 << 20,
+                                         max_num_batched_tokens=budget))
+        found = []
+        for _ in range(repeat):
+            found.clear()
+            for request in (*others, EngineRequest("x", prompt, params)):
+                core.add_request(request)
+            while core.has_work():
+                found += [(o.new_token_ids[0], o.logprobs[0].logprob) for o in core.step() if o.request_id == "x"]
+        return list(found)
+
+    alone = logprobs(512)
+    assert logprobs(512, crowd) == alone
+    assert logprobs(23, crowd) == alone
+    assert logprobs(512, repeat=2) == alone, "the second run begins on cached pages"
+
+
 def test_smollm2_greedy_equals_transformers(smollm2_dir):
     core = build_engine(EngineConfig(smollm2_dir, device="cpu", dtype="float32", max_model_len=512,
                                      kv_cache_memory_bytes=64 << 20, max_num_batched_tokens=48))
