@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -150,14 +151,13 @@ def test_the_openai_client_with_and_without_its_key(locked: RunningServer) -> No
 def test_a_key_has_its_share(locked: RunningServer) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     url = f"{locked.url}/v1/completions"
-    # Megabytes of reply: until the client reads them, they fill the socket and the request is in flight.
-    body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 32, "logprobs": 20}
-    with httpx.Client() as http, http.stream("POST", url, json=body | {"stream": True}, headers=headers) as running:
-        assert running.status_code == 200
-        next(running.iter_bytes())
-        refused = http.post(url, json=body, headers=headers)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert int(refused.headers["retry-after"]) > 0
+    # Each takes a second or more of work and all arrive at once: one runs, the others find the key's share taken.
+    body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 32}
+    with httpx.Client(timeout=120) as http, ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: http.post(url, json=body, headers=headers), range(4)))
+    assert {reply.status_code for reply in replies} == {200, 429}
+    refused = next(reply for reply in replies if reply.status_code == 429)
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(refused.headers["retry-after"]) > 0
     locked.wait_idle()
     assert httpx.post(url, json={"prompt": "a", "max_tokens": 2}, headers=headers).status_code == 200

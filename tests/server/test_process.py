@@ -485,15 +485,15 @@ async def test_stopping_lets_running_requests_end_and_takes_no_new_ones(loop: Lo
 async def test_health_is_step_progress_not_an_open_socket(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.server.client.PING_SECONDS", 0.1)
     loop.load_gate.set()
-    async with connected(loop.path, stall_seconds=0.5) as client:
+    async with connected(loop.path, stall_seconds=1.5) as client:
         await client.wait_ready(5)
-        await asyncio.sleep(1)
+        await asyncio.sleep(2)
         assert client.healthy()  # idle: the pings are answered
-        loop.core.step_seconds = 2.5
+        loop.core.step_seconds = 5
         task = asyncio.create_task(tokens_of(client, EngineRequest("slow", [1], greedy(1))))
         await asyncio.sleep(0.2)
         assert client.healthy()
-        await asyncio.sleep(1)
+        await asyncio.sleep(3)
         assert not client.healthy()
         assert client.stalled()
         await task
