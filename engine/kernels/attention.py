@@ -23,7 +23,7 @@ import torch.nn.functional as F
 _MAX_PADDING = 1024
 _QUERY_BLOCK = 128  # query tokens of a prefill block: bounds the scores, and skips keys behind the block
 # Keys are padded (and masked) to a multiple of this: softmax sums whole vectors, and a ragged end changes its order.
-_KEY_ALIGN = 64
+_KEY_ALIGN = 32
 
 
 @dataclass(slots=True)
