@@ -4,13 +4,7 @@
     block_table        [rows, max_pages]   page of tokens P i .. P i + P - 1 of the row's sequence
 
 Sequences with one new token (decode) are batched: their pages are gathered into a padded [b, L, Hkv D]. Sorting by
-length into buckets keeps the padding small. Sequences with several new tokens (prefill) go one by one, in blocks of
-query tokens.
-
-Both are plain batched products around a softmax, and not SDPA, for two reasons. On a CPU they take less time where
-queries are few. And each query's sum runs over its keys in the same order whatever stands beside it, so that a token's
-result is the same, bit for bit, alone or in a batch, prefilled in one chunk or in many, computed anew after preemption
-or decoded. (SDPA's order depends on the shape of the call.)
+length into buckets keeps the padding small. Sequences with several new tokens (prefill) go one by one through SDPA.
 """
 
 from dataclasses import dataclass, field
@@ -21,9 +15,6 @@ import torch.nn.functional as F
 # A decode bucket ends where its padding would cost more than one more bucket. Measured on 2 Zen 5 cores: about 100 us
 # for the calls of a bucket, 0.1 us for a token that is gathered and attended to.
 _MAX_PADDING = 1024
-_QUERY_BLOCK = 128  # query tokens of a prefill block: bounds the scores, and skips keys behind the block
-# Keys are padded (and masked) to a multiple of this: softmax sums whole vectors, and a ragged end changes its order.
-_KEY_ALIGN = 32
 
 
 @dataclass(slots=True)
@@ -53,21 +44,19 @@ class PrefillSegment:
     q_start: int
     start: int
     num_tokens: int
-    pages: torch.Tensor        # pages of start + n tokens, padded to _KEY_ALIGN
-    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # (block, window) -> [1, n, L]
+    pages: torch.Tensor        # [pages of start + n tokens]
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # window -> [n, L]
 
-    def mask(self, first: int, count: int, window: int | None, group: int, dtype: torch.dtype) -> torch.Tensor:
-        """[1, group * count, L] for the block of `count` query tokens from the chunk's token `first` on."""
-        if (first, window) not in self.masks:
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        if window not in self.masks:
             device = self.pages.device
-            begin, end = self.start + first, self.start + first + count
-            query = torch.arange(begin, end, device=device)[:, None]
-            key = torch.arange(_aligned(end), device=device)
+            query = torch.arange(self.start, self.start + self.num_tokens, device=device)[:, None]
+            key = torch.arange(self.start + self.num_tokens, device=device)
             visible = key <= query
             if window is not None:
                 visible &= key > query - window
-            self.masks[first, window] = _additive(visible, dtype).repeat(group, 1)[None]
-        return self.masks[first, window]
+            self.masks[window] = _additive(visible, dtype)
+        return self.masks[window]
 
 
 @dataclass(slots=True)
@@ -92,7 +81,7 @@ class AttentionBatch:
             if n == 1:
                 decodes.append((start + 1, q_start, row))
             else:
-                pages = block_table[row, : _aligned(start + n) // page_size].long()
+                pages = block_table[row, : -(-(start + n) // page_size)].long()
                 prefills.append(PrefillSegment(q_start, start, n, pages))
         decodes.sort()
         return cls([_bucket(group, block_table, page_size) for group in _split(decodes)], prefills)
@@ -116,13 +105,9 @@ def _split(decodes: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int
 def _bucket(group: list[tuple[int, int, int]], block_table: torch.Tensor, page_size: int) -> DecodeBucket:
     device = block_table.device
     seq_lens, q_index, rows = (torch.tensor(column, device=device) for column in zip(*group, strict=True))
-    num_pages = _aligned(group[-1][0]) // page_size
+    num_pages = -(-group[-1][0] // page_size)
     pages = block_table[rows, :num_pages].long().flatten()
     return DecodeBucket(q_index, pages, seq_lens, num_pages * page_size)
-
-
-def _aligned(length: int) -> int:
-    return -(-length // _KEY_ALIGN) * _KEY_ALIGN
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -204,26 +189,27 @@ def _prefill(
     scale: float,
     window: int | None,
 ) -> None:
-    num_kv_heads, head_dim = k.shape[1:]
-    group = q.shape[1] // num_kv_heads
+    rows = slice(seg.q_start, seg.q_start + seg.num_tokens)
+    length = seg.start + seg.num_tokens
     if seg.start:
-        key = k_cache.index_select(0, seg.pages).view(-1, num_kv_heads, head_dim)
-        value = v_cache.index_select(0, seg.pages).view(-1, num_kv_heads, head_dim)
+        key = _gather(k_cache, seg.pages, 1)[:, :, :length]
+        value = _gather(v_cache, seg.pages, 1)[:, :, :length]
     else:  # nothing came before: the step's own keys and values are all there is
-        rows = slice(seg.q_start, seg.q_start + seg.num_tokens)
-        padding = (0, 0, 0, 0, 0, _aligned(seg.num_tokens) - seg.num_tokens)
-        key, value = F.pad(k[rows], padding), F.pad(v[rows], padding)
-    key, value = key.permute(1, 2, 0), value.transpose(0, 1)
-    for first in range(0, seg.num_tokens, _QUERY_BLOCK):
-        count = min(_QUERY_BLOCK, seg.num_tokens - first)
-        length = _aligned(seg.start + first + count)
-        rows = slice(seg.q_start + first, seg.q_start + first + count)
-        query = q[rows].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
-        scores = torch.baddbmm(
-            seg.mask(first, count, window, group, q.dtype).expand(num_kv_heads, -1, -1),
-            query.reshape(num_kv_heads, group * count, head_dim),
-            key[:, :, :length],
-            alpha=scale,
-        )
-        result = torch.bmm(scores.softmax(-1), value[:, :length])
-        out[rows] = result.view(num_kv_heads, group, count, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+        key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
+    plain = seg.start == 0 and (window is None or window >= length)
+    result = F.scaled_dot_product_attention(
+        q[rows].transpose(0, 1).unsqueeze(0),
+        key,
+        value,
+        attn_mask=None if plain else seg.mask(window, q.dtype),
+        is_causal=plain,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    out[rows] = result[0].transpose(0, 1)
+
+
+def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:
+    """[b * n pages] -> [b, Hkv, n * P, D] (a view of one contiguous gather)."""
+    _, _, heads, head_dim = cache.shape
+    return cache.index_select(0, pages).view(b, -1, heads, head_dim).transpose(1, 2)
