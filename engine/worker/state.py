@@ -12,15 +12,12 @@ import torch
 from engine.core.batch import PageUpdate, RowInit
 from engine.core.kv.spec import pages_for
 
-_TILE = 64
-
 
 class RequestTable:
     def __init__(self, num_rows: int, max_model_len: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
-        # As wide as whole 64-token tiles: kernels read tiles, and find the trash page behind a sequence's end.
-        width = pages_for(-(-max_model_len // _TILE) * _TILE, page_size)
+        width = pages_for(max_model_len, page_size)
         self.block_table = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
 
     def admit(self, init: RowInit) -> None:
