@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.threads import num_threads
+
 
 def empty_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
@@ -23,11 +25,13 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
         self._packed: torch.Tensor | None = None
+        self._threads = 1
 
     def finalize(self, *, keep_weight: bool = False) -> None:
         """After loading: choose the fastest form of the weight and drop the other (unless somebody shares it)."""
         if can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
+            self._threads = torch.get_num_threads()
             if not keep_weight:
                 self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
 
@@ -40,7 +44,8 @@ class Linear(nn.Module):
             # A single row would take a kernel of its own that sums in another order; from two rows on, a row's result
             # does not depend on how many there are. Doubled, it is the same alone and in a batch.
             rows = x if x.shape[0] > 1 else torch.cat((x, x))
-            y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+            with num_threads(self._threads):  # the rest of a small step runs on one
+                y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
             return y[: x.shape[0]]
         return F.linear(x, self.weight, self.bias)
 

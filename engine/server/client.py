@@ -182,7 +182,6 @@ class EngineClient:
                     if stream := self._streams.get(output.request_id):
                         stream.put(output)
             case m.Pong():
-                self._asked = 0.0
                 self._advance(event.stats)
             case m.Rejected():
                 if stream := self._streams.get(event.request_id):
@@ -204,6 +203,7 @@ class EngineClient:
 
     def _advance(self, stats: EngineStats) -> None:
         before, self.stats = self.stats, stats
+        self._asked = 0.0  # whatever it sent, its loop turned: the Pong may come behind the outputs
         if stats.steps != before.steps or not before.num_running:
             self._progressed = time.monotonic()
         if self.on_step is not None:

@@ -6,8 +6,10 @@ import torch
 
 from engine.core.batch import SeqResult, StepPlan, StepResult
 from engine.core.request import TokenLogprobs
+from engine.kernels.threads import num_threads
 from engine.layers.attention import Attention
 from engine.layers.context import ForwardContext, forward_context
+from engine.layers.linear import Linear
 from engine.models.base import CausalLM
 from engine.worker.inputs import StepInputs, build_inputs
 from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
@@ -15,6 +17,7 @@ from engine.worker.sample.sampler import Sampler, SampleResult
 from engine.worker.state import RequestTable
 
 NAN_ERROR = "The model produced values that are not numbers for this request."
+_SMALL_STEP_TOKENS = 256   # up to here, waking a team of CPU threads costs more than it saves (kernels/threads.py)
 _PROMPT_LOGITS_ROWS = 256  # prompt logprobs are computed this many positions at a time: [256, V] floats, not [T, V]
 
 
@@ -40,6 +43,7 @@ class Runner:
         self.table = RequestTable(num_rows, max_model_len, page_size, device)
         self.sampler = Sampler(num_rows, self.vocab_size, device)
         self.prompt_len = [0] * num_rows
+        self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
         self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
 
     def bind_cache(self, cache: torch.Tensor) -> None:
@@ -56,9 +60,11 @@ class Runner:
             self.prompt_len[init.row] = init.prompt_len
         for update in plan.page_updates:
             self.table.add_pages(update)
-        inputs = build_inputs(plan, self.table)
-        hidden = self.forward(inputs)
-        return StepHandle(plan, inputs, self._sample(inputs, hidden), self._prompt_logprobs(plan, hidden))
+        small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
+        with num_threads(1 if small else torch.get_num_threads()):
+            inputs = build_inputs(plan, self.table)
+            hidden = self.forward(inputs)
+            return StepHandle(plan, inputs, self._sample(inputs, hidden), self._prompt_logprobs(plan, hidden))
 
     @torch.inference_mode()
     def collect(self, handle: StepHandle) -> StepResult:
