@@ -3,23 +3,40 @@
 Waking a sleeping team costs 0.1-0.6 ms on a virtual machine (measured: the norm of 64 rows takes 28 us on one thread,
 595 us on two), and a decode step would do it hundreds of times. Only weight products are worth it there: they stream
 megabytes each. So a small step runs on one thread, and its packed products ask for the rest.
+
+This asks OpenMP itself, whose setting belongs to the calling thread. `torch.set_num_threads` is for the whole process,
+and threads that start to compute while it is in use can meet a half-made pool ("Invalid thread pool!", torch 2.13).
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 
 @contextmanager
 def num_threads(count: int) -> Iterator[None]:
-    """Run the body on `count` threads, and give the caller's number back."""
-    before = torch.get_num_threads()
-    if before == count:
+    """Run the body on `count` threads, and give the caller's number back. No effect where torch has no OpenMP."""
+    openmp = _openmp()
+    before = torch.get_num_threads()  # OpenMP's number for this thread
+    if before == count or openmp is None:
         yield
         return
-    torch.set_num_threads(count)
+    openmp.omp_set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        openmp.omp_set_num_threads(before)
+
+
+@cache
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            path = line.rstrip("\n").partition("/")[2]
+            if path.rpartition("/")[2].startswith(("libgomp", "libiomp5", "libomp")):
+                return ctypes.CDLL("/" + path)
+    return None
