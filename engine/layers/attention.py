@@ -3,31 +3,107 @@
 import torch
 from torch import nn
 
-from engine.kernels.attention import paged_attention, write_kv
-from engine.layers.context import get_context
+from engine.kernels.attention import AttentionBatch, paged_attention, write_kv
+from engine.layers.context import DeviceBatch, get_context
+from engine.layers.norm import RMSNorm
+from engine.layers.rope import Rope, rotate
+
+_TILE_ROWS = 128  # query rows (tokens times heads of a group) of a tile of the mixed kernel
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention over pages.
+    """Causal grouped-query attention over pages, from the fused projection of a layer to its heads' outputs.
 
-    The worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D] after it has planned memory.
+        qkv ─► q, k, v ─► per-head norm of q and k (some families) ─► RoPE ─► k, v into their slots ─► attention
+
+    On a GPU all steps before the attention are one kernel. The worker binds `k_cache` and `v_cache`
+    [num_pages, page_size, Hkv, D] after it has planned memory.
     """
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, window: int | None) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int | None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
         super().__init__()
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
         self.window = window
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]."""
+    def forward(self, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """qkv [T, (Hq + 2 Hkv) D], which it may overwrite -> [T, Hq D]."""
         context = get_context()
-        write_kv(k, v, self.k_cache, self.v_cache, context.slot_mapping)
-        return paged_attention(
-            q, k, v, self.k_cache, self.v_cache, context.attention, scale=self.scale, window=self.window
+        if isinstance(context.attention, DeviceBatch):
+            return self._on_device(qkv, rope, context.positions, context.slot_mapping, context.attention)
+        return self._on_cpu(qkv, rope, context.slot_mapping, context.attention)
+
+    def _on_cpu(
+        self, qkv: torch.Tensor, rope: Rope, slot_mapping: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        num_qk = self.num_heads + self.num_kv_heads
+        qkv = qkv.view(qkv.shape[0], num_qk + self.num_kv_heads, self.head_dim)
+        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), 1)
+        qk = rotate(qk, *rope)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        write_kv(k, v, self.k_cache, self.v_cache, slot_mapping)
+        out = paged_attention(
+            q, k, v, self.k_cache, self.v_cache, batch, scale=self.scale, window=self.window
         )
+        return out.view(qkv.shape[0], -1)
+
+    def _on_device(
+        self,
+        qkv: torch.Tensor,
+        rope: Rope,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        batch: DeviceBatch,
+    ) -> torch.Tensor:
+        from engine.kernels import triton_attention, triton_fused
+
+        tokens = qkv.shape[0]
+        norms = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps}
+        q = triton_fused.rope_and_write_kv(
+            qkv, *rope, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads, **norms
+        )
+        out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
+        if batch.tiles is None:
+            splits = triton_attention.num_splits(tokens, self.num_kv_heads, batch.multiprocessors)
+            triton_attention.decode(
+                q, self.k_cache, self.v_cache, batch.rows, batch.seq_lens, batch.block_table, out,
+                splits=splits, scale=self.scale, window=self.window, **_decode_tiles(tokens),
+            )  # fmt: skip
+        else:
+            assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
+            triton_attention.prefill(
+                q, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts, batch.counts,
+                batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
+            )  # fmt: skip
+        return out.view(tokens, -1)
+
+
+def tile_tokens(num_heads: int, num_kv_heads: int) -> int:
+    """Query tokens of a tile of the mixed kernel: what fills its rows with the heads that share a key head."""
+    return max(1, _TILE_ROWS // (num_heads // num_kv_heads))
+
+
+def _decode_tiles(batch: int) -> dict[str, int]:
+    """Keys a step, warps and pipeline depth, measured on an H100: few sequences like small tiles and many slices."""
+    if batch <= 8:
+        return {"tile": 32, "num_warps": 4, "num_stages": 3}
+    return {"tile": 128, "num_warps": 4, "num_stages": 3}

@@ -9,6 +9,29 @@ import torch
 from engine.kernels.attention import AttentionBatch
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """How a step's tokens group into sequences, for the GPU's kernels. All tensors int32 on the device.
+
+    rows          [B]     row of the block table
+    seq_lens      [B]     length including the step's tokens (decode steps)
+    block_table   [rows, max_pages]
+    tiles         [n, 2]  (sequence, its first token in the chunk) of each tile of `tile_tokens` query tokens; None in a
+                          pure decode step, where token i belongs to sequence i
+    starts, q_starts, counts [B]  position of the first token, its place in the step, how many (mixed steps)
+    """
+
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    multiprocessors: int
+    tiles: torch.Tensor | None = None
+    tile_tokens: int = 0
+    starts: torch.Tensor | None = None
+    q_starts: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """Filled by the worker from StepInputs.
@@ -20,7 +43,7 @@ class ForwardContext:
 
     positions: torch.Tensor
     slot_mapping: torch.Tensor
-    attention: AttentionBatch
+    attention: AttentionBatch | DeviceBatch
 
 
 _current: ForwardContext | None = None

@@ -16,9 +16,19 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            from engine.kernels.triton_fused import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual): the two things a pre-norm layer needs. Consumes `residual`."""
-        residual = x if residual is None else residual.add_(x)
+        if residual is None:
+            return self(x), x
+        if x.is_cuda:
+            from engine.kernels.triton_fused import rms_norm
+
+            return rms_norm(x, self.weight, self.eps, residual), residual
+        residual = residual.add_(x)
         return self(residual), residual

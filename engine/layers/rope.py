@@ -11,6 +11,8 @@ from torch import nn
 
 from engine.errors import ModelError
 
+Rope = tuple[torch.Tensor, torch.Tensor]  # cos, sin: on CPU of the step's tokens, on a GPU the whole tables
+
 
 class RotaryEmbedding(nn.Module):
     """Tables of cos and sin for every position up to `max_len`: [max_len, 1, d/2] float32 each."""
@@ -25,8 +27,13 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", (angle.cos() * factor).unsqueeze(1), persistent=False)
         self.register_buffer("sin", (angle.sin() * factor).unsqueeze(1), persistent=False)
 
-    def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) of [T] positions, [T, 1, d/2]; looked up once a step, used by every layer."""
+    def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> Rope:
+        """(cos, sin) of [T] positions, [T, 1, d/2]; looked up once a step, used by every layer.
+
+        On a GPU: the tables themselves, in which the fused kernel looks up its tokens' positions.
+        """
+        if self.cos.is_cuda:
+            return self.cos, self.sin
         return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
 
 

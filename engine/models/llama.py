@@ -4,15 +4,15 @@
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from engine.layers.activation import silu_mul
 from engine.layers.attention import Attention
 from engine.layers.context import get_context
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Linear, MergedLinear
 from engine.layers.norm import RMSNorm
-from engine.layers.rope import RotaryEmbedding, rotate
+from engine.layers.rope import Rope, RotaryEmbedding
 from engine.models.base import CausalLM, Weights
 from engine.models.config import ModelConfig
 
@@ -20,7 +20,6 @@ from engine.models.config import ModelConfig
 class LlamaAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.qkv_proj = MergedLinear(config.hidden_size, sizes, bias=config.attention_bias)
         self.o_proj = Linear(sizes[0], config.hidden_size, bias=config.attention_bias)
@@ -28,12 +27,8 @@ class LlamaAttention(nn.Module):
             config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.sliding_window
         )
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        num_qk = self.num_heads + self.num_kv_heads
-        qkv = self.qkv_proj(x).view(x.shape[0], num_qk + self.num_kv_heads, self.head_dim)
-        qk = rotate(qkv[:, :num_qk], cos, sin)
-        out = self.attention(qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:])
-        return self.o_proj(out.view(x.shape[0], -1))
+    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        return self.o_proj(self.attention(self.qkv_proj(x), rope))
 
     def weights(self, prefix: str) -> Weights:
         found: dict[str, torch.Tensor] = {}
@@ -52,8 +47,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
 
     def weights(self, prefix: str) -> Weights:
         found: dict[str, torch.Tensor] = {}
@@ -73,10 +67,10 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x, residual = self.post_attention_layernorm.add(self.self_attn(x, cos, sin), residual)
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, rope), residual)
         return self.mlp(x), residual
 
 
@@ -94,10 +88,10 @@ class LlamaForCausalLM(CausalLM):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(token_ids)
-        cos, sin = self.rope.rows(get_context().positions, x.dtype)
+        rope = self.rope.rows(get_context().positions, x.dtype)
         residual = None
         for layer in self.blocks:
-            x, residual = layer(x, residual, cos, sin)
+            x, residual = layer(x, residual, rope)
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

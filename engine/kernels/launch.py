@@ -1,0 +1,193 @@
+"""Compiles and starts Triton kernels without a C compiler, and without Triton's per-launch Python.
+
+Triton itself builds two C stubs at run time, one for the driver's functions and one for each kernel's signature; a
+server in a closed network has no compiler for them. Here the kernel is compiled to machine code by Triton (its assembler
+comes with it), and started through the CUDA driver's own functions.
+
+    @kernel
+    def add(x_ptr, y_ptr, n, BLOCK: tl.constexpr): ...
+
+    add((triton.cdiv(n, 256),), x, y, n, BLOCK=256, num_warps=4)
+
+With TRITON_INTERPRET=1 the same call runs in Triton's interpreter, on CPU tensors.
+"""
+
+import ctypes
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+_MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_SHARED_LIMIT = 48 << 10
+_PDL = 6                       # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+_POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+_SLOTS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint64 * 8)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class KernelError(RuntimeError):
+    """The CUDA driver refused a kernel."""
+
+
+class Kernel:
+    """A Triton function with its compiled variants, one for each set of types, alignments and constants."""
+
+    def __init__(self, function: Callable, *, pdl: bool = False) -> None:
+        self.jit = triton.jit(function)
+        self.name = function.__name__
+        self.pdl = pdl
+        constant = {p.name: "constexpr" in str(p.annotation) for p in inspect.signature(function).parameters.values()}
+        self.arguments = [name for name in constant if not constant[name]]
+        self.constants = [name for name in constant if constant[name]]
+        self._variants: dict[tuple, _Variant] = {}
+
+    def __call__(
+        self, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
+    ) -> None:
+        if _INTERPRET:
+            self.jit[grid](*args, **constants)
+            return
+        types = tuple([_type_of(a) for a in args])
+        key = (types, num_warps, num_stages, *[constants[name] for name in self.constants])
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = self._variants[key] = self._compile(types, constants, num_warps, num_stages)
+        variant.launch(grid, args)
+
+    def _compile(self, types: tuple, constants: dict[str, Any], num_warps: int, num_stages: int) -> "_Variant":
+        binary = compile_for(self, types, constants, num_warps, num_stages, torch.cuda.get_device_capability())
+        return _Variant(self.name, binary, [t for t in types if t is not None], self.pdl)
+
+
+def kernel(function: Callable | None = None, *, pdl: bool = False) -> Any:
+    """Decorator: a `Kernel`. With `pdl` it may start while the kernel before it ends; its code must then begin with
+    `gdc_wait()` before it touches anything another kernel writes."""
+    return Kernel(function, pdl=pdl) if function is not None else lambda f: Kernel(f, pdl=pdl)
+
+
+def compile_for(
+    kernel: Kernel,
+    types: tuple,
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+    capability: tuple[int, int],
+) -> Any:
+    """Triton's compiled kernel (from its cache if it is there) for a card of `capability`; needs no GPU."""
+    assert len(types) == len(kernel.arguments), f"{kernel.name} takes {kernel.arguments}"
+    assert set(constants) == set(kernel.constants), f"{kernel.name} has the constants {kernel.constants}"
+    signature, values, attributes = {}, dict(constants), {}
+    by_name = dict(zip(kernel.arguments, types, strict=True))
+    for index, parameter in enumerate(kernel.jit.params):
+        kind = by_name.get(parameter.name)
+        if kind is None:
+            signature[parameter.name] = "constexpr"
+            values.setdefault(parameter.name, None)
+            continue
+        signature[parameter.name] = kind.removesuffix("!")
+        if kind.endswith("!"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel.jit, signature=signature, constexprs=values, attrs=attributes)
+    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": kernel.pdl and capability[0] >= 9}
+    return triton.compile(source, target=target, options=options)
+
+
+def _type_of(value: Any) -> str | None:
+    """Triton's name of a run-time argument's type; '!' marks a multiple of 16, which allows wide loads."""
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype] + "!" if value.data_ptr() % 16 == 0 else _POINTERS[value.dtype]
+    if isinstance(value, int):
+        name = "i32" if -(2**31) <= value < 2**31 else "i64"
+        return name + "!" if value % 16 == 0 else name
+    return None if value is None else "fp32"
+
+
+class _Variant:
+    """Loaded machine code and the memory its arguments are passed in."""
+
+    def __init__(self, name: str, binary: Any, types: list[str], pdl: bool) -> None:
+        meta = binary.metadata
+        if meta.global_scratch_size:
+            raise KernelError(f"{name}: kernels with scratch memory are not supported.")
+        driver = _driver()
+        self._binary = binary.asm["cubin"]  # the driver may read it lazily
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuModuleLoadData(ctypes.byref(module), self._binary), name)
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, meta.name.encode()), name)
+        if meta.shared > _STATIC_SHARED_LIMIT:
+            _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE, meta.shared), name)
+        self.name = name
+        self._slots = [_SLOTS.get(t.removesuffix("!"), ctypes.c_uint64)() for t in types]
+        self._is_pointer = [t.startswith("*") for t in types]
+        # Two hidden parameters come last: global and profile scratch.
+        hidden = [ctypes.c_uint64(0), ctypes.c_uint64(0)]
+        every = [*self._slots, *hidden]
+        self._keep = hidden
+        self._argv = (ctypes.c_void_p * len(every))(*[ctypes.addressof(s) for s in every])
+        self._config = _LaunchConfig(block=(ctypes.c_uint * 3)(32 * meta.num_warps, 1, 1), shared=meta.shared)
+        if pdl and torch.cuda.get_device_capability()[0] >= 9:
+            self._attribute = _LaunchAttribute(id=_PDL)
+            self._attribute.value[0] = 1
+            self._config.attributes = ctypes.pointer(self._attribute)
+            self._config.count = 1
+        self._config_ref = ctypes.byref(self._config)
+        self._launch = driver.cuLaunchKernelEx
+        self._device = torch.cuda.current_device()
+
+    def launch(self, grid: tuple[int, ...], args: tuple) -> None:
+        slots = self._slots
+        at = 0
+        for value in args:
+            if value is None:
+                continue
+            slots[at].value = value.data_ptr() if self._is_pointer[at] else value
+            at += 1
+        config = self._config
+        config.grid[0] = grid[0]
+        config.grid[1] = grid[1] if len(grid) > 1 else 1
+        config.grid[2] = grid[2] if len(grid) > 2 else 1
+        config.stream = torch._C._cuda_getCurrentRawStream(self._device)
+        result = self._launch(self._config_ref, self._function, self._argv, None)
+        if result:
+            _check(result, self.name)
+
+
+_loaded: ctypes.CDLL | None = None
+
+
+def _driver() -> ctypes.CDLL:
+    global _loaded
+    if _loaded is None:
+        torch.cuda.current_stream()  # torch makes the context
+        _loaded = ctypes.CDLL("libcuda.so.1")
+        _loaded.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return _loaded
+
+
+def _check(result: int, name: str) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        raise KernelError(f"{name}: the CUDA driver says: {(text.value or b'unknown error').decode()} ({result}).")
