@@ -1,0 +1,329 @@
+"""Paged attention on the GPU, in Triton: split-KV decode and tiled prefill over one cache layout.
+
+    k_cache, v_cache   [num_pages, PAGE_SIZE, Hkv, D]  (any strides; D contiguous)
+    block_table        [rows, max_pages] int32
+    rows, seq_lens     [B] int32: the table row of each sequence, and its length including the step's tokens
+
+The G = Hq / Hkv query heads that share a key head are the rows of one tile, so K and V are read once for all of them.
+
+Decode: grid (B, Hkv, SPLITS). A program attends to one slice of the sequence; a second kernel merges the slices by
+their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one captured grid serves any length.
+
+Prefill: grid (tiles, Hkv). The host lists the tiles of BLOCK_Q query tokens; a tile holds BLOCK_Q * G query rows
+(FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. A sequence with one token is a tile like any
+other, so one launch serves prefill and decode together.
+
+Scores are kept in base 2: exp2 is one instruction.
+
+fp8 caches hold k / k_scale and v / v_scale. They are widened to the query's dtype before each product, and both
+products accumulate in float32: the short accumulator of fp8 tensor cores, against which two-level accumulation is the
+remedy, is never used, so long sequences lose nothing to it. Cards below sm89 have no fp8.
+
+What no query sees is never loaded: slots past a sequence's end or before its window may hold anything, NaN included
+(0 * NaN is NaN: a zero probability alone would not protect the sum).
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.launch import kernel
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
+    s = tl.dot(q, k) * scale
+    if SOFTCAP:  # softcap * tanh(s / softcap); tanh(x) = 1 - 2 / (exp2(2 x log2 e) + 1)
+        e = tl.exp2(s / softcap * 2.8853900817779268)
+        s = softcap * (1 - 2 / (e + 1))
+    return s * 1.4426950408889634  # log2 e
+
+
+@kernel
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, rows_ptr, seq_lens_ptr, table_ptr,
+    q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + b)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(seq_len - window, 0) // TILE * TILE
+    tiles = tl.cdiv(seq_len - first, TILE)
+    per_split = tl.cdiv(tiles, SPLITS)
+    start = first + split * per_split * TILE
+    end = tl.minimum(start + per_split * TILE, seq_len)
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    head = h * G + g
+    q_mask = (g < G)[:, None] & (d < D)[None, :]
+    at_out = (b * HKV * G + head)[:, None] * D + d[None, :]
+    if start >= end:
+        if SPLITS > 1:
+            tl.store(lse_ptr + (b * HKV * G + head) * SPLITS + split, -float("inf"), mask=g < G)
+        else:
+            tl.store(out_ptr + at_out, tl.zeros([GP, DP], out_ptr.dtype.element_ty), mask=q_mask)
+        return
+    q = tl.load(q_ptr + b * q_stride + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
+    row = tl.load(rows_ptr + b)
+    table = table_ptr + row.to(tl.int64) * table_stride
+    m = tl.full([GP], -float("inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    n = tl.arange(0, TILE)
+    for at in range(start, end, TILE):
+        token = at + n
+        live = token < end
+        if WINDOW:
+            live = live & (token >= seq_len - window)
+        page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
+        offset = page * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
+        mask = live[None, :] & (d < D)[:, None] if D != DP else live[None, :]
+        k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=mask, other=0.0)
+        v_mask = live[:, None] & (d < D)[None, :] if D != DP else live[:, None]
+        v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=v_mask, other=0.0)
+        if FP8:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
+        s = _scores(q, k, scale * k_scale, softcap, SOFTCAP)
+        s = tl.where(live[None, :], s, -float("inf"))
+        new_m = tl.maximum(m, tl.max(s, 1))
+        safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
+        p = tl.exp2(s - safe_m[:, None])
+        decay = tl.exp2(m - safe_m)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None] + tl.dot(p.to(q.dtype), v)
+        m = new_m
+    out = acc * v_scale / total[:, None]
+    if SPLITS > 1:
+        slot = (b * HKV * G + head) * SPLITS + split
+        tl.store(part_ptr + slot[:, None] * D + d[None, :], out, mask=q_mask)
+        tl.store(lse_ptr + slot, m + tl.log2(total), mask=g < G)
+    else:
+        tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+@kernel
+def _merge_kernel(part_ptr, lse_ptr, out_ptr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
+    slot = tl.program_id(0)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, DP)
+    lse = tl.load(lse_ptr + slot * SPLITS + s)
+    top = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    weight = weight / tl.where(total == 0, 1.0, total)  # a sequence of length 0: zeros
+    mask = (weight > 0)[:, None] & (d < D)[None, :]  # slices that were empty never wrote their part
+    part = tl.load(part_ptr + (slot * SPLITS + s)[:, None] * D + d[None, :], mask=mask, other=0.0)
+    out = tl.sum(part * weight[:, None], 0)
+    tl.store(out_ptr + slot * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@kernel
+def _prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, tile_ptr, rows_ptr, starts_ptr, q_starts_ptr, counts_ptr, table_ptr,
+    q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    tile, h = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(tile_ptr + tile * 2)
+    first_q = tl.load(tile_ptr + tile * 2 + 1)  # index of the tile's first token within the chunk
+    row = tl.load(rows_ptr + seq)
+    start = tl.load(starts_ptr + seq)
+    q_start = tl.load(q_starts_ptr + seq)
+    count = tl.load(counts_ptr + seq)
+    m_index = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, DP)
+    token_q = first_q + m_index // G
+    head = h * G + m_index % G
+    q_live = (m_index < BLOCK_Q * G) & (token_q < count)
+    q_mask = q_live[:, None] & (d < D)[None, :]
+    q_at = (q_start + token_q).to(tl.int64)
+    q = tl.load(q_ptr + q_at[:, None] * q_stride + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
+    position = start + token_q
+    table = table_ptr + row.to(tl.int64) * table_stride
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DP], tl.float32)
+    n = tl.arange(0, TILE)
+    end = start + tl.minimum(first_q + BLOCK_Q, count)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(start + first_q - window + 1, 0) // TILE * TILE
+    # Tiles entirely before the first query need no mask.
+    unmasked = begin
+    if not WINDOW:
+        unmasked = (start + first_q + 1) // TILE * TILE
+    for at in range(begin, unmasked, TILE):
+        token = at + n
+        page = tl.load(table + token // PAGE).to(tl.int64)
+        offset = page * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
+        if D == DP:
+            k = tl.load(k_ptr + offset[None, :] + d[:, None])
+            v = tl.load(v_ptr + offset[:, None] + d[None, :])
+        else:
+            k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
+            v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        if FP8:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
+        s = _scores(q, k, scale * k_scale, softcap, SOFTCAP)
+        new_m = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - new_m[:, None])
+        decay = tl.exp2(m - new_m)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(p.to(q.dtype), v, acc)
+        m = new_m
+    for at in range(unmasked, end, TILE):
+        token = at + n
+        live = token < end
+        if WINDOW:
+            live = live & (token > start + first_q - window)
+        page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
+        offset = page * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
+        k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+        if FP8:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
+        s = _scores(q, k, scale * k_scale, softcap, SOFTCAP)
+        visible = token[None, :] <= position[:, None]
+        if WINDOW:
+            visible = visible & (token[None, :] > position[:, None] - window)
+        s = tl.where(visible, s, -float("inf"))
+        new_m = tl.maximum(m, tl.max(s, 1))
+        safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
+        p = tl.exp2(s - safe_m[:, None])
+        decay = tl.exp2(m - safe_m)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(p.to(q.dtype), v, acc)
+        m = new_m
+    out = acc * v_scale / tl.where(total == 0, 1.0, total)[:, None]
+    out_at = q_at[:, None] * (HKV * G * D) + head[:, None] * D + d[None, :]
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
+    """Slices per sequence so that every multiprocessor has a few programs; a power of two, at most 64.
+
+    Choose it from the padded batch size of a captured graph, not from lengths: slices beyond a sequence's end cost one
+    load. Every slice but the last is a whole number of tiles, so short sequences simply leave slices empty. Results do
+    depend on the number in the last bits, as the slices are summed in another order.
+    """
+    wanted = max(1, 4 * multiprocessors // max(1, batch * num_kv_heads))
+    return min(64, 1 << (wanted.bit_length() - 1))
+
+
+@functools.cache
+def _shared_limit(device: torch.device) -> int:
+    """Shared memory one program may have, in bytes."""
+    if device.type != "cuda":
+        return 1 << 30  # the interpreter
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _prefill_shared(block_m: int, padded_dim: int, tile: int) -> int:
+    """What Triton takes for the queries, a tile of keys and of values, and the probabilities, in bytes."""
+    return 2 * (block_m * padded_dim + 2 * tile * padded_dim + block_m * tile) + 1024
+
+
+def decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    splits: int,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    tile: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> torch.Tensor:
+    """One query token a sequence: q [B, Hq, D] (rows may be strided) -> out [B, Hq, D], contiguous.
+
+    `splits`, a power of two (see `num_splits`), is the number of programs that share a sequence and a key head. With
+    more than one, float32 scratch of B Hq splits (D + 1) is taken from torch's allocator, also inside a CUDA graph.
+    Both caches have the same strides. A sequence of length 0 (padding) gets zeros.
+    """
+    batch, num_heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    group = num_heads // kv_heads
+    padded = triton.next_power_of_2(dim)
+    part = lse = out
+    if splits > 1:
+        part = torch.empty(batch * num_heads * splits, dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
+    _decode_kernel(
+        (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, rows, seq_lens, block_table,
+        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        scale, k_scale, v_scale, softcap or 1.0, window or 0,
+        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded,
+        PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, FP8=k_cache.element_size() == 1, SOFTCAP=softcap is not None,
+        WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        warps = min(8, max(1, splits * padded // 2048))
+        _merge_kernel((batch * num_heads,), part, lse, out, D=dim, DP=padded, SPLITS=splits, num_warps=warps)
+    return out
+
+
+def prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tiles: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    q_starts: torch.Tensor,
+    counts: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    block_q: int,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    tile: int = 64,
+    num_warps: int = 8,
+    num_stages: int = 3,
+) -> torch.Tensor:
+    """Chunks of any length, one token included: q [T, Hq, D] (rows may be strided) -> out [T, Hq, D], contiguous.
+
+    Sequence i has counts[i] query tokens at positions starts[i] ..., which stand in q from q_starts[i] on. `tiles`
+    [n, 2] int32 lists (sequence, first token within its chunk) for every block_q tokens of every chunk; one whose first
+    token is past the chunk's end computes nothing that is kept (padding). block_q need not be a power of two: 128 // G
+    fills the tile best.
+    """
+    num_heads, dim = q.shape[1:]
+    kv_heads = k_cache.shape[2]
+    group = num_heads // kv_heads
+    padded = triton.next_power_of_2(dim)
+    block_m = max(16, triton.next_power_of_2(block_q * group))
+    while tile > 16 and _prefill_shared(block_m, padded, tile) > _shared_limit(q.device):
+        tile //= 2
+    _prefill_kernel(
+        (tiles.shape[0], kv_heads), q, k_cache, v_cache, out, tiles, rows, starts, q_starts, counts, block_table,
+        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        scale, k_scale, v_scale, softcap or 1.0, window or 0,
+        HKV=kv_heads, G=group, D=dim, DP=padded, PAGE=k_cache.shape[1],
+        BLOCK_Q=block_q, BLOCK_M=block_m, TILE=tile, FP8=k_cache.element_size() == 1, SOFTCAP=softcap is not None,
+        WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out
