@@ -138,6 +138,8 @@ def _prefill_kernel(
     start = tl.load(starts_ptr + seq)
     q_start = tl.load(q_starts_ptr + seq)
     count = tl.load(counts_ptr + seq)
+    if first_q >= count:
+        return
     m_index = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DP)
     token_q = first_q + m_index // G
@@ -308,7 +310,7 @@ def prefill(
 
     Sequence i has counts[i] query tokens at positions starts[i] ..., which stand in q from q_starts[i] on. `tiles`
     [n, 2] int32 lists (sequence, first token within its chunk) for every block_q tokens of every chunk; one whose first
-    token is past the chunk's end computes nothing that is kept (padding). block_q need not be a power of two: 128 // G
+    token is past the chunk's end does nothing (padding). block_q need not be a power of two: 128 // G
     fills the tile best.
     """
     num_heads, dim = q.shape[1:]

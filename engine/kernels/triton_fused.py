@@ -1,14 +1,24 @@
-"""The small steps between matrix products, each one pass over its data: norm + residual, SiLU gate, RoPE + KV write."""
+"""The small steps between matrix products, each one pass over its data: norm + residual, SiLU gate, RoPE + KV write.
+
+The first two can give their result in fp8, for a matrix product in fp8. It is then the fp8 form of the very numbers
+that they would have given: rounded to the activation's dtype first.
+"""
+
+from typing import Literal, overload
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel
+from engine.kernels.triton_quant import empty_rows, row_to_fp8, warps_for
 
 
 @kernel
-def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, H, eps, ADD: tl.constexpr, HP: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, H, eps,
+    ADD: tl.constexpr, HP: tl.constexpr, QUANTIZE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HP)
     mask = h < H
@@ -20,19 +30,54 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, H, eps,
     x32 = x.to(tl.float32)
     scaled = x32 * tl.rsqrt(tl.sum(x32 * x32, 0) / H + eps)
     weight = tl.load(weight_ptr + h, mask=mask, other=0.0)
-    tl.store(out_ptr + row * H + h, scaled.to(x.dtype) * weight, mask=mask)
+    y = scaled.to(x.dtype) * weight
+    if QUANTIZE:
+        quantized, scale = row_to_fp8(y.to(tl.float32))
+        tl.store(out_ptr + row * H + h, quantized, mask=mask)
+        tl.store(scale_ptr + row, scale)
+    else:
+        tl.store(out_ptr + row * H + h, y, mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H]."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    size = x.shape[-1]
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
+    *, quantize: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
+    *, quantize: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, quantize: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H].
+
+    With `quantize`: (e4m3 [T, H], scale [T]), see triton_quant.
+    """
+    rows, size = x.shape
     padded = triton.next_power_of_2(size)
+    scale = None
+    if quantize:
+        out, scale = empty_rows(rows, size, x.device)
+    else:
+        out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     _rms_norm_kernel(
-        (x.shape[0],), x, residual, weight, out, x.stride(0), size, eps, ADD=residual is not None, HP=padded,
-        num_warps=min(16, max(1, padded // 512)),
+        (rows,), x, residual, weight, out, scale, x.stride(0), size, eps,
+        ADD=residual is not None, HP=padded, QUANTIZE=quantize, num_warps=warps_for(padded),
     )  # fmt: skip
-    return out
+    return out if scale is None else (out, scale)
+
+
+@triton.jit
+def _silu_mul(x_ptr, i, inner, mask):
+    gate = tl.load(x_ptr + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + inner + i, mask=mask, other=0.0)
+    silu = gate / (1 + tl.exp(-gate))
+    return silu.to(up.dtype) * up
 
 
 @kernel
@@ -40,22 +85,48 @@ def _silu_mul_kernel(x_ptr, out_ptr, inner, x_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < inner
-    gate = tl.load(x_ptr + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + inner + i, mask=mask, other=0.0)
-    silu = gate / (1 + tl.exp(-gate))
-    tl.store(out_ptr + row * inner + i, silu.to(up.dtype) * up, mask=mask)
+    tl.store(out_ptr + row * inner + i, _silu_mul(x_ptr + row * x_stride, i, inner, mask), mask=mask)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2 I] (gate, up) -> silu(gate) * up [T, I]."""
+@kernel
+def _silu_mul_fp8_kernel(x_ptr, out_ptr, scale_ptr, inner, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < inner
+    quantized, scale = row_to_fp8(_silu_mul(x_ptr + row * x_stride, i, inner, mask).to(tl.float32))
+    tl.store(out_ptr + row * inner + i, quantized, mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+@overload
+def silu_mul(gate_up: torch.Tensor, *, quantize: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def silu_mul(gate_up: torch.Tensor, *, quantize: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """[T, 2 I] (gate, up) -> silu(gate) * up [T, I]; with `quantize` (e4m3 [T, I], scale [T]), see triton_quant."""
     rows, width = gate_up.shape
     inner = width // 2
+    padded = triton.next_power_of_2(inner)
+    if quantize:  # the scale needs the whole row: one program each
+        quantized, scale = empty_rows(rows, inner, gate_up.device)
+        _silu_mul_fp8_kernel(
+            (rows,), gate_up, quantized, scale, inner, gate_up.stride(0), BLOCK=padded, num_warps=warps_for(padded)
+        )
+        return quantized, scale
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(inner))
+    block = min(1024, padded)
     _silu_mul_kernel(
         (rows, triton.cdiv(inner, block)), gate_up, out, inner, gate_up.stride(0), BLOCK=block, num_warps=4
     )
     return out
+
+
+@triton.jit
+def _saturated(x):
+    """x within e4m3's range; NaN stays NaN, so that a broken model does not look sound."""
+    return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
 
 
 @kernel
@@ -63,6 +134,7 @@ def _rope_write_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr,
     qkv_stride, stride_page, stride_token, stride_head, eps, inv_k_scale, inv_v_scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -99,9 +171,12 @@ def _rope_write_kernel(
         else:
             out = v_ptr + at + (head - HQ - HKV) * stride_head
             inv = inv_v_scale
+        if FP8:
+            first = _saturated(first.to(tl.float32) * inv)
+            second = _saturated(second.to(tl.float32) * inv)
         cache_type = k_ptr.dtype.element_ty
-        tl.store(out + half, (first.to(tl.float32) * inv).to(cache_type), mask=mask)
-        tl.store(out + D // 2 + half, (second.to(tl.float32) * inv).to(cache_type), mask=mask)
+        tl.store(out + half, first.to(cache_type), mask=mask)
+        tl.store(out + D // 2 + half, second.to(cache_type), mask=mask)
 
 
 def rope_and_write_kv(
@@ -123,6 +198,8 @@ def rope_and_write_kv(
     """Normalise (optionally) and rotate q in place and k on its way into the cache; write v beside it.
 
     qkv [T, (Hq + 2 Hkv) D]; cos, sin [max_len, 1, D/2] float32; positions, slots [T]. Returns q [T, Hq, D], a view.
+    q_norm and k_norm [D] come together or not at all. An fp8 cache gets k / k_scale and v / v_scale, at most ±448;
+    other caches want scales of 1.
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
@@ -130,6 +207,6 @@ def rope_and_write_kv(
         (tokens, num_heads + 2 * kv_heads), qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache,
         qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, 1 / k_scale, 1 / v_scale,
         HQ=num_heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), PAGE=k_cache.shape[1],
-        NORM=q_norm is not None, num_warps=1,
+        NORM=q_norm is not None, FP8=k_cache.element_size() == 1, num_warps=1,
     )  # fmt: skip
     return qkv[:, : num_heads * dim].view(tokens, num_heads, dim)

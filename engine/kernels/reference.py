@@ -1,0 +1,180 @@
+"""Plain-torch twins of the Triton kernels: the same names and arguments (tuning apart), in plain float32 arithmetic.
+
+Tests and the self-test at boot compare each kernel with its twin. Twins run on any device and may wait for it.
+"""
+
+import torch
+import torch.nn.functional as F
+
+_FP8_MAX = 448.0  # the largest e4m3 number
+
+
+def decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    splits: int = 1,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """triton_attention.decode. `splits` changes nothing here."""
+    for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        key, value = _sequence(k_cache, v_cache, block_table[row], length, k_scale, v_scale)
+        out[i : i + 1] = _attend(q[i : i + 1], key, value, length - 1, scale, window, softcap)
+    return out
+
+
+def prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tiles: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    q_starts: torch.Tensor,
+    counts: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    block_q: int,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """triton_attention.prefill. Only the sequences that `tiles` lists are computed, tile by tile, as there."""
+    for seq, first in tiles.tolist():
+        count = min(int(counts[seq]) - first, block_q)
+        if count <= 0:
+            continue
+        start = int(starts[seq]) + first
+        key, value = _sequence(k_cache, v_cache, block_table[int(rows[seq])], start + count, k_scale, v_scale)
+        at = slice(int(q_starts[seq]) + first, int(q_starts[seq]) + first + count)
+        out[at] = _attend(q[at], key, value, start, scale, window, softcap)
+    return out
+
+
+def _sequence(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor, length: int, k_scale: float, v_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `length` keys and values of a sequence, [L, Hkv, D] float32."""
+    page_size = k_cache.shape[1]
+    token = torch.arange(length, device=pages.device)
+    page, offset = pages[token // page_size].long(), token % page_size
+    return k_cache[page, offset].float() * k_scale, v_cache[page, offset].float() * v_scale
+
+
+def _attend(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """q [n, Hq, D] at positions start ..., key and value [L, Hkv, D] -> [n, Hq, D] in q's dtype."""
+    if not key.shape[0]:
+        return torch.zeros_like(q)
+    group = q.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("nhd,lhd->hnl", q.float(), key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    query = torch.arange(start, start + q.shape[0], device=q.device)[:, None]
+    at = torch.arange(key.shape[0], device=q.device)
+    visible = at <= query
+    if window is not None:
+        visible &= at > query - window
+        value = value.where((at > start - window)[:, None, None], 0.0)  # 0 * NaN is NaN
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("hnl,lhd->nhd", scores.softmax(-1), value).to(q.dtype)
+
+
+def gemv(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """triton_gemv.gemv."""
+    y = x.float() @ weight.float().T
+    if scale is not None:
+        y = y * scale.float()
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, quantize: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """triton_fused.rms_norm."""
+    if residual is not None:
+        x = residual.copy_(x.float() + residual.float())
+    wide = x.float()
+    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return quantize_rows(y) if quantize else y
+
+
+def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """triton_fused.silu_mul."""
+    gate, up = gate_up.chunk(2, -1)
+    y = F.silu(gate.float()).to(up.dtype) * up
+    return quantize_rows(y) if quantize else y
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """triton_quant.quantize_rows."""
+    wide = x.float()
+    scale = wide.abs().amax(-1).clamp_min(1e-12) / _FP8_MAX
+    return (wide / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+def rope_and_write_kv(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """triton_fused.rope_and_write_kv."""
+    _, page_size, kv_heads, dim = k_cache.shape
+    q, k, v = qkv.unflatten(-1, (-1, dim)).split((num_heads, kv_heads, kv_heads), 1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+        assert isinstance(q, torch.Tensor)
+        assert isinstance(k, torch.Tensor)
+    at = positions.long()
+    page, offset = slots.long() // page_size, slots.long() % page_size
+    k_cache[page, offset] = _to_cache(_rotated(k, cos[at], sin[at]), k_scale, k_cache.dtype)
+    v_cache[page, offset] = _to_cache(v, v_scale, v_cache.dtype)
+    out = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
+    out.copy_(_rotated(q, cos[at], sin[at]))
+    return out
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def _to_cache(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != torch.float8_e4m3fn:
+        return x
+    return (x.float() / scale).clamp(-_FP8_MAX, _FP8_MAX).to(dtype)
