@@ -171,12 +171,13 @@ def _rope_write_kernel(
         else:
             out = v_ptr + at + (head - HQ - HKV) * stride_head
             inv = inv_v_scale
-        if FP8:
-            first = _saturated(first.to(tl.float32) * inv)
-            second = _saturated(second.to(tl.float32) * inv)
         cache_type = k_ptr.dtype.element_ty
-        tl.store(out + half, first.to(cache_type), mask=mask)
-        tl.store(out + D // 2 + half, second.to(cache_type), mask=mask)
+        if FP8:
+            tl.store(out + half, _saturated(first.to(tl.float32) * inv).to(cache_type), mask=mask)
+            tl.store(out + D // 2 + half, _saturated(second.to(tl.float32) * inv).to(cache_type), mask=mask)
+        else:
+            tl.store(out + half, first.to(cache_type), mask=mask)
+            tl.store(out + D // 2 + half, second.to(cache_type), mask=mask)
 
 
 def rope_and_write_kv(
