@@ -11,8 +11,10 @@ from engine.errors import ConfigError
 # Grows with the code that makes them work.
 CPU_QUANTIZATION: frozenset[str] = frozenset()
 CPU_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "float32"})
-CUDA_QUANTIZATION: frozenset[str] = frozenset()
-CUDA_KV_DTYPES = frozenset({"auto", "bfloat16", "float16"})
+CUDA_QUANTIZATION = frozenset({"fp8"})
+CUDA_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
+MIN_COMPUTE_CAPABILITY = (8, 0)  # bf16 matrix units
+FP8_COMPUTE_CAPABILITY = (8, 9)
 
 
 def nvidia_driver_present() -> bool:

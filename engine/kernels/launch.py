@@ -1,6 +1,6 @@
 """Compiles and starts Triton kernels without a C compiler, and without Triton's per-launch Python.
 
-Triton itself builds two C stubs at run time, one for the driver's functions and one for each kernel's signature; a
+Triton itself builds C stubs at run time, for the driver's functions and for each kernel's signature; a
 server in a closed network has no compiler for them. Here the kernel is compiled to machine code by Triton (its assembler
 comes with it), and started through the CUDA driver's own functions.
 

@@ -1,27 +1,28 @@
 """From a config to a running engine: check, load, plan memory, allocate, connect."""
 
+import gc
 import logging
 from collections.abc import Callable
 
 import torch
 
-from engine.capabilities import check_capabilities
+from engine.capabilities import FP8_COMPUTE_CAPABILITY, MIN_COMPUTE_CAPABILITY, check_capabilities, resolve_device
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from engine.core.kv.planner import MemoryPlan, plan_memory
+from engine.core.kv.planner import GIB, MemoryPlan, plan_memory
 from engine.core.kv.spec import AttentionSpec
 from engine.core.loop import EngineCore
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
-from engine.models.loader import fill_randomly, finalize, load_weights
+from engine.models.loader import fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
-from engine.worker.memory import activation_bytes, allocate_kv, cpu_budget, weight_bytes
+from engine.worker.memory import activation_bytes, allocate_kv, cpu_budget, gpu_budget, weight_bytes
 from engine.worker.runner import Runner
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
-_DEFAULT_SEQS = 256
-_DEFAULT_BATCHED_TOKENS = 512
+_DEFAULT_SEQS = {"cpu": 256, "cuda": 1024}
+_DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -39,49 +40,65 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     check_capabilities(config, device.type)
     max_len_wanted = _wanted_context(config, model_config)
 
-    max_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS
+    max_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[device.type]
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
-            model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
+        model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
     finally:
         torch.set_default_dtype(torch.float32)
+    if config.quantization is not None:
+        quantize(model, config.quantization)
     with torch.inference_mode():
         if config.load_format == "dummy":
-            fill_randomly(model)
+            fill_randomly(model, device=device)
         else:
-            load_weights(model, config.model, progress)
-        finalize(model)
+            load_weights(model, config.model, progress, device)
 
+    kv_dtype = _kv_dtype(config, dtype)
     spec = AttentionSpec(
         model_config.num_layers,
         model_config.num_kv_heads,
         model_config.head_dim,
-        dtype.itemsize,
+        kv_dtype.itemsize,
         config.block_size or DEFAULT_PAGE_SIZE[device.type],
     )
-    num_seqs = config.max_num_seqs or _DEFAULT_SEQS
-    activations = activation_bytes(model_config, dtype, max_tokens, min(num_seqs, max_tokens))
+    num_seqs = config.max_num_seqs or _DEFAULT_SEQS[device.type]
+    if device.type == "cuda":
+        from engine.worker.device_runner import DeviceRunner, measure_activations
+
+        activations = measure_activations(model, spec, kv_dtype, max_tokens, num_seqs, device)
+        budget = gpu_budget(config, weight_bytes(model), activations, device)
+    else:
+        activations = activation_bytes(model_config, dtype, max_tokens, min(num_seqs, max_tokens))
+        budget = cpu_budget(config, weight_bytes(model), activations)
     plan = plan_memory(
-        cpu_budget(config, weight_bytes(model), activations),
+        budget,
         spec,
         device=str(device),
         max_model_len=max_len_wanted,
         model_max_len=model_config.max_position_embeddings,
         max_num_seqs=config.max_num_seqs,
-        default_num_seqs=_DEFAULT_SEQS,
+        default_num_seqs=_DEFAULT_SEQS[device.type],
     )
     log.info("%s", plan.table())
 
-    runner = Runner(
-        model,
-        num_rows=plan.max_num_seqs + 1,
-        max_model_len=plan.max_model_len,
-        page_size=plan.page_size,
-        device=device,
-    )
+    sizes = {"num_rows": plan.max_num_seqs + 1, "max_model_len": plan.max_model_len, "page_size": plan.page_size}
     with torch.inference_mode():
-        runner.bind_cache(allocate_kv(spec, plan.num_pages, dtype, device))
+        if device.type == "cuda":
+            runner = DeviceRunner(model, **sizes, max_num_tokens=max_tokens, device=device)
+        else:
+            runner = Runner(model, **sizes, device=device)
+        runner.bind_cache(allocate_kv(spec, plan.num_pages, kv_dtype, device))
+    if isinstance(runner, Runner):
+        depth = 2 if config.overlap else 1
+    else:
+        depth = 1 if config.overlap is False else 2
+        if not config.enforce_eager:
+            if progress:
+                progress("recording graphs", 0, 1)
+            runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
+        gc.collect()
+        gc.freeze()  # what start-up made stays: no collection looks at it again
     return EngineCore(
         config,
         runner,
@@ -92,20 +109,47 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_num_batched_tokens=max_tokens,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
-        depth=2 if config.overlap else 1,
+        depth=depth,
         description=_describe(plan, model_config, dtype, device),
     )
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device asked for. This version computes on the CPU; a GPU that was asked for is never quietly replaced."""
-    if config.device == "cuda":
-        raise ConfigError("--device cuda: this version computes on the CPU only.", "--device", "Use --device cpu.")
-    return torch.device("cpu")
+    """The device asked for; by default the GPU if there is one. A GPU that was asked for is never quietly replaced.
+
+    Raises ConfigError for a GPU that is missing, too old, or too full.
+    """
+    kind = resolve_device(config.device, torch.cuda.is_available())
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    version = ".".join(map(str, capability))
+    if capability < MIN_COMPUTE_CAPABILITY:
+        raise ConfigError(f"{name} has compute capability {version}; at least 8.0 is needed.", "--device",
+                          "Use a newer GPU, or --device cpu.")
+    if capability < FP8_COMPUTE_CAPABILITY and "fp8" in (config.quantization or "") + config.kv_cache_dtype:
+        raise ConfigError(f"fp8 needs compute capability 8.9 or newer; {name} has {version}.", "--quantization",
+                          "Leave --quantization and --kv-cache-dtype out.")
+    free, total = torch.cuda.mem_get_info(device)
+    wanted = int(total * config.gpu_memory_utilization)
+    if free < wanted:
+        raise ConfigError(
+            f"{name} has {free / GIB:.1f} GiB of {total / GIB:.1f} GiB free, but --gpu-memory-utilization "
+            f"{config.gpu_memory_utilization} asks for {wanted / GIB:.1f} GiB.", "--gpu-memory-utilization",
+            f"Stop what else uses the GPU (nvidia-smi lists it), or use at most {free / total * 0.99:.2f}.",
+        )  # fmt: skip
+    return device
 
 
 def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
     return _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
+
+
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    if config.kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        return torch.float8_e4m3fn
+    return dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
 
 
 def _wanted_context(config: EngineConfig, model_config: ModelConfig) -> int | None:

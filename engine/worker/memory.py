@@ -11,6 +11,7 @@ from engine.layers.linear import Linear
 from engine.models.config import ModelConfig
 
 _DEFAULT_CPU_KV = 4 * GIB
+_GRAPH_BYTES = 1 * GIB      # decode graphs: their records, and their shared activations
 _HOST_RESERVE = GIB // 2   # left to the rest of the machine on CPU
 
 
@@ -40,6 +41,17 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> MemoryBu
     return MemoryBudget(info["MemTotal"], usable, weights, activations, limit)
 
 
+def gpu_budget(config: EngineConfig, weights: int, activations: int, device: torch.device) -> MemoryBudget:
+    """`gpu_memory_utilization` of the card, less what others and the CUDA context hold there."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    not_ours = total - free - torch.cuda.memory_reserved(device)
+    usable = int(total * config.gpu_memory_utilization) - not_ours
+    if config.enforce_eager:
+        return MemoryBudget(total, usable, weights, activations, config.kv_cache_memory_bytes)
+    return MemoryBudget(total, usable, weights, activations, config.kv_cache_memory_bytes, _GRAPH_BYTES)
+
+
 def allocate_kv(spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[layers, 2, num_pages, page_size, Hkv, D] zeros.
 
@@ -48,7 +60,8 @@ def allocate_kv(spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device:
     """
     shape = (spec.num_layers, 2, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
     raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
 

@@ -29,6 +29,7 @@ class MemoryBudget:
     weights: int
     activations: int
     kv_limit: int | None = None
+    graphs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class MemoryPlan:
             ("usable memory", _gib(self.budget.usable), f"of {_gib(self.budget.total).strip()} on {self.device}"),
             ("weights", _gib(self.budget.weights), ""),
             ("activations", _gib(self.budget.activations), "the largest step"),
+            *([("graphs", _gib(self.budget.graphs), "recorded decode steps")] if self.budget.graphs else []),
             ("request table", _gib(self.table_bytes), f"{self.max_num_seqs:,} sequences at once"),
             ("KV pages", _gib(self.num_pages * self.page_bytes),
              f"{self.num_pages - 1:,} pages of {self.page_size} tokens = {self.kv_tokens:,} tokens"),
@@ -81,7 +83,7 @@ def plan_memory(
     Raises OutOfMemoryPlanError with the numbers.
     """
     notes: list[str] = []
-    free = budget.usable - budget.weights - budget.activations
+    free = budget.usable - budget.weights - budget.activations - budget.graphs
     seqs = max_num_seqs or default_num_seqs
 
     def table_bytes(length: int) -> int:

@@ -179,7 +179,27 @@ class DeviceSampler:
     def prompt_logprobs(self, logits: Tensor, target_ids: Tensor, k: int) -> HostLogprobs:
         """Log-probabilities of a prompt, k alternatives each: row i of `logits` [T, V] predicts `target_ids[i]`."""
         rows = list(range(len(logits)))
-        return self._logprobs(logits, None, target_ids, rows, [min(k, self.vocab_size)] * len(rows))
+        tokens = target_ids.to(torch.int32, copy=True)  # at an aligned address
+        return self._logprobs(logits, None, tokens, rows, [min(k, self.vocab_size)] * len(rows))
+
+    def warm_up(self, dtype: torch.dtype, columns: Tensor, token_ids: Tensor) -> None:
+        """Compile and load every kernel for logits of `dtype`, with the `columns` and `token_ids` that steps will use.
+
+        Before the first request. Writes to the first columns, and to no token."""
+        logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
+        out = torch.zeros(1, dtype=torch.int32, device=self.device)
+        words = np.zeros((NUM_COLUMNS, 1), dtype=np.int32)
+        everything = SamplingParams(
+            top_k=2, top_p=0.5, logit_bias={0: 1.0}, presence_penalty=1.0, logprobs=1, max_tokens=None
+        )
+        try:
+            self.add(0, everything, 0, 0, ())
+            self.fill(words, [0], [self.max_model_len])
+            columns[:, :1].copy_(torch.from_numpy(words))
+            self.sample(logits, columns, token_ids, out, self.plan([0], [self.max_model_len]))
+            self.prompt_logprobs(logits, out, 1)
+        finally:
+            self.remove(0)
 
     def _logprobs(
         self, logits: Tensor, index: Tensor | None, tokens: Tensor, rows: list[int], num_top: list[int]
@@ -187,7 +207,7 @@ class DeviceSampler:
         k = max(num_top, default=0)
         packed = torch.empty(len(rows), 3 + 2 * k, dtype=torch.int32, device=self.device)
         if rows:
-            self._kernels.logprobs(logits, index, tokens, packed, k)
+            self._kernels.logprobs(logits, index, tokens, packed)
         return HostLogprobs(rows, num_top, packed)
 
     def _write(self, row: int) -> None:
@@ -263,8 +283,7 @@ class DeviceSampler:
             stop = min(start + chunk, count)
             z, part = copy[: stop - start], index[start:stop]
             kernels.copy_rows(logits, part, z)
-            first, last = np.searchsorted(edits.entries[0], (start, stop)).tolist()
-            kernels.add_values(z, entries, first, last, start)
+            kernels.add_values(z, entries, start, chunk)
             if counts is not None:
                 kernels.penalise(
                     z, counts[: stop - start], part, penalties[:, start:], columns, token_ids, edits.longest
@@ -274,11 +293,13 @@ class DeviceSampler:
             )
 
     def _upload(self, arrays: list[Words]) -> list[Tensor]:
-        """The arrays ([N] or [R, N]) on the device, by one pinned copy; each row starts at an aligned place."""
+        """The arrays ([N] or [R, N]) on the device, by one pinned copy. Each row is padded with -1 to an aligned length:
+        the kernels are compiled for aligned addresses and strides, and must not be compiled again in the middle of work."""
         widths = [-(-a.shape[-1] // _ALIGN) * _ALIGN for a in arrays]
         sizes = [a.size // max(a.shape[-1], 1) * w if a.ndim > 1 else w for a, w in zip(arrays, widths, strict=True)]
         host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         flat, views, at = host.numpy(), [], 0
+        flat[:] = -1
         for array, width, size in zip(arrays, widths, sizes, strict=True):
             shape = (*array.shape[:-1], width)
             flat[at : at + size].reshape(shape)[..., : array.shape[-1]] = array

@@ -1,0 +1,77 @@
+"""What the host sends each step, applied on the device: changes of the request table, then the inputs of each token.
+
+    runs      [R, 4]  (table, first word there, first word here, number of words): copied into the table
+    row       [T]     the table row of each token
+    position  [T]     its position in the sequence
+
+    token_ids[t]  = tokens[row, position]
+    slots[t]      = block_table[row, position / P] * P + position % P
+    seq_lens[t]   = position + 1
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.launch import kernel
+
+TOKENS, PAGES = 0, 1  # which table a run goes to
+
+
+@kernel
+def _apply_runs_kernel(packed_ptr, runs_at, tokens_ptr, pages_ptr, BLOCK: tl.constexpr):
+    run = packed_ptr + runs_at + tl.program_id(0) * 4
+    table = tl.load(run)
+    target = tl.load(run + 1)
+    source = tl.load(run + 2)
+    count = tl.load(run + 3)
+    i = tl.arange(0, BLOCK)
+    for at in range(0, count, BLOCK):
+        mask = at + i < count
+        words = tl.load(packed_ptr + source + at + i, mask=mask, other=0)
+        if table == 0:
+            tl.store(tokens_ptr + target + at + i, words, mask=mask)
+        else:
+            tl.store(pages_ptr + target + at + i, words, mask=mask)
+
+
+@kernel
+def _gather_kernel(
+    row_ptr, position_ptr, tokens_ptr, pages_ptr, ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr, T,
+    tokens_stride, pages_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = t < T
+    row = tl.load(row_ptr + t, mask=mask, other=0).to(tl.int64)
+    position = tl.load(position_ptr + t, mask=mask, other=0)
+    token = tl.load(tokens_ptr + row * tokens_stride + position, mask=mask, other=0)
+    page = tl.load(pages_ptr + row * pages_stride + position // PAGE, mask=mask, other=0).to(tl.int64)
+    tl.store(ids_ptr + t, token.to(tl.int64), mask=mask)
+    tl.store(positions_ptr + t, position.to(tl.int64), mask=mask)
+    tl.store(slots_ptr + t, page * PAGE + position % PAGE, mask=mask)
+    tl.store(seq_lens_ptr + t, position + 1, mask=mask)
+
+
+def apply_runs(packed: torch.Tensor, runs_at: int, count: int, tokens: torch.Tensor, pages: torch.Tensor) -> None:
+    """Copy `count` runs, listed at word `runs_at` of `packed`, into `tokens` and `pages` (the request table)."""
+    if count:
+        _apply_runs_kernel((count,), packed, runs_at, tokens, pages, BLOCK=256, num_warps=4)
+
+
+def gather_inputs(
+    row: torch.Tensor,
+    position: torch.Tensor,
+    tokens: torch.Tensor,
+    pages: torch.Tensor,
+    page_size: int,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """Fill the int64 `token_ids`, `positions`, `slots` and int32 `seq_lens` of T tokens."""
+    count = row.shape[0]
+    _gather_kernel(
+        (triton.cdiv(count, 128),), row, position, tokens, pages, token_ids, positions, slots, seq_lens, count,
+        tokens.stride(0), pages.stride(0), PAGE=page_size, BLOCK=128, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,317 @@
+"""Runs steps on a GPU. The host never waits between `launch` and `collect`, and `collect` waits for one event.
+
+    launch   pack ─► one copy ─► table updates ─► forward (a CUDA graph for pure decode) ─► sample ─► copy tokens back
+    collect  wait for that copy's event, unpack
+
+The request table (tokens, pages) lives on the device; the sampler writes each token there itself, so step N + 1 can be
+launched before anybody has seen the tokens of step N.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
+from engine.core.kv.spec import AttentionSpec, pages_for
+from engine.core.params import SamplingParams
+from engine.core.request import TokenLogprobs
+from engine.kernels import triton_inputs
+from engine.layers.attention import Attention, tile_tokens
+from engine.layers.context import DeviceBatch, ForwardContext, forward_context
+from engine.models.base import CausalLM
+from engine.worker.graphs import DecodeGraphs
+from engine.worker.memory import allocate_kv
+from engine.worker.runner import NAN_ERROR
+from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
+from engine.worker.staging import Staging
+
+_RING = 4                  # more than the steps in flight
+_PROMPT_LOGITS_ROWS = 256  # prompt logprobs are computed this many positions at a time: [256, V] logits, not [T, V]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHandle:
+    """A step under way: what to read once `done` has passed."""
+
+    plan: StepPlan
+    done: torch.cuda.Event
+    tokens: torch.Tensor | None                       # pinned int32, one for each sampling sequence
+    count: int
+    logprobs: HostLogprobs | None
+    prompt_logprobs: dict[int, list[HostLogprobs]]    # index in plan.seqs -> those of the prompt tokens it covers
+
+
+class DeviceRunner:
+    """One GPU, one model, on the current stream."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        page_size: int,
+        max_num_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.page_size = page_size
+        self.max_model_len = max_model_len
+        width = pages_for(max_model_len, page_size)
+        self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        self.sampler = DeviceSampler(num_rows, model.config.vocab_size, max_model_len, device)
+        self.prompt_len = [0] * num_rows
+        self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
+        self.tile_tokens = tile_tokens(model.config.num_heads, model.config.num_kv_heads)
+        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        # A token: row, position, up to two words of a tile, itself if it is new. A sequence: columns, lists, runs.
+        words = 6 * max_num_tokens + num_rows * (NUM_COLUMNS + 32) + 4096
+        self.staging = Staging(words, device)
+        self._out = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._pinned = [torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._events = [torch.cuda.Event() for _ in range(_RING)]
+        self._turn = 0
+        ints = {"dtype": torch.int64, "device": device}
+        size = max(max_num_tokens, num_rows)
+        self._ids, self._positions, self._slots = (torch.zeros(size, **ints) for _ in range(3))
+        self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
+        self.graphs: DecodeGraphs | None = None
+
+    def bind_cache(self, cache: torch.Tensor) -> None:
+        """Give each attention layer its part of `cache` [layers, 2, num_pages, page_size, Hkv, D]."""
+        for layer, (k_cache, v_cache) in zip(self.attention_layers, cache, strict=True):
+            layer.k_cache, layer.v_cache = k_cache, v_cache
+
+    def capture_graphs(self, max_batch: int) -> None:
+        """Record decode steps of the usual sizes; must come after `bind_cache`."""
+        self.graphs = DecodeGraphs(self._decode, max_batch)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> DeviceHandle:
+        for init in plan.row_inits:
+            self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
+            self.prompt_len[init.row] = init.prompt_len
+        rows = np.array([s.row for s in plan.seqs])
+        starts = np.array([s.start for s in plan.seqs])
+        if plan.num_tokens == len(plan.seqs):
+            hidden, columns, sampling = self._launch_decode(plan, rows, starts)
+        else:
+            hidden, columns, sampling = self._launch_mixed(plan, rows, starts)
+        return self._finish(plan, rows, starts, hidden, columns, sampling)
+
+    def collect(self, handle: DeviceHandle) -> StepResult:
+        handle.done.synchronize()
+        tokens = [] if handle.tokens is None else handle.tokens[: handle.count].tolist()
+        logprobs: dict[int, TokenLogprobs] = {}
+        if handle.logprobs is not None:
+            logprobs = dict(zip(handle.logprobs.rows, handle.logprobs.unpack(), strict=True))
+        results, at = [], 0
+        for i, seq in enumerate(handle.plan.seqs):
+            prompt = handle.prompt_logprobs.get(i)
+            listed = None if prompt is None else [entry for part in prompt for entry in part.unpack()]
+            if not seq.samples:
+                results.append(SeqResult(prompt_logprobs=listed))
+                continue
+            token = tokens[at]
+            results.append(
+                SeqResult(error=NAN_ERROR) if token < 0 else SeqResult(token, logprobs.get(at), listed)
+            )
+            at += 1
+        return StepResult(handle.plan.step_id, results)
+
+    # -- packing ------------------------------------------------------------------------------------------------------
+
+    def _launch_decode(
+        self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """Every sequence has one token: hidden states [B, H], columns, which sequences sample."""
+        batch = len(rows)
+        size = batch if self.graphs is None else self.graphs.size_for(batch)
+        stage = self.staging
+        stage.begin()
+        stage.take((2 + NUM_COLUMNS) * size)
+        words = stage.words
+        words[:batch], words[batch:size] = rows, 0
+        words[size : size + batch], words[size + batch : 2 * size] = starts, 0
+        columns = words[2 * size : (2 + NUM_COLUMNS) * size].reshape(NUM_COLUMNS, size)
+        self.sampler.fill(columns, rows, starts + 1)
+        self._put_updates(plan)
+        device = stage.device_words
+        if self.graphs is not None and self.graphs.has(size):
+            hidden = self.graphs.replay(size)
+        else:
+            hidden = self._decode(size)
+        self._hidden = hidden if any(s.prompt_logprobs is not None for s in plan.seqs) else None
+        sampling = np.arange(batch)
+        if not all(s.samples for s in plan.seqs):  # a last chunk of one token
+            sampling = np.flatnonzero([s.samples for s in plan.seqs])
+        column = device[2 * size : (2 + NUM_COLUMNS) * size].view(NUM_COLUMNS, size)
+        if len(sampling) < batch:  # rare: refill for the sampling ones, by a second copy
+            index = torch.from_numpy(sampling).pin_memory().to(self.device, non_blocking=True)
+            return hidden.index_select(0, index), column.index_select(1, index).contiguous(), sampling
+        return hidden[:batch], column, sampling
+
+    def _decode(self, size: int) -> torch.Tensor:
+        """Forward of `size` sequences with one token each, whose rows and positions head the device's words."""
+        words = self.staging.device_words
+        rows, positions = words[:size], words[size : 2 * size]
+        self._gather(rows, positions, size)
+        batch = DeviceBatch(rows, self._seq_lens[:size], self.block_table, self.multiprocessors)
+        return self._forward(size, batch)
+
+    def _launch_mixed(
+        self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        counts = np.array([s.num_tokens for s in plan.seqs])
+        ends = np.cumsum(counts)
+        q_starts = ends - counts
+        total = int(ends[-1])
+        sampling = np.flatnonzero([s.samples for s in plan.seqs])
+        tiles_each = -(-counts // self.tile_tokens)
+        owner = np.repeat(np.arange(len(rows)), tiles_each)
+        first = np.cumsum(tiles_each) - tiles_each
+        within = (np.arange(len(owner)) - first[owner]) * self.tile_tokens
+        # The longest chunks' last tiles take longest: start with them, so that none is left running alone.
+        order = np.argsort(-(starts[owner] + within), kind="stable")
+        tiles = np.stack((owner, within), 1)[order]
+
+        stage = self.staging
+        stage.begin()
+        row_at = stage.put(np.repeat(rows, counts))
+        position_at = stage.put(np.arange(total) + np.repeat(starts - q_starts, counts))
+        columns_at = stage.take(NUM_COLUMNS * len(sampling))
+        columns = stage.words[columns_at : columns_at + NUM_COLUMNS * len(sampling)].reshape(NUM_COLUMNS, -1)
+        if len(sampling):
+            self.sampler.fill(columns, rows[sampling], (starts + counts)[sampling])
+        lists = [stage.put(x) for x in (rows, starts, q_starts, counts, ends[sampling] - 1, tiles.reshape(-1))]
+        self._put_updates(plan)
+
+        words = stage.device_words
+        n = len(rows)
+        per_seq = [words[at : at + n] for at in lists[:4]]
+        sample_index = words[lists[4] : lists[4] + len(sampling)]
+        tiles_on_device = words[lists[5] : lists[5] + tiles.size].view(-1, 2)
+        self._gather(words[row_at : row_at + total], words[position_at : position_at + total], total)
+        batch = DeviceBatch(
+            per_seq[0], self._seq_lens[:n], self.block_table, self.multiprocessors, tiles_on_device, self.tile_tokens,
+            per_seq[1], per_seq[2], per_seq[3],
+        )  # fmt: skip
+        hidden = self._forward(total, batch)
+        self._hidden = hidden if any(s.prompt_logprobs is not None for s in plan.seqs) else None
+        column = words[columns_at : columns_at + NUM_COLUMNS * len(sampling)].view(NUM_COLUMNS, len(sampling))
+        return hidden.index_select(0, sample_index), column, sampling
+
+    def _put_updates(self, plan: StepPlan) -> None:
+        """Pack the changes of the request table, send everything, and apply them."""
+        stage = self.staging
+        changes = [(triton_inputs.PAGES, self.block_table, u.row, u.start, u.pages) for u in plan.page_updates]
+        changes += [(triton_inputs.TOKENS, self.token_ids, i.row, 0, i.token_ids) for i in plan.row_inits]
+        runs: list[int] = []
+        room = stage.room() - 4 * len(changes)
+        for which, table, row, start, values in changes:
+            if len(values) > room:  # long prompts found in the prefix cache cost no budget, and may be many
+                there = table[row, start : start + len(values)]
+                there.copy_(torch.tensor(values, dtype=torch.int32).pin_memory(), non_blocking=True)
+                continue
+            room -= len(values)
+            runs += [which, row * table.shape[1] + start, stage.put(values), len(values)]
+        at = stage.put(runs) if runs else 0
+        stage.send()
+        triton_inputs.apply_runs(stage.device_words, at, len(runs) // 4, self.token_ids, self.block_table)
+
+    # -- the device's part --------------------------------------------------------------------------------------------
+
+    def _gather(self, rows: torch.Tensor, positions: torch.Tensor, count: int) -> None:
+        triton_inputs.gather_inputs(
+            rows, positions, self.token_ids, self.block_table, self.page_size,
+            self._ids[:count], self._positions[:count], self._slots[:count], self._seq_lens[:count],
+        )  # fmt: skip
+
+    def _forward(self, count: int, batch: DeviceBatch) -> torch.Tensor:
+        with forward_context(ForwardContext(self._positions[:count], self._slots[:count], batch)):
+            return self.model(self._ids[:count])
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        hidden: torch.Tensor,
+        columns: torch.Tensor,
+        sampling: np.ndarray,
+    ) -> DeviceHandle:
+        """Sample, and start the copies to the host."""
+        self._turn = (self._turn + 1) % _RING
+        pinned, done = self._pinned[self._turn], self._events[self._turn]
+        count = len(sampling)
+        logprobs = None
+        if count:
+            some = rows[sampling]
+            counts = np.array([plan.seqs[i].num_tokens for i in sampling], dtype=np.int64)
+            sample_plan = self.sampler.plan(some, starts[sampling] + counts)
+            logits = self.model.logits(hidden)
+            out = self._out[:count]
+            logprobs = self.sampler.sample(logits, columns, self.token_ids, out, sample_plan)
+            pinned[:count].copy_(out, non_blocking=True)
+            if logprobs is not None:
+                logprobs.begin_copy()
+        prompts = self._prompt_logprobs(plan)
+        done.record()
+        return DeviceHandle(plan, done, pinned if count else None, count, logprobs, prompts)
+
+    _hidden: torch.Tensor | None = None  # of the step just launched, kept for prompt logprobs
+
+    def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[HostLogprobs]]:
+        """For each sequence that asked: logprobs of the prompt tokens one place behind its chunk's tokens."""
+        if self._hidden is None:
+            return {}
+        hidden, self._hidden = self._hidden, None
+        found: dict[int, list[HostLogprobs]] = {}
+        q_start = 0
+        for i, seq in enumerate(plan.seqs):
+            if seq.prompt_logprobs is not None:
+                count = min(seq.num_tokens, self.prompt_len[seq.row] - 1 - seq.start)
+                targets = self.token_ids[seq.row, seq.start + 1 : seq.start + 1 + count]
+                found[i] = []
+                for at in range(0, count, _PROMPT_LOGITS_ROWS):
+                    end = min(at + _PROMPT_LOGITS_ROWS, count)
+                    logits = self.model.logits(hidden[q_start + at : q_start + end])
+                    part = self.sampler.prompt_logprobs(logits, targets[at:end], seq.prompt_logprobs)
+                    part.begin_copy()
+                    found[i].append(part)
+            q_start += seq.num_tokens
+        return found
+
+
+@torch.inference_mode()
+def measure_activations(
+    model: CausalLM, spec: AttentionSpec, kv_dtype: torch.dtype, max_num_tokens: int, max_num_seqs: int,
+    device: torch.device,
+) -> int:
+    """Peak bytes of the largest step beyond weights and KV pages: it is run once, as many sequences as fit a step."""
+    num_seqs = min(max_num_seqs, max_num_tokens)
+    each = max_num_tokens // num_seqs
+    pages = pages_for(each + 1, spec.page_size)
+    runner = DeviceRunner(
+        model, num_rows=num_seqs + 1, max_model_len=each + 1, page_size=spec.page_size, max_num_tokens=max_num_tokens,
+        device=device,
+    )  # fmt: skip
+    runner.bind_cache(allocate_kv(spec, num_seqs * pages + 1, kv_dtype, device))
+    params = SamplingParams(temperature=1.0)
+    seqs, inits, updates = [], [], []
+    for i in range(num_seqs):
+        row = i + 1
+        seqs.append(ScheduledSeq(str(i), i, row, 0, each, samples=True))
+        inits.append(RowInit(row, [0] * each, each, params, i, ()))
+        updates.append(PageUpdate(row, 0, list(range(1 + i * pages, 1 + (i + 1) * pages))))
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.collect(runner.launch(StepPlan(0, seqs, inits, updates)))
+    peak = torch.cuda.max_memory_allocated(device) - before
+    for layer in runner.attention_layers:
+        del layer.k_cache, layer.v_cache
+    return peak
