@@ -322,14 +322,15 @@ def _copy_kernel(logits_ptr, index_ptr, z_ptr, V, logits_stride, BLOCK: tl.const
 
 
 @kernel
-def _add_kernel(z_ptr, row_ptr, token_ptr, value_ptr, start, stop, first_row, V, BLOCK: tl.constexpr):
-    n = start + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < stop
-    row = (tl.load(row_ptr + n, mask=inside, other=0) - first_row).to(tl.int64)
-    token = tl.load(token_ptr + n, mask=inside, other=0)
-    value = tl.load(value_ptr + n, mask=inside, other=0).to(tl.float32, bitcast=True)
+def _add_kernel(z_ptr, entries_ptr, count, first_row, chunk, V, BLOCK: tl.constexpr):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < count
+    row = tl.load(entries_ptr + n, mask=inside, other=-1) - first_row
+    inside = (row >= 0) & (row < chunk)
+    token = tl.load(entries_ptr + count + n, mask=inside, other=0)
+    value = tl.load(entries_ptr + 2 * count + n, mask=inside, other=0).to(tl.float32, bitcast=True)
     # A token may be both biased and banned; x + y - inf is the same in every order.
-    tl.atomic_add(z_ptr + row * V + token, value, mask=inside)
+    tl.atomic_add(z_ptr + row.to(tl.int64) * V + token, value, mask=inside)
 
 
 @triton.jit
@@ -387,12 +388,13 @@ def copy_rows(logits: torch.Tensor, index: torch.Tensor, z: torch.Tensor) -> Non
     _copy_kernel((rows, triton.cdiv(vocab, block)), logits, index, z, vocab, logits.stride(0), BLOCK=block)
 
 
-def add_values(z: torch.Tensor, entries: torch.Tensor, start: int, stop: int, first_row: int) -> None:
-    """z[row - first_row, token] += value for the entries start..stop-1 of `entries` int32 [3, M]: row, token, value."""
-    if start < stop:
-        row, token, value = entries
-        _add_kernel(
-            (triton.cdiv(stop - start, 256),), z, row, token, value, start, stop, first_row, z.shape[1], BLOCK=256)
+def add_values(z: torch.Tensor, entries: torch.Tensor, first_row: int, chunk: int) -> None:
+    """z[row - first_row, token] += value for those of `entries` int32 [3, M] (row, token, bits of the value) whose row
+    is one of the `chunk` from `first_row` on; z holds these rows. Entries of row -1 are padding."""
+    count = entries.shape[1]
+    if count:
+        grid = (triton.cdiv(count, 256),)
+        _add_kernel(grid, z, entries, count, first_row, chunk, z.shape[1], BLOCK=256)
 
 
 def penalise(
@@ -417,9 +419,10 @@ def penalise(
 
 @kernel
 def _logprobs_kernel(
-    logits_ptr, index_ptr, tokens_ptr, out_ptr, V, logits_stride, out_stride, K, BLOCK: tl.constexpr
+    logits_ptr, index_ptr, tokens_ptr, out_ptr, V, logits_stride, out_stride, BLOCK: tl.constexpr
 ):
     """One row: token, bits of its log-probability, rank, K ids, bits of their log-probabilities."""
+    K = (out_stride - 3) // 2
     i = tl.program_id(0).to(tl.int64)
     b = i
     if index_ptr is not None:
@@ -468,7 +471,7 @@ def _logprobs_kernel(
         tl.store(out_ptr + 3 + K + k, (value - base).to(tl.int32, bitcast=True))
 
 
-def logprobs(logits: torch.Tensor, index: torch.Tensor | None, tokens: torch.Tensor, out: torch.Tensor, k: int) -> None:
+def logprobs(logits: torch.Tensor, index: torch.Tensor | None, tokens: torch.Tensor, out: torch.Tensor) -> None:
     """out int32 [N, 3 + 2k]: token, log-probability (bits), rank, k best ids, their log-probabilities (bits).
 
     For rows `index` [N] of logits [B, V] and `tokens` [B], None for all. A row that holds NaN or +inf, or only -inf, or
@@ -476,6 +479,6 @@ def logprobs(logits: torch.Tensor, index: torch.Tensor | None, tokens: torch.Ten
     vocab = logits.shape[1]
     block = min(STREAM_BLOCK, max(1024, triton.next_power_of_2(vocab)))
     _logprobs_kernel(
-        (len(out),), logits, index, tokens, out, vocab, logits.stride(0), out.stride(0), k, BLOCK=block,
+        (len(out),), logits, index, tokens, out, vocab, logits.stride(0), out.shape[1], BLOCK=block,
         num_warps=_STREAM_WARPS,
     )  # fmt: skip

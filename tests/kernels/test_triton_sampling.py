@@ -299,6 +299,20 @@ def test_prompt_logprobs(k: int, dtype: torch.dtype):
             assert_same(a, b)
 
 
+def test_warm_up_runs_every_kernel_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
+    from engine.kernels import triton_sampling
+    from engine.kernels.launch import Kernel
+
+    device, tokens = DeviceSampler(2, VOCAB, LENGTH, CPU), known(2)
+    before, ran = tokens.clone(), set()
+    call = Kernel.__call__
+    monkeypatch.setattr(Kernel, "__call__", lambda self, *a, **k: (ran.add(self.name), call(self, *a, **k)))
+    device.warm_up(torch.float16, torch.zeros(NUM_COLUMNS, 16, dtype=torch.int32), tokens)
+    assert ran == {k.name for k in vars(triton_sampling).values() if isinstance(k, Kernel)}
+    assert torch.equal(tokens, before)
+    assert device.plan([0], [0]).plain
+
+
 def test_fill_is_the_parameters_bit_for_bit():
     device = DeviceSampler(4, VOCAB, LENGTH, CPU)
     device.add(2, SamplingParams(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1), -2, PROMPT_LEN, ())

@@ -293,8 +293,8 @@ class DeviceSampler:
             )
 
     def _upload(self, arrays: list[Words]) -> list[Tensor]:
-        """The arrays ([N] or [R, N]) on the device, by one pinned copy. Each row is padded with -1 to an aligned length:
-        the kernels are compiled for aligned addresses and strides, and must not be compiled again in the middle of work."""
+        """The arrays ([N] or [R, N]) on the device, by one pinned copy; rows are padded with -1 to an aligned length:
+        kernels are compiled for aligned addresses and strides, and must not be compiled again in the middle of work."""
         widths = [-(-a.shape[-1] // _ALIGN) * _ALIGN for a in arrays]
         sizes = [a.size // max(a.shape[-1], 1) * w if a.ndim > 1 else w for a, w in zip(arrays, widths, strict=True)]
         host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
