@@ -1,22 +1,35 @@
 """Matrix products with a weight, and several of them fused into one."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.threads import num_threads
+from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
+
+_FEW_ROWS = 16    # up to here a product is bound by reading its weight, and our own kernel reads it faster
+_GEMV_BLOCK = 128  # that kernel's step along the inner dimension, which must be a multiple
+_PACK_ROWS = 1    # rows that oneDNN's blocked layout is chosen for; larger batches run well on it too
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+    """A parameter of the default dtype without memory: the loader gives it some, and its values (models/loader.py)."""
+    return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b;  x [T, in], W [out, in].
+    """y = x Wᵀ + b;  x [T, in], W [out, in]. After loading, `finalize` chooses the fastest form of the product:
 
-    On a CPU with bf16 units the weight is re-ordered once into oneDNN's blocked layout: small batches then read it at
-    about 1.7 times the speed of the plain layout (measured on Zen 5, 1-16 rows, 30 against 17 GB/s).
+    CPU with bf16 units: the weight is re-ordered once into oneDNN's blocked layout; small batches then read it at about
+        1.7 times the speed of the plain layout (measured on Zen 5, 1-16 rows, 30 against 17 GB/s).
+    GPU: our kernel for few rows, cuBLAS for many.
+    fp8 (`quantization = "fp8"`, set before loading): W in fp8, a scale per output channel. Few rows multiply with it as
+        they are; many are quantised as well, and the product runs on the fp8 units.
     """
+
+    scale: nn.Parameter | None  # [out] float32 of an fp8 weight
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -24,14 +37,26 @@ class Linear(nn.Module):
         self.out_features = out_features
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
+        self.quantization: str | None = None
+        self.register_parameter("scale", None)
+        self._product: Callable[[Linear, torch.Tensor], torch.Tensor] = Linear._plain
         self._packed: torch.Tensor | None = None
         self._threads = 1
 
     def finalize(self, *, keep_weight: bool = False) -> None:
-        """After loading: choose the fastest form of the weight and drop the other (unless somebody shares it)."""
-        if can_pack(self.weight):
+        """After loading: choose the form, and drop the loaded weight where the form has its own (unless it is shared).
+
+        Calling it again changes nothing.
+        """
+        if self.quantization == "fp8" and can_quantize(self):
+            self._quantize()
+        elif self.weight.is_cuda:
+            if self.in_features % _GEMV_BLOCK == 0 and self.weight.dtype in (torch.bfloat16, torch.float16):
+                self._product = Linear._on_gpu
+        elif self._packed is None and can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
             self._threads = torch.get_num_threads()
+            self._product = Linear._on_packed
             if not keep_weight:
                 self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
 
@@ -40,14 +65,67 @@ class Linear(nn.Module):
         return 0 if self._packed is None else self._packed.numel() * self._packed.element_size()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is not None:
-            # A single row would take a kernel of its own that sums in another order; from two rows on, a row's result
-            # does not depend on how many there are. Doubled, it is the same alone and in a batch.
-            rows = x if x.shape[0] > 1 else torch.cat((x, x))
-            with num_threads(self._threads):  # the rest of a small step runs on one
-                y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-            return y[: x.shape[0]]
+        return self._product(self, x)
+
+    def forward_quantized(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The product on the GPU's fp8 units: x fp8 [T, in] with scale [T] float32 -> [T, out] in `dtype`."""
+        return torch._scaled_mm(
+            x, self._weight_t, scale_a=scale.unsqueeze(1), scale_b=self._scale_row, bias=self.bias, out_dtype=dtype,
+            use_fast_accum=True,
+        )  # fmt: skip
+
+    def _quantize(self) -> None:
+        if self.weight.dtype == FP8:
+            return
+        weight, scale = quantize_weight(self.weight)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self._weight_t, self._scale_row = weight.t(), scale.unsqueeze(0)
+        if not weight.is_cuda:
+            self._product = Linear._on_fp8_reference
+        elif self.in_features % _GEMV_BLOCK == 0:
+            self._product = Linear._on_fp8
+        else:
+            self._product = Linear._on_fp8_units
+
+    # The forms. Each is called as self._product(self, x).
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def _on_packed(self, x: torch.Tensor) -> torch.Tensor:
+        # A single row would take a kernel of its own that sums in another order; from two rows on, a row's result
+        # does not depend on how many there are. Doubled, it is the same alone and in a batch.
+        rows = x if x.shape[0] > 1 else torch.cat((x, x))
+        with num_threads(self._threads):  # the rest of a small step runs on one
+            y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        return y[: x.shape[0]]
+
+    def _on_gpu(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > _FEW_ROWS:
+            return F.linear(x, self.weight, self.bias)
+        from engine.kernels.triton_gemv import gemv
+
+        return gemv(x, self.weight, None, self.bias)
+
+    def _on_fp8(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > _FEW_ROWS:
+            return self._on_fp8_units(x)
+        from engine.kernels.triton_gemv import gemv
+
+        return gemv(x, self.weight, self.scale, self.bias)
+
+    def _on_fp8_units(self, x: torch.Tensor) -> torch.Tensor:
+        from engine.kernels.triton_quant import quantize_rows
+
+        return self.forward_quantized(*quantize_rows(x), x.dtype)
+
+    def _on_fp8_reference(self, x: torch.Tensor) -> torch.Tensor:
+        """What the two forms above compute, in plain torch."""
+        assert self.scale is not None
+        if x.shape[0] > _FEW_ROWS:
+            x = dequantize(*quantize_rows(x), x.dtype)
+        return F.linear(x, dequantize(self.weight, self.scale, x.dtype), self.bias)
 
 
 class MergedLinear(Linear):
@@ -63,7 +141,9 @@ class MergedLinear(Linear):
         return getattr(self, kind)[start : start + self.out_sizes[index]]
 
 
-_PACK_ROWS = 1  # rows the blocked layout is chosen for; larger batches run well on it too
+def can_quantize(linear: Linear) -> bool:
+    """The fp8 units take matrices whose sides are multiples of 16; others keep their precision."""
+    return linear.in_features % 16 == 0 and linear.out_features % 16 == 0
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    offset: int  # of its first byte in the file
 
 
 def check_checkpoint(model_dir: Path) -> dict[str, TensorInfo]:
@@ -68,7 +69,7 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
         raise ModelError(f"Weight file {shard} is corrupt: its header is no JSON object.")
     header.pop("__metadata__", None)
     data_bytes = size - 8 - length
-    tensors = {name: _tensor_info(shard, name, entry) for name, entry in header.items()}
+    tensors = {name: _tensor_info(shard, name, entry, 8 + length) for name, entry in header.items()}
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if end != data_bytes:
         raise ModelError(f"Weight file {shard} is truncated or padded: its header describes {end} bytes of tensors, "
@@ -76,7 +77,7 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor_info(shard: Path, name: str, entry: Any) -> TensorInfo:
+def _tensor_info(shard: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         expected = math.prod(shape) * _DTYPE_BYTES[dtype]
@@ -85,7 +86,7 @@ def _tensor_info(shard: Path, name: str, entry: Any) -> TensorInfo:
         ok = False
     if not ok:
         raise ModelError(f"Weight file {shard} is corrupt: the entry of tensor {name!r:.100} is wrong.")
-    return TensorInfo(shard, dtype, shape, expected)
+    return TensorInfo(shard, dtype, shape, expected, data_start + start)
 
 
 def _shards(model_dir: Path) -> tuple[list[Path], dict[str, str]]:

@@ -80,7 +80,6 @@ class ModelConfig:
         dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
         if dtype not in _DTYPES:
             raise ModelError(f"config.json: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
-        window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
         return cls(
             architecture=architectures[0],
             vocab_size=_size(raw, "vocab_size"),
@@ -97,7 +96,7 @@ class ModelConfig:
             tie_word_embeddings=_get(raw, "tie_word_embeddings", bool, False),
             attention_bias=_get(raw, "attention_bias", bool, False),
             mlp_bias=_get(raw, "mlp_bias", bool, False),
-            sliding_window=None if window is None else _size({"sliding_window": window}, "sliding_window"),
+            sliding_window=_window(raw),
             eos_token_ids=_eos(raw, generation or {}),
             raw=raw,
         )
@@ -122,6 +121,23 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
         if _get(rope, name, float) <= 0:
             raise ModelError(f"config.json: {name} of the rope block must be positive.")
     return rope
+
+
+def _window(raw: dict[str, Any]) -> int | None:
+    """The sliding window that every layer has, or None. Layers that differ in it are refused."""
+    if raw.get("sliding_window") is None or not raw.get("use_sliding_window", True):
+        return None
+    window, num_layers = _size(raw, "sliding_window"), _size(raw, "num_hidden_layers")
+    kinds = raw.get("layer_types")
+    if kinds is None and "max_window_layers" in raw:  # Qwen2: the layers from this one on have the window
+        full = min(_get(raw, "max_window_layers", int), num_layers)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
+    if not isinstance(kinds, list) or not kinds:
+        return window
+    if any(kind != kinds[0] for kind in kinds) or kinds[0] not in ("full_attention", "sliding_attention"):
+        raise ModelError("config.json: layers with and without a sliding window in one model (use_sliding_window, "
+                         "max_window_layers, layer_types) are not supported.")
+    return window if kinds[0] == "sliding_attention" else None
 
 
 def _eos(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

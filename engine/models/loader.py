@@ -1,21 +1,74 @@
-"""Weights from safetensors files straight into the model's tensors, one tensor at a time: no second copy in memory."""
+"""Weights into a model, one module at a time: memory, values, then the module's final form, and on to the next.
 
-from collections.abc import Callable
+A model is built without memory (its parameters are on the `meta` device). Only the module that is being filled holds
+weights in two forms, so a model that is quantised while it loads needs its quantised size and a little.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from engine.errors import ModelError
-from engine.models.base import CausalLM
-from engine.models.checkpoint import check_checkpoint
+from engine.layers.embed import LMHead
+from engine.layers.linear import Linear
+from engine.models.base import CausalLM, Weights
+from engine.models.checkpoint import TensorInfo, check_checkpoint
+from engine.models.reader import Reader
 
 Progress = Callable[[str, int, int], None]
+_CPU = torch.device("cpu")
 
 
-def load_weights(model: CausalLM, model_dir: Path, progress: Progress | None = None) -> None:
-    """Fill `model`. Raises ModelError naming the first tensor that is missing, unexpected or misshapen."""
+def quantize(model: CausalLM, method: str) -> None:
+    """Before loading: have the products of the decoder layers quantised (`method`: "fp8"). The output head is not."""
+    for module in model.modules():
+        if isinstance(module, Linear) and not isinstance(module, LMHead):
+            module.quantization = method
+
+
+def load_weights(
+    model: CausalLM, model_dir: Path, progress: Progress | None = None, device: torch.device = _CPU
+) -> None:
+    """Fill `model` on `device`. Raises ModelError naming the first tensor that is missing, unexpected or misshapen."""
     tensors = check_checkpoint(model_dir)
+    _check_names(model, model_dir, tensors)
+    order = _order(model)
+    total, done = sum(tensors[name].num_bytes for name in order), 0
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            copy = _read_files(stack, tensors, order, device)
+        else:
+            copy = _map_files(stack, tensors)
+
+        def fill(name: str, target: torch.Tensor) -> None:
+            nonlocal done
+            copy(name, target)
+            done += tensors[name].num_bytes
+            if progress:
+                progress("loading weights", done, total)
+
+        _materialize(model, device, fill)
+
+
+def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -> None:
+    """Random weights in the real shapes (load_format="dummy"): benchmarks and sizing without a checkpoint."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def fill(name: str, target: torch.Tensor) -> None:
+        if name.endswith("norm.weight"):
+            target.fill_(1)
+        else:
+            target.normal_(0, 0.02, generator=generator)
+
+    _materialize(model, device, fill)
+
+
+def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo]) -> None:
     wanted = model.weights()
     if missing := [name for name in wanted if name not in tensors]:
         raise ModelError(f"The checkpoint {model_dir} lacks tensor {missing[0]}{_and_more(missing)}.")
@@ -26,35 +79,78 @@ def load_weights(model: CausalLM, model_dir: Path, progress: Progress | None = N
         if tensors[name].shape != tuple(target.shape):
             raise ModelError(f"Tensor {name} has shape {list(tensors[name].shape)} in the checkpoint; config.json "
                              f"implies {list(target.shape)}.")
-    total, done = sum(tensors[name].num_bytes for name in wanted), 0
-    by_shard: dict[Path, list[str]] = {}
-    for name in wanted:
-        by_shard.setdefault(tensors[name].shard, []).append(name)
-    for shard, names in by_shard.items():
-        with safe_open(shard, framework="pt") as file:
-            for name in names:
-                wanted[name].copy_(file.get_tensor(name))
-                done += tensors[name].num_bytes
-                if progress:
-                    progress("loading weights", done, total)
 
 
-def fill_randomly(model: CausalLM, seed: int = 0) -> None:
-    """Random weights in the real shapes (load_format="dummy"): benchmarks and sizing without a checkpoint."""
-    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
-    for name, target in model.weights().items():
-        if name.endswith("norm.weight"):
-            target.fill_(1)
-        else:
-            target.normal_(0, 0.02, generator=generator)
+def _read_files(
+    stack: ExitStack, tensors: dict[str, TensorInfo], order: list[str], device: torch.device
+) -> Callable[[str, torch.Tensor], None]:
+    reader = stack.enter_context(Reader([tensors[name] for name in order], device))
+    return lambda _name, target: reader.copy_to(target)
 
 
-def finalize(model: CausalLM) -> None:
-    """Let every layer settle into its fastest form."""
-    for module in model.modules():
-        settle = getattr(module, "finalize", None)
-        if settle is not None:
-            settle()
+def _map_files(stack: ExitStack, tensors: dict[str, TensorInfo]) -> Callable[[str, torch.Tensor], None]:
+    files = {s: stack.enter_context(safe_open(s, framework="pt")) for s in {t.shard for t in tensors.values()}}
+    return lambda name, target: target.copy_(files[tensors[name].shard].get_tensor(name))  # type: ignore[func-returns-value]
+
+
+def _materialize(model: CausalLM, device: torch.device, fill: Callable[[str, torch.Tensor], None]) -> None:
+    """Give every parameter memory on `device` and let `fill(checkpoint name, target)` set its parts, module by module.
+
+    Buffers (tables that constructors compute) move to the device. A parameter that two modules share stays shared.
+    """
+    parts = _parts(model.weights())
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    shared: dict[int, nn.Parameter] = {}
+    for module in _children_first(model):
+        for key, empty in module._parameters.items():
+            if empty is None:
+                continue
+            parameter = shared.get(id(empty))
+            if parameter is None:
+                parameter = nn.Parameter(torch.empty_like(empty, device=device), requires_grad=False)
+                for name, part in parts[id(empty)]:
+                    fill(name, parameter.as_strided(part.shape, part.stride(), part.storage_offset()))
+                if uses[id(empty)] > 1:
+                    shared[id(empty)] = parameter
+            setattr(module, key, parameter)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                setattr(module, key, buffer.to(device))
+        _finalize(module)
+
+
+def _order(model: CausalLM) -> list[str]:
+    """Checkpoint names in the order in which `_materialize` fills them."""
+    parts, seen = _parts(model.weights()), {}
+    for module in _children_first(model):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                seen.setdefault(id(parameter), [name for name, _ in parts[id(parameter)]])
+    return [name for names in seen.values() for name in names]
+
+
+def _parts(weights: Weights) -> dict[int, list[tuple[str, torch.Tensor]]]:
+    """id of a parameter -> the checkpoint tensors it is made of. The views keep the parameter (and its id) alive."""
+    parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, view in weights.items():
+        parts.setdefault(id(view if view._base is None else view._base), []).append((name, view))
+    return parts
+
+
+def _children_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _children_first(child, seen)
+    yield module
+
+
+def _finalize(module: nn.Module) -> None:
+    settle = getattr(module, "finalize", None)
+    if settle is not None:
+        settle()
 
 
 def _and_more(names: list[str]) -> str:
