@@ -232,7 +232,7 @@ class DeviceSampler:
 
     def _edits(self, row: Ints, position: Ints, flags: NDArray[np.uint8]) -> Edits | None:
         p = self.params
-        early = position - p.prompt_len[row] < p.min_tokens[row]
+        early = ((flags & _HELD) != 0) & (position - p.prompt_len[row] < p.min_tokens[row])
         penalised = (flags & _PENALISED) != 0
         batch = np.flatnonzero(((flags & _EDITED) != 0) | penalised | early)
         if not len(batch):
