@@ -1,0 +1,84 @@
+"""Compiles every kernel of attention, norm, gate, RoPE, fp8 and small products for a card that need not be here.
+
+    python compile_all.py MAJOR MINOR SHARED        compute capability, and shared memory of a program in bytes
+
+Prints the number of kernels. Run by test_triton_compile.py in a process of its own, without the interpreter.
+"""
+
+import sys
+
+import torch
+
+from engine.kernels import launch, triton_attention, triton_fused, triton_gemv, triton_quant
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def zeros(*shape, dtype=BF16):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def numbers(*shape):
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def attend(dim, group, cache, **options):
+    q, kv = zeros(4, group, dim), zeros(2, 16, 1, dim, dtype=cache)
+    n, table = numbers(4), numbers(4, 4)
+    options = {"scale": 0.1, **options}
+    triton_attention.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
+    triton_attention.prefill(
+        q, kv, kv, numbers(4, 2), n, n, n, n, table, torch.empty_like(q), block_q=128 // group, **options
+    )
+
+
+def rope(dim, cache, norm):
+    kv, angle = zeros(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, dim // 2)
+    weight = zeros(dim) if norm else None
+    triton_fused.rope_and_write_kv(
+        zeros(3, 8 * dim), angle, angle, numbers(3).long(), numbers(3).long(), kv, kv, 4, q_norm=weight, k_norm=weight
+    )
+
+
+def run_all(fp8):
+    attend(64, 3, BF16)
+    attend(80, 7, BF16, window=100, softcap=30.0)
+    attend(128, 4, BF16)
+    attend(256, 2, BF16)
+    rope(128, BF16, norm=True)
+    rope(96, BF16, norm=False)
+    triton_gemv.gemv(zeros(1, 1024), zeros(96, 1024))
+    triton_gemv.gemv(zeros(40, 960), zeros(100, 960), None, zeros(100))
+    triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
+    triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
+    triton_fused.silu_mul(zeros(3, 3000))
+    if fp8:
+        attend(128, 4, FP8)
+        attend(256, 7, FP8, window=100)
+        rope(80, FP8, norm=True)
+        triton_gemv.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
+        triton_quant.quantize_rows(zeros(3, 960))
+        triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096), quantize=True)
+        triton_fused.silu_mul(zeros(3, 24576), quantize=True)
+
+
+def main(major, minor, shared):
+    compiled = 0
+
+    def compile_only(kernel, grid, *args, num_warps=4, num_stages=3, **constants):
+        nonlocal compiled
+        types = tuple(launch._type_of(a) for a in args)
+        binary = launch.compile_for(kernel, types, constants, num_warps, num_stages, (major, minor))
+        assert binary.asm["cubin"]
+        assert binary.metadata.shared <= shared, f"{kernel.name} {constants} takes {binary.metadata.shared} bytes"
+        assert not binary.metadata.global_scratch_size, f"{kernel.name} needs scratch memory"
+        compiled += 1
+
+    launch.Kernel.__call__ = compile_only
+    triton_attention._shared_limit = lambda device: shared
+    run_all(fp8=(major, minor) >= (8, 9))
+    print(compiled)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

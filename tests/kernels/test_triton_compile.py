@@ -1,0 +1,30 @@
+"""Every kernel compiles for the cards that Atoll supports, and fits into their shared memory. Needs no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    "major, minor, shared, kernels",
+    [
+        pytest.param(8, 0, 163 * KIB, 19, id="sm80, without fp8"),
+        pytest.param(9, 0, 227 * KIB, 30, id="sm90"),
+        pytest.param(12, 0, 99 * KIB, 30, id="sm120"),
+    ],
+)
+def test_kernels_compile(major, minor, shared, kernels, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[1])}
+    command = [sys.executable, HERE / "compile_all.py", str(major), str(minor), str(shared)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) == kernels
