@@ -1,8 +1,8 @@
 """Compiles and starts Triton kernels without a C compiler, and without Triton's per-launch Python.
 
-Triton itself builds C stubs at run time, for the driver's functions and for each kernel's signature; a
-server in a closed network has no compiler for them. Here the kernel is compiled to machine code by Triton (its assembler
-comes with it), and started through the CUDA driver's own functions.
+Triton itself builds C stubs at run time, for the driver's functions and for each kernel's signature; a server in a
+closed network has no compiler for them. Here the kernel is compiled to machine code by Triton (its assembler comes with
+it), and started through the CUDA driver's own functions.
 
     @kernel
     def add(x_ptr, y_ptr, n, BLOCK: tl.constexpr): ...
@@ -60,6 +60,8 @@ class Kernel:
         constant = {p.name: "constexpr" in str(p.annotation) for p in inspect.signature(function).parameters.values()}
         self.arguments = [name for name in constant if not constant[name]]
         self.constants = [name for name in constant if constant[name]]
+        # Alignment matters for strides. Counts change all the time, and each variant would be compiled anew.
+        self._is_stride = ["stride" in name for name in self.arguments]
         self._variants: dict[tuple, _Variant] = {}
 
     def __call__(
@@ -68,7 +70,7 @@ class Kernel:
         if _INTERPRET:
             self.jit[grid](*args, **constants)
             return
-        types = tuple([_type_of(a) for a in args])
+        types = tuple([_type_of(a, s) for a, s in zip(args, self._is_stride, strict=True)])
         key = (types, num_warps, num_stages, *[constants[name] for name in self.constants])
         variant = self._variants.get(key)
         if variant is None:
@@ -114,13 +116,13 @@ def compile_for(
     return triton.compile(source, target=target, options=options)
 
 
-def _type_of(value: Any) -> str | None:
+def _type_of(value: Any, is_stride: bool) -> str | None:
     """Triton's name of a run-time argument's type; '!' marks a multiple of 16, which allows wide loads."""
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype] + "!" if value.data_ptr() % 16 == 0 else _POINTERS[value.dtype]
     if isinstance(value, int):
         name = "i32" if -(2**31) <= value < 2**31 else "i64"
-        return name + "!" if value % 16 == 0 else name
+        return name + "!" if is_stride and value % 16 == 0 else name
     return None if value is None else "fp32"
 
 

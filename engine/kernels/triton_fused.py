@@ -134,50 +134,55 @@ def _rope_write_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr,
     qkv_stride, stride_page, stride_token, stride_head, eps, inv_k_scale, inv_v_scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    # A program takes HEADS heads of a token, as two tiles [HEADS, D / 2]: the halves that rotate into each other.
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    base = qkv_ptr + token * qkv_stride + head * D
-    half = tl.arange(0, HALF)
-    mask = half < D // 2
-    first = tl.load(base + half, mask=mask, other=0.0)
-    second = tl.load(base + D // 2 + half, mask=mask, other=0.0)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    half = tl.arange(0, HALF)[None, :]
+    inside = half < D // 2
+    mask = (head < HQ + 2 * HKV) & inside
+    base = qkv_ptr + token * qkv_stride + head * D + half
+    first = tl.load(base, mask=mask, other=0.0)
+    second = tl.load(base + D // 2, mask=mask, other=0.0)
     dtype = first.dtype
-    if head < HQ + HKV:
-        if NORM:
-            a = first.to(tl.float32)
-            b = second.to(tl.float32)
-            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / D + eps)
-            norm_ptr = q_norm_ptr if head < HQ else k_norm_ptr
-            first = (a * scale).to(dtype) * tl.load(norm_ptr + half, mask=mask, other=0.0)
-            second = (b * scale).to(dtype) * tl.load(norm_ptr + D // 2 + half, mask=mask, other=0.0)
-        position = tl.load(positions_ptr + token)
-        cos = tl.load(cos_ptr + position * (D // 2) + half, mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + position * (D // 2) + half, mask=mask, other=0.0).to(tl.float32)
-        a = first.to(tl.float32)
-        b = second.to(tl.float32)
-        first = (a * cos - b * sin).to(dtype)
-        second = (b * cos + a * sin).to(dtype)
-    if head < HQ:
-        tl.store(base + half, first, mask=mask)
-        tl.store(base + D // 2 + half, second, mask=mask)
+    is_q = head < HQ
+    is_v = head >= HQ + HKV
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        q_first = tl.load(q_norm_ptr + half, mask=inside, other=0.0)
+        q_second = tl.load(q_norm_ptr + D // 2 + half, mask=inside, other=0.0)
+        k_first = tl.load(k_norm_ptr + half, mask=inside, other=0.0)
+        k_second = tl.load(k_norm_ptr + D // 2 + half, mask=inside, other=0.0)
+        a = ((a * scale).to(dtype) * tl.where(is_q, q_first, k_first)).to(tl.float32)
+        b = ((b * scale).to(dtype) * tl.where(is_q, q_second, k_second)).to(tl.float32)
+    position = tl.load(positions_ptr + token)
+    cos = tl.load(cos_ptr + position * (D // 2) + half, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * (D // 2) + half, mask=inside, other=0.0).to(tl.float32)
+    first = tl.where(is_v, first, (a * cos - b * sin).to(dtype))
+    second = tl.where(is_v, second, (b * cos + a * sin).to(dtype))
+    tl.store(base, first, mask=mask & is_q)
+    tl.store(base + D // 2, second, mask=mask & is_q)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    at = (slot // PAGE) * stride_page + (slot % PAGE) * stride_token + half
+    k_at = at + (head - HQ) * stride_head
+    v_at = at + (head - HQ - HKV) * stride_head
+    cache_type = k_ptr.dtype.element_ty
+    is_k = mask & (head >= HQ) & (head < HQ + HKV)
+    is_v = mask & is_v
+    if FP8:
+        inv = tl.where(head < HQ + HKV, inv_k_scale, inv_v_scale)
+        stored_first = _saturated(first.to(tl.float32) * inv).to(cache_type)
+        stored_second = _saturated(second.to(tl.float32) * inv).to(cache_type)
     else:
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        at = (slot // PAGE) * stride_page + (slot % PAGE) * stride_token
-        if head < HQ + HKV:
-            out = k_ptr + at + (head - HQ) * stride_head
-            inv = inv_k_scale
-        else:
-            out = v_ptr + at + (head - HQ - HKV) * stride_head
-            inv = inv_v_scale
-        cache_type = k_ptr.dtype.element_ty
-        if FP8:
-            tl.store(out + half, _saturated(first.to(tl.float32) * inv).to(cache_type), mask=mask)
-            tl.store(out + D // 2 + half, _saturated(second.to(tl.float32) * inv).to(cache_type), mask=mask)
-        else:
-            tl.store(out + half, first.to(cache_type), mask=mask)
-            tl.store(out + D // 2 + half, second.to(cache_type), mask=mask)
+        stored_first = first.to(cache_type)
+        stored_second = second.to(cache_type)
+    tl.store(k_ptr + k_at, stored_first, mask=is_k)
+    tl.store(k_ptr + k_at + D // 2, stored_second, mask=is_k)
+    tl.store(v_ptr + v_at, stored_first, mask=is_v)
+    tl.store(v_ptr + v_at + D // 2, stored_second, mask=is_v)
 
 
 def rope_and_write_kv(
@@ -204,10 +209,11 @@ def rope_and_write_kv(
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
+    heads = 8 if tokens <= 64 else 16  # few tokens: more, smaller programs
     _rope_write_kernel(
-        (tokens, num_heads + 2 * kv_heads), qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache,
-        qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, 1 / k_scale, 1 / v_scale,
+        (tokens, triton.cdiv(num_heads + 2 * kv_heads, heads)), qkv, cos, sin, positions, slots, q_norm, k_norm,
+        k_cache, v_cache, qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, 1 / k_scale, 1 / v_scale,
         HQ=num_heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), PAGE=k_cache.shape[1],
-        NORM=q_norm is not None, FP8=k_cache.element_size() == 1, num_warps=1,
+        NORM=q_norm is not None, FP8=k_cache.element_size() == 1, HEADS=heads, num_warps=heads // 4,
     )  # fmt: skip
     return qkv[:, : num_heads * dim].view(tokens, num_heads, dim)

@@ -93,6 +93,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         depth = 2 if config.overlap else 1
     else:
         depth = 1 if config.overlap is False else 2
+        runner.warm_up()
         if not config.enforce_eager:
             if progress:
                 progress("recording graphs", 0, 1)

@@ -24,7 +24,7 @@ from engine.worker.graphs import DecodeGraphs
 from engine.worker.memory import allocate_kv
 from engine.worker.runner import NAN_ERROR
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
-from engine.worker.staging import Staging
+from engine.worker.staging import Staging, aligned
 
 _RING = 4                  # more than the steps in flight
 _PROMPT_LOGITS_ROWS = 256  # prompt logprobs are computed this many positions at a time: [256, V] logits, not [T, V]
@@ -68,7 +68,7 @@ class DeviceRunner:
         self.tile_tokens = tile_tokens(model.config.num_heads, model.config.num_kv_heads)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         # A token: row, position, up to two words of a tile, itself if it is new. A sequence: columns, lists, runs.
-        words = 6 * max_num_tokens + num_rows * (NUM_COLUMNS + 32) + 4096
+        words = 6 * max_num_tokens + num_rows * (NUM_COLUMNS + 64) + 8192
         self.staging = Staging(words, device)
         self._out = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
@@ -88,6 +88,12 @@ class DeviceRunner:
     def capture_graphs(self, max_batch: int) -> None:
         """Record decode steps of the usual sizes; must come after `bind_cache`."""
         self.graphs = DecodeGraphs(self._decode, max_batch)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile and load what a request might need that no step so far has used."""
+        columns = self.staging.device_words[: NUM_COLUMNS * aligned(1)].view(NUM_COLUMNS, aligned(1))
+        self.sampler.warm_up(next(self.model.parameters()).dtype, columns, self.token_ids)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceHandle:
@@ -132,12 +138,12 @@ class DeviceRunner:
         size = batch if self.graphs is None else self.graphs.size_for(batch)
         stage = self.staging
         stage.begin()
-        stage.take((2 + NUM_COLUMNS) * size)
-        words = stage.words
-        words[:batch], words[batch:size] = rows, 0
-        words[size : size + batch], words[size + batch : 2 * size] = starts, 0
-        columns = words[2 * size : (2 + NUM_COLUMNS) * size].reshape(NUM_COLUMNS, size)
-        self.sampler.fill(columns, rows, starts + 1)
+        width = aligned(size)
+        stage.take((2 + NUM_COLUMNS) * width)
+        words = stage.words[: (2 + NUM_COLUMNS) * width].reshape(2 + NUM_COLUMNS, width)
+        words[:2, batch:size] = 0
+        words[0, :batch], words[1, :batch] = rows, starts
+        self.sampler.fill(words[2:], rows, starts + 1)
         self._put_updates(plan)
         device = stage.device_words
         if self.graphs is not None and self.graphs.has(size):
@@ -148,7 +154,7 @@ class DeviceRunner:
         sampling = np.arange(batch)
         if not all(s.samples for s in plan.seqs):  # a last chunk of one token
             sampling = np.flatnonzero([s.samples for s in plan.seqs])
-        column = device[2 * size : (2 + NUM_COLUMNS) * size].view(NUM_COLUMNS, size)
+        column = device[2 * width : (2 + NUM_COLUMNS) * width].view(NUM_COLUMNS, width)
         if len(sampling) < batch:  # rare: refill for the sampling ones, by a second copy
             index = torch.from_numpy(sampling).pin_memory().to(self.device, non_blocking=True)
             return hidden.index_select(0, index), column.index_select(1, index).contiguous(), sampling
@@ -157,7 +163,7 @@ class DeviceRunner:
     def _decode(self, size: int) -> torch.Tensor:
         """Forward of `size` sequences with one token each, whose rows and positions head the device's words."""
         words = self.staging.device_words
-        rows, positions = words[:size], words[size : 2 * size]
+        rows, positions = words[:size], words[aligned(size) : aligned(size) + size]
         self._gather(rows, positions, size)
         batch = DeviceBatch(rows, self._seq_lens[:size], self.block_table, self.multiprocessors)
         return self._forward(size, batch)
@@ -182,8 +188,9 @@ class DeviceRunner:
         stage.begin()
         row_at = stage.put(np.repeat(rows, counts))
         position_at = stage.put(np.arange(total) + np.repeat(starts - q_starts, counts))
-        columns_at = stage.take(NUM_COLUMNS * len(sampling))
-        columns = stage.words[columns_at : columns_at + NUM_COLUMNS * len(sampling)].reshape(NUM_COLUMNS, -1)
+        width = aligned(max(1, len(sampling)))
+        columns_at = stage.take(NUM_COLUMNS * width)
+        columns = stage.words[columns_at : columns_at + NUM_COLUMNS * width].reshape(NUM_COLUMNS, width)
         if len(sampling):
             self.sampler.fill(columns, rows[sampling], (starts + counts)[sampling])
         lists = [stage.put(x) for x in (rows, starts, q_starts, counts, ends[sampling] - 1, tiles.reshape(-1))]
@@ -201,7 +208,7 @@ class DeviceRunner:
         )  # fmt: skip
         hidden = self._forward(total, batch)
         self._hidden = hidden if any(s.prompt_logprobs is not None for s in plan.seqs) else None
-        column = words[columns_at : columns_at + NUM_COLUMNS * len(sampling)].view(NUM_COLUMNS, len(sampling))
+        column = words[columns_at : columns_at + NUM_COLUMNS * width].view(NUM_COLUMNS, width)
         return hidden.index_select(0, sample_index), column, sampling
 
     def _put_updates(self, plan: StepPlan) -> None:

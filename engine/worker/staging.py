@@ -10,7 +10,13 @@ side is a single buffer, because the stream orders its readers and the next copy
 import numpy as np
 import torch
 
-_RING = 4  # more than the steps in flight
+_RING = 4    # more than the steps in flight
+_ALIGN = 16  # words: kernels are compiled for aligned addresses
+
+
+def aligned(count: int) -> int:
+    """`count` words rounded up to where the next aligned section begins."""
+    return -(-count // _ALIGN) * _ALIGN
 
 
 class Staging:
@@ -33,7 +39,7 @@ class Staging:
     def take(self, count: int) -> int:
         """Reserve `count` words; returns the index of the first."""
         at = self._end
-        self._end += count
+        self._end += aligned(count)
         if self._end > len(self.words):
             raise RuntimeError(f"a step needs {self._end} staging words, {len(self.words)} are there")
         return at

@@ -67,7 +67,7 @@ def main(major, minor, shared):
 
     def compile_only(kernel, grid, *args, num_warps=4, num_stages=3, **constants):
         nonlocal compiled
-        types = tuple(launch._type_of(a) for a in args)
+        types = tuple(launch._type_of(a, s) for a, s in zip(args, kernel._is_stride, strict=True))
         binary = launch.compile_for(kernel, types, constants, num_warps, num_stages, (major, minor))
         assert binary.asm["cubin"]
         assert binary.metadata.shared <= shared, f"{kernel.name} {constants} takes {binary.metadata.shared} bytes"
