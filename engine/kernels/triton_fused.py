@@ -212,7 +212,8 @@ def rope_and_write_kv(
     heads = 8 if tokens <= 64 else 16  # few tokens: more, smaller programs
     _rope_write_kernel(
         (tokens, triton.cdiv(num_heads + 2 * kv_heads, heads)), qkv, cos, sin, positions, slots, q_norm, k_norm,
-        k_cache, v_cache, qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, 1 / k_scale, 1 / v_scale,
+        k_cache, v_cache, qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        eps, 1 / k_scale, 1 / v_scale,
         HQ=num_heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), PAGE=k_cache.shape[1],
         NORM=q_norm is not None, FP8=k_cache.element_size() == 1, HEADS=heads, num_warps=heads // 4,
     )  # fmt: skip

@@ -57,6 +57,7 @@ class DeviceRunner:
     ) -> None:
         self.model = model
         self.device = device
+        self.dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)  # fp8 weights aside
         self.page_size = page_size
         self.max_model_len = max_model_len
         width = pages_for(max_model_len, page_size)
@@ -93,7 +94,8 @@ class DeviceRunner:
     def warm_up(self) -> None:
         """Compile and load what a request might need that no step so far has used."""
         columns = self.staging.device_words[: NUM_COLUMNS * aligned(1)].view(NUM_COLUMNS, aligned(1))
-        self.sampler.warm_up(next(self.model.parameters()).dtype, columns, self.token_ids)
+        self.sampler.warm_up(self.dtype, columns, self.token_ids)
+        self.staging.device_words.zero_()  # graphs are recorded on what stands here: row 0, position 0
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceHandle:
