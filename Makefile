@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-stop test lint format bench clean
+.PHONY: help setup demo demo-stop test lint format bench test-gpu clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -26,6 +26,9 @@ demo-stop:  ## Stop the demo's service (make demo starts it again)
 test: $(VENV)/.dev  ## Run every test that needs no GPU
 	@$(BIN)/python -m appliance.demo.model >/dev/null
 	@$(BIN)/python -m pytest $(PYTEST)
+
+test-gpu:  ## On a machine with a CUDA GPU: its tests, then the benchmark (uses the system's python3)
+	@tests/gpu/run.sh
 
 lint: $(VENV)/.dev  ## Check style, types and which room may import which
 	@$(BIN)/ruff check .

@@ -115,7 +115,7 @@ def test_dummy_weights_need_only_a_config(smollm2_dir, tmp_path):
         ({"quantization": "fp8"}, ConfigError, "--quantization fp8"),
         ({"kv_cache_dtype": "fp8"}, ConfigError, "--kv-cache-dtype fp8"),
         ({"tensor_parallel_size": 2}, ConfigError, "--tensor-parallel-size 2"),
-        ({"device": "cuda"}, ConfigError, "--device cuda: this version"),
+        ({"device": "cuda"}, ConfigError, "--device cuda: no CUDA GPU"),
         ({"trust_remote_code": True}, ConfigError, "never runs code"),
         ({"max_model_len": 10**6}, ConfigError, "8192"),
         ({"max_model_len": 4096, "kv_cache_memory_bytes": 8 << 20}, OutOfMemoryPlanError, "--max-model-len 352"),
