@@ -1,6 +1,7 @@
 """Plain-torch twins of the Triton kernels: the same names and arguments (tuning apart), in plain float32 arithmetic.
 
-Tests and the self-test at boot compare each kernel with its twin. Twins run on any device and may wait for it.
+Tests and the self-test (engine/selftest) compare each kernel with its twin. Twins run on any device and may wait for
+it. The twin of triton_sampling is the CPU's own sampler, engine/worker/sample/sampler.py.
 """
 
 import torch
@@ -70,7 +71,8 @@ def _sequence(
     page_size = k_cache.shape[1]
     token = torch.arange(length, device=pages.device)
     page, offset = pages[token // page_size].long(), token % page_size
-    return k_cache[page, offset].float() * k_scale, v_cache[page, offset].float() * v_scale
+    key, value = (_indexable(cache)[page, offset].view(cache.dtype) for cache in (k_cache, v_cache))
+    return key.float() * k_scale, value.float() * v_scale
 
 
 def _attend(
@@ -162,8 +164,8 @@ def rope_and_write_kv(
         assert isinstance(k, torch.Tensor)
     at = positions.long()
     page, offset = slots.long() // page_size, slots.long() % page_size
-    k_cache[page, offset] = _to_cache(_rotated(k, cos[at], sin[at]), k_scale, k_cache.dtype)
-    v_cache[page, offset] = _to_cache(v, v_scale, v_cache.dtype)
+    for cache, new, scale in ((k_cache, _rotated(k, cos[at], sin[at]), k_scale), (v_cache, v, v_scale)):
+        _indexable(cache)[page, offset] = _indexable(_to_cache(new, scale, cache.dtype))
     out = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
     out.copy_(_rotated(q, cos[at], sin[at]))
     return out
@@ -174,7 +176,37 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
+def _indexable(x: torch.Tensor) -> torch.Tensor:
+    """fp8 numbers as bytes: not every operator of torch takes their dtype."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
 def _to_cache(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     if dtype != torch.float8_e4m3fn:
-        return x
+        return x.to(dtype)
     return (x.float() / scale).clamp(-_FP8_MAX, _FP8_MAX).to(dtype)
+
+
+def apply_runs(packed: torch.Tensor, runs_at: int, count: int, tokens: torch.Tensor, pages: torch.Tensor) -> None:
+    """triton_inputs.apply_runs."""
+    for table, target, source, words in packed[runs_at : runs_at + 4 * count].view(-1, 4).tolist():
+        (pages if table else tokens).view(-1)[target : target + words] = packed[source : source + words]
+
+
+def gather_inputs(
+    row: torch.Tensor,
+    position: torch.Tensor,
+    tokens: torch.Tensor,
+    pages: torch.Tensor,
+    page_size: int,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """triton_inputs.gather_inputs."""
+    rows, at = row.long(), position.long()
+    token_ids.copy_(tokens[rows, at])
+    positions.copy_(at)
+    slots.copy_(pages[rows, at // page_size].long() * page_size + at % page_size)
+    seq_lens.copy_(at + 1)

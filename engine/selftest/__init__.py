@@ -1,0 +1,12 @@
+"""The kernel self-test: every GPU kernel against its plain twin on this machine's GPU, in seconds.
+
+    python -m engine.selftest [--json]        what `atoll doctor` runs
+
+    __main__    starts the tests in a child process, passes its lines on, and ends it after a time limit: a GPU that
+                hangs or loses its state ends in a sentence too
+    run         the child: facts of the machine, then each check
+    checks      what is computed, with the kernels and with their twins      (sampling: against the CPU's sampler)
+    compare     how far two results may be apart
+    machine     driver, GPU, memory, measured rates
+    report      the lines, and the words for each kind of failure
+"""

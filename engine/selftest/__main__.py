@@ -1,0 +1,127 @@
+"""Runs the self-test in a child process with a time limit, and passes its lines on as they come.
+
+A kernel that reads where it must not makes every later CUDA call of its process fail, and one that never ends cannot be
+stopped from within: so the tests have a process of their own, and this one always has the last word. Exit codes: 0 all
+passed, 1 a check failed, 2 no usable GPU.
+"""
+
+import argparse
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, Any
+
+from engine.selftest.report import Tally, as_text, print_line
+
+_LAST_WORDS = 300  # characters of the child's last error that are shown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.selftest", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS")
+    parser.add_argument("--in-process", action="store_true", help="run the tests in this process, without a time limit")
+    options = parser.parse_args()
+    if options.in_process:
+        tally = Tally(print_line)  # its clock runs from here: loading torch is part of the time
+        from engine.selftest.run import run
+
+        return run(tally)
+    command = [sys.executable, "-P", "-m", "engine.selftest", "--in-process"]
+    return supervise(command, Tally(print_line if options.json else _print_text), options.time_limit)
+
+
+def supervise(command: list[str], tally: Tally, time_limit: float) -> int:
+    """Run `command`, whose standard output are the lines of a self-test. Returns the exit code."""
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        start_new_session=True,  # so that the assembler it may have started ends with it
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stderr is not None
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    errors: list[str] = []
+    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+    listener = threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True)
+    listener.start()
+    code, late = 0, False
+    try:
+        while (text := lines.get(timeout=max(0.0, tally.began + time_limit - time.monotonic()))) is not None:
+            line = _parse(text)
+            if line is None:
+                errors.append(text)
+                continue
+            tally.see(line)
+            code = line.get("exit_code", code)
+    except queue.Empty:
+        late = True
+    finally:
+        _stop(child, tally.ended)
+    if tally.ended:
+        return code
+    listener.join(1)
+    name = tally.running or "start"
+    if late:
+        reason = f"no answer within {time_limit:.0f} s"
+    else:
+        reason = f"its process {_how_it_ended(child.poll())}{_last_words(errors)}"
+    tally.see({
+        "kind": "check", "name": name, "passed": False, "error": None, "bound": None, "ms": 0.0, "fault": "silent",
+        "reason": reason,
+    })  # fmt: skip
+    return tally.end()
+
+
+def _read(stream: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    """A line of the test, or None for what a library printed."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and "kind" in line else None
+
+
+def _stop(child: subprocess.Popen, ended: bool) -> None:
+    """End the child and what it started; one that hangs inside the driver may outlive even SIGKILL for a while."""
+    try:
+        child.wait(5 if ended else 0.2)
+        return
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+    try:
+        child.wait(5)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _last_words(errors: list[str]) -> str:
+    last = next((line.strip() for line in reversed(errors) if line.strip()), "")
+    return f": {last[:_LAST_WORDS]}" if last else ""
+
+
+def _print_text(line: dict[str, Any]) -> None:
+    text = as_text(line)
+    if text is not None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""What the self-test computes: each check once with the Triton kernels and once with their plain twins.
+
+The few variants were chosen to tell: the head sizes and groups of models, slices or none, what is padded and what fills
+its tiles, window and softcap, bf16 and fp8. Every slot of the KV cache that no sequence owns holds NaN: a kernel that
+reads what it must not shows it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from engine.kernels import reference
+from engine.selftest.compare import Result, exact, fp8, fp8_rows, numbers
+
+PAGE = 16
+_FP8 = torch.float8_e4m3fn
+_NAN = float("nan")
+
+
+@dataclass
+class Side:
+    """One of the two sides of a comparison: where it computes, and with what. Both draw the same numbers."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: ModuleType = reference
+    fused: ModuleType = reference
+    gemv: ModuleType = reference
+    inputs: ModuleType = reference
+    quant: ModuleType = reference
+    ms: float = 0.0  # spent in kernels
+    _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
+
+    @property
+    def is_twin(self) -> bool:
+        return self.attention is reference
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator).to(dtype or self.dtype).to(self.device)
+
+    def randint(self, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=self._generator, dtype=torch.int32).to(self.device)
+
+    def ints(self, values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device)
+
+    def strided(self, rows: int, width: int, spare: int = 64) -> torch.Tensor:
+        """Rows of a wider matrix, as the views of fused projections are; NaN stands behind them."""
+        whole = torch.full((rows, width + spare), _NAN, dtype=self.dtype, device=self.device)
+        whole[:, :width] = self.randn(rows, width)
+        return whole[:, :width]
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Adds what the block takes, until the device is done, to `ms`."""
+        self._wait()
+        began = time.perf_counter()
+        yield
+        self._wait()
+        self.ms += (time.perf_counter() - began) * 1000
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def kernel_side(device: torch.device, dtype: torch.dtype) -> Side:
+    """The side of the Triton kernels; with TRITON_INTERPRET=1 also on a CPU, in float32 or float16."""
+    from engine.kernels import triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant
+
+    return Side(device, dtype, triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant)
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    compute: Callable[[Side], list[Result]]
+    needs_fp8: bool = False
+
+
+# Attention.
+
+
+class Pages:
+    """Keys and values of sequences of given lengths in pages in no order, and the block table. Row 0 owns nothing."""
+
+    def __init__(self, side: Side, lengths: list[int], kv_heads: int, dim: int, is_fp8: bool) -> None:
+        dtype = _FP8 if is_fp8 else side.dtype
+        counts = [-(-n // PAGE) for n in lengths]
+        total = sum(counts) + 1
+        pages = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(2)) + 1).tolist()
+        table = torch.zeros(len(lengths) + 1, max(counts) + 1, dtype=torch.int32)
+        both = torch.full((2, total, PAGE, kv_heads, dim), _NAN)
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True), 1):
+            mine, pages = pages[:count], pages[count:]
+            table[row, :count] = torch.tensor(mine)
+            data = both[:, mine].flatten(1, 2)  # a copy
+            data[:, :length] = side.randn(2, length, kv_heads, dim).cpu()
+            both[:, mine] = data.unflatten(1, (count, PAGE))
+        self.k, self.v = both.to(dtype).to(side.device).unbind(0)
+        self.table = table.to(side.device)
+        self.rows = side.ints(range(1, len(lengths) + 1))
+        self.scales = {"k_scale": 0.7, "v_scale": 1.3} if is_fp8 else {}
+
+
+def decode(
+    side: Side, *, dim: int, group: int, splits: int = 1, is_fp8: bool = False, kv_heads: int = 2, **options: Any
+) -> list[Result]:
+    lengths = [1, 17, 333, 900]
+    pages = Pages(side, lengths, kv_heads, dim, is_fp8)
+    q = _queries(side, len(lengths), group * kv_heads, kv_heads, dim)
+    out = torch.full(q.shape, _NAN, dtype=side.dtype, device=side.device)
+    with side.clock():
+        side.attention.decode(
+            q, pages.k, pages.v, pages.rows, side.ints(lengths), pages.table, out,
+            splits=splits, **{"scale": dim**-0.5, **pages.scales, **options},
+        )  # fmt: skip
+    return [numbers(out)]
+
+
+def prefill(
+    side: Side, *, dim: int, group: int, is_fp8: bool = False, kv_heads: int = 2, **options: Any
+) -> list[Result]:
+    """Whole prompts, later chunks and single tokens in one launch."""
+    chunks = [(0, 1), (70, 1), (0, 17), (333, 1), (33, 40), (64, 64), (250, 90), (0, 150)]
+    pages = Pages(side, [start + count for start, count in chunks], kv_heads, dim, is_fp8)
+    block_q = max(1, 128 // group)
+    starts, counts = (side.ints(column) for column in zip(*chunks, strict=True))
+    tiles = [(i, first) for i, (_, count) in enumerate(chunks) for first in range(0, count, block_q)]
+    tiles.append((0, 10_000))  # padding: past the chunk's end
+    total = sum(count for _, count in chunks)
+    q = _queries(side, total, group * kv_heads, kv_heads, dim)
+    out = torch.full(q.shape, _NAN, dtype=side.dtype, device=side.device)
+    q_starts = (counts.cumsum(0) - counts).int()
+    with side.clock():
+        side.attention.prefill(
+            q, pages.k, pages.v, side.ints(tiles), pages.rows, starts, q_starts, counts, pages.table, out,
+            block_q=block_q, **{"scale": dim**-0.5, **pages.scales, **options},
+        )  # fmt: skip
+    return [numbers(out)]
+
+
+def _queries(side: Side, tokens: int, heads: int, kv_heads: int, dim: int) -> torch.Tensor:
+    """[T, Hq, D], a view of a fused projection."""
+    return side.randn(tokens, (heads + 2 * kv_heads) * dim)[:, : heads * dim].unflatten(1, (heads, dim))
+
+
+# Products of a few rows.
+
+
+def gemv(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bool = False, bias: bool = False):
+    x = side.strided(rows, inner)
+    weight = side.randn(out_features, inner) * 0.05
+    scale = None
+    if is_fp8:
+        weight, scale = reference.quantize_rows(weight)
+    added = side.randn(out_features) if bias else None
+    with side.clock():
+        y = side.gemv.gemv(x, weight, scale, added)
+    return [numbers(y, 2)]
+
+
+# Norm, gate, RoPE, quantisation.
+
+
+def norm(side: Side, *, size: int, residual: bool, quantize: bool) -> list[Result]:
+    x, weight = side.strided(9, size), 1 + side.randn(size) * 0.1
+    kept = side.randn(9, size) if residual else None
+    with side.clock():
+        y = side.fused.rms_norm(x, weight, 1e-5, kept, quantize=quantize)
+    results = fp8_rows(y) if quantize else [numbers(y, 2)]
+    return results if kept is None else [*results, numbers(kept)]
+
+
+def silu_mul(side: Side, *, inner: int, quantize: bool) -> list[Result]:
+    x = side.strided(9, 2 * inner)
+    with side.clock():
+        y = side.fused.silu_mul(x, quantize=quantize)
+    return fp8_rows(y) if quantize else [numbers(y, 2)]
+
+
+def quantize_rows(side: Side) -> list[Result]:
+    x = side.strided(9, 1536) * side.ints([1, 1, 100, 1, 1, 1000, 1, 1, 0])[:, None].to(side.dtype)
+    with side.clock():
+        y = side.quant.quantize_rows(x)
+    return fp8_rows(y)
+
+
+def rope(side: Side, *, dim: int, heads: int, kv_heads: int, with_norm: bool, is_fp8: bool, tokens: int = 6):
+    qkv = side.strided(tokens, (heads + 2 * kv_heads) * dim)
+    angle = torch.arange(100.0)[:, None, None] * 10_000 ** (-torch.arange(dim // 2) / (dim // 2))
+    angle = angle.to(side.device)
+    positions = side.ints([i * 37 % 100 for i in range(tokens)]).long()
+    slots = side.ints([(i * 29 + 5) % (8 * PAGE) for i in range(tokens)]).long()
+    both = torch.zeros(2, 8, PAGE, kv_heads, dim, device=side.device).to(_FP8 if is_fp8 else side.dtype)
+    options: dict[str, Any] = {"k_scale": 0.02, "v_scale": 0.05} if is_fp8 else {}
+    if with_norm:
+        q_norm, k_norm = (1 + side.randn(dim) * 0.1 for _ in range(2))
+        options |= {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
+    with side.clock():
+        q = side.fused.rope_and_write_kv(
+            qkv, angle.cos(), angle.sin(), positions, slots, both[0], both[1], heads, **options
+        )
+    return [numbers(q, 3), *((fp8(kv) if is_fp8 else numbers(kv, 3)) for kv in both)]
+
+
+# Inputs of a step.
+
+
+def inputs(side: Side) -> list[Result]:
+    """Changes of the request table, then what each token needs to know."""
+    tokens, pages = side.randint(1000, 5, 512), side.randint(90, 5, 33)
+    words = side.randint(1000, 700)
+    # (table, first word there, first word here, words)
+    runs = [(0, 512 + 7, 0, 300), (1, 2 * 33 + 1, 300, 5), (0, 3 * 512, 305, 1), (1, 4 * 33, 310, 33)]
+    packed = torch.cat([words, side.ints(runs).flatten()])
+    row, position = side.ints([1, 1, 2, 4, 3, 0]), side.ints([7, 306, 20, 511, 0, 100])
+    ids, positions, slots = (torch.full((6,), -1, dtype=torch.int64, device=side.device) for _ in range(3))
+    lengths = torch.full((6,), -1, dtype=torch.int32, device=side.device)
+    with side.clock():
+        side.inputs.apply_runs(packed, len(words), len(runs), tokens, pages)
+        side.inputs.gather_inputs(row, position, tokens, pages, PAGE, ids, positions, slots, lengths)
+    return [exact(t) for t in (tokens, pages, ids, positions, slots, lengths)]
+
+
+def _attention_checks() -> Iterator[Check]:
+    for name, kernel, needs_fp8, options in [
+        ("decode d128", decode, False, {"dim": 128, "group": 4, "splits": 8}),
+        ("decode d128, one slice", decode, False, {"dim": 128, "group": 4}),
+        ("decode d64 window softcap", decode, False,
+         {"dim": 64, "group": 7, "splits": 8, "window": 100, "softcap": 5.0}),
+        ("decode d80", decode, False, {"dim": 80, "group": 1, "splits": 4}),
+        ("decode d96", decode, False, {"dim": 96, "group": 3}),
+        ("decode d256", decode, False, {"dim": 256, "group": 2, "splits": 4}),
+        ("decode d128 fp8", decode, True, {"dim": 128, "group": 5, "splits": 8, "is_fp8": True}),
+        ("mixed d128", prefill, False, {"dim": 128, "group": 4}),
+        ("mixed d64 window softcap", prefill, False, {"dim": 64, "group": 7, "window": 100, "softcap": 5.0}),
+        ("mixed d80", prefill, False, {"dim": 80, "group": 1}),
+        ("mixed d96", prefill, False, {"dim": 96, "group": 3}),
+        ("mixed d256", prefill, False, {"dim": 256, "group": 2}),
+        ("mixed d128 fp8", prefill, True, {"dim": 128, "group": 5, "is_fp8": True}),
+    ]:  # fmt: skip
+        yield Check(name, partial(kernel, **options), needs_fp8)
+
+
+CHECKS: list[Check] = [
+    *_attention_checks(),
+    Check("product 1 row", partial(gemv, rows=1, out_features=1024, inner=2048)),
+    Check("product 16 rows", partial(gemv, rows=16, out_features=1024, inner=2048)),
+    Check("product, odd shape, bias", partial(gemv, rows=3, out_features=1000, inner=1048, bias=True)),
+    Check("product 1 row fp8", partial(gemv, rows=1, out_features=1024, inner=2048, is_fp8=True), True),
+    Check("product 16 rows fp8", partial(gemv, rows=16, out_features=1024, inner=2048, is_fp8=True), True),
+    Check("norm", partial(norm, size=1024, residual=False, quantize=False)),
+    Check("norm residual", partial(norm, size=960, residual=True, quantize=False)),
+    Check("norm residual to fp8", partial(norm, size=1024, residual=True, quantize=True), True),
+    Check("gate", partial(silu_mul, inner=1536, quantize=False)),
+    Check("gate to fp8", partial(silu_mul, inner=1536, quantize=True), True),
+    Check("quantise", quantize_rows, True),
+    Check("rope, KV write", partial(rope, dim=64, heads=7, kv_heads=1, with_norm=False, is_fp8=False)),
+    Check("norm, rope, KV write", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, is_fp8=False)),
+    Check("norm, rope, KV write fp8", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, is_fp8=True), True),
+    Check("step inputs", inputs),
+]

@@ -1,0 +1,73 @@
+"""How far a kernel's result may be from its twin's.
+
+    numbers   largest |a - b| / (|b| + rms(b)): relative for large numbers, absolute for those near 0
+    fp8       the same of the scales, and rms(a - b) / rms(b) of what the quantised numbers stand for: where a number
+              lies on the border between two steps of e4m3, 1/8 apart, either is right
+    exact     share of unequal entries, of which none is allowed
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# What one rounding to the dtype may cost, and the order of a sum: the bound of `numbers` for one rounding.
+_BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+_SCALE_BOUND, _FP8_BOUND = 1e-2, 4e-2
+
+
+@dataclass(frozen=True)
+class Result:
+    """One tensor that a check gives, and how far it may be from its twin's."""
+
+    tensor: torch.Tensor
+    bound: float = 0.0
+    kind: str = "exact"  # or "max", "rms"
+
+
+@dataclass(frozen=True)
+class Difference:
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+    @property
+    def share(self) -> float:
+        """How much of what is allowed was used: the largest is the one to show."""
+        if self.error != self.error:
+            return float("inf")
+        return self.error / self.bound if self.bound else self.error * float("inf") if self.error else 0.0
+
+
+def numbers(tensor: torch.Tensor, roundings: float = 1) -> Result:
+    """A result that went through so many roundings to its dtype."""
+    return Result(tensor, roundings * _BOUNDS[tensor.dtype], "max")
+
+
+def fp8_rows(quantised: tuple[torch.Tensor, torch.Tensor]) -> list[Result]:
+    """What quantize_rows gives: e4m3 [T, N] and its scale [T]."""
+    data, scale = quantised
+    return [Result(scale, _SCALE_BOUND, "max"), Result(data.float() * scale[:, None], _FP8_BOUND, "rms")]
+
+
+def fp8(tensor: torch.Tensor) -> Result:
+    """fp8 numbers with a scale that is given."""
+    return Result(tensor.float(), _FP8_BOUND, "rms")
+
+
+def exact(tensor: torch.Tensor) -> Result:
+    return Result(tensor)
+
+
+def difference(ours: Result, twin: Result) -> Difference:
+    """Both on any device. NaN or infinity in either is an error of NaN or infinity, and so is another shape."""
+    if ours.tensor.shape != twin.tensor.shape or ours.tensor.dtype != twin.tensor.dtype:
+        return Difference(float("inf"), ours.bound)
+    if ours.kind == "exact":
+        return Difference(float((ours.tensor.cpu() != twin.tensor.cpu()).double().mean()), 0.0)
+    a, b = ours.tensor.double(), twin.tensor.to(ours.tensor.device).double()
+    rms = b.square().mean().sqrt()
+    error = (a - b).square().mean().sqrt() / rms if ours.kind == "rms" else ((a - b).abs() / (b.abs() + rms)).max()
+    return Difference(float(error), ours.bound)
