@@ -8,14 +8,24 @@ import torch
 
 from engine.capabilities import FP8_COMPUTE_CAPABILITY, MIN_COMPUTE_CAPABILITY, check_capabilities, resolve_device
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from engine.core.kv.planner import GIB, MemoryPlan, plan_memory
+from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib, plan_memory
 from engine.core.kv.spec import AttentionSpec
 from engine.core.loop import EngineCore
-from engine.errors import ConfigError
+from engine.errors import ConfigError, OutOfMemoryPlanError
+from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.loader import fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
-from engine.worker.memory import activation_bytes, allocate_kv, cpu_budget, gpu_budget, weight_bytes
+from engine.worker.memory import (
+    Card,
+    activation_bytes,
+    allocate_kv,
+    check_weights_fit,
+    cpu_budget,
+    gpu_budget,
+    outcome,
+    weight_bytes,
+)
 from engine.worker.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -48,6 +58,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         torch.set_default_dtype(torch.float32)
     if config.quantization is not None:
         quantize(model, config.quantization)
+    card = Card.now(device) if device.type == "cuda" else None
+    if card is not None:
+        check_weights_fit(model, config, card)
     with torch.inference_mode():
         if config.load_format == "dummy":
             fill_randomly(model, device=device)
@@ -63,11 +76,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         config.block_size or DEFAULT_PAGE_SIZE[device.type],
     )
     num_seqs = config.max_num_seqs or _DEFAULT_SEQS[device.type]
-    if device.type == "cuda":
-        from engine.worker.device_runner import DeviceRunner, measure_activations
-
-        activations = measure_activations(model, spec, kv_dtype, max_tokens, num_seqs, device)
-        budget = gpu_budget(config, weight_bytes(model), activations, device)
+    if card is not None:
+        if progress:
+            progress("measuring steps", 0, 1)
+        budget = _measured_budget(config, model, spec, kv_dtype, max_tokens, num_seqs, card)
     else:
         activations = activation_bytes(model_config, dtype, max_tokens, min(num_seqs, max_tokens))
         budget = cpu_budget(config, weight_bytes(model), activations)
@@ -84,7 +96,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 
     sizes = {"num_rows": plan.max_num_seqs + 1, "max_model_len": plan.max_model_len, "page_size": plan.page_size}
     with torch.inference_mode():
-        if device.type == "cuda":
+        if card is not None:
+            from engine.worker.device_runner import DeviceRunner  # not before: builds for CPUs have no Triton
+
             runner = DeviceRunner(model, **sizes, max_num_tokens=max_tokens, device=device)
         else:
             runner = Runner(model, **sizes, device=device)
@@ -98,6 +112,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             if progress:
                 progress("recording graphs", 0, 1)
             runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
+        assert card is not None
+        log.info("%s", outcome(plan, card))
         gc.collect()
         gc.freeze()  # what start-up made stays: no collection looks at it again
     return EngineCore(
@@ -113,6 +129,33 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         depth=depth,
         description=_describe(plan, model_config, dtype, device),
     )
+
+
+def _measured_budget(
+    config: EngineConfig,
+    model: CausalLM,
+    spec: AttentionSpec,
+    kv_dtype: torch.dtype,
+    max_tokens: int,
+    num_seqs: int,
+    card: Card,
+) -> MemoryBudget:
+    """What is left of a GPU with the weights in place. Raises OutOfMemoryPlanError if not even a step fits."""
+    from engine.worker.probe import measure_steps
+
+    weights = weight_bytes(model)
+    try:
+        needs = measure_steps(
+            model, spec, kv_dtype, max_tokens, num_seqs, card.device, graphs=not config.enforce_eager
+        )
+    except torch.OutOfMemoryError:
+        raise OutOfMemoryPlanError(
+            f"A step of {max_tokens} tokens of {min(num_seqs, max_tokens)} sequences does not fit beside the weights "
+            f"({gib(weights)}) on {card.device} ({gib(card.total)}, of which others hold {gib(card.others)}).",
+            "--max-num-batched-tokens",
+            "Lower --max-num-batched-tokens and --max-num-seqs.",
+        ) from None
+    return gpu_budget(config, weights, needs, card)
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -132,6 +175,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     if capability < FP8_COMPUTE_CAPABILITY and "fp8" in (config.quantization or "") + config.kv_cache_dtype:
         raise ConfigError(f"fp8 needs compute capability 8.9 or newer; {name} has {version}.", "--quantization",
                           "Leave --quantization and --kv-cache-dtype out.")
+    torch.cuda.empty_cache()  # of an engine that this process had before
     free, total = torch.cuda.mem_get_info(device)
     wanted = int(total * config.gpu_memory_utilization)
     if free < wanted:

@@ -1,18 +1,59 @@
-"""What this device has and what the model takes of it: the measured half of the memory plan."""
+"""What this device has and what the model takes of it: the measured half of the memory plan (steps: probe.py)."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.core.kv.planner import GIB, MemoryBudget
+from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib
 from engine.core.kv.spec import AttentionSpec
-from engine.layers.linear import Linear
+from engine.errors import OutOfMemoryPlanError
+from engine.layers.linear import Linear, can_quantize
 from engine.models.config import ModelConfig
 
 _DEFAULT_CPU_KV = 4 * GIB
-_GRAPH_BYTES = 1 * GIB      # decode graphs: their records, and their shared activations
-_HOST_RESERVE = GIB // 2   # left to the rest of the machine on CPU
+_HOST_RESERVE = GIB // 2    # left to the rest of the machine on CPU
+_CONTEXT = 3 * GIB // 4     # a CUDA context takes 0.4 to 0.7 GiB before anything runs in it
+_ROUNDING = 32 << 20        # pages and tables are rounded up to the allocator's segments
+
+
+@dataclass(frozen=True, slots=True)
+class StepNeeds:
+    """Bytes on a GPU, as measured (worker/probe.py)."""
+
+    activations: int   # come and go with each step
+    graphs: int        # all decode graphs: the memory that they share, and their records
+    buffers: int       # of the runner: what grows with the rows and tokens of a step, but not with the context
+    in_use: int        # on the whole card, by anybody, with the weights there and none of the above
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU as it was before the engine took any of it. Bytes."""
+
+    device: torch.device
+    total: int
+    others: int   # held by other processes, and by other engines of this one
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Card":
+        """What is in use when the engine starts is not its own, but for the CUDA context. (Whose memory is whose, the
+        driver does not tell in a container: of more than a context's usual size the rest belongs to others.)"""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        return cls(device, total, reserved + max(0, total - free - reserved - _CONTEXT))
+
+    def usable(self, utilization: float) -> int:
+        """A share of the card, as in vLLM: for this engine alone, whatever others hold, as long as so much is left."""
+        return min(int(self.total * utilization), self.total - self.others)
+
+    def taken(self) -> int:
+        """In use now, and not by others: tensors, the allocator's cache, context and code."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - self.others
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -20,6 +61,29 @@ def weight_bytes(model: nn.Module) -> int:
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if t.numel()}
     packed = [m.packed_bytes for m in model.modules() if isinstance(m, Linear)]
     return sum(t.nbytes for t in tensors.values()) + sum(packed)
+
+
+def loaded_bytes(model: nn.Module) -> int:
+    """What `weight_bytes` will be on a GPU, of a model that has no weights yet."""
+    sizes = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        if isinstance(module, Linear) and module.quantization == "fp8" and can_quantize(module):
+            sizes[id(module.weight)] = module.weight.numel() + 4 * module.out_features
+    return sum(sizes.values())
+
+
+def check_weights_fit(model: nn.Module, config: EngineConfig, card: Card) -> None:
+    """Before anything is read. Raises OutOfMemoryPlanError."""
+    weights, usable = loaded_bytes(model), card.usable(config.gpu_memory_utilization)
+    if weights >= usable:
+        ways = ["raise --gpu-memory-utilization"] if config.gpu_memory_utilization < 0.9 else []
+        ways += ["--quantization fp8 halves most of the weights"] if config.quantization is None else []
+        hint = "; ".join([*ways, "a smaller model or a larger GPU"]) + "."
+        raise OutOfMemoryPlanError(
+            f"The model does not fit: its weights take {gib(weights)}; {gib(usable)} of the {gib(card.total)} on "
+            f"{card.device} are usable (--gpu-memory-utilization {config.gpu_memory_utilization}; other processes hold "
+            f"{gib(card.others)}).", "--gpu-memory-utilization", hint[0].upper() + hint[1:],
+        )  # fmt: skip
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int, num_seqs: int) -> int:
@@ -41,15 +105,31 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> MemoryBu
     return MemoryBudget(info["MemTotal"], usable, weights, activations, limit)
 
 
-def gpu_budget(config: EngineConfig, weights: int, activations: int, device: torch.device) -> MemoryBudget:
-    """`gpu_memory_utilization` of the card, less what others and the CUDA context hold there."""
+def gpu_budget(config: EngineConfig, weights: int, needs: StepNeeds, card: Card) -> MemoryBudget:
+    """`gpu_memory_utilization` of the card, and what was measured there with the weights in place."""
+    return MemoryBudget(
+        card.total,
+        card.usable(config.gpu_memory_utilization),
+        weights,
+        needs.activations,
+        config.kv_cache_memory_bytes,
+        needs.graphs,
+        max(0, needs.in_use - card.others - weights) + _ROUNDING,
+        needs.buffers,
+    )
+
+
+def outcome(plan: MemoryPlan, card: Card) -> str:
+    """One line for the log, once all is allocated: what was planned, and what is there."""
+    torch.cuda.synchronize(card.device)
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    not_ours = total - free - torch.cuda.memory_reserved(device)
-    usable = int(total * config.gpu_memory_utilization) - not_ours
-    if config.enforce_eager:
-        return MemoryBudget(total, usable, weights, activations, config.kv_cache_memory_bytes)
-    return MemoryBudget(total, usable, weights, activations, config.kv_cache_memory_bytes, _GRAPH_BYTES)
+    taken, reserved = card.taken(), torch.cuda.memory_reserved(card.device)
+    return (
+        f"Memory on {card.device}: {gib(taken)} taken, {gib(plan.resident_bytes)} planned "
+        f"({'+' if taken > plan.resident_bytes else '-'}{gib(abs(taken - plan.resident_bytes))}); "
+        f"allocated {gib(torch.cuda.memory_allocated(card.device))}, reserved {gib(reserved)}; "
+        f"{gib(plan.budget.usable - taken)} left for steps, {gib(plan.budget.activations)} planned"
+    )
 
 
 def allocate_kv(spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,10 @@
     total
       |- not ours        (1 - utilization) and what other processes hold
       |- weights
-      |- activations     the largest step: tokens of one step, logits of its sequences
+      |- overhead        CUDA context, kernels' code, library workspaces, unused ends of allocations
+      |- activations     the largest step: tokens of one step, logits of its sequences, sampling with every option
+      |- graphs          recorded decode steps
+      |- step buffers    what the host sends each step, and the sampler's scratch
       |- request table   token ids and block tables
       '- KV pages        the rest
 
@@ -18,6 +21,8 @@ from engine.core.kv.spec import AttentionSpec, pages_for
 from engine.errors import OutOfMemoryPlanError
 
 GIB = 1 << 30
+_FEWEST_SEQS = 8   # sequences at once are not fitted to less than this for the sake of the request table
+_TABLE_SHARE = 8   # where the number of sequences is open, their table takes at most an eighth of what is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,25 @@ class MemoryBudget:
     activations: int
     kv_limit: int | None = None
     graphs: int = 0
+    overhead: int = 0
+    buffers: int = 0
+
+    @property
+    def parts(self) -> list[tuple[str, int, str]]:
+        """(name, bytes, what it is) of all that does not depend on context and sequences."""
+        every = [
+            ("weights", self.weights, ""),
+            ("overhead", self.overhead, "CUDA context, kernels, library workspaces"),
+            ("activations", self.activations, "the largest step"),
+            ("graphs", self.graphs, "recorded decode steps"),
+            ("step buffers", self.buffers, "inputs of a step, sampler"),
+        ]
+        return [part for part in every if part[1]]
+
+    @property
+    def left(self) -> int:
+        """For the request table and the pages; below zero if the model does not fit."""
+        return self.usable - sum(size for _, size, _ in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +72,26 @@ class MemoryPlan:
     def kv_tokens(self) -> int:
         return (self.num_pages - 1) * self.page_size
 
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Taken for good once the engine has started: all but the activations, which come and go."""
+        parts = sum(size for name, size, _ in self.budget.parts if name != "activations")
+        return parts + self.table_bytes + self.kv_bytes
+
     def table(self) -> str:
         """The plan as text, for the log and the terminal."""
         rows = [
-            ("usable memory", _gib(self.budget.usable), f"of {_gib(self.budget.total).strip()} on {self.device}"),
-            ("weights", _gib(self.budget.weights), ""),
-            ("activations", _gib(self.budget.activations), "the largest step"),
-            *([("graphs", _gib(self.budget.graphs), "recorded decode steps")] if self.budget.graphs else []),
-            ("request table", _gib(self.table_bytes), f"{self.max_num_seqs:,} sequences at once"),
-            ("KV pages", _gib(self.num_pages * self.page_bytes),
+            ("usable memory", self.budget.usable, f"of {gib(self.budget.total)} on {self.device}"),
+            *self.budget.parts,
+            ("request table", self.table_bytes, f"{self.max_num_seqs:,} sequences at once"),
+            ("KV pages", self.kv_bytes,
              f"{self.num_pages - 1:,} pages of {self.page_size} tokens = {self.kv_tokens:,} tokens"),
         ]
-        lines = ["Memory plan"] + [f"  {name:<15}{size:>12}   {text}".rstrip() for name, size, text in rows]
+        lines = ["Memory plan"] + [f"  {name:<15}{gib(size):>12}   {text}".rstrip() for name, size, text in rows]
         full = self.kv_tokens // self.max_model_len
         lines.append(f"  context {self.max_model_len:,} tokens; {full:,} requests of that length fit at the same time")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
@@ -74,70 +106,102 @@ def plan_memory(
     model_max_len: int,
     max_num_seqs: int | None,
     default_num_seqs: int,
-    extra_bytes_per_row_token: int = 4,
 ) -> MemoryPlan:
     """Turn a budget into a plan.
 
     `max_model_len`: a number is honoured or refused; None takes the largest that fits, at most `model_max_len`.
-    `max_num_seqs`: a number is honoured; None takes `default_num_seqs`, less if pages for one each do not fit.
+    `max_num_seqs`: a number is honoured; None takes `default_num_seqs`, or less so that the context fits, that their
+    table stays small beside the pages, and that each can have a page.
     Raises OutOfMemoryPlanError with the numbers.
     """
+    free = budget.left
+
+    def room(length: int, seqs: int) -> int:
+        """Bytes for pages."""
+        left = max(0, free - request_table_bytes(length, seqs, spec.page_size))
+        return left if budget.kv_limit is None else min(left, budget.kv_limit)
+
+    def fits(length: int, seqs: int) -> bool:
+        return room(length, seqs) // spec.page_bytes - 1 >= pages_for(length, spec.page_size)
+
+    def largest(seqs: int) -> int:
+        return _largest(lambda length: fits(length, seqs), wanted, spec.page_size)
+
+    def small_table(length: int, seqs: int) -> bool:
+        return request_table_bytes(length, seqs, spec.page_size) * _TABLE_SHARE <= free
+
     notes: list[str] = []
-    free = budget.usable - budget.weights - budget.activations - budget.graphs
-    seqs = max_num_seqs or default_num_seqs
-
-    def table_bytes(length: int) -> int:
-        return (seqs + 1) * (length * extra_bytes_per_row_token + pages_for(length, spec.page_size) * 4)
-
-    def pages_with(length: int) -> int:
-        room = free - table_bytes(length)
-        if budget.kv_limit is not None:
-            room = min(room, budget.kv_limit)
-        return max(room, 0) // spec.page_bytes
-
-    def fits(length: int) -> bool:
-        return pages_with(length) - 1 >= pages_for(length, spec.page_size)
-
     wanted = max_model_len or model_max_len
-    if not fits(wanted):
-        largest = _largest(fits, wanted, spec.page_size)
-        if largest < spec.page_size:
-            if budget.kv_limit is not None and budget.kv_limit < min(free, 2 * spec.page_bytes):
-                raise OutOfMemoryPlanError(
-                    f"--kv-cache-memory-bytes {budget.kv_limit} holds not even two KV pages of "
-                    f"{spec.page_bytes} bytes.",
-                    "--kv-cache-memory-bytes",
-                    "Raise it, or leave it out.",
-                )
-            raise OutOfMemoryPlanError(
-                f"The model does not fit: weights {_gib(budget.weights).strip()} + activations "
-                f"{_gib(budget.activations).strip()} leave {_gib(max(free, 0)).strip()} of "
-                f"{_gib(budget.usable).strip()} usable memory for KV pages.",
-                "--gpu-memory-utilization",
-                "Free memory on the device, raise --gpu-memory-utilization, or lower --max-num-batched-tokens.",
-            )
+    choices = [max_num_seqs] if max_num_seqs else _halves(default_num_seqs)
+    fewest = choices[-1]
+    if fits(wanted, fewest):
+        seqs = next((n for n in choices if fits(wanted, n) and small_table(wanted, n)), fewest)
+    else:
+        limit = largest(fewest)
+        if limit < spec.page_size:
+            raise _nothing_fits(budget, spec, fewest)
         if max_model_len is not None:
-            need = (pages_for(wanted, spec.page_size) + 1) * spec.page_bytes
-            raise OutOfMemoryPlanError(
-                f"--max-model-len {wanted} needs {_gib(need).strip()} of KV pages for one request; "
-                f"{_gib(pages_with(wanted) * spec.page_bytes).strip()} are available.",
-                "--max-model-len",
-                f"The largest that fits is --max-model-len {largest}; or raise {_limiting_flag(budget, free)}.",
-            )
-        notes.append(f"context fitted to memory: {largest:,} of the model's {model_max_len:,} tokens")
-        wanted = largest
-    num_pages = pages_with(wanted)
-    # More pages than every sequence at full length can ever hold would only be cache; keep those, but not without end.
-    if max_num_seqs is None and num_pages - 1 < seqs:
-        seqs = max(1, num_pages - 1)
-        notes.append(f"sequences at once fitted to memory: {seqs:,}")
+            raise _too_long(budget, spec, wanted, room(wanted, fewest), limit)
+        seqs = next((n for n in choices if (length := largest(n)) and small_table(length, n)), fewest)
+        wanted = largest(seqs)
+        notes.append(f"context fitted to memory: {wanted:,} of the model's {model_max_len:,} tokens")
+    num_pages = room(wanted, seqs) // spec.page_bytes
+    if max_num_seqs is None:
+        seqs = max(1, min(seqs, num_pages - 1))
+        if seqs < default_num_seqs:
+            notes.append(f"sequences at once fitted to memory: {seqs:,}")
+    table = request_table_bytes(wanted, seqs, spec.page_size)
     return MemoryPlan(
-        device, budget, table_bytes(wanted), spec.page_size, spec.page_bytes, num_pages, wanted, seqs, tuple(notes))
+        device, budget, table, spec.page_size, spec.page_bytes, num_pages, wanted, seqs, tuple(notes))
 
 
-def _limiting_flag(budget: MemoryBudget, free: int) -> str:
-    limited = budget.kv_limit is not None and budget.kv_limit < free
-    return "--kv-cache-memory-bytes" if limited else "--gpu-memory-utilization"
+def request_table_bytes(max_model_len: int, max_num_seqs: int, page_size: int) -> int:
+    """int32 token ids and page ids of every row that a sequence can have, and of the trash row."""
+    return (max_num_seqs + 1) * (max_model_len + pages_for(max_model_len, page_size)) * 4
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def _nothing_fits(budget: MemoryBudget, spec: AttentionSpec, seqs: int) -> OutOfMemoryPlanError:
+    if budget.kv_limit is not None and budget.kv_limit < min(budget.left, 2 * spec.page_bytes):
+        return OutOfMemoryPlanError(
+            f"--kv-cache-memory-bytes {budget.kv_limit} holds not even two KV pages of {spec.page_bytes} bytes.",
+            "--kv-cache-memory-bytes",
+            "Raise it, or leave it out.",
+        )
+    table = request_table_bytes(spec.page_size, seqs, spec.page_size)
+    return OutOfMemoryPlanError(
+        f"The model does not fit: {_sum(budget)} leave {gib(max(budget.left, 0))} of {gib(budget.usable)} usable "
+        f"memory for the request table (at least {gib(table)}) and pages ({gib(spec.page_bytes)} each, at least 2).",
+        "--gpu-memory-utilization",
+        "Free memory on the device, raise --gpu-memory-utilization, or lower --max-num-batched-tokens.",
+    )
+
+
+def _too_long(budget: MemoryBudget, spec: AttentionSpec, wanted: int, room: int, limit: int) -> OutOfMemoryPlanError:
+    need = (pages_for(wanted, spec.page_size) + 1) * spec.page_bytes
+    by_flag = budget.kv_limit is not None and budget.kv_limit < budget.left
+    flag = "--kv-cache-memory-bytes" if by_flag else "--gpu-memory-utilization"
+    return OutOfMemoryPlanError(
+        f"--max-model-len {wanted} needs {gib(need)} of KV pages for one request; {gib(room)} are available "
+        f"({gib(budget.usable)} usable memory; taken: {_sum(budget)}, and the request table).",
+        "--max-model-len",
+        f"The largest that fits is --max-model-len {limit}; or raise {flag}.",
+    )
+
+
+def _sum(budget: MemoryBudget) -> str:
+    return " + ".join(f"{name} {gib(size)}" for name, size, _ in budget.parts)
+
+
+def _halves(default: int) -> list[int]:
+    """Numbers of sequences to try, from `default` down."""
+    found = [default]
+    while found[-1] > _FEWEST_SEQS:
+        found.append(max(_FEWEST_SEQS, found[-1] // 2))
+    return found
 
 
 def _largest(fits: Callable[[int], bool], upper: int, step: int) -> int:
@@ -150,7 +214,3 @@ def _largest(fits: Callable[[int], bool], upper: int, step: int) -> int:
         else:
             high = mid - 1
     return low * step
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"

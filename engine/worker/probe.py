@@ -1,0 +1,115 @@
+"""What steps take of a GPU, measured before the pages are allocated.
+
+    a runner with the real number of rows, and one page that all of them share
+      |- the largest step, then the largest decode step, sampled with every option     -> peak
+      |- some decode graphs, the largest among them                                    -> pool, bytes a record
+      '- freed again
+
+What is compiled and loaded here is needed later anyway, so little start-up time is spent on measuring.
+"""
+
+import torch
+
+from engine.core.batch import RowInit, ScheduledSeq, StepPlan
+from engine.core.kv.spec import AttentionSpec
+from engine.core.params import MAX_LOGPROBS, SamplingParams
+from engine.models.base import CausalLM
+from engine.worker.device_runner import DeviceRunner
+from engine.worker.graphs import DecodeGraphs, graph_sizes
+from engine.worker.memory import StepNeeds, allocate_kv
+
+_PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
+_PROBES = 8             # the graphs of a batch of this size (1, 2, 4, 8) stand for all: the last for the largest
+
+
+@torch.inference_mode()
+def measure_steps(
+    model: CausalLM,
+    spec: AttentionSpec,
+    kv_dtype: torch.dtype,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    device: torch.device,
+    *,
+    graphs: bool,
+) -> StepNeeds:
+    """`model` has its weights, no pages are there. Ends with all of the measurement's own memory given back.
+
+    Raises torch.OutOfMemoryError if a step does not fit beside the weights.
+    """
+    count = min(max_num_seqs, max_num_tokens)
+    longest = max_num_tokens - count + 1  # one prompt beside sequences of one token
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    runner = DeviceRunner(
+        model, num_rows=max_num_seqs + 1, max_model_len=longest + 2, page_size=spec.page_size,
+        max_num_tokens=max_num_tokens, device=device,
+    )  # fmt: skip
+    cache = allocate_kv(spec, 1, kv_dtype, device)
+    runner.bind_cache(cache)
+    ours = torch.cuda.memory_allocated(device) - before
+    buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_table.nbytes
+
+    reserved = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for plan in _largest_steps(longest, count):
+        runner.collect(runner.launch(plan))
+    runner.warm_up()
+    probes = _spread(graph_sizes(count)) if graphs else {}
+    for size in probes.values():
+        runner._decode(size)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    # What is still there is the libraries' and stays (cuBLAS workspaces): it is in use, and no part of a step.
+    stays = torch.cuda.memory_reserved(device) - reserved
+    in_use = _in_use(device) - ours
+    for_graphs = _measure_graphs(runner, probes, graph_sizes(count), device) if graphs else 0
+
+    for layer in runner.attention_layers:
+        del layer.k_cache, layer.v_cache
+    del runner, cache
+    torch.cuda.empty_cache()
+    return StepNeeds(peak - reserved - stays, for_graphs, buffers, in_use)
+
+
+def _largest_steps(longest: int, count: int) -> list[StepPlan]:
+    """A prompt of `longest` tokens and `count` - 1 of one token; then one token more of each. All pages are page 0."""
+    lengths = [longest] + [1] * (count - 1)
+    params = SamplingParams(top_p=0.9, presence_penalty=0.1, logprobs=MAX_LOGPROBS, max_tokens=None)
+    inits = [RowInit(i + 1, [0] * n, min(n, _PROMPT_LOGPROBS + 1), params, i, ()) for i, n in enumerate(lengths)]
+    prompts = [
+        ScheduledSeq(str(i), i, i + 1, 0, n, samples=True, prompt_logprobs=None if i else MAX_LOGPROBS)
+        for i, n in enumerate(lengths)
+    ]
+    decodes = [ScheduledSeq(str(i), i, i + 1, n, 1, samples=True) for i, n in enumerate(lengths)]
+    return [StepPlan(0, prompts, inits), StepPlan(1, decodes)]
+
+
+def _measure_graphs(runner: DeviceRunner, probes: dict[int, int], sizes: list[int], device: torch.device) -> int:
+    """Bytes that graphs of all `sizes` will take, from a few of them.
+
+    Their pool is what the largest needs, which the others share, and each one's hidden states; the driver's records are
+    about equal for all sizes, as all have the same kernels.
+    """
+    in_use, reserved = _in_use(device), torch.cuda.memory_reserved(device)
+    graphs = DecodeGraphs(lambda turn: runner._decode(probes[turn]), max(probes))
+    for turn in probes:
+        graphs.replay(turn)  # a record is loaded when it first runs
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    pool = torch.cuda.memory_reserved(device) - reserved
+    records = max(0, _in_use(device) - in_use - pool)
+    hidden = (sum(sizes) - sum(set(probes.values()))) * runner.model.config.hidden_size * runner.dtype.itemsize
+    return pool + hidden + -(-records // len(probes)) * len(sizes)
+
+
+def _spread(sizes: list[int]) -> dict[int, int]:
+    """Sizes to probe, from the smallest to the largest, by the batch size in whose place each is recorded."""
+    turns = graph_sizes(_PROBES)
+    return {turn: sizes[(len(sizes) - 1) * i // (len(turns) - 1)] for i, turn in enumerate(turns)}
+
+
+def _in_use(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -1,0 +1,67 @@
+"""What is run to measure a GPU's steps and graphs, and how few graphs stand for all. (The measuring: tests/gpu.)"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.core.kv.planner import GIB
+
+MIB = 1 << 20
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def probe():
+    """Imported when a test runs, not when it is collected: the tests of the kernels set Triton's mode before that."""
+    return pytest.importorskip("engine.worker.probe", reason="needs Triton")
+
+
+@pytest.mark.parametrize(("tokens", "seqs"), [(8192, 1024), (256, 64), (16, 64), (64, 1), (1, 1)])
+def test_the_largest_steps_use_all_tokens_and_all_sequences(probe, tokens, seqs):
+    count = min(tokens, seqs)
+    first, second = probe._largest_steps(tokens - count + 1, count)
+    assert (first.num_tokens, len(first.seqs)) == (tokens, count)
+    assert (second.num_tokens, len(second.seqs)) == (count, count)
+    assert [len(i.token_ids) for i in first.row_inits] == [s.num_tokens for s in first.seqs]
+    assert [s.start for s in second.seqs] == [s.num_tokens for s in first.seqs]
+    assert {i.row for i in first.row_inits} == set(range(1, count + 1)), "row 0 is the trash row"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 64, 1024])
+def test_probes_reach_from_the_smallest_graph_to_the_largest(probe, batch):
+    sizes = probe.graph_sizes(batch)
+    found = probe._spread(sizes)
+    assert list(found) == probe.graph_sizes(max(found)), "recorded in place of exactly these sizes"
+    assert found[1] == 1
+    assert found[max(found)] == batch
+    assert set(found.values()) <= set(sizes)
+
+
+def test_a_few_graphs_tell_what_all_will_take(probe, monkeypatch):
+    """A pool of 100 MiB shared by all, 3 MiB of the driver's for each graph once it has run."""
+    state = SimpleNamespace(reserved=20 * GIB, driver=GIB, decoded=[])
+
+    class Graphs:
+        def __init__(self, decode, max_batch):
+            for size in reversed(probe.graph_sizes(max_batch)):
+                decode(size)
+            state.reserved += 100 * MIB
+
+        def replay(self, size):
+            state.driver += 3 * MIB
+
+    monkeypatch.setattr(probe, "DecodeGraphs", Graphs)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: state.reserved)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * GIB - state.reserved - state.driver, 80 * GIB))
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=1024))
+    runner = SimpleNamespace(_decode=state.decoded.append, model=model, dtype=torch.bfloat16)
+
+    sizes = probe.graph_sizes(256)
+    probes = probe._spread(sizes)
+    found = probe._measure_graphs(runner, probes, sizes, DEVICE)
+    assert state.decoded[0] == 256, "the largest first: its pool serves the others"
+    hidden = 2048 * (sum(sizes) - sum(probes.values()))
+    assert found == 100 * MIB + hidden + 3 * MIB * len(sizes)
