@@ -1,0 +1,100 @@
+"""What the GPU tests share: random checkpoints of each family, engines on the GPU and the CPU, random prompts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from engine import LLM, SamplingParams
+from engine.core.loop import EngineCore
+from engine.core.request import EngineRequest, StepOutput
+from engine.models.config import ModelConfig
+from engine.models.registry import model_class
+
+DEVICE = torch.device("cuda")
+VOCAB = 1000
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    "eos_token_id": 0,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "llama-g3": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6},
+    "llama-window": {"architectures": ["MistralForCausalLM"], "sliding_window": 40},
+    "llama-d128": {"architectures": ["LlamaForCausalLM"], "head_dim": 128, "num_key_value_heads": 8},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False},
+}
+
+
+def checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
+    """Write a random model of three layers in bf16; norms near 1, so that no layer drowns the others."""
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = SHAPE | FAMILIES[family]
+    (directory / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.load(directory)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, target in model_class(config)(config, 16).weights().items():
+        noise = torch.randn(tuple(target.shape), generator=generator)
+        weights[name] = (1 + 0.1 * noise if "norm" in name else noise * 0.06).bfloat16()
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def on_gpu(model: Path, **kwargs) -> LLM:
+    """A small engine on the GPU; its pages are few, so that several can stand side by side."""
+    kwargs = {
+        "max_num_seqs": 64, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 256 << 20, "skip_tokenizer_init": True,
+    } | kwargs  # fmt: skip
+    return LLM(model=model, device="cuda", **kwargs)
+
+
+def on_cpu(model: Path, **kwargs) -> LLM:
+    """The CPU path in float32: what the GPU is compared with."""
+    return LLM(model=model, device="cpu", dtype="float32", **({"skip_tokenizer_init": True} | kwargs))
+
+
+def prompts(count: int, seed: int = 1, longest: int = 400) -> list[dict]:
+    """Random token ids, no end token among them."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [{"prompt_token_ids": torch.randint(1, VOCAB, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def generated(llm: LLM, asked: Sequence[dict], params: SamplingParams | Sequence[SamplingParams]) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)]
+
+
+def drain(core: EngineCore, requests: Sequence[EngineRequest] = ()) -> dict[str, list[StepOutput]]:
+    """Run until nothing is left, checking the engine's invariants after every step; outputs by request."""
+    for request in requests:
+        core.add_request(request)
+    outputs: dict[str, list[StepOutput]] = {r.request_id: [] for r in requests}
+    while core.has_work():
+        for output in core.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        core.check()
+    return outputs
+
+
+def tokens_of(outputs: Sequence[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+def assert_idle(core: EngineCore) -> None:
+    """Every page is free (cached ones count as free), every row is free, and no invariant is broken."""
+    core.check()
+    stats = core.stats()
+    assert not core.has_work()
+    free_rows = len(core.scheduler._free_rows)
+    state = {
+        "running": stats.num_running, "waiting": stats.num_waiting, "pages in use": stats.pages_in_use,
+        "pages in flight": core.kv.num_deferred, "rows in use": core.max_num_seqs - free_rows,
+    }  # fmt: skip
+    assert not any(state.values()), state
