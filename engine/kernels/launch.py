@@ -10,6 +10,19 @@ it), and started through the CUDA driver's own functions.
     add((triton.cdiv(n, 256),), x, y, n, BLOCK=256, num_warps=4)
 
 With TRITON_INTERPRET=1 the same call runs in Triton's interpreter, on CPU tensors.
+
+Kernels follow one another by programmatic dependent launch: a kernel may start while the one before it still runs, and
+its first line waits for that one's results. What the start of a kernel costs is hidden so, and what it reads of weights
+may even come before the wait:
+
+    @kernel
+    def scale(x_ptr, w_ptr, y_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+        w = tl.load(w_ptr)          # nothing on the device ever writes it
+        wait_for_previous(PDL)
+        x = tl.load(x_ptr + ...)
+
+Every program of every kernel with a PDL constant must wait, before it returns too: only so does waiting for the last
+kernel mean waiting for all before it. The launcher sets PDL where the card can do it (compute capability 9.0).
 """
 
 import ctypes
@@ -20,13 +33,16 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 _MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
-_PDL = 6                       # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
+_PDL_CAPABILITY = (9, 0)
 
 _POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
@@ -53,13 +69,13 @@ class KernelError(RuntimeError):
 class Kernel:
     """A Triton function with its compiled variants, one for each set of types, alignments and constants."""
 
-    def __init__(self, function: Callable, *, pdl: bool = False) -> None:
+    def __init__(self, function: Callable) -> None:
         self.jit = triton.jit(function)
         self.name = function.__name__
-        self.pdl = pdl
         constant = {p.name: "constexpr" in str(p.annotation) for p in inspect.signature(function).parameters.values()}
         self.arguments = [name for name in constant if not constant[name]]
-        self.constants = [name for name in constant if constant[name]]
+        self.constants = [name for name in constant if constant[name] and name != "PDL"]
+        self.pdl = "PDL" in constant
         # Alignment matters for strides. Counts change all the time, and each variant would be compiled anew.
         self._is_stride = ["stride" in name for name in self.arguments]
         self._variants: dict[tuple, _Variant] = {}
@@ -68,7 +84,7 @@ class Kernel:
         self, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
     ) -> None:
         if _INTERPRET:
-            self.jit[grid](*args, **constants)
+            self.jit[grid](*args, **constants, **({"PDL": False} if self.pdl else {}))
             return
         types = tuple([_type_of(a, s) for a, s in zip(args, self._is_stride, strict=True)])
         key = (types, num_warps, num_stages, *[constants[name] for name in self.constants])
@@ -78,14 +94,23 @@ class Kernel:
         variant.launch(grid, args)
 
     def _compile(self, types: tuple, constants: dict[str, Any], num_warps: int, num_stages: int) -> "_Variant":
-        binary = compile_for(self, types, constants, num_warps, num_stages, torch.cuda.get_device_capability())
-        return _Variant(self.name, binary, [t for t in types if t is not None], self.pdl)
+        capability = torch.cuda.get_device_capability()
+        binary = compile_for(self, types, constants, num_warps, num_stages, capability)
+        pdl = self.pdl and capability >= _PDL_CAPABILITY
+        return _Variant(self.name, binary, [t for t in types if t is not None], pdl)
 
 
-def kernel(function: Callable | None = None, *, pdl: bool = False) -> Any:
-    """Decorator: a `Kernel`. With `pdl` it may start while the kernel before it ends; its code must then begin with
-    `gdc_wait()` before it touches anything another kernel writes."""
-    return Kernel(function, pdl=pdl) if function is not None else lambda f: Kernel(f, pdl=pdl)
+def kernel(function: Callable) -> Kernel:
+    """Decorator: a Triton function that is started as `f(grid, *arguments, num_warps=, num_stages=, **constants)`."""
+    return Kernel(function)
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Let the next kernel start when it likes, and wait until the results of the previous one are visible."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 def compile_for(
@@ -99,7 +124,10 @@ def compile_for(
     """Triton's compiled kernel (from its cache if it is there) for a card of `capability`; needs no GPU."""
     assert len(types) == len(kernel.arguments), f"{kernel.name} takes {kernel.arguments}"
     assert set(constants) == set(kernel.constants), f"{kernel.name} has the constants {kernel.constants}"
+    pdl = kernel.pdl and capability >= _PDL_CAPABILITY
     signature, values, attributes = {}, dict(constants), {}
+    if kernel.pdl:
+        values["PDL"] = pdl
     by_name = dict(zip(kernel.arguments, types, strict=True))
     for index, parameter in enumerate(kernel.jit.params):
         kind = by_name.get(parameter.name)
@@ -112,7 +140,7 @@ def compile_for(
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel.jit, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": kernel.pdl and capability[0] >= 9}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
     return triton.compile(source, target=target, options=options)
 
 
@@ -149,8 +177,8 @@ class _Variant:
         self._keep = hidden
         self._argv = (ctypes.c_void_p * len(every))(*[ctypes.addressof(s) for s in every])
         self._config = _LaunchConfig(block=(ctypes.c_uint * 3)(32 * meta.num_warps, 1, 1), shared=meta.shared)
-        if pdl and torch.cuda.get_device_capability()[0] >= 9:
-            self._attribute = _LaunchAttribute(id=_PDL)
+        if pdl:
+            self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
             self._attribute.value[0] = 1
             self._config.attributes = ctypes.pointer(self._attribute)
             self._config.count = 1

@@ -33,8 +33,10 @@ def decode(
     return out
 
 
-def prefill(
+def mixed(
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     tiles: torch.Tensor,
@@ -52,7 +54,7 @@ def prefill(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """triton_attention.prefill. Only the sequences that `tiles` lists are computed, tile by tile, as there."""
+    """triton_attention.mixed. Only the sequences that `tiles` lists are computed, tile by tile, as there."""
     for seq, first in tiles.tolist():
         count = min(int(counts[seq]) - first, block_q)
         if count <= 0:
@@ -60,6 +62,9 @@ def prefill(
         start = int(starts[seq]) + first
         key, value = _sequence(k_cache, v_cache, block_table[int(rows[seq])], start + count, k_scale, v_scale)
         at = slice(int(q_starts[seq]) + first, int(q_starts[seq]) + first + count)
+        if int(counts[seq]) > 1:  # the chunk's own keys and values in full precision
+            own = slice(int(q_starts[seq]), at.stop)
+            key[int(starts[seq]) :], value[int(starts[seq]) :] = k[own].float(), v[own].float()
         out[at] = _attend(q[at], key, value, start, scale, window, softcap)
     return out
 
@@ -164,7 +169,9 @@ def rope_and_write_kv(
         assert isinstance(k, torch.Tensor)
     at = positions.long()
     page, offset = slots.long() // page_size, slots.long() % page_size
-    for cache, new, scale in ((k_cache, _rotated(k, cos[at], sin[at]), k_scale), (v_cache, v, v_scale)):
+    k = _rotated(k, cos[at], sin[at])
+    qkv.unflatten(-1, (-1, dim))[:, num_heads : num_heads + kv_heads] = k
+    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         _indexable(cache)[page, offset] = _indexable(_to_cache(new, scale, cache.dtype))
     out = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
     out.copy_(_rotated(q, cos[at], sin[at]))

@@ -9,15 +9,16 @@ The G = Hq / Hkv query heads that share a key head are the rows of one tile, so 
 Decode: grid (B, Hkv, SPLITS). A program attends to one slice of the sequence; a second kernel merges the slices by
 their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one captured grid serves any length.
 
-Prefill: grid (tiles, Hkv). The host lists the tiles of BLOCK_Q query tokens; a tile holds BLOCK_Q * G query rows
-(FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. A sequence with one token is a tile like any
-other, so one launch serves prefill and decode together.
+Mixed: grid (tiles, Hkv), one launch for prefill and decode together. The host lists the tiles of BLOCK_Q query tokens; a
+tile holds BLOCK_Q * G query rows (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys before
+the chunk come from the pages, the chunk's own straight from the projections: in full precision, and side by side. A
+sequence with one token takes a path with few rows.
 
 Scores are kept in base 2: exp2 is one instruction.
 
-fp8 caches hold k / k_scale and v / v_scale. They are widened to the query's dtype before each product, and both
-products accumulate in float32: the short accumulator of fp8 tensor cores, against which two-level accumulation is the
-remedy, is never used, so long sequences lose nothing to it. Cards below sm89 have no fp8.
+fp8 caches hold k / k_scale and v / v_scale. They are widened to float16 before each product, and both products
+accumulate in float32: the short accumulator of fp8 tensor cores, against which two-level accumulation is the remedy, is
+never used, so long sequences lose nothing to it. Cards below sm89 have no fp8.
 
 What no query sees is never loaded: slots past a sequence's end or before its window may hold anything, NaN included
 (0 * NaN is NaN: a zero probability alone would not protect the sum).
@@ -29,16 +30,68 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import kernel
+from engine.kernels.launch import kernel, wait_for_previous
 
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
-    s = tl.dot(q, k) * scale
+    """q k, and the factor that makes exponents of base 2 of it. Without a cap the factor is left to the exponent's
+    argument, where the multiplication costs nothing."""
+    s = tl.dot(q, k)
     if SOFTCAP:  # softcap * tanh(s / softcap); tanh(x) = 1 - 2 / (exp2(2 x log2 e) + 1)
-        e = tl.exp2(s / softcap * 2.8853900817779268)
-        s = softcap * (1 - 2 / (e + 1))
-    return s * 1.4426950408889634  # log2 e
+        e = tl.exp2(s * (scale / softcap * 2.8853900817779268))
+        return softcap * (1 - 2 / (e + 1)), 1.4426950408889634
+    return s, scale * 1.4426950408889634  # log2 e
+
+
+@triton.jit
+def _attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """One tile of keys k [D, n] and values v [n, D] more, for running maxima m, sums `total` and outputs acc of q's
+    rows; with MASKED only where `live` (which broadcasts to [rows, n])."""
+    s, factor = _scores(q, k, scale, softcap, SOFTCAP)
+    if MASKED:
+        s = tl.where(live, s, -float("inf"))
+    new_m = tl.maximum(m, tl.max(s, 1) * factor)
+    base = new_m
+    if MASKED:  # a row that has seen nothing yet
+        base = tl.where(new_m == -float("inf"), 0.0, new_m)
+    p = tl.exp2(s * factor - base[:, None])
+    decay = tl.exp2(m - base)
+    total = total * decay + tl.sum(p, 1)
+    acc = acc * decay[:, None]
+    acc = tl.dot(p.to(q.dtype), v, acc)
+    return new_m, total, acc
+
+
+@triton.jit
+def _page_tile(
+    k_ptr, v_ptr, table, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys [D, TILE] and values [TILE, D] of positions at ... from the pages, zeros outside [begin, end)."""
+    d = tl.arange(0, DP)
+    token = at + tl.arange(0, TILE)
+    live = (token >= begin) & (token < end)
+    page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
+    offset = page * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
+    k_mask, v_mask = live[None, :], live[:, None]
+    if D != DP:
+        k_mask = k_mask & (d < D)[:, None]
+        v_mask = v_mask & (d < D)[None, :]
+    k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=k_mask, other=0.0)
+    v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=v_mask, other=0.0)
+    return k, v, live
+
+
+@triton.jit
+def _for_cache(q, FP8: tl.constexpr):
+    """Queries in the dtype of products with the cache. fp8 widens to float16 in one instruction for two numbers, to
+    bfloat16 in many."""
+    if FP8 and q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        return tl.where(wide > 65504.0, 65504.0, tl.where(wide < -65504.0, -65504.0, wide)).to(tl.float16)
+    else:
+        return q
 
 
 @kernel
@@ -47,15 +100,17 @@ def _decode_kernel(
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
     first = 0
     if WINDOW:
-        first = tl.maximum(seq_len - window, 0) // TILE * TILE
-    tiles = tl.cdiv(seq_len - first, TILE)
-    per_split = tl.cdiv(tiles, SPLITS)
-    start = first + split * per_split * TILE
+        first = tl.maximum(seq_len - window, 0)
+    aligned = first // TILE * TILE
+    per_split = tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS)
+    start = aligned + split * per_split * TILE
     end = tl.minimum(start + per_split * TILE, seq_len)
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
@@ -69,35 +124,18 @@ def _decode_kernel(
             tl.store(out_ptr + at_out, tl.zeros([GP, DP], out_ptr.dtype.element_ty), mask=q_mask)
         return
     q = tl.load(q_ptr + b * q_stride + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
-    row = tl.load(rows_ptr + b)
-    table = table_ptr + row.to(tl.int64) * table_stride
+    q = _for_cache(q, FP8)
+    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
     m = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
-    n = tl.arange(0, TILE)
     for at in range(start, end, TILE):
-        token = at + n
-        live = token < end
-        if WINDOW:
-            live = live & (token >= seq_len - window)
-        page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
-        offset = page * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
-        mask = live[None, :] & (d < D)[:, None] if D != DP else live[None, :]
-        k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=mask, other=0.0)
-        v_mask = live[:, None] & (d < D)[None, :] if D != DP else live[:, None]
-        v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=v_mask, other=0.0)
-        if FP8:
-            k = k.to(q.dtype)
-            v = v.to(q.dtype)
-        s = _scores(q, k, scale * k_scale, softcap, SOFTCAP)
-        s = tl.where(live[None, :], s, -float("inf"))
-        new_m = tl.maximum(m, tl.max(s, 1))
-        safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
-        p = tl.exp2(s - safe_m[:, None])
-        decay = tl.exp2(m - safe_m)
-        total = total * decay + tl.sum(p, 1)
-        acc = acc * decay[:, None] + tl.dot(p.to(q.dtype), v)
-        m = new_m
+        k, v, live = _page_tile(
+            k_ptr, v_ptr, table, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
+        )
+        m, total, acc = _attend(
+            q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
+        )
     out = acc * v_scale / total[:, None]
     if SPLITS > 1:
         slot = (b * HKV * G + head) * SPLITS + split
@@ -108,7 +146,10 @@ def _decode_kernel(
 
 
 @kernel
-def _merge_kernel(part_ptr, lse_ptr, out_ptr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
+def _merge_kernel(
+    part_ptr, lse_ptr, out_ptr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_previous(PDL)
     slot = tl.program_id(0)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, DP)
@@ -124,93 +165,101 @@ def _merge_kernel(part_ptr, lse_ptr, out_ptr, D: tl.constexpr, DP: tl.constexpr,
 
 
 @kernel
-def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, tile_ptr, rows_ptr, starts_ptr, q_starts_ptr, counts_ptr, table_ptr,
-    q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+def _mixed_kernel(
+    q_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, out_ptr, tile_ptr, rows_ptr, starts_ptr, q_starts_ptr, counts_ptr,
+    table_ptr, q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap,
+    window, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     tile, h = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tile_ptr + tile * 2)
     first_q = tl.load(tile_ptr + tile * 2 + 1)  # index of the tile's first token within the chunk
-    row = tl.load(rows_ptr + seq)
     start = tl.load(starts_ptr + seq)
-    q_start = tl.load(q_starts_ptr + seq)
+    q_start = tl.load(q_starts_ptr + seq).to(tl.int64)
     count = tl.load(counts_ptr + seq)
     if first_q >= count:
         return
-    m_index = tl.arange(0, BLOCK_M)
+    table = table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride
     d = tl.arange(0, DP)
+    if count == 1:  # a decoding sequence: few query rows, and its own key is in the cache as well
+        g = tl.arange(0, GP)
+        at_row = (h * G + g)[:, None] * D + d[None, :]
+        q_mask = (g < G)[:, None] & (d < D)[None, :]
+        q = _for_cache(tl.load(q_ptr + q_start * q_stride + at_row, mask=q_mask, other=0.0), FP8)
+        m = tl.full([GP], -float("inf"), tl.float32)
+        total = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([GP, DP], tl.float32)
+        first = 0
+        if WINDOW:
+            first = tl.maximum(start + 1 - window, 0)
+        for at in range(first // TILE * TILE, start + 1, TILE):
+            k, v, live = _page_tile(
+                k_ptr, v_ptr, table, at, first, start + 1, h, k_stride_page, k_stride_token, k_stride_head,
+                D, DP, PAGE, TILE,
+            )  # fmt: skip
+            m, total, acc = _attend(
+                q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
+            )
+        out = acc * v_scale / total[:, None]
+        tl.store(out_ptr + q_start * (HKV * G * D) + at_row, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+        return
+    m_index = tl.arange(0, BLOCK_M)
     token_q = first_q + m_index // G
-    head = h * G + m_index % G
-    q_live = (m_index < BLOCK_Q * G) & (token_q < count)
-    q_mask = q_live[:, None] & (d < D)[None, :]
-    q_at = (q_start + token_q).to(tl.int64)
-    q = tl.load(q_ptr + q_at[:, None] * q_stride + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
-    position = start + token_q
-    table = table_ptr + row.to(tl.int64) * table_stride
+    at_head = (h * G + m_index % G)[:, None] * D + d[None, :]
+    q_mask = ((m_index < BLOCK_Q * G) & (token_q < count))[:, None] & (d < D)[None, :]
+    at_q = (q_start + token_q)[:, None]
+    q = tl.load(q_ptr + at_q * q_stride + at_head, mask=q_mask, other=0.0)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DP], tl.float32)
     n = tl.arange(0, TILE)
-    end = start + tl.minimum(first_q + BLOCK_Q, count)
-    begin = 0
+    # What came before the chunk, from the pages.
+    first = 0
     if WINDOW:
-        begin = tl.maximum(start + first_q - window + 1, 0) // TILE * TILE
-    # Tiles entirely before the first query need no mask.
-    unmasked = begin
-    if not WINDOW:
-        unmasked = (start + first_q + 1) // TILE * TILE
+        first = tl.maximum(start + first_q + 1 - window, 0)
+    cached_q = _for_cache(q, FP8)
+    for at in range(first // TILE * TILE, start, TILE):
+        k, v, live = _page_tile(
+            k_ptr, v_ptr, table, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
+        )
+        visible = live[None, :]
+        if WINDOW:
+            visible = visible & ((at + n)[None, :] > (start + token_q)[:, None] - window)
+        m, total, acc = _attend(
+            cached_q, k.to(cached_q.dtype), v.to(cached_q.dtype), m, total, acc, visible, scale * k_scale, softcap,
+            True, SOFTCAP,
+        )  # fmt: skip
+    acc = acc * v_scale
+    # The chunk itself, from the projections it stands in. Tiles that every query sees whole need no mask.
+    k_new = k_new_ptr + q_start * q_stride + h * D
+    v_new = v_new_ptr + q_start * q_stride + h * D
+    begin = 0
+    unmasked = (first_q + 1) // TILE * TILE
+    if WINDOW:
+        begin = tl.maximum(first_q + 1 - window, 0) // TILE * TILE
+        unmasked = begin
     for at in range(begin, unmasked, TILE):
-        token = at + n
-        page = tl.load(table + token // PAGE).to(tl.int64)
-        offset = page * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
+        token = (at + n) * q_stride
         if D == DP:
-            k = tl.load(k_ptr + offset[None, :] + d[:, None])
-            v = tl.load(v_ptr + offset[:, None] + d[None, :])
+            k = tl.load(k_new + token[None, :] + d[:, None])
+            v = tl.load(v_new + token[:, None] + d[None, :])
         else:
-            k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
-            v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
-        if FP8:
-            k = k.to(q.dtype)
-            v = v.to(q.dtype)
-        s = _scores(q, k, scale * k_scale, softcap, SOFTCAP)
-        new_m = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - new_m[:, None])
-        decay = tl.exp2(m - new_m)
-        total = total * decay + tl.sum(p, 1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(p.to(q.dtype), v, acc)
-        m = new_m
-    for at in range(unmasked, end, TILE):
-        token = at + n
-        live = token < end
+            k = tl.load(k_new + token[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
+            v = tl.load(v_new + token[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        m, total, acc = _attend(q, k, v, m, total, acc, True, scale, softcap, False, SOFTCAP)
+    for at in range(unmasked, tl.minimum(first_q + BLOCK_Q, count), TILE):
+        live = at + n < count
+        token = (at + n) * q_stride
+        k = tl.load(k_new + token[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_new + token[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+        visible = (at + n)[None, :] <= token_q[:, None]
         if WINDOW:
-            live = live & (token > start + first_q - window)
-        page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
-        offset = page * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
-        k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-        if FP8:
-            k = k.to(q.dtype)
-            v = v.to(q.dtype)
-        s = _scores(q, k, scale * k_scale, softcap, SOFTCAP)
-        visible = token[None, :] <= position[:, None]
-        if WINDOW:
-            visible = visible & (token[None, :] > position[:, None] - window)
-        s = tl.where(visible, s, -float("inf"))
-        new_m = tl.maximum(m, tl.max(s, 1))
-        safe_m = tl.where(new_m == -float("inf"), 0.0, new_m)
-        p = tl.exp2(s - safe_m[:, None])
-        decay = tl.exp2(m - safe_m)
-        total = total * decay + tl.sum(p, 1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(p.to(q.dtype), v, acc)
-        m = new_m
-    out = acc * v_scale / tl.where(total == 0, 1.0, total)[:, None]
-    out_at = q_at[:, None] * (HKV * G * D) + head[:, None] * D + d[None, :]
-    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+            visible = visible & ((at + n)[None, :] > token_q[:, None] - window)
+        m, total, acc = _attend(q, k, v, m, total, acc, visible, scale, softcap, True, SOFTCAP)
+    out = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out_ptr + at_q * (HKV * G * D) + at_head, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
@@ -232,9 +281,20 @@ def _shared_limit(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def _prefill_shared(block_m: int, padded_dim: int, tile: int) -> int:
-    """What Triton takes for the queries, a tile of keys and of values, and the probabilities, in bytes."""
-    return 2 * (block_m * padded_dim + 2 * tile * padded_dim + block_m * tile) + 1024
+def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple[int, int]:
+    """Keys a step and pipeline depth: what fits `shared` bytes beside the queries (in two dtypes with an fp8 cache).
+    Keys and values take one tile each for every stage."""
+    for tile, stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
+        if 2 * padded_dim * (block_m * (1 + fp8) + 2 * stages * tile) <= shared:
+            return tile, stages
+    return 16, 1
+
+
+@functools.cache
+def query_rows(dim: int, device: torch.device) -> int:
+    """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what registers and shared memory hold."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return (256 if hopper else 128) if dim <= 128 else (128 if hopper else 64)
 
 
 def decode(
@@ -284,8 +344,10 @@ def decode(
     return out
 
 
-def prefill(
+def mixed(
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     tiles: torch.Tensor,
@@ -302,30 +364,36 @@ def prefill(
     v_scale: float = 1.0,
     window: int | None = None,
     softcap: float | None = None,
-    tile: int = 64,
+    tile: int = 0,
     num_warps: int = 8,
-    num_stages: int = 3,
+    num_stages: int = 0,
 ) -> torch.Tensor:
-    """Chunks of any length, one token included: q [T, Hq, D] (rows may be strided) -> out [T, Hq, D], contiguous.
+    """Chunks of any length, one token included: q [T, Hq, D] -> out [T, Hq, D], contiguous.
+
+    k and v [T, Hkv, D] are the step's own keys and values, which stand in the caches as well. q, k and v are rows of one
+    fused projection, or at least have the same stride from token to token.
 
     Sequence i has counts[i] query tokens at positions starts[i] ..., which stand in q from q_starts[i] on. `tiles`
     [n, 2] int32 lists (sequence, first token within its chunk) for every block_q tokens of every chunk; one whose first
-    token is past the chunk's end does nothing (padding). block_q need not be a power of two: 128 // G
-    fills the tile best.
+    token is past the chunk's end does nothing (padding). block_q need not be a power of two: `query_rows` // G fills
+    the tile best.
     """
     num_heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(dim)
     block_m = max(16, triton.next_power_of_2(block_q * group))
-    while tile > 16 and _prefill_shared(block_m, padded, tile) > _shared_limit(q.device):
-        tile //= 2
-    _prefill_kernel(
-        (tiles.shape[0], kv_heads), q, k_cache, v_cache, out, tiles, rows, starts, q_starts, counts, block_table,
+    assert q.stride(0) == k.stride(0) == v.stride(0)
+    assert q.shape[0] * q.stride(0) < 2**31
+    fp8 = k_cache.element_size() == 1
+    if not tile:
+        tile, num_stages = _mixed_tiles(block_m, padded, fp8, _shared_limit(q.device))
+    _mixed_kernel(
+        (tiles.shape[0], kv_heads), q, k, v, k_cache, v_cache, out, tiles, rows, starts, q_starts, counts, block_table,
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
-        HKV=kv_heads, G=group, D=dim, DP=padded, PAGE=k_cache.shape[1],
-        BLOCK_Q=block_q, BLOCK_M=block_m, TILE=tile, FP8=k_cache.element_size() == 1, SOFTCAP=softcap is not None,
+        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, PAGE=k_cache.shape[1],
+        BLOCK_Q=block_q, BLOCK_M=block_m, TILE=tile, FP8=fp8, SOFTCAP=softcap is not None,
         WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

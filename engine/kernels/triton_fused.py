@@ -10,18 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import kernel
+from engine.kernels.launch import kernel, wait_for_previous
 from engine.kernels.triton_quant import empty_rows, row_to_fp8, warps_for
 
 
 @kernel
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, H, eps,
-    ADD: tl.constexpr, HP: tl.constexpr, QUANTIZE: tl.constexpr,
+    ADD: tl.constexpr, HP: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HP)
     mask = h < H
+    weight = tl.load(weight_ptr + h, mask=mask, other=0.0)
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + h, mask=mask, other=0.0)
     if ADD:
         # The sum is rounded to the residual's dtype before the statistics, as it is stored.
@@ -29,7 +31,6 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + row * H + h, x, mask=mask)
     x32 = x.to(tl.float32)
     scaled = x32 * tl.rsqrt(tl.sum(x32 * x32, 0) / H + eps)
-    weight = tl.load(weight_ptr + h, mask=mask, other=0.0)
     y = scaled.to(x.dtype) * weight
     if QUANTIZE:
         quantized, scale = row_to_fp8(y.to(tl.float32))
@@ -81,7 +82,8 @@ def _silu_mul(x_ptr, i, inner, mask):
 
 
 @kernel
-def _silu_mul_kernel(x_ptr, out_ptr, inner, x_stride, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, out_ptr, inner, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < inner
@@ -89,7 +91,8 @@ def _silu_mul_kernel(x_ptr, out_ptr, inner, x_stride, BLOCK: tl.constexpr):
 
 
 @kernel
-def _silu_mul_fp8_kernel(x_ptr, out_ptr, scale_ptr, inner, x_stride, BLOCK: tl.constexpr):
+def _silu_mul_fp8_kernel(x_ptr, out_ptr, scale_ptr, inner, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < inner
@@ -134,8 +137,9 @@ def _rope_write_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr,
     qkv_stride, stride_page, stride_token, stride_head, eps, inv_k_scale, inv_v_scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-    FP8: tl.constexpr, HEADS: tl.constexpr,
+    FP8: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     # A program takes HEADS heads of a token, as two tiles [HEADS, D / 2]: the halves that rotate into each other.
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -163,8 +167,8 @@ def _rope_write_kernel(
     sin = tl.load(sin_ptr + position * (D // 2) + half, mask=inside, other=0.0).to(tl.float32)
     first = tl.where(is_v, first, (a * cos - b * sin).to(dtype))
     second = tl.where(is_v, second, (b * cos + a * sin).to(dtype))
-    tl.store(base, first, mask=mask & is_q)
-    tl.store(base + D // 2, second, mask=mask & is_q)
+    tl.store(base, first, mask=mask & ~is_v)
+    tl.store(base + D // 2, second, mask=mask & ~is_v)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     at = (slot // PAGE) * stride_page + (slot % PAGE) * stride_token + half
     k_at = at + (head - HQ) * stride_head
@@ -201,7 +205,7 @@ def rope_and_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Normalise (optionally) and rotate q in place and k on its way into the cache; write v beside it.
+    """Normalise (optionally) and rotate q and k in place; write k and v to the cache.
 
     qkv [T, (Hq + 2 Hkv) D]; cos, sin [max_len, 1, D/2] float32; positions, slots [T]. Returns q [T, Hq, D], a view.
     q_norm and k_norm [D] come together or not at all. An fp8 cache gets k / k_scale and v / v_scale, at most ±448;

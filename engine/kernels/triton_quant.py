@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import kernel
+from engine.kernels.launch import kernel, wait_for_previous
 
 
 @triton.jit
@@ -19,7 +19,8 @@ def row_to_fp8(x):
 
 
 @kernel
-def _quantize_rows_kernel(x_ptr, out_ptr, scale_ptr, x_stride, K, KP: tl.constexpr):
+def _quantize_rows_kernel(x_ptr, out_ptr, scale_ptr, x_stride, K, KP: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
     mask = k < K

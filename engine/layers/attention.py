@@ -8,7 +8,6 @@ from engine.layers.context import DeviceBatch, get_context
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, rotate
 
-_TILE_ROWS = 128  # query rows (tokens times heads of a group) of a tile of the mixed kernel
 
 
 class Attention(nn.Module):
@@ -90,16 +89,19 @@ class Attention(nn.Module):
             )  # fmt: skip
         else:
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
-            triton_attention.prefill(
-                q, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts, batch.counts,
+            k, v = qkv[:, self.num_heads * self.head_dim :].view(tokens, 2, -1, self.head_dim).unbind(1)
+            triton_attention.mixed(
+                q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts, batch.counts,
                 batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
             )  # fmt: skip
         return out.view(tokens, -1)
 
 
-def tile_tokens(num_heads: int, num_kv_heads: int) -> int:
+def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> int:
     """Query tokens of a tile of the mixed kernel: what fills its rows with the heads that share a key head."""
-    return max(1, _TILE_ROWS // (num_heads // num_kv_heads))
+    from engine.kernels.triton_attention import query_rows
+
+    return max(1, query_rows(head_dim, device) // (num_heads // num_kv_heads))
 
 
 def _decode_tiles(batch: int) -> dict[str, int]:

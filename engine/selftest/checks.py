@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.kernels import reference
-from engine.selftest.compare import Result, exact, fp8, fp8_rows, numbers
+from engine.selftest.compare import Result, exact, fp8_kv, fp8_rows, numbers
 
 PAGE = 16
 _FP8 = torch.float8_e4m3fn
@@ -121,10 +121,10 @@ def decode(
             q, pages.k, pages.v, pages.rows, side.ints(lengths), pages.table, out,
             splits=splits, **{"scale": dim**-0.5, **pages.scales, **options},
         )  # fmt: skip
-    return [numbers(out)]
+    return [numbers(out, 2)]  # probabilities are rounded before they meet the values
 
 
-def prefill(
+def mixed(
     side: Side, *, dim: int, group: int, is_fp8: bool = False, kv_heads: int = 2, **options: Any
 ) -> list[Result]:
     """Whole prompts, later chunks and single tokens in one launch."""
@@ -135,15 +135,16 @@ def prefill(
     tiles = [(i, first) for i, (_, count) in enumerate(chunks) for first in range(0, count, block_q)]
     tiles.append((0, 10_000))  # padding: past the chunk's end
     total = sum(count for _, count in chunks)
-    q = _queries(side, total, group * kv_heads, kv_heads, dim)
+    qkv = side.randn(total, (group + 2) * kv_heads * dim).unflatten(1, (-1, dim))
+    q, k, v = qkv.split((group * kv_heads, kv_heads, kv_heads), 1)
     out = torch.full(q.shape, _NAN, dtype=side.dtype, device=side.device)
     q_starts = (counts.cumsum(0) - counts).int()
     with side.clock():
-        side.attention.prefill(
-            q, pages.k, pages.v, side.ints(tiles), pages.rows, starts, q_starts, counts, pages.table, out,
+        side.attention.mixed(
+            q, k, v, pages.k, pages.v, side.ints(tiles), pages.rows, starts, q_starts, counts, pages.table, out,
             block_q=block_q, **{"scale": dim**-0.5, **pages.scales, **options},
         )  # fmt: skip
-    return [numbers(out)]
+    return [numbers(out, 2)]  # probabilities are rounded before they meet the values
 
 
 def _queries(side: Side, tokens: int, heads: int, kv_heads: int, dim: int) -> torch.Tensor:
@@ -207,7 +208,8 @@ def rope(side: Side, *, dim: int, heads: int, kv_heads: int, with_norm: bool, is
         q = side.fused.rope_and_write_kv(
             qkv, angle.cos(), angle.sin(), positions, slots, both[0], both[1], heads, **options
         )
-    return [numbers(q, 3), *((fp8(kv) if is_fp8 else numbers(kv, 3)) for kv in both)]
+    keys = qkv[:, heads * dim : (heads + kv_heads) * dim]
+    return [numbers(q, 3), numbers(keys, 3), *((fp8_kv(kv) if is_fp8 else numbers(kv, 3)) for kv in both)]
 
 
 # Inputs of a step.
@@ -239,12 +241,12 @@ def _attention_checks() -> Iterator[Check]:
         ("decode d96", decode, False, {"dim": 96, "group": 3}),
         ("decode d256", decode, False, {"dim": 256, "group": 2, "splits": 4}),
         ("decode d128 fp8", decode, True, {"dim": 128, "group": 5, "splits": 8, "is_fp8": True}),
-        ("mixed d128", prefill, False, {"dim": 128, "group": 4}),
-        ("mixed d64 window softcap", prefill, False, {"dim": 64, "group": 7, "window": 100, "softcap": 5.0}),
-        ("mixed d80", prefill, False, {"dim": 80, "group": 1}),
-        ("mixed d96", prefill, False, {"dim": 96, "group": 3}),
-        ("mixed d256", prefill, False, {"dim": 256, "group": 2}),
-        ("mixed d128 fp8", prefill, True, {"dim": 128, "group": 5, "is_fp8": True}),
+        ("mixed d128", mixed, False, {"dim": 128, "group": 4}),
+        ("mixed d64 window softcap", mixed, False, {"dim": 64, "group": 7, "window": 100, "softcap": 5.0}),
+        ("mixed d80", mixed, False, {"dim": 80, "group": 1}),
+        ("mixed d96", mixed, False, {"dim": 96, "group": 3}),
+        ("mixed d256", mixed, False, {"dim": 256, "group": 2}),
+        ("mixed d128 fp8", mixed, True, {"dim": 128, "group": 5, "is_fp8": True}),
     ]:  # fmt: skip
         yield Check(name, partial(kernel, **options), needs_fp8)
 

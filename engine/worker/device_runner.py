@@ -66,7 +66,8 @@ class DeviceRunner:
         self.sampler = DeviceSampler(num_rows, model.config.vocab_size, max_model_len, device)
         self.prompt_len = [0] * num_rows
         self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
-        self.tile_tokens = tile_tokens(model.config.num_heads, model.config.num_kv_heads)
+        shape = model.config
+        self.tile_tokens = tile_tokens(shape.num_heads, shape.num_kv_heads, shape.head_dim, device)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         # A token: row, position, up to two words of a tile, itself if it is new. A sequence: columns, lists, runs.
         words = 6 * max_num_tokens + num_rows * (NUM_COLUMNS + 64) + 8192

@@ -27,8 +27,10 @@ def attend(dim, group, cache, **options):
     n, table = numbers(4), numbers(4, 4)
     options = {"scale": 0.1, **options}
     triton_attention.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
-    triton_attention.prefill(
-        q, kv, kv, numbers(4, 2), n, n, n, n, table, torch.empty_like(q), block_q=128 // group, **options
+    block_q = triton_attention.query_rows(dim, q.device) // group
+    own, tiles = q[:, :1], numbers(4, 2)
+    triton_attention.mixed(
+        q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
     )
 
 
@@ -76,6 +78,7 @@ def main(major, minor, shared):
 
     launch.Kernel.__call__ = compile_only
     triton_attention._shared_limit = lambda device: shared
+    triton_attention.query_rows = lambda dim, device: (128 if dim <= 128 else 64) * (1 + (major == 9))
     run_all(fp8=(major, minor) >= (8, 9))
     print(compiled)
 

@@ -33,6 +33,11 @@ class Pages:
                 self.v[page, :n] = self.randn(n, kv_heads, dim).to(dtype)
         self.rows = torch.arange(1, rows, dtype=torch.int32)
 
+    def put(self, at, k, v):
+        for cache, new in ((self.k, k), (self.v, v)):
+            as_bits = torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype
+            cache.view(as_bits)[at] = new.to(cache.dtype).view(as_bits)
+
     def randn(self, *shape):
         return torch.randn(*shape, generator=self.generator)
 
@@ -110,12 +115,12 @@ def test_pages_that_left_the_window_may_hold_anything(window):
     clean = triton_attention.decode(*args, torch.empty_like(q), splits=2, scale=0.2, window=window)
     tiles = torch.zeros(1, 2, dtype=torch.int32)
     one = torch.tensor([1], dtype=torch.int32)
-    chunk = (*args[:3], tiles, pages.rows, one * 189, one * 0, one, pages.table)
+    chunk = (q, q[:, :1], q[:, :1], *args[1:3], tiles, pages.rows, one * 189, one * 0, one, pages.table)
     pages.k[at] = NAN
     pages.v[at] = NAN
     assert torch.equal(triton_attention.decode(*args, torch.empty_like(q), splits=2, scale=0.2, window=window), clean)
-    prefill = triton_attention.prefill(*chunk, torch.empty_like(q), block_q=8, scale=0.2, window=window)
-    torch.testing.assert_close(prefill, clean, rtol=2e-5, atol=2e-5)
+    mixed = triton_attention.mixed(*chunk, torch.empty_like(q), block_q=8, scale=0.2, window=window)
+    torch.testing.assert_close(mixed, clean, rtol=2e-5, atol=2e-5)
 
 
 def test_every_split_count_gives_the_same_result():
@@ -130,21 +135,26 @@ def test_num_splits_fills_the_card_and_no_more():
     assert triton_attention.num_splits(256, 8, 132) == 1
 
 
-def check_prefill(chunks, group, *, block_q, dim=32, kv_heads=2, dtype=torch.float32, cache=None, tol=2e-5, **options):
+def check_mixed(chunks, group, *, block_q, dim=32, kv_heads=2, dtype=torch.float32, cache=None, tol=2e-5, **options):
     """chunks: (start, count) a sequence. Their tokens stand in q one sequence after the other."""
     pages = Pages([start + count for start, count in chunks], kv_heads, dim, cache or dtype)
     starts, counts = (torch.tensor(column, dtype=torch.int32) for column in zip(*chunks, strict=True))
     q_starts = (counts.cumsum(0) - counts).int()
     total = int(counts.sum())
     wide = pages.randn(total, (group + 2) * kv_heads * dim).to(dtype)
-    q = wide[:, : group * kv_heads * dim].unflatten(1, (-1, dim))
+    q, k, v = wide.unflatten(1, (-1, dim)).split((group * kv_heads, kv_heads, kv_heads), 1)
+    for row, (start, count) in enumerate(chunks, 1):  # the cache holds the chunk's own keys and values too
+        position = torch.arange(start, start + count)
+        at = pages.table[row, position // PAGE].long(), position % PAGE
+        own = slice(int(q_starts[row - 1]), int(q_starts[row - 1]) + count)
+        pages.put(at, k[own] / options.get("k_scale", 1.0), v[own] / options.get("v_scale", 1.0))
     tiles = [(i, first) for i, (_, count) in enumerate(chunks) for first in range(0, count, block_q)]
     tiles.append((0, 10_000))  # padding: past the chunk's end
-    args = (q, pages.k, pages.v, torch.tensor(tiles, dtype=torch.int32), pages.rows, starts, q_starts, counts)
+    args = (q, k, v, pages.k, pages.v, torch.tensor(tiles, dtype=torch.int32), pages.rows, starts, q_starts, counts)
     options = {"scale": dim**-0.5, "block_q": block_q, **options}
     shape = (total, group * kv_heads, dim)
-    ours = triton_attention.prefill(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
-    twin = reference.prefill(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
+    ours = triton_attention.mixed(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
+    twin = reference.mixed(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
     assert not twin.isnan().any()
     torch.testing.assert_close(ours, twin, rtol=tol, atol=tol)
     return ours
@@ -155,46 +165,46 @@ MIXED = [(0, 1), (70, 1), (0, 17), (150, 1), (33, 40), (64, 64), (199, 1), (0, 6
 
 @pytest.mark.parametrize("group, block_q", [(1, 16), (1, 64), (4, 16), (7, 9), (7, 4), (3, 21)])
 def test_one_launch_serves_prefill_and_decode_together(group, block_q):
-    check_prefill(MIXED, group, block_q=block_q)
+    check_mixed(MIXED, group, block_q=block_q)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-def test_prefill_head_sizes(dim):
-    check_prefill([(70, 1), (20, 50)], 2, block_q=16, dim=dim, kv_heads=1)
+def test_mixed_head_sizes(dim):
+    check_mixed([(70, 1), (20, 50)], 2, block_q=16, dim=dim, kv_heads=1)
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 90, 500])
-def test_prefill_window(window):
-    check_prefill(MIXED, 4, block_q=8, window=window)
+def test_mixed_window(window):
+    check_mixed(MIXED, 4, block_q=8, window=window)
 
 
-def test_prefill_softcap_changes_the_result_as_the_twin_says():
-    capped = check_prefill(MIXED, 2, block_q=16, scale=2.0, softcap=3.0)
-    plain = check_prefill(MIXED, 2, block_q=16, scale=2.0)
+def test_mixed_softcap_changes_the_result_as_the_twin_says():
+    capped = check_mixed(MIXED, 2, block_q=16, scale=2.0, softcap=3.0)
+    plain = check_mixed(MIXED, 2, block_q=16, scale=2.0)
     assert (capped - plain).abs().max() > 0.05
 
 
-def test_prefill_float16_keeps_the_accuracy_of_its_dtype():
-    check_prefill(MIXED, 4, block_q=16, dtype=torch.float16, tol=2e-3)
+def test_mixed_float16_keeps_the_accuracy_of_its_dtype():
+    check_mixed(MIXED, 4, block_q=16, dtype=torch.float16, tol=2e-3)
 
 
-def test_prefill_fp8_cache_is_exact_on_what_the_cache_holds():
-    check_prefill(MIXED, 4, block_q=16, cache=torch.float8_e4m3fn, k_scale=0.7, v_scale=1.3)
+def test_mixed_fp8_cache_is_exact_on_what_the_cache_holds():
+    check_mixed(MIXED, 4, block_q=16, cache=torch.float8_e4m3fn, k_scale=0.7, v_scale=1.3)
 
 
-def test_prefill_shrinks_its_tile_to_the_shared_memory_of_the_card(monkeypatch):
+def test_mixed_shrinks_its_tile_to_the_shared_memory_of_the_card(monkeypatch):
     """A head of 256 numbers needs more than the 99 KiB of consumer cards at the usual tile size."""
     tiles = []
-    launched = triton_attention._prefill_kernel
+    launched = triton_attention._mixed_kernel
 
     def watch(*args, **constants):
         tiles.append(constants["TILE"])
         launched(*args, **constants)
 
-    monkeypatch.setattr(triton_attention, "_prefill_kernel", watch)
+    monkeypatch.setattr(triton_attention, "_mixed_kernel", watch)
     for limit in (227 << 10, 99 << 10):
         monkeypatch.setattr(triton_attention, "_shared_limit", lambda device, limit=limit: limit)
-        check_prefill([(20, 33)], 2, block_q=64, dim=256, kv_heads=1)
+        check_mixed([(20, 33)], 2, block_q=64, dim=256, kv_heads=1)
     assert tiles == [64, 16]
 
 
@@ -204,12 +214,13 @@ def test_the_twins_agree_with_torch():
     q = pages.randn(50, 8, 32)
     tiles = torch.zeros(1, 2, dtype=torch.int32)
     zero, count = torch.zeros(1, dtype=torch.int32), torch.tensor([50], dtype=torch.int32)
-    twin = reference.prefill(
-        q, pages.k, pages.v, tiles, pages.rows, zero, zero, count, pages.table, torch.empty_like(q),
-        block_q=50, scale=0.3,
-    )  # fmt: skip
     token = torch.arange(50)
     at = pages.table[1, token // PAGE].long(), token % PAGE
-    heads = (x.transpose(0, 1)[None] for x in (q, pages.k[at], pages.v[at]))
+    own = pages.k[at], pages.v[at]
+    twin = reference.mixed(
+        q, *own, pages.k, pages.v, tiles, pages.rows, zero, zero, count, pages.table, torch.empty_like(q),
+        block_q=50, scale=0.3,
+    )  # fmt: skip
+    heads = (x.transpose(0, 1)[None] for x in (q, *own))
     expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(twin, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
