@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("engine.server.cli", "main", "Serve a model directory as an OpenAI endpoint (flags as in 'vllm serve')."),
     "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles."),
     "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
+    "doctor": ("appliance.cli.doctor", "register", "Check this machine's GPU: each kernel against plain arithmetic."),
     "preflight": ("appliance.cli.install", "register", "Check this machine before installing. Changes nothing."),
     "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),
     "status": ("appliance.cli.install", "register", "Show what is installed, whether it serves, and its endpoint."),

@@ -45,7 +45,7 @@ def _candidates() -> Iterator[Path]:
     if (given := os.environ.get("XDG_CACHE_HOME")) and Path(given).is_absolute():
         yield Path(given) / "atoll/triton"
     home = Path(os.path.expanduser("~"))
-    if home.is_absolute():  # stays "~" where a user has no home
+    if home.is_dir() and home.is_absolute():  # a service's user often has none: "~" stays, or a path that is not there
         yield home / ".cache/atoll/triton"
 
 
@@ -65,14 +65,16 @@ def _prepared(directory: Path) -> Path | None:
 
 def _is_private(place: Path) -> bool:
     """Whether only this user and root can put files into `place` (a real path), or another directory in its stead."""
-    if place.stat().st_uid != os.geteuid() or place.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    found = place.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False
-    for above in place.parents:
-        found = above.stat()
-        open_to_all = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-        if found.st_uid not in (0, os.geteuid()) or open_to_all:
-            return False
-    return True
+    return all(_trusted(above.stat()) for above in place.parents)
+
+
+def _trusted(found: os.stat_result) -> bool:
+    """Whether nobody but root and this user can rename what lies in the directory `found`."""
+    open_to_all = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    return found.st_uid in (0, os.geteuid()) and not open_to_all
 
 
 def _remove(directory: Path, maker: int) -> None:

@@ -32,14 +32,19 @@ def main() -> int:
         from engine.selftest.run import run
 
         return run(tally)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`: the child ends too
     command = [sys.executable, "-P", "-m", "engine.selftest", "--in-process"]
-    return supervise(command, Tally(print_line if options.json else _print_text), options.time_limit)
+    try:
+        return supervise(command, Tally(print_line if options.json else _print_text), options.time_limit)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def supervise(command: list[str], tally: Tally, time_limit: float) -> int:
     """Run `command`, whose standard output are the lines of a self-test. Returns the exit code."""
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # it finds the same code as this process
         start_new_session=True,  # so that the assembler it may have started ends with it
     )  # fmt: skip
     assert child.stdout is not None

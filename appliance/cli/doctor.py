@@ -1,0 +1,137 @@
+"""`atoll doctor`: can this machine's GPU serve? Shows the engine's self-test, which runs in processes of its own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from appliance.cli.json_output import emit
+
+SELF_TEST = (sys.executable, "-s", "-P", "-m", "engine.selftest", "--json")
+FAILED = 1
+
+_HELP = """Check whether this machine's GPU can serve: driver, memory, speed, and each kernel against plain arithmetic.
+
+Changes nothing and needs no model. It takes about 1 GiB of GPU memory, or less if less is free, for some ten seconds:
+it may run beside a service, but slows it down.
+
+Exit codes: 0 all is well, 1 a check failed, 2 there is no usable GPU.
+"""
+_EPILOG = "Examples:\n\natoll doctor\n\natoll doctor --json\n\natoll doctor --time-limit 600"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the `atoll` command tree."""
+    app.command(help=_HELP, epilog=_EPILOG)(doctor)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    time_limit: Annotated[
+        int, typer.Option("--time-limit", metavar="SECONDS", min=1, help="Give up on a GPU that does not answer.")
+    ] = 120,
+) -> None:
+    report = Report(None if as_json else View())
+    for line in _self_test([*SELF_TEST, "--time-limit", str(time_limit)]):
+        report.see(line)
+    if as_json:
+        emit(report.as_json())
+    else:
+        report.show_end()
+    raise typer.Exit(report.end["exit_code"])
+
+
+def _self_test(command: list[str]) -> Iterator[dict[str, Any]]:
+    """The lines of the self-test as they come. Where it could not even start, its last line says so."""
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    ended = False
+    try:
+        for text in child.stdout:
+            line = json.loads(text)
+            ended = ended or line["kind"] == "end"
+            yield line
+        said = child.stderr.read().strip().splitlines()
+    finally:
+        child.terminate()
+        child.wait()
+    if not ended:
+        why = f": {said[-1]}" if said else "."
+        yield {
+            "kind": "end", "exit_code": FAILED, "passed": 0, "failed": [], "skipped": 0, "seconds": 0.0,
+            "message": f"The self-test could not start{why}",
+            "next": "Atoll's installation is damaged: install it again.",
+        }  # fmt: skip
+
+
+class View:
+    """The lines of a self-test on a terminal, each as it comes."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._status = self.console.status("starting …") if self.console.is_terminal else None
+        if self._status:
+            self._status.start()
+
+    def see(self, line: dict[str, Any]) -> None:
+        if line["kind"] == "begin" and self._status:
+            self._status.update(escape(f"{line['name']} …"))
+        elif line["kind"] == "fact":
+            self.console.print(f"      {line['name']:28} {line['value']}", markup=False)
+        elif line["kind"] == "check":
+            self._check(line)
+
+    def _check(self, line: dict[str, Any]) -> None:
+        name = f"{line['name']:28}"
+        if line.get("skipped"):
+            self.console.print(f"[dim]  --  {escape(name)} {escape(line['reason'])}[/]")
+            return
+        mark = "[green]  ok[/]" if line["passed"] else "[bold red]FAIL[/]"
+        numbers = "" if line["error"] is None else f"error {line['error']:.1e}, allowed {line['bound']:.0e}"
+        self.console.print(f"{mark}  {escape(name)} {numbers:32} {line['ms']:8.2f} ms")
+        if line.get("reason"):
+            self.console.print(f"      {line['reason']}", markup=False)
+
+    def end(self, line: dict[str, Any]) -> None:
+        if self._status:
+            self._status.stop()
+        self.console.print()
+        style = "green" if line["exit_code"] == 0 else "bold red"
+        self.console.print(line["message"], style=style, markup=False)
+        if line["next"]:
+            self.console.print(f"Next: {line['next']}", markup=False)
+
+
+class Report:
+    """Collects the lines of a self-test; shows them as they come if there is a view."""
+
+    def __init__(self, view: View | None) -> None:
+        self.view = view
+        self.facts: dict[str, Any] = {}
+        self.checks: list[dict[str, Any]] = []
+        self.end: dict[str, Any] = {}
+
+    def see(self, line: dict[str, Any]) -> None:
+        if line["kind"] == "fact":
+            self.facts[line["name"]] = line.get("number", line["value"])
+        elif line["kind"] == "check":
+            self.checks.append({key: value for key, value in line.items() if key != "kind"})
+        elif line["kind"] == "end":
+            self.end = line
+        if self.view:
+            self.view.see(line)
+
+    def show_end(self) -> None:
+        assert self.view is not None
+        self.view.end(self.end)
+
+    def as_json(self) -> dict[str, Any]:
+        end = {key: value for key, value in self.end.items() if key not in ("kind", "passed", "failed", "skipped")}
+        return {"ok": end["exit_code"] == 0, **end, "facts": self.facts, "checks": self.checks}
