@@ -1,8 +1,9 @@
-"""How far a kernel's result may be from its twin's.
+"""How far a kernel's result may be from its twin's. Rows (the last dimension) are judged each by its own size, so that
+a large one hides nothing.
 
-    numbers   largest |a - b| / (|b| + rms(b)): relative for large numbers, absolute for those near 0
-    fp8       the same of the scales, and rms(a - b) / rms(b) of what the quantised numbers stand for: where a number
-              lies on the border between two steps of e4m3, 1/8 apart, either is right
+    numbers   largest |a - b| / (|b| + rms of b's row): relative for large numbers, absolute for those near 0
+    fp8       rms(a - b) / rms(b) of what the quantised numbers of a row stand for: where a number lies on the border
+              between two steps of e4m3, 1/8 apart, either is right. Scales apart, each relative to itself
     exact     share of unequal entries, of which none is allowed
 """
 
@@ -12,7 +13,8 @@ import torch
 
 # What one rounding to the dtype may cost, and the order of a sum: the bound of `numbers` for one rounding.
 _BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
-_SCALE_BOUND, _FP8_BOUND = 1e-2, 4e-2
+_SCALE_BOUND, _FP8_BOUND, _FP8_KV_BOUND = 1e-2, 4e-2, 6e-2  # the rows of a KV cache are short
+_TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,12 @@ def numbers(tensor: torch.Tensor, roundings: float = 1) -> Result:
 def fp8_rows(quantised: tuple[torch.Tensor, torch.Tensor]) -> list[Result]:
     """What quantize_rows gives: e4m3 [T, N] and its scale [T]."""
     data, scale = quantised
-    return [Result(scale, _SCALE_BOUND, "max"), Result(data.float() * scale[:, None], _FP8_BOUND, "rms")]
+    return [Result(scale[:, None], _SCALE_BOUND, "max"), Result(data.float() * scale[:, None], _FP8_BOUND, "rms")]
 
 
-def fp8(tensor: torch.Tensor) -> Result:
-    """fp8 numbers with a scale that is given."""
-    return Result(tensor.float(), _FP8_BOUND, "rms")
+def fp8_kv(cache: torch.Tensor) -> Result:
+    """fp8 keys or values, whose scale is given."""
+    return Result(cache.float(), _FP8_KV_BOUND, "rms")
 
 
 def exact(tensor: torch.Tensor) -> Result:
@@ -68,6 +70,9 @@ def difference(ours: Result, twin: Result) -> Difference:
     if ours.kind == "exact":
         return Difference(float((ours.tensor.cpu() != twin.tensor.cpu()).double().mean()), 0.0)
     a, b = ours.tensor.double(), twin.tensor.to(ours.tensor.device).double()
-    rms = b.square().mean().sqrt()
-    error = (a - b).square().mean().sqrt() / rms if ours.kind == "rms" else ((a - b).abs() / (b.abs() + rms)).max()
-    return Difference(float(error), ours.bound)
+    rms = b.square().mean(-1, keepdim=True).sqrt()
+    if ours.kind == "rms":
+        error = (a - b).square().mean(-1, keepdim=True).sqrt() / rms.clamp_min(_TINY)
+    else:
+        error = (a - b).abs() / (b.abs() + rms).clamp_min(_TINY)
+    return Difference(float(error.max()), ours.bound)

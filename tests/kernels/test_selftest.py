@@ -1,0 +1,166 @@
+"""The self-test in Triton's interpreter: sound kernels pass, and any wrong one fails by name."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.kernels import triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant, triton_sampling
+from engine.selftest import checks, sampling
+from engine.selftest.compare import Result, difference
+from engine.selftest.report import Tally
+from engine.selftest.run import run_checks
+
+CPU = torch.device("cpu")
+EVERY = {check.name: check for check in (*checks.CHECKS, *sampling.CHECKS)}
+
+
+def run(*names, dtype=torch.float32, with_fp8=True):
+    lines = []
+    code = run_checks(Tally(lines.append), CPU, dtype, with_fp8=with_fp8, only=[EVERY[name] for name in names])
+    assert lines[-1]["kind"] == "end"
+    return code, {line["name"]: line for line in lines if line["kind"] == "check"}, lines[-1]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_sound_kernels_pass(name):
+    code, found, end = run(name)
+    assert code == 0, found
+    assert found[name]["error"] <= found[name]["bound"]
+    assert end["passed"] == 1
+    assert "fit to serve" in end["message"]
+
+
+@pytest.mark.parametrize("name", ["decode d80", "mixed d80", "product 1 row", "norm residual", "sampling drawn"])
+def test_sound_kernels_pass_in_float16(name):
+    assert run(name, dtype=torch.float16, with_fp8=False)[0] == 0
+
+
+def test_without_fp8_its_checks_are_skipped():
+    code, found, end = run("norm", "quantise", with_fp8=False)
+    assert code == 0
+    assert found["quantise"]["skipped"]
+    assert (end["passed"], end["skipped"]) == (1, 1)
+    assert "1 need a newer GPU" in end["message"]
+
+
+def scaled(result):
+    """A result that is 5 % too large, in its first row only; integers are one too large."""
+    if isinstance(result, tuple):
+        return (result[0], scaled(result[1]))
+    first = result[:1]
+    first.copy_(first + 1 if not first.is_floating_point() else first * 1.05)
+    return result
+
+
+def spoil(monkeypatch, module, name, which=None):
+    """`module.name` computes something else: its result, or the argument `which` that it writes to, is off."""
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def wrong(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if which is None:
+            return scaled(result)
+        scaled(args[which])
+        return result
+
+    monkeypatch.setattr(module, name, wrong)
+
+
+@pytest.mark.parametrize(
+    "check, module, name, which",
+    [
+        ("decode d128", triton_attention, "decode", None),
+        ("decode d128 fp8", triton_attention, "decode", None),
+        ("mixed d64 window softcap", triton_attention, "mixed", None),
+        ("product 1 row", triton_gemv, "gemv", None),
+        ("product 16 rows fp8", triton_gemv, "gemv", None),
+        ("norm", triton_fused, "rms_norm", None),
+        ("norm residual", triton_fused, "rms_norm", 3),       # the result is right, the residual is not
+        ("norm residual to fp8", triton_fused, "rms_norm", None),
+        ("gate", triton_fused, "silu_mul", None),
+        ("gate to fp8", triton_fused, "silu_mul", None),
+        ("quantise", triton_quant, "quantize_rows", None),
+        ("rope, KV write", triton_fused, "rope_and_write_kv", None),
+        ("rope, KV write", triton_fused, "rope_and_write_kv", 5),   # keys
+        ("norm, rope, KV write", triton_fused, "rope_and_write_kv", 6),  # values
+        ("norm, rope, KV write fp8", triton_fused, "rope_and_write_kv", None),
+        ("step inputs", triton_inputs, "apply_runs", 4),
+        ("step inputs", triton_inputs, "gather_inputs", 7),
+        ("sampling greedy", triton_sampling, "sample_rows", 4),
+        ("sampling filtered", triton_sampling, "sample_rows", 4),
+        ("sampling log-probabilities", triton_sampling, "logprobs", 3),
+        ("prompt log-probabilities", triton_sampling, "logprobs", 3),
+    ],
+)
+def test_a_wrong_kernel_fails(monkeypatch, check, module, name, which):
+    spoil(monkeypatch, module, name, which)
+    code, found, end = run(check)
+    assert code == 1
+    assert not found[check]["passed"]
+    assert found[check]["fault"] == "wrong"
+    assert found[check]["error"] > found[check]["bound"]
+    assert end["failed"] == [check]
+    assert check in end["message"]
+    assert "Do not serve" in end["next"]
+
+
+def test_penalties_that_do_nothing_are_noticed(monkeypatch):
+    monkeypatch.setattr(triton_sampling, "penalise", lambda *args: None)
+    assert run("sampling edited")[1]["sampling edited"]["fault"] == "wrong"
+
+
+def test_filters_that_do_nothing_are_noticed(monkeypatch):
+    original = triton_sampling.sample_rows
+    monkeypatch.setattr(triton_sampling, "sample_rows", lambda *a, **k: original(*a, **(k | {"filtered": False})))
+    assert run("sampling filtered")[1]["sampling filtered"]["fault"] == "wrong"
+
+
+def test_nan_is_no_pass(monkeypatch):
+    monkeypatch.setattr(triton_fused, "silu_mul", lambda x, quantize: torch.full((9, 1536), float("nan")))
+    found = run("gate")[1]["gate"]
+    assert (found["passed"], found["error"], found["fault"]) == (False, None, "wrong")
+    assert "NaN" in found["reason"]
+
+
+def test_a_kernel_that_cannot_be_compiled_is_one_failed_check(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("ptxas died\n\n   in line 3")
+
+    monkeypatch.setattr(triton_fused, "silu_mul", broken)
+    code, found, end = run("gate", "norm")
+    assert code == 1
+    assert found["norm"]["passed"]
+    assert found["gate"]["fault"] == "error"
+    assert found["gate"]["reason"] == "RuntimeError: ptxas died in line 3"
+    assert end["message"] == "1 of 2 checks failed: gate could not be compiled or run."
+
+
+def test_too_little_memory_has_advice_of_its_own(monkeypatch):
+    def greedy(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(triton_fused, "silu_mul", greedy)
+    _, found, end = run("gate")
+    assert found["gate"]["fault"] == "memory"
+    assert "nvidia-smi" in end["next"]
+
+
+def test_the_compiling_pass_starts_no_kernel():
+    from engine.kernels import launch
+    from engine.selftest.run import _no_launches
+
+    original = launch._Variant.launch
+    with _no_launches():
+        assert launch._Variant.launch is not original
+        assert launch._Variant.launch(None, (1,), ()) is None
+    assert launch._Variant.launch is original
+
+
+def test_results_of_another_shape_differ():
+    assert not difference(Result(torch.zeros(3), 1.0, "max"), Result(torch.zeros(4), 1.0, "max")).passed
+    assert not difference(Result(torch.zeros(3)), Result(torch.zeros(3, dtype=torch.int32))).passed
+    assert difference(Result(torch.zeros(3)), Result(torch.zeros(3))).passed
