@@ -38,6 +38,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.cache_dir import use_cache_dir
+
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 _MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
@@ -94,6 +96,7 @@ class Kernel:
         variant.launch(grid, args)
 
     def _compile(self, types: tuple, constants: dict[str, Any], num_warps: int, num_stages: int) -> "_Variant":
+        use_cache_dir()
         capability = torch.cuda.get_device_capability()
         binary = compile_for(self, types, constants, num_warps, num_stages, capability)
         pdl = self.pdl and capability >= _PDL_CAPABILITY
