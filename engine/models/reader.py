@@ -46,28 +46,25 @@ class Reader:
         assert buffer_bytes % 8 == 0, "an element must not fall between two buffers"
         self._device = device
         self._tensors = deque(tensors)
-        self._pieces = _pieces(tensors, buffer_bytes)
-        size = min(buffer_bytes, max((t.num_bytes for t in tensors), default=0))
-        on_gpu = device.type == "cuda"
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(num_buffers)]
-        self._views = [buffer.numpy().data for buffer in self._buffers]
+        self._pieces = deque(_pieces(tensors, buffer_bytes))
+        self._buffer_bytes = min(buffer_bytes, max((t.num_bytes for t in tensors), default=0))
+        self._num_buffers = min(num_buffers, len(self._pieces))
+        self._buffers: list[torch.Tensor] = []
+        self._views: list[memoryview] = []
         # A buffer may be written again when the copy out of it is done. Waiting threads sleep instead of spinning.
-        self._copied: list[Any] = [torch.cuda.Event(blocking=True) if on_gpu else None for _ in range(num_buffers)]
+        self._copied: list[Any] = []
         self._files: dict[Path, int] = {}
         self._reads: deque[Future[None]] = deque()
-        self._threads = ThreadPoolExecutor(min(_NUM_THREADS, num_buffers, os.cpu_count() or 1), "weights")
+        self._threads = ThreadPoolExecutor(max(1, min(_NUM_THREADS, num_buffers, os.cpu_count() or 1)), "weights")
         self._next_buffer = 0   # the one that holds the next piece to copy
         self._started = 0       # reads, each into buffer number i % num_buffers
 
     def __enter__(self) -> "Reader":
-        for shard in {info.shard for info in self._tensors}:
-            try:
-                self._files[shard] = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                self.__exit__()
-                raise ModelError(f"Weight file {shard} cannot be read: {error.strerror}.") from None
-        for _ in self._buffers:
-            self._start_read()
+        try:
+            self._open()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +89,23 @@ class Reader:
             count = min(buffer.numel() // dtype.itemsize, flat.numel() - done)
             self._copy(flat[done : done + count], buffer[: count * dtype.itemsize].view(dtype))
             done += count
-            self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
+            self._next_buffer = (self._next_buffer + 1) % self._num_buffers
+            self._start_read()
+
+    def _open(self) -> None:
+        """Open the files, make the buffers, start the first reads."""
+        for shard in {info.shard for info in self._tensors}:
+            try:
+                self._files[shard] = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ModelError(f"Weight file {shard} cannot be read: {error.strerror}.") from None
+        on_gpu = self._device.type == "cuda"
+        for _ in range(self._num_buffers):
+            # Pinning takes about as long as reading: the first buffer is read into while the second is pinned.
+            buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+            self._buffers.append(buffer)
+            self._views.append(buffer.numpy().data)
+            self._copied.append(torch.cuda.Event(blocking=True) if on_gpu else None)
             self._start_read()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -106,10 +119,9 @@ class Reader:
         event.record()
 
     def _start_read(self) -> None:
-        piece = next(self._pieces, None)
-        if piece is not None:
-            shard, offset, size = piece
-            index = self._started % len(self._buffers)
+        if self._pieces:
+            shard, offset, size = self._pieces.popleft()
+            index = self._started % self._num_buffers
             self._reads.append(self._threads.submit(self._read, index, shard, offset, size))
             self._started += 1
 

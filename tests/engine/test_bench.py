@@ -59,4 +59,4 @@ def test_timing_takes_the_median():
 
 def test_help_names_every_command():
     done = subprocess.run([sys.executable, "-m", "engine.bench", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in done.stdout for command in ("cpu", "workload", "profile", "examples:"))
+    assert all(command in done.stdout for command in ("cpu", "workload", "profile", "load", "examples:"))
