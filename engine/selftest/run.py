@@ -33,6 +33,7 @@ def run_checks(
     every = [*checks.CHECKS, *sampling.CHECKS] if only is None else only
     possible = [check for check in every if with_fp8 or not check.needs_fp8]
     if device.type == "cuda":
+        tally.see({"kind": "begin", "name": "compilation"})
         _compile(possible, device, dtype)
     for check in every:
         tally.see({"kind": "begin", "name": check.name})
