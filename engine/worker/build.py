@@ -182,7 +182,7 @@ def choose_device(config: EngineConfig) -> torch.device:
         raise ConfigError(
             f"{name} has {free / GIB:.1f} GiB of {total / GIB:.1f} GiB free, but --gpu-memory-utilization "
             f"{config.gpu_memory_utilization} asks for {wanted / GIB:.1f} GiB.", "--gpu-memory-utilization",
-            f"Stop what else uses the GPU (nvidia-smi lists it), or use at most {free / total * 0.99:.2f}.",
+            f"Stop what else uses the GPU (nvidia-smi lists it), or use at most {int(free / total * 99) / 100}.",
         )  # fmt: skip
     return device
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -46,7 +47,7 @@ def checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
     return directory
 
 
-def on_gpu(model: Path, **kwargs) -> LLM:
+def on_gpu(model: Path, **kwargs: Any) -> LLM:
     """A small engine on the GPU; its pages are few, so that several can stand side by side."""
     kwargs = {
         "max_num_seqs": 64, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.3,
@@ -55,9 +56,10 @@ def on_gpu(model: Path, **kwargs) -> LLM:
     return LLM(model=model, device="cuda", **kwargs)
 
 
-def on_cpu(model: Path, **kwargs) -> LLM:
+def on_cpu(model: Path, **kwargs: Any) -> LLM:
     """The CPU path in float32: what the GPU is compared with."""
-    return LLM(model=model, device="cpu", dtype="float32", **({"skip_tokenizer_init": True} | kwargs))
+    kwargs = {"dtype": "float32", "skip_tokenizer_init": True} | kwargs
+    return LLM(model=model, device="cpu", **kwargs)
 
 
 def prompts(count: int, seed: int = 1, longest: int = 400) -> list[dict]:

@@ -9,6 +9,8 @@ import torch
 from gpu_kit import DEVICE
 
 from engine.kernels import triton_attention
+from engine.layers.attention import Attention
+from engine.layers.context import DeviceBatch, ForwardContext, forward_context
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -17,6 +19,7 @@ if not torch.cuda.is_available():
 LENGTH, PAGE = 16384, 16
 KV_HEADS, GROUP, DIM = 2, 4, 128
 SCALE = DIM**-0.5
+TILE_TOKENS = 16
 PULL = 1.6  # the needle is the query times this: a score of about 18, where the haystack's log-sum is about 10.2
 # Ends, borders of pages and of the kernels' tiles, and of slices of a split sequence.
 PLACES = [
@@ -57,9 +60,11 @@ class Haystack:
             both[page] = both[table[1, place // PAGE]]
             both[page, 0, place % PAGE], both[page, 1, place % PAGE] = self.needle, self.marker
             table[2 + i, place // PAGE] = page
-        both = both.to(cache).to(DEVICE)
-        self.k_cache, self.v_cache = both[:, 0], both[:, 1]
+        self.exact = both.to(DEVICE)
+        stored = self.exact.to(cache)
+        self.k_cache, self.v_cache = stored[:, 0], stored[:, 1]
         self.table = table.to(DEVICE)
+        self.multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
         self.plain_row, self.needle_rows = 1, list(range(2, 2 + len(PLACES)))
 
     def share_of_the_needle(self, place: int) -> float:
@@ -82,17 +87,27 @@ class Haystack:
             torch.full_like(q, float("nan")), splits=splits, scale=SCALE, **options,
         )  # fmt: skip
 
-    def prefill(self, queries: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """The queries [T, Hq, D] as the last T tokens of each of `rows`: [B, T, Hq, D]."""
-        count, block_q = len(queries), 128 // GROUP
-        q = queries.to(DEVICE).repeat(len(rows), 1, 1)
-        tiles = [[i, first] for i in range(len(rows)) for first in range(0, count, block_q)]
-        out = triton_attention.prefill(
-            q, self.k_cache, self.v_cache, ints(tiles), ints(rows), ints([LENGTH - count] * len(rows)),
-            ints([i * count for i in range(len(rows))]), ints([count] * len(rows)), self.table,
-            torch.full_like(q, float("nan")), block_q=block_q, scale=SCALE,
-        )  # fmt: skip
-        return out.unflatten(0, (len(rows), count))
+    def layer(self, queries: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """A layer's step: the queries [T, Hq, D] with their keys and values as the last T tokens of each of `rows`;
+        a decode step if T is 1, else a mixed one. RoPE turns by nothing. Returns [B, T, Hq, D]."""
+        count, batch = len(queries), len(rows)
+        at = torch.arange(LENGTH - count, LENGTH, device=DEVICE)
+        page = self.table[rows][:, at // PAGE].long()
+        slots = page * PAGE + at % PAGE
+        own = [cache.flatten(0, 1)[slots].to(torch.bfloat16) for cache in (self.exact[:, 0], self.exact[:, 1])]
+        qkv = torch.cat((queries.to(DEVICE).expand(batch, *queries.shape), *own), 2).flatten(0, 1).flatten(1)
+        step = DeviceBatch(ints(rows), ints([LENGTH] * batch), self.table, self.multiprocessors)
+        if count > 1:
+            tiles = [[i, first] for i in range(batch) for first in range(0, count, TILE_TOKENS)]
+            step = DeviceBatch(
+                ints(rows), ints([LENGTH] * batch), self.table, self.multiprocessors, ints(tiles), TILE_TOKENS,
+                ints([LENGTH - count] * batch), ints([i * count for i in range(batch)]), ints([count] * batch),
+            )  # fmt: skip
+        layer = Attention(KV_HEADS * GROUP, KV_HEADS, DIM, SCALE, None)
+        layer.k_cache, layer.v_cache = self.k_cache, self.v_cache
+        rope = torch.ones(LENGTH, 1, DIM // 2, device=DEVICE), torch.zeros(LENGTH, 1, DIM // 2, device=DEVICE)
+        with torch.inference_mode(), forward_context(ForwardContext(at.repeat(batch), slots.flatten(), step)):
+            return layer(qkv, rope).view(batch, count, KV_HEADS * GROUP, DIM)
 
 
 def ints(values: list) -> torch.Tensor:
@@ -127,11 +142,21 @@ def test_decode_finds_the_needle_wherever_it_is(haystack: Haystack, splits: int,
     assert_found(got, haystack.expected(), f"decode, {splits} splits, {options}")
 
 
-def test_prefill_finds_the_needle_and_no_query_sees_it_too_early(haystack: Haystack) -> None:
-    count = 40  # a tile and a part of one
+def test_a_layer_finds_the_needle_in_a_decode_step(haystack: Haystack) -> None:
+    alone = [[row] for row in haystack.needle_rows]  # split into many slices
+    for rows in (haystack.needle_rows, *alone):
+        got = haystack.layer(haystack.query[None], rows)[:, 0]
+        errors = (got.float() - haystack.expected().float()).abs().amax((1, 2)).tolist()
+        places = [PLACES[haystack.needle_rows.index(row)] for row in rows]
+        lost = {place: round(e, 3) for place, e in zip(places, errors, strict=True) if not e < 5e-2}
+        assert not lost, f"a batch of {len(rows)}: needle's place: largest error {lost}"
+
+
+def test_a_layer_finds_the_needle_in_a_mixed_step_and_no_query_sees_it_too_early(haystack: Haystack) -> None:
+    count = 40  # two tiles and a part of one
     queries = haystack.query.expand(count, *haystack.query.shape)
-    got = haystack.prefill(queries, haystack.needle_rows)
-    assert_found(got[:, -1], haystack.expected(), "prefill, last query")
+    got = haystack.layer(queries, haystack.needle_rows)
+    assert_found(got[:, -1], haystack.expected(), "mixed step, last query")
     first = LENGTH - count
     for i, place in enumerate(PLACES):
         before = max(0, place - first)  # queries that stand before the needle
@@ -164,9 +189,11 @@ def test_random_data_follows_float32(haystack: Haystack) -> None:
     for sharpness in (0.2, 1.0, 2.5):
         queries = (torch.randn(40, KV_HEADS * GROUP, DIM, generator=generator) * sharpness).bfloat16()
         want = reference(haystack, queries)
-        errors["prefill", sharpness] = relative_error(haystack.prefill(queries, [haystack.plain_row])[0], want)
+        row = [haystack.plain_row]
+        errors["mixed step", sharpness] = relative_error(haystack.layer(queries, row)[0], want)
+        errors["decode step", sharpness] = relative_error(haystack.layer(queries[-1:], row)[0], want[-1:])
         for splits in (1, 16, 64):
-            got = haystack.decode(queries[-1], [haystack.plain_row], splits)
+            got = haystack.decode(queries[-1], row, splits)
             errors[f"decode, {splits} splits", sharpness] = relative_error(got[0], want[-1])
     print({f"{what} at {sharpness}": f"{e:.1e}" for (what, sharpness), e in errors.items()})
     wrong = {key: e for key, e in errors.items() if not e < limit}

@@ -1,5 +1,8 @@
 """Whole requests on a GPU: parameters against the CPU path, independence of neighbours, and no hidden waiting."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU", allow_module_level=True)
 
 TOKENS = 24
-CLOSE = 0.1  # logits: bf16 against float32 may choose differently where the best two are closer than this
+CLOSE = 0.15  # logits: bf16 against float32 may choose differently where the best two are closer than this
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def test_logprobs_agree_with_the_cpu(gpu: LLM, cpu: LLM) -> None:
         for at, (mine, reference) in enumerate(pairs):
             shared = mine.keys() & reference.keys()
             worst = max([worst, *(abs(mine[t].logprob - reference[t].logprob) for t in shared)])
-            last = min(e.logprob for e in reference.values() if e.rank <= 5)
+            last = min(e.logprob for e in reference.values() if (e.rank or 0) <= 5)
             clear = {t for t, e in reference.items() if e.logprob > last + CLOSE}
             if not clear <= mine.keys():
                 missing[i, at] = clear - mine.keys()
@@ -290,27 +293,34 @@ def test_steps_wait_for_the_device_once_and_only_to_collect(
     assert_idle(core)
 
 
-def test_no_kernel_is_compiled_after_the_start(gpu: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilation would stall every request for a second. Prompts and batches of many sizes; prefix hits; all filters.
+_NO_COMPILATION = """
+import sys
+from pathlib import Path
+from engine import SamplingParams
+from engine.kernels.launch import Kernel
+from gpu_kit import generated, on_gpu, prompts
 
-    The first pass may meet what no warm-up can know (nothing, ideally); it is printed. The second must meet nothing.
-    """
-    from engine.kernels.launch import Kernel
+llm = on_gpu(Path(sys.argv[1]), max_num_seqs=48)
+original = Kernel._compile
+def record(self, *args):
+    print("compiled", self.name, *args[:2])
+    return original(self, *args)
+Kernel._compile = record
+for count in (1, 2, 3, 5, 17, 33, 48):
+    asked = prompts(count, seed=200 + count, longest=300)
+    for kinds in ([{}], [{"top_k": 20}, {"logprobs": 3}, {"frequency_penalty": 1.0}, {"prompt_logprobs": 2}]):
+        params = [SamplingParams(seed=i, max_tokens=6, **kinds[i % len(kinds)]) for i in range(count)]
+        generated(llm, asked, params)
+print("served")
+"""
 
-    compiled: list[str] = []
-    original = Kernel._compile
 
-    def record(self: Any, *args: Any) -> Any:
-        compiled.append(f"{self.name} {args[:2]}")
-        return original(self, *args)
-
-    monkeypatch.setattr(Kernel, "_compile", record)
-    for turn in range(2):
-        compiled.clear()
-        for count in (1, 2, 3, 5, 17, 33, 48):
-            asked = prompts(count, seed=200 + count, longest=300)
-            params = [SamplingParams(seed=i, max_tokens=6, top_k=i % 3 * 10, logprobs=i % 4 or None,
-                                     frequency_penalty=i % 2) for i in range(count)]
-            generated(gpu, asked, params)
-        print(f"pass {turn}: {len(compiled)} kernels compiled: {compiled}")
-    assert not compiled
+def test_no_kernel_is_compiled_after_the_start(model: Path) -> None:
+    """Compilation would stall every request for a second. In a process of its own: here the other tests came before."""
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", _NO_COMPILATION, str(model)], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([here, *sys.path])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "served\n", f"after the start:\n{done.stdout}"
