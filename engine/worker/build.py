@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from engine.worker.memory import (
     weight_bytes,
 )
 from engine.worker.runner import Runner
+
+if TYPE_CHECKING:
+    from engine.worker.device_runner import DeviceRunner  # imported where there is a GPU: CPU builds have no Triton
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
@@ -94,28 +98,16 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     )
     log.info("%s", plan.table())
 
-    sizes = {"num_rows": plan.max_num_seqs + 1, "max_model_len": plan.max_model_len, "page_size": plan.page_size}
     with torch.inference_mode():
-        if card is not None:
-            from engine.worker.device_runner import DeviceRunner  # not before: builds for CPUs have no Triton
-
-            runner = DeviceRunner(model, **sizes, max_num_tokens=max_tokens, device=device)
-        else:
-            runner = Runner(model, **sizes, device=device)
-        runner.bind_cache(allocate_kv(spec, plan.num_pages, kv_dtype, device))
-    if isinstance(runner, Runner):
-        depth = 2 if config.overlap else 1
-    else:
+        cache = allocate_kv(spec, plan.num_pages, kv_dtype, device)
+    if card is not None:
+        runner = _start_on_gpu(config, model, plan, cache, max_tokens, card, progress)
         depth = 1 if config.overlap is False else 2
-        runner.warm_up()
-        if not config.enforce_eager:
-            if progress:
-                progress("recording graphs", 0, 1)
-            runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
-        assert card is not None
-        log.info("%s", outcome(plan, card))
-        gc.collect()
-        gc.freeze()  # what start-up made stays: no collection looks at it again
+    else:
+        sizes = {"max_model_len": plan.max_model_len, "page_size": plan.page_size}
+        runner = Runner(model, num_rows=plan.max_num_seqs + 1, **sizes, device=device)
+        runner.bind_cache(cache)
+        depth = 2 if config.overlap else 1
     return EngineCore(
         config,
         runner,
@@ -156,6 +148,35 @@ def _measured_budget(
             "Lower --max-num-batched-tokens and --max-num-seqs.",
         ) from None
     return gpu_budget(config, weights, needs, card)
+
+
+def _start_on_gpu(
+    config: EngineConfig,
+    model: CausalLM,
+    plan: MemoryPlan,
+    cache: torch.Tensor,
+    max_tokens: int,
+    card: Card,
+    progress: Progress | None,
+) -> "DeviceRunner":
+    """A runner that has nothing left to compile or record."""
+    from engine.worker.device_runner import DeviceRunner
+
+    with torch.inference_mode():
+        runner = DeviceRunner(
+            model, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len, page_size=plan.page_size,
+            max_num_tokens=max_tokens, device=card.device,
+        )  # fmt: skip
+        runner.bind_cache(cache)
+    runner.warm_up()
+    if not config.enforce_eager:
+        if progress:
+            progress("recording graphs", 0, 1)
+        runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
+    log.info("%s", outcome(plan, card))
+    gc.collect()
+    gc.freeze()  # what start-up made stays: no collection looks at it again
+    return runner
 
 
 def choose_device(config: EngineConfig) -> torch.device:

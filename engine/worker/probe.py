@@ -38,7 +38,8 @@ def measure_steps(
     Raises torch.OutOfMemoryError if a step does not fit beside the weights.
     """
     count = min(max_num_seqs, max_num_tokens)
-    longest = max_num_tokens - count + 1  # one prompt beside sequences of one token
+    lengths = _lengths(max_num_tokens, count, model.max_model_len - 1)
+    longest = max(lengths)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     runner = DeviceRunner(
@@ -52,7 +53,7 @@ def measure_steps(
 
     reserved = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for plan in _largest_steps(longest, count):
+    for plan in _largest_steps(lengths):
         runner.collect(runner.launch(plan))
     runner.warm_up()
     probes = _spread(graph_sizes(count)) if graphs else {}
@@ -73,9 +74,17 @@ def measure_steps(
     return StepNeeds(peak - reserved - stays, for_graphs, buffers, in_use)
 
 
-def _largest_steps(longest: int, count: int) -> list[StepPlan]:
-    """A prompt of `longest` tokens and `count` - 1 of one token; then one token more of each. All pages are page 0."""
-    lengths = [longest] + [1] * (count - 1)
+def _lengths(num_tokens: int, count: int, limit: int) -> list[int]:
+    """`count` prompts of `num_tokens` in all, at most `limit` each: few long ones, and the rest of one token."""
+    lengths, left = [], num_tokens
+    for others in reversed(range(count)):
+        lengths.append(min(limit, left - others))
+        left -= lengths[-1]
+    return lengths
+
+
+def _largest_steps(lengths: list[int]) -> list[StepPlan]:
+    """Prompts of these lengths in one step; then one token more of each. Nobody has pages: all is written to page 0."""
     params = SamplingParams(top_p=0.9, presence_penalty=0.1, logprobs=MAX_LOGPROBS, max_tokens=None)
     inits = [RowInit(i + 1, [0] * n, min(n, _PROMPT_LOGPROBS + 1), params, i, ()) for i, n in enumerate(lengths)]
     prompts = [

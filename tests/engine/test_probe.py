@@ -17,12 +17,16 @@ def probe():
     return pytest.importorskip("engine.worker.probe", reason="needs Triton")
 
 
-@pytest.mark.parametrize(("tokens", "seqs"), [(8192, 1024), (256, 64), (16, 64), (64, 1), (1, 1)])
-def test_the_largest_steps_use_all_tokens_and_all_sequences(probe, tokens, seqs):
+@pytest.mark.parametrize(("tokens", "seqs", "limit"), [
+    (8192, 1024, 40959), (8192, 1024, 63), (256, 64, 1), (16, 64, 100), (64, 1, 100), (64, 1, 9), (1, 1, 1),
+])  # fmt: skip
+def test_the_largest_steps_use_all_tokens_and_all_sequences(probe, tokens, seqs, limit):
+    """As far as the context allows: there are no positions beyond `limit`."""
     count = min(tokens, seqs)
-    first, second = probe._largest_steps(tokens - count + 1, count)
-    assert (first.num_tokens, len(first.seqs)) == (tokens, count)
+    first, second = probe._largest_steps(probe._lengths(tokens, count, limit))
+    assert (first.num_tokens, len(first.seqs)) == (min(tokens, count * limit), count)
     assert (second.num_tokens, len(second.seqs)) == (count, count)
+    assert all(1 <= s.num_tokens <= limit for s in first.seqs)
     assert [len(i.token_ids) for i in first.row_inits] == [s.num_tokens for s in first.seqs]
     assert [s.start for s in second.seqs] == [s.num_tokens for s in first.seqs]
     assert {i.row for i in first.row_inits} == set(range(1, count + 1)), "row 0 is the trash row"
