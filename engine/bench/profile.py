@@ -1,7 +1,8 @@
 """``profile``: where the time of a decode step goes, by phase of the step and by operator.
 
 Prompts are read first; then `--steps` steps that decode one token of each of `--batch` sequences are timed, and as many
-again are traced operator by operator (tracing slows them down: take shares from it, not times).
+again are traced: operator by operator on a CPU, kernel by kernel on a GPU. Tracing slows the host down: take shares from
+it, not times (a GPU's own times hold). On a GPU the phases are the host's, which runs ahead: in `collect` it waits.
 """
 
 import argparse
@@ -10,6 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as trace
 
@@ -31,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default="auto", choices=["dummy", "auto"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
 
 
 class Phases:
@@ -58,15 +62,21 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     llm = LLM(
         model=args.model, skip_tokenizer_init=True, device=args.device, dtype=args.dtype,
         load_format=args.load_format, max_model_len=args.context + steps + 1, max_num_seqs=args.batch,
+        quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype,
     )  # fmt: skip
     engine = llm.engine
     runner: Any = engine.runner
+    device = torch.device(engine.info()["device"])
     phases = Phases()
     phases.watch(engine.scheduler, "schedule", "schedule")
-    phases.watch(runner_module, "build_inputs", "inputs")
-    phases.watch(runner, "forward", "forward")
-    phases.watch(runner.model, "logits", "logits")
-    phases.watch(runner.sampler, "sample", "sample")
+    if device.type == "cuda":
+        phases.watch(runner, "launch", "launch")
+        phases.watch(runner, "collect", "collect")
+    else:
+        phases.watch(runner_module, "build_inputs", "inputs")
+        phases.watch(runner, "forward", "forward")
+        phases.watch(runner.model, "logits", "logits")
+        phases.watch(runner.sampler, "sample", "sample")
     phases.watch(engine.scheduler, "update", "update")
 
     shape = workloads.Shape(args.batch, (args.context, args.context), (steps, steps))
@@ -89,23 +99,28 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     named = dict(phases.seconds)
     named["rest"] = whole - sum(named.values())
     facts = {"engine": "atoll", "model": args.model.name, "batch": args.batch, "context": args.context,
-             **report.machine(torch.device(engine.info()["device"]))}  # fmt: skip
+             "quantization": args.quantization, **report.machine(device)}  # fmt: skip
     per_step = {f"{name}_ms": round(1e3 * s / args.steps, 3) for name, s in named.items()}
     rows = [{"bench": "step", **facts, "step_ms": round(1e3 * whole / args.steps, 3),
              "tok_s": round(args.batch * args.steps / whole, 1), **per_step}]  # fmt: skip
 
-    activities = [ProfilerActivity.CPU]
-    if engine.info()["device"].startswith("cuda"):
-        activities.append(ProfilerActivity.CUDA)
-    with trace(activities=activities) as profiler:
+    on_gpu = device.type == "cuda"
+    with trace(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         for _ in range(args.steps):
             engine.step()
+        if on_gpu:
+            torch.cuda.synchronize()
     events = profiler.key_averages()
-    on_device = len(activities) > 1
-    cost = [(e.self_device_time_total if on_device else e.self_cpu_time_total, e) for e in events]
+    if on_gpu:
+        kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        cost = [(e.self_device_time_total, e) for e in kernels]
+    else:
+        cost = [(e.self_cpu_time_total, e) for e in events]
     total = sum(c for c, _ in cost)
+    if on_gpu:
+        rows[0]["device_ms"] = round(total / 1e3 / args.steps, 3)  # the rest of step_ms the GPU waited
     for microseconds, event in sorted(cost, key=lambda pair: -pair[0])[:_TOP]:
-        rows.append({"bench": "op", "op": event.key, "share": round(microseconds / total, 4),
+        rows.append({"bench": "op", "op": event.key, "share": round(microseconds / max(total, 1e-9), 4),
                      "us_per_step": round(microseconds / args.steps, 1),
                      "calls_per_step": round(event.count / args.steps, 1)})  # fmt: skip
     engine.abort([str(i) for i in range(args.batch)])
