@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU", allow_module_level=True)
 
-_MODEL = Path(__file__).parents[2] / "engine" / "bench" / "configs" / "qwen3-0.6b"
+_ROOT = Path(__file__).parents[2]
+_MODEL = _ROOT / "engine" / "bench" / "configs" / "qwen3-0.6b"
 _SHAPE = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
 _ENGINE = """
 import logging, sys
@@ -48,7 +49,7 @@ def serving(**options: object) -> Iterator[None]:
     """Inside: another process's engine stands, and has served requests that use every part of a step."""
     code = _ENGINE.format(options=options)
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(_MODEL)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(_MODEL)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT
     )
     try:
         assert child.stdout is not None
