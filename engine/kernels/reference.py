@@ -108,7 +108,12 @@ def _attend(
 
 
 def gemv(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    gate: bool = False,
 ) -> torch.Tensor:
     """triton_gemv.gemv."""
     y = x.float() @ weight.float().T
@@ -116,7 +121,8 @@ def gemv(
         y = y * scale.float()
     if bias is not None:
         y = y + bias.float()
-    return y.to(x.dtype)
+    y = y.to(x.dtype)
+    return _gated(y) if gate else y
 
 
 def rms_norm(
@@ -132,9 +138,13 @@ def rms_norm(
 
 def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """triton_fused.silu_mul."""
-    gate, up = gate_up.chunk(2, -1)
-    y = F.silu(gate.float()).to(up.dtype) * up
+    y = _gated(gate_up)
     return quantize_rows(y) if quantize else y
+
+
+def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate.float()).to(up.dtype) * up
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
