@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # On a machine with a CUDA GPU: the GPU tests, then the benchmark, as JSON rows. Needs that machine's python3 with torch,
-# triton, numpy, safetensors, tokenizers, jinja2, tqdm and pytest; nothing is installed, and nothing is fetched.
+# triton, numpy, safetensors, tokenizers, jinja2, tqdm and pytest; nothing is installed, and nothing is fetched. Tests of
+# the server want its packages too (a folder of them on PYTHONPATH will do), and one wants a real model's directory in
+# ATOLL_TEST_MODEL; without them they are skipped, and say so.
 #
 #   tests/gpu/run.sh              all of it (about 6 minutes on an H100)
 #   tests/gpu/run.sh tests        only the tests
 #   tests/gpu/run.sh bench        only the benchmark: random weights in the real shapes of Qwen3-0.6B and 8B
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 what=${1:-all}
 
 if [ "$what" != bench ]; then
     # Apart from the other tests: those run Triton's kernels in its interpreter, in the whole process.
-    python3 -m pytest -q tests/gpu -p no:cacheprovider -o addopts="" -W ignore::pytest.PytestConfigWarning
+    python3 -m pytest -q -rs --durations=10 tests/gpu -p no:cacheprovider -o addopts="" -W ignore::pytest.PytestConfigWarning
 fi
 if [ "$what" != tests ]; then
     bench() { python3 -m engine.bench workload "$@" --repeats 3 --json; }

@@ -9,7 +9,7 @@ import torch
 from gpu_kit import DEVICE
 
 from engine.kernels import triton_attention
-from engine.layers.attention import Attention
+from engine.layers.attention import Attention, tile_tokens
 from engine.layers.context import DeviceBatch, ForwardContext, forward_context
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,6 @@ if not torch.cuda.is_available():
 LENGTH, PAGE = 16384, 16
 KV_HEADS, GROUP, DIM = 2, 4, 128
 SCALE = DIM**-0.5
-TILE_TOKENS = 16
 PULL = 1.6  # the needle is the query times this: a score of about 18, where the haystack's log-sum is about 10.2
 # Ends, borders of pages and of the kernels' tiles, and of slices of a split sequence.
 PLACES = [
@@ -98,9 +97,10 @@ class Haystack:
         qkv = torch.cat((queries.to(DEVICE).expand(batch, *queries.shape), *own), 2).flatten(0, 1).flatten(1)
         step = DeviceBatch(ints(rows), ints([LENGTH] * batch), self.table, self.multiprocessors)
         if count > 1:
-            tiles = [[i, first] for i in range(batch) for first in range(0, count, TILE_TOKENS)]
+            tile = tile_tokens(KV_HEADS * GROUP, KV_HEADS, DIM, DEVICE)
+            tiles = [[i, first] for i in range(batch) for first in range(0, count, tile)]
             step = DeviceBatch(
-                ints(rows), ints([LENGTH] * batch), self.table, self.multiprocessors, ints(tiles), TILE_TOKENS,
+                ints(rows), ints([LENGTH] * batch), self.table, self.multiprocessors, ints(tiles), tile,
                 ints([LENGTH - count] * batch), ints([i * count for i in range(batch)]), ints([count] * batch),
             )  # fmt: skip
         layer = Attention(KV_HEADS * GROUP, KV_HEADS, DIM, SCALE, None)
@@ -153,7 +153,7 @@ def test_a_layer_finds_the_needle_in_a_decode_step(haystack: Haystack) -> None:
 
 
 def test_a_layer_finds_the_needle_in_a_mixed_step_and_no_query_sees_it_too_early(haystack: Haystack) -> None:
-    count = 40  # two tiles and a part of one
+    count = 40  # more than a tile
     queries = haystack.query.expand(count, *haystack.query.shape)
     got = haystack.layer(queries, haystack.needle_rows)
     assert_found(got[:, -1], haystack.expected(), "mixed step, last query")

@@ -21,7 +21,9 @@ if "ATOLL_TEST_MODEL" not in os.environ:
 
 MODEL = Path(os.environ["ATOLL_TEST_MODEL"])
 TOKENS = 40
-CLEAR = 0.1  # nats between the CPU's best and second token: what bf16 may not turn round
+# Nats between the CPU's best and second token: what bf16 may not turn round. (The CPU path itself, in bf16, moves these
+# log-probabilities by 0.035 on average and 0.26 at most, and turns choices round that stand 0.10 apart.)
+CLEAR = 0.2
 TEXTS = [
     "The capital of France is",
     "Water boils at one hundred degrees, and freezes at",
@@ -68,7 +70,7 @@ def test_the_gpu_chooses_as_the_cpu_on_the_same_text(
     cpu: LLM, gpu: LLM, answered: list[tuple[list[int], list[int]]]
 ) -> None:
     """Teacher-forced at every position of the prompts and of the CPU's own answers."""
-    wrong, clear, same, total, worst = {}, 0, 0, 0, 0.0
+    wrong, turned, clear, total, worst = {}, [], 0, 0, 0.0
     for i, (mine, reference) in enumerate(zip(read(gpu, answered), read(cpu, answered), strict=True)):
         prompt, answer = answered[i]
         assert len(mine) == len(reference) == len(prompt) + len(answer) - 1
@@ -76,14 +78,16 @@ def test_the_gpu_chooses_as_the_cpu_on_the_same_text(
             want, margin = best_two(reference[at])
             got, _ = best_two(mine[at])
             total += 1
-            same += got == want
             worst = max(worst, abs(mine[at][token].logprob - reference[at][token].logprob))
-            if margin > CLEAR:
-                clear += 1
-                if got != want:
+            clear += margin > CLEAR
+            if got != want:
+                turned.append(round(margin, 3))
+                if margin > CLEAR:
                     wrong[i, at] = (got, want, round(margin, 3))
-    print(f"{total} choices: {same} are the same, {clear} were clear; log-probabilities differ by up to {worst:.3f}")
+    print(f"{total} choices, {clear} of them clear; other ones on the GPU, with the CPU's margin: {sorted(turned)}; "
+          f"log-probabilities differ by up to {worst:.3f}")
     assert clear > total / 2
+    assert len(turned) < total / 20
     assert not wrong, f"(text, position): (GPU, CPU, the CPU's margin in nats) {wrong}"
 
 
