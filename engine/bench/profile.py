@@ -2,7 +2,7 @@
 
 Prompts are read first; then `--steps` steps that decode one token of each of `--batch` sequences are timed, and as many
 again are traced: operator by operator on a CPU, kernel by kernel on a GPU. Tracing slows the host down: take shares
-from it, not times (a GPU's own times hold). On a GPU the phases are the host's, which runs ahead: in `collect` it waits.
+from it, not times (a GPU's own times hold). On a GPU the phases are the host's; in `collect` it waits.
 """
 
 import argparse
