@@ -271,18 +271,26 @@ def test_steps_wait_for_the_device_once_and_only_to_collect(
         monkeypatch.setattr(runner, "graphs", None)
     watched = Watched(runner, monkeypatch)
     monkeypatch.setattr(core, "runner", watched)
-    for turn in range(3):  # alone, so that plain steps come too; then all together; then with prefix hits
-        groups = [[kind] for kind in kinds] if turn == 0 else [kinds * 4]
-        for g, group in enumerate(groups):
-            asked = prompts(len(group), seed=100 + g, longest=300)
-            params = [SamplingParams(seed=i, max_tokens=12, **kind) for i, kind in enumerate(group)]
-            requests = [
-                EngineRequest(f"{turn}-{g}-{i}", prompt["prompt_token_ids"], p)
-                for i, (prompt, p) in enumerate(zip(asked, params, strict=True))
-            ]
-            outputs = drain(core, requests)
-            errors = {rid: o.error for rid, listed in outputs.items() for o in listed if o.error}
-            assert not errors, f"launch waited, or failed: {errors}"
+
+    def serve(name: str, asked: list[dict], params: list[SamplingParams]) -> None:
+        requests = [
+            EngineRequest(f"{name}-{i}", prompt["prompt_token_ids"], p)
+            for i, (prompt, p) in enumerate(zip(asked, params, strict=True))
+        ]
+        errors = {rid: o.error for rid, listed in drain(core, requests).items() for o in listed if o.error}
+        assert not errors, f"launch waited, or failed: {errors}"
+
+    for g, kind in enumerate(kinds):  # alone, so that plain steps come too
+        serve(f"alone-{g}", prompts(1, seed=100 + g, longest=300), [SamplingParams(seed=1, max_tokens=12, **kind)])
+    together = prompts(4 * len(kinds), seed=99, longest=300)
+    generator = torch.Generator().manual_seed(98)
+    long = [{"prompt_token_ids": torch.randint(1, VOCAB, (2000,), generator=generator).tolist()} for _ in range(8)]
+    for turn in range(2):  # the second time from the prefix cache: more table entries than a step's copy has room for
+        params = [SamplingParams(seed=i, max_tokens=12, **kind) for i, kind in enumerate(kinds * 4)]
+        serve(f"together-{turn}", together, params)
+        hits = core.stats().prefix_hits
+        serve(f"long-{turn}", long, [SamplingParams(seed=i, max_tokens=4) for i in range(8)])
+    assert core.stats().prefix_hits - hits > 8 * 1900
     print(f"steps {dict(watched.steps)}, waits {len(watched.waits)}")
     kinds_seen = [watched.steps[kind] for kind in ("decode", "mixed", "with logprobs", "with prompt logprobs")]
     assert min(kinds_seen) > 5, watched.steps
