@@ -25,7 +25,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """Fewer pages than 128 requests want: some are preempted."""
     model = checkpoint(tmp_path_factory.mktemp("soak") / "qwen3", "qwen3")
     sizes = {"max_num_seqs": 128, "max_num_batched_tokens": 1024, "max_model_len": 512}
-    return on_gpu(model, kv_cache_memory_bytes=16 << 20, **sizes)
+    return on_gpu(model, kv_cache_memory_bytes=10 << 20, **sizes)
 
 
 class Traffic:
