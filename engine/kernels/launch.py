@@ -26,6 +26,7 @@ kernel mean waiting for all before it. The launcher sets PDL where the card can 
 """
 
 import ctypes
+import functools
 import inspect
 import os
 from collections.abc import Callable
@@ -205,6 +206,14 @@ class _Variant:
         result = self._launch(self._config_ref, self._function, self._argv, None)
         if result:
             _check(result, self.name)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Shared memory that one program may have, in bytes."""
+    if device.type != "cuda":
+        return 1 << 30  # the interpreter
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 _loaded: ctypes.CDLL | None = None

@@ -116,13 +116,31 @@ def gemv(
     gate: bool = False,
 ) -> torch.Tensor:
     """triton_gemv.gemv."""
+    y = few_rows(x, weight, bias, scale=scale)
+    if gate:
+        y = silu_mul(y)
+        assert isinstance(y, torch.Tensor)
+    return y
+
+
+def few_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    x_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """triton_gemv.few_rows."""
     y = x.float() @ weight.float().T
     if scale is not None:
         y = y * scale.float()
+    if x_scale is not None:
+        y = y * x_scale.float()[:, None]
     if bias is not None:
         y = y + bias.float()
-    y = y.to(x.dtype)
-    return _gated(y) if gate else y
+    return y.to(dtype or x.dtype)
 
 
 def rms_norm(

@@ -9,10 +9,10 @@ The G = Hq / Hkv query heads that share a key head are the rows of one tile, so 
 Decode: grid (B, Hkv, SPLITS). A program attends to one slice of the sequence; a second kernel merges the slices by
 their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one captured grid serves any length.
 
-Mixed: grid (tiles, Hkv), one launch for prefill and decode together. The host lists the tiles of BLOCK_Q query tokens; a
-tile holds BLOCK_Q * G query rows (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys before
-the chunk come from the pages, the chunk's own straight from the projections: in full precision, and side by side. A
-sequence with one token takes a path with few rows.
+Mixed: grid (tiles, Hkv), one launch for prefill and decode together. The host lists the tiles of BLOCK_Q query tokens;
+a tile holds BLOCK_Q * G query rows (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys
+before the chunk come from the pages, the chunk's own straight from the projections: in full precision, and side by
+side. A sequence with one token takes a path with few rows.
 
 Scores are kept in base 2: exp2 is one instruction.
 
@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import kernel, wait_for_previous
+from engine.kernels.launch import kernel, shared_memory, wait_for_previous
 
 
 @triton.jit
@@ -273,14 +273,6 @@ def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
     return min(64, 1 << (wanted.bit_length() - 1))
 
 
-@functools.cache
-def _shared_limit(device: torch.device) -> int:
-    """Shared memory one program may have, in bytes."""
-    if device.type != "cuda":
-        return 1 << 30  # the interpreter
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
 def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple[int, int]:
     """Keys a step and pipeline depth: what fits `shared` bytes beside the queries (in two dtypes with an fp8 cache).
     Keys and values take one tile each for every stage."""
@@ -292,7 +284,7 @@ def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple
 
 @functools.cache
 def query_rows(dim: int, device: torch.device) -> int:
-    """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what registers and shared memory hold."""
+    """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what a multiprocessor holds."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     return (256 if hopper else 128) if dim <= 128 else (128 if hopper else 64)
 
@@ -365,13 +357,13 @@ def mixed(
     window: int | None = None,
     softcap: float | None = None,
     tile: int = 0,
-    num_warps: int = 8,
+    num_warps: int = 0,
     num_stages: int = 0,
 ) -> torch.Tensor:
     """Chunks of any length, one token included: q [T, Hq, D] -> out [T, Hq, D], contiguous.
 
-    k and v [T, Hkv, D] are the step's own keys and values, which stand in the caches as well. q, k and v are rows of one
-    fused projection, or at least have the same stride from token to token.
+    k and v [T, Hkv, D] are the step's own keys and values, which stand in the caches as well. q, k and v are rows of
+    one fused projection, or at least have the same stride from token to token.
 
     Sequence i has counts[i] query tokens at positions starts[i] ..., which stand in q from q_starts[i] on. `tiles`
     [n, 2] int32 lists (sequence, first token within its chunk) for every block_q tokens of every chunk; one whose first
@@ -387,7 +379,8 @@ def mixed(
     assert q.shape[0] * q.stride(0) < 2**31
     fp8 = k_cache.element_size() == 1
     if not tile:
-        tile, num_stages = _mixed_tiles(block_m, padded, fp8, _shared_limit(q.device))
+        tile, num_stages = _mixed_tiles(block_m, padded, fp8, shared_memory(q.device))
+        num_warps = 16 if block_m == 256 and not fp8 else 8
     _mixed_kernel(
         (tiles.shape[0], kv_heads), q, k, v, k_cache, v_cache, out, tiles, rows, starts, q_starts, counts, block_table,
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),

@@ -1,23 +1,101 @@
-"""Products of a few rows with a large weight: y [M, N] = x [M, K] W [N, K]ᵀ for M up to 64, bound by reading W once.
+"""Products of a few rows with a large weight: y [M, N] = x [M, K] W [N, K]ᵀ, bound by reading W once.
 
-Each program streams BLOCK_N rows of W past all M rows of x through a deep asynchronous pipeline. The weight's rows take
-the wide side of the matrix unit, so M needs no padding beyond 16. fp8 weights are widened in registers and scaled per
-output channel at the end.
+Up to 4 rows: in vector form. A program holds BLOCK_N rows of W in registers, multiplies them with each row of x, and
+sums. There are many small programs, so much of W is on its way at any time; the first block of it is asked for before
+the previous kernel's results are waited for, since nobody writes weights. The gate of a gated MLP can be applied in
+passing: y = silu(x Wgᵀ) * (x Wuᵀ), with Wg above Wu.
+
+More rows: on the matrix units, through a deep asynchronous pipeline. The weight's rows take the wide side, so M needs
+no padding beyond 16.
+
+fp8 weights have a scale per output channel. In vector form they are widened in registers; on the matrix units x is fp8
+as well, with a scale per row (triton_quant).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import kernel
+from engine.kernels.launch import kernel, shared_memory, wait_for_previous
+
+VECTOR_ROWS = 4  # more rows: the arithmetic takes longer than reading the weight
+
+
+@triton.jit
+def _add_product(sums, w, x_ptr, x_stride, k, k_live, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    """sums[m] + w x[m, k] for each row m, w [BLOCK_N, BLOCK_K]."""
+    wide = w.to(tl.float32)
+    result = ()
+    for m in tl.static_range(ROWS):
+        if WHOLE:
+            x = tl.load(x_ptr + m * x_stride + k)
+        else:
+            x = tl.load(x_ptr + m * x_stride + k, mask=k_live, other=0.0)
+        result = result + (sums[m] + tl.sum(wide * x.to(tl.float32)[None, :], 1),)  # noqa: RUF005 - Triton's tuples
+    return result
 
 
 @kernel
-def _gemv_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, M, x_stride, y_stride,
-    N: tl.constexpr, K: tl.constexpr, MP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+def _vector_kernel(
+    x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, x_stride, y_stride,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    WHOLE: tl.constexpr = K % BLOCK_K == 0
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    n_live = n < N
+    w_at = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    up_at = w_at + N * K
+    mask = n_live[:, None] & (k < K)[None, :]
+    w = tl.load(w_at, mask=mask, other=0.0)
+    up = w
+    if GATE:
+        up = tl.load(up_at, mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    sums = ()
+    for _ in tl.static_range(ROWS):
+        sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005
+    up_sums = sums
+    for at in tl.static_range(0, K, BLOCK_K):
+        next_w = w
+        next_up = up
+        if at + BLOCK_K < K:  # the next block is on its way while this one is multiplied
+            mask = n_live[:, None] & (k < K - at - BLOCK_K)[None, :]
+            next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
+            if GATE:
+                next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
+        sums = _add_product(sums, w, x_ptr + at, x_stride, k, k < K - at, ROWS, WHOLE)
+        w = next_w
+        if GATE:
+            up_sums = _add_product(up_sums, up, x_ptr + at, x_stride, k, k < K - at, ROWS, WHOLE)
+            up = next_up
+    dtype = y_ptr.dtype.element_ty
+    for m in tl.static_range(ROWS):
+        y = _finish(sums[m], scale_ptr, bias_ptr, n, n_live, SCALED, BIAS).to(dtype)
+        if GATE:  # rounded where separate kernels would round
+            gate = y.to(tl.float32)
+            y = (gate / (1 + tl.exp(-gate))).to(dtype)
+            y = y * _finish(up_sums[m], scale_ptr, bias_ptr, N + n, n_live, SCALED, BIAS).to(dtype)
+        tl.store(y_ptr + m * y_stride + n, y, mask=n_live)
+
+
+@triton.jit
+def _finish(y, scale_ptr, bias_ptr, n, n_live, SCALED: tl.constexpr, BIAS: tl.constexpr):
+    if SCALED:
+        y = y * tl.load(scale_ptr + n, mask=n_live, other=0.0)
+    if BIAS:
+        y = y + tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
+    return y
+
+
+@kernel
+def _matrix_kernel(
+    x_ptr, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, M, x_stride, y_stride,
+    N: tl.constexpr, K: tl.constexpr, MP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, MP)
     k = tl.arange(0, BLOCK_K)
@@ -37,22 +115,32 @@ def _gemv_kernel(
             else:
                 w = tl.load(w_at + at, mask=n_mask, other=0.0)
             x = tl.load(x_at + at, mask=m_mask, other=0.0)
-        acc = tl.dot(w.to(x.dtype), x, acc)
-    if SCALED:
+        acc = tl.dot(w, x, acc)
+    if FP8:
         acc = acc * tl.load(scale_ptr + n, mask=n < N, other=0.0)[:, None]
+        acc = acc * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
     if BIAS:
         acc = acc + tl.load(bias_ptr + n, mask=n < N, other=0.0)[:, None].to(tl.float32)
     y_at = y_ptr + m[None, :] * y_stride + n[:, None]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=n_mask & m_mask)
 
 
-def tiles(out_features: int, inner: int, fp8: bool) -> tuple[int, int, int]:
+def _vector_tiles(inner: int, itemsize: int) -> tuple[int, int, int]:
+    """(BLOCK_N, BLOCK_K, warps): 64 bytes of W a thread and block, long rows (a search on an H100)."""
+    block_k = triton.next_power_of_2(inner)
+    if block_k > 2048:
+        block_k = next((b for b in (2048, 1024, 512) if inner % b == 0), 512)
+    block_n = 4
+    return block_n, block_k, max(1, min(8, block_n * block_k * itemsize // (64 * 32)))
+
+
+def _matrix_tiles(out_features: int, inner: int, padded_rows: int, fp8: bool, shared: int) -> tuple[int, int, int]:
     """(BLOCK_N, BLOCK_K, stages), all with 4 warps: wide tiles where there are enough of them for every
-    multiprocessor, long ones for few outputs (measured on an H100 with the shapes of an 8B model, one row)."""
-    if out_features >= 6144:
-        return 64, 128, 5 if fp8 else 4
+    multiprocessor, long ones for few outputs (a search on an H100 with the shapes of an 8B model)."""
     if fp8:
-        return 32, 256, 4
+        return 64, 256, min(6, (shared - 1024) // (256 * (64 + padded_rows)))
+    if out_features >= 6144:
+        return 64, 128, 4
     return (16, 512, 3) if inner >= 8192 else (32, 128, 5)
 
 
@@ -62,23 +150,47 @@ def gemv(
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
-    block_n: int = 0,
-    block_k: int = 0,
-    num_warps: int = 4,
-    stages: int = 0,
+    gate: bool = False,
+    tiles: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] -> [M, N] in x's dtype.
+    """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
+    [M, N] in x's dtype. With `gate`: silu of the first half of the outputs times the second, [M, N / 2]."""
+    rows, inner = x.shape
+    assert rows <= VECTOR_ROWS
+    out_features = weight.shape[0] // (2 if gate else 1)
+    y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    block_n, block_k, warps = tiles or _vector_tiles(inner, weight.element_size())
+    _vector_kernel(
+        (triton.cdiv(out_features, block_n),), x, weight, scale, bias, y, x.stride(0), y.stride(0),
+        N=out_features, K=inner, ROWS=rows, BLOCK_N=block_n, BLOCK_K=block_k, SCALED=scale is not None,
+        BIAS=bias is not None, GATE=gate, num_warps=warps,
+    )  # fmt: skip
+    return y
 
-    M <= 64. Without a choice of tiles: the fastest of a search on an H100.
+
+def few_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    x_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    tiles: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    """Up to 128 rows: x [M, K] (rows may be strided), weight [N, K], bias [N] -> [M, N] in `dtype` or x's.
+
+    x and weight have the same dtype; fp8 ones have a scale each, x_scale [M] and scale [N].
     """
     rows, inner = x.shape
     out_features = weight.shape[0]
-    if not block_n:
-        block_n, block_k, stages = tiles(out_features, inner, weight.element_size() == 1)
-    y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
-    _gemv_kernel(
-        (triton.cdiv(out_features, block_n),), x, weight, scale, bias, y, rows, x.stride(0), y.stride(0),
-        N=out_features, K=inner, MP=max(16, triton.next_power_of_2(rows)), BLOCK_N=block_n, BLOCK_K=block_k,
-        SCALED=scale is not None, BIAS=bias is not None, STAGES=stages, num_warps=num_warps, num_stages=stages,
+    fp8 = weight.element_size() == 1
+    y = torch.empty(rows, out_features, dtype=dtype or x.dtype, device=x.device)
+    padded = max(16, triton.next_power_of_2(rows))
+    block_n, block_k, stages = tiles or _matrix_tiles(out_features, inner, padded, fp8, shared_memory(x.device))
+    _matrix_kernel(
+        (triton.cdiv(out_features, block_n),), x, weight, x_scale, scale, bias, y, rows, x.stride(0), y.stride(0),
+        N=out_features, K=inner, MP=padded, BLOCK_N=block_n, BLOCK_K=block_k,
+        FP8=fp8, BIAS=bias is not None, STAGES=stages, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return y

@@ -3,12 +3,32 @@
 import torch
 import torch.nn.functional as F
 
+from engine.layers.linear import Linear, MergedLinear, QuantizedRows
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [T, 2 I] (gate beside up) -> [T, I]."""
+
+class GatedLinear(MergedLinear):
+    """The first two products of a gated MLP and the gate: silu(x Wgᵀ) * (x Wuᵀ)."""
+
+    def __init__(self, in_features: int, inner: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, [inner, inner], bias=bias)
+
+    def gated(self, x: torch.Tensor | QuantizedRows, consumer: Linear) -> torch.Tensor | QuantizedRows:
+        """[T, in] -> [T, inner], in the form that `consumer`, the product after it, reads."""
+        if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
+            from engine.kernels.triton_gemv import gemv
+
+            return gemv(x, self.weight, self.scale, self.bias, gate=True)
+        gate_up = self(x)
+        return silu_mul(gate_up, quantize=consumer.wants_fp8(gate_up.shape[0]))
+
+
+def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor | QuantizedRows:
+    """silu(gate) * up of [T, 2 I] (gate beside up) -> [T, I]; `quantize` only on a GPU."""
     if gate_up.is_cuda:
         from engine.kernels import triton_fused
 
+        if quantize:
+            return QuantizedRows(*triton_fused.silu_mul(gate_up, quantize=True), gate_up.dtype)
         return triton_fused.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

@@ -9,7 +9,6 @@ from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, rotate
 
 
-
 class Attention(nn.Module):
     """Causal grouped-query attention over pages, from the fused projection of a layer to its heads' outputs.
 
@@ -89,10 +88,11 @@ class Attention(nn.Module):
             )  # fmt: skip
         else:
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
-            k, v = qkv[:, self.num_heads * self.head_dim :].view(tokens, 2, -1, self.head_dim).unbind(1)
+            own = qkv[:, self.num_heads * self.head_dim :].view(tokens, 2, self.num_kv_heads, self.head_dim)
+            k, v = own.unbind(1)
             triton_attention.mixed(
-                q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts, batch.counts,
-                batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
+                q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
+                batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
             )  # fmt: skip
         return out.view(tokens, -1)
 

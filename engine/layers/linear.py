@@ -1,6 +1,7 @@
 """Matrix products with a weight, and several of them fused into one."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,10 @@ from torch import nn
 from engine.kernels.threads import num_threads
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
+_VECTOR_ROWS = 4  # as in triton_gemv: up to here fp8 weights multiply activations as they are
 _FEW_ROWS = 16    # up to here a product is bound by reading its weight, and our own kernel reads it faster
-_GEMV_BLOCK = 128  # that kernel's step along the inner dimension, which must be a multiple
+_FEW_FP8_ROWS = 64
+_GEMV_ALIGN = 16  # of a weight's rows, in numbers: our kernel reads them 16 bytes at a time
 _PACK_ROWS = 1    # rows that oneDNN's blocked layout is chosen for; larger batches run well on it too
 
 
@@ -19,14 +22,22 @@ def empty_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
 
 
+class QuantizedRows(NamedTuple):
+    """Activations in fp8: what a norm or a gate gives a product that would quantise them anyway."""
+
+    values: torch.Tensor  # [T, K] e4m3
+    scale: torch.Tensor   # [T] float32
+    dtype: torch.dtype    # of the activations, and of the product
+
+
 class Linear(nn.Module):
     """y = x Wᵀ + b;  x [T, in], W [out, in]. After loading, `finalize` chooses the fastest form of the product:
 
     CPU with bf16 units: the weight is re-ordered once into oneDNN's blocked layout; small batches then read it at about
         1.7 times the speed of the plain layout (measured on Zen 5, 1-16 rows, 30 against 17 GB/s).
-    GPU: our kernel for few rows, cuBLAS for many.
-    fp8 (`quantization = "fp8"`, set before loading): W in fp8, a scale per output channel. Few rows multiply with it as
-        they are; many are quantised as well, and the product runs on the fp8 units.
+    GPU: our kernels for few rows, cuBLAS for many.
+    fp8 (`quantization = "fp8"`, set before loading): W in fp8, a scale per output channel. One to four rows multiply
+        with it as they are; more are quantised as well, and the product runs on the fp8 units.
     """
 
     scale: nn.Parameter | None  # [out] float32 of an fp8 weight
@@ -51,7 +62,7 @@ class Linear(nn.Module):
         if self.quantization == "fp8" and can_quantize(self):
             self._quantize()
         elif self.weight.is_cuda:
-            if self.in_features % _GEMV_BLOCK == 0 and self.weight.dtype in (torch.bfloat16, torch.float16):
+            if self.in_features % _GEMV_ALIGN == 0 and self.weight.dtype in (torch.bfloat16, torch.float16):
                 self._product = Linear._on_gpu
         elif self._packed is None and can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
@@ -64,14 +75,27 @@ class Linear(nn.Module):
     def packed_bytes(self) -> int:
         return 0 if self._packed is None else self._packed.numel() * self._packed.element_size()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        if isinstance(x, QuantizedRows):
+            return self._on_fp8_units(x)
         return self._product(self, x)
 
-    def forward_quantized(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The product on the GPU's fp8 units: x fp8 [T, in] with scale [T] float32 -> [T, out] in `dtype`."""
+    def wants_fp8(self, rows: int) -> bool:
+        """Whether a product of so many rows reads fp8 activations: who makes them can do so in passing."""
+        return rows > _VECTOR_ROWS and self._product is Linear._on_fp8
+
+    def in_vector_form(self, rows: int) -> bool:
+        """Whether a product of so many rows runs on our kernel for a few vectors, which can also apply a gate."""
+        return rows <= _VECTOR_ROWS and self._product in (Linear._on_gpu, Linear._on_fp8)
+
+    def _on_fp8_units(self, x: QuantizedRows) -> torch.Tensor:
+        if x.values.shape[0] <= _FEW_FP8_ROWS:
+            from engine.kernels.triton_gemv import few_rows
+
+            return few_rows(x.values, self.weight, self.bias, x_scale=x.scale, scale=self.scale, dtype=x.dtype)
         return torch._scaled_mm(
-            x, self._weight_t, scale_a=scale.unsqueeze(1), scale_b=self._scale_row, bias=self.bias, out_dtype=dtype,
-            use_fast_accum=True,
+            x.values, self._weight_t, scale_a=x.scale.unsqueeze(1), scale_b=self._scale_row, bias=self.bias,
+            out_dtype=x.dtype, use_fast_accum=True,
         )  # fmt: skip
 
     def _quantize(self) -> None:
@@ -83,10 +107,8 @@ class Linear(nn.Module):
         self._weight_t, self._scale_row = weight.t(), scale.unsqueeze(0)
         if not weight.is_cuda:
             self._product = Linear._on_fp8_reference
-        elif self.in_features % _GEMV_BLOCK == 0:
-            self._product = Linear._on_fp8
         else:
-            self._product = Linear._on_fp8_units
+            self._product = Linear._on_fp8
 
     # The forms. Each is called as self._product(self, x).
 
@@ -104,26 +126,24 @@ class Linear(nn.Module):
     def _on_gpu(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > _FEW_ROWS:
             return F.linear(x, self.weight, self.bias)
-        from engine.kernels.triton_gemv import gemv
+        from engine.kernels.triton_gemv import few_rows, gemv
 
+        if x.shape[0] > _VECTOR_ROWS:
+            return few_rows(x, self.weight, self.bias)
         return gemv(x, self.weight, None, self.bias)
 
     def _on_fp8(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > _FEW_ROWS:
-            return self._on_fp8_units(x)
         from engine.kernels.triton_gemv import gemv
-
-        return gemv(x, self.weight, self.scale, self.bias)
-
-    def _on_fp8_units(self, x: torch.Tensor) -> torch.Tensor:
         from engine.kernels.triton_quant import quantize_rows
 
-        return self.forward_quantized(*quantize_rows(x), x.dtype)
+        if x.shape[0] > _VECTOR_ROWS:
+            return self._on_fp8_units(QuantizedRows(*quantize_rows(x), x.dtype))
+        return gemv(x, self.weight, self.scale, self.bias)
 
     def _on_fp8_reference(self, x: torch.Tensor) -> torch.Tensor:
-        """What the two forms above compute, in plain torch."""
+        """What the form above computes, in plain torch."""
         assert self.scale is not None
-        if x.shape[0] > _FEW_ROWS:
+        if x.shape[0] > _VECTOR_ROWS:
             x = dequantize(*quantize_rows(x), x.dtype)
         return F.linear(x, dequantize(self.weight, self.scale, x.dtype), self.bias)
 

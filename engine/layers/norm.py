@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.layers.linear import empty_parameter
+from engine.layers.linear import Linear, QuantizedRows, empty_parameter
 
 
 class RMSNorm(nn.Module):
@@ -22,13 +22,21 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual): the two things a pre-norm layer needs. Consumes `residual`."""
-        if residual is None:
-            return self(x), x
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None, consumer: Linear
+    ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
+        """(norm(x + residual), x + residual): the two things a pre-norm layer needs. Consumes `residual`.
+
+        The first is in the form that `consumer`, the product that follows, reads.
+        """
         if x.is_cuda:
             from engine.kernels.triton_fused import rms_norm
 
-            return rms_norm(x, self.weight, self.eps, residual), residual
+            kept = x if residual is None else residual
+            if consumer.wants_fp8(x.shape[0]):
+                return QuantizedRows(*rms_norm(x, self.weight, self.eps, residual, quantize=True), x.dtype), kept
+            return rms_norm(x, self.weight, self.eps, residual), kept
+        if residual is None:
+            return self(x), x
         residual = residual.add_(x)
         return self(residual), residual

@@ -6,11 +6,11 @@
 import torch
 from torch import nn
 
-from engine.layers.activation import silu_mul
+from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
 from engine.layers.context import get_context
 from engine.layers.embed import Embedding, LMHead
-from engine.layers.linear import Linear, MergedLinear
+from engine.layers.linear import Linear, MergedLinear, QuantizedRows
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
 from engine.models.base import CausalLM, Weights
@@ -27,7 +27,7 @@ class LlamaAttention(nn.Module):
             config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.sliding_window
         )
 
-    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedRows, rope: Rope) -> torch.Tensor:
         return self.o_proj(self.attention(self.qkv_proj(x), rope))
 
     def weights(self, prefix: str) -> Weights:
@@ -43,11 +43,11 @@ class LlamaMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         inner = config.intermediate_size
-        self.gate_up_proj = MergedLinear(config.hidden_size, [inner, inner], bias=config.mlp_bias)
+        self.gate_up_proj = GatedLinear(config.hidden_size, inner, bias=config.mlp_bias)
         self.down_proj = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj.gated(x, self.down_proj))
 
     def weights(self, prefix: str) -> Weights:
         found: dict[str, torch.Tensor] = {}
@@ -69,9 +69,10 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x, residual = self.post_attention_layernorm.add(self.self_attn(x, rope), residual)
-        return self.mlp(x), residual
+        normed, residual = self.input_layernorm.add(x, residual, self.self_attn.qkv_proj)
+        x = self.self_attn(normed, rope)
+        normed, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate_up_proj)
+        return self.mlp(normed), residual
 
 
 class LlamaForCausalLM(CausalLM):
@@ -92,7 +93,9 @@ class LlamaForCausalLM(CausalLM):
         residual = None
         for layer in self.blocks:
             x, residual = layer(x, residual, rope)
-        return self.norm.add(x, residual)[0]
+        hidden = self.norm.add(x, residual, self.lm_head)[0]
+        assert isinstance(hidden, torch.Tensor)  # the head is never quantised
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)

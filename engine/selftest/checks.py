@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engine.kernels import reference
+from engine.layers.attention import tile_tokens
 from engine.selftest.compare import Result, exact, fp8_kv, fp8_rows, numbers
 
 PAGE = 16
@@ -25,7 +26,9 @@ _NAN = float("nan")
 
 @dataclass
 class Side:
-    """One of the two sides of a comparison: where it computes, and with what. Both draw the same numbers."""
+    """One of the two sides of a comparison: where it computes, and with what. Both draw the same numbers.
+
+    With `dry` the numbers are left to chance: for a pass that only compiles."""
 
     device: torch.device
     dtype: torch.dtype
@@ -34,6 +37,7 @@ class Side:
     gemv: ModuleType = reference
     inputs: ModuleType = reference
     quant: ModuleType = reference
+    dry: bool = False
     ms: float = 0.0  # spent in kernels
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
@@ -41,8 +45,10 @@ class Side:
     def is_twin(self) -> bool:
         return self.attention is reference
 
-    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator).to(dtype or self.dtype).to(self.device)
+    def randn(self, *shape: int) -> torch.Tensor:
+        if self.dry:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.randn(*shape, generator=self._generator).to(self.dtype).to(self.device)
 
     def randint(self, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=self._generator, dtype=torch.int32).to(self.device)
@@ -70,11 +76,11 @@ class Side:
             torch.cuda.synchronize(self.device)
 
 
-def kernel_side(device: torch.device, dtype: torch.dtype) -> Side:
+def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) -> Side:
     """The side of the Triton kernels; with TRITON_INTERPRET=1 also on a CPU, in float32 or float16."""
     from engine.kernels import triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant
 
-    return Side(device, dtype, triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant)
+    return Side(device, dtype, triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant, dry)
 
 
 @dataclass(frozen=True)
@@ -91,19 +97,17 @@ class Pages:
     """Keys and values of sequences of given lengths in pages in no order, and the block table. Row 0 owns nothing."""
 
     def __init__(self, side: Side, lengths: list[int], kv_heads: int, dim: int, is_fp8: bool) -> None:
-        dtype = _FP8 if is_fp8 else side.dtype
         counts = [-(-n // PAGE) for n in lengths]
-        total = sum(counts) + 1
-        pages = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(2)) + 1).tolist()
+        total = sum(counts) + 1  # page 0 is nobody's
+        order = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(2)) + 1).int()
         table = torch.zeros(len(lengths) + 1, max(counts) + 1, dtype=torch.int32)
-        both = torch.full((2, total, PAGE, kv_heads, dim), _NAN)
-        for row, (length, count) in enumerate(zip(lengths, counts, strict=True), 1):
-            mine, pages = pages[:count], pages[count:]
-            table[row, :count] = torch.tensor(mine)
-            data = both[:, mine].flatten(1, 2)  # a copy
-            data[:, :length] = side.randn(2, length, kv_heads, dim).cpu()
-            both[:, mine] = data.unflatten(1, (count, PAGE))
-        self.k, self.v = both.to(dtype).to(side.device).unbind(0)
+        slots = []
+        for row, (length, pages) in enumerate(zip(lengths, order.split(counts), strict=True), 1):
+            table[row, : len(pages)] = pages
+            slots.append((pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length])
+        both = torch.full((2, total * PAGE, kv_heads, dim), _NAN, device=side.device)
+        both[:, torch.cat(slots).to(side.device)] = side.randn(2, sum(lengths), kv_heads, dim).float()
+        self.k, self.v = both.to(_FP8 if is_fp8 else side.dtype).unflatten(1, (total, PAGE)).unbind(0)
         self.table = table.to(side.device)
         self.rows = side.ints(range(1, len(lengths) + 1))
         self.scales = {"k_scale": 0.7, "v_scale": 1.3} if is_fp8 else {}
@@ -130,7 +134,7 @@ def mixed(
     """Whole prompts, later chunks and single tokens in one launch."""
     chunks = [(0, 1), (70, 1), (0, 17), (333, 1), (33, 40), (64, 64), (250, 90), (0, 150)]
     pages = Pages(side, [start + count for start, count in chunks], kv_heads, dim, is_fp8)
-    block_q = max(1, 128 // group)
+    block_q = tile_tokens(group * kv_heads, kv_heads, dim, side.device)
     starts, counts = (side.ints(column) for column in zip(*chunks, strict=True))
     tiles = [(i, first) for i, (_, count) in enumerate(chunks) for first in range(0, count, block_q)]
     tiles.append((0, 10_000))  # padding: past the chunk's end
@@ -155,7 +159,16 @@ def _queries(side: Side, tokens: int, heads: int, kv_heads: int, dim: int) -> to
 # Products of a few rows.
 
 
-def gemv(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bool = False, bias: bool = False):
+def gemv(
+    side: Side,
+    *,
+    rows: int,
+    out_features: int,
+    inner: int,
+    is_fp8: bool = False,
+    bias: bool = False,
+    **options: Any,
+) -> list[Result]:
     x = side.strided(rows, inner)
     weight = side.randn(out_features, inner) * 0.05
     scale = None
@@ -163,7 +176,19 @@ def gemv(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bool =
         weight, scale = reference.quantize_rows(weight)
     added = side.randn(out_features) if bias else None
     with side.clock():
-        y = side.gemv.gemv(x, weight, scale, added)
+        y = side.gemv.gemv(x, weight, scale, added, **options)
+    return [numbers(y, 3 if options else 1)]  # with a gate: after the products, after silu, and at last
+
+
+def few_rows(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bool = False) -> list[Result]:
+    x = side.strided(rows, inner)
+    weight = side.randn(out_features, inner) * 0.05
+    scales = {}
+    if is_fp8:
+        x, scales["x_scale"] = reference.quantize_rows(x)
+        weight, scales["scale"] = reference.quantize_rows(weight)
+    with side.clock():
+        y = side.gemv.few_rows(x, weight, dtype=side.dtype, **scales)
     return [numbers(y, 2)]
 
 
@@ -193,7 +218,8 @@ def quantize_rows(side: Side) -> list[Result]:
     return fp8_rows(y)
 
 
-def rope(side: Side, *, dim: int, heads: int, kv_heads: int, with_norm: bool, is_fp8: bool, tokens: int = 6):
+def rope(side: Side, *, dim: int, heads: int, kv_heads: int, with_norm: bool, is_fp8: bool) -> list[Result]:
+    tokens = 6
     qkv = side.strided(tokens, (heads + 2 * kv_heads) * dim)
     angle = torch.arange(100.0)[:, None, None] * 10_000 ** (-torch.arange(dim // 2) / (dim // 2))
     angle = angle.to(side.device)
@@ -234,11 +260,10 @@ def inputs(side: Side) -> list[Result]:
 def _attention_checks() -> Iterator[Check]:
     for name, kernel, needs_fp8, options in [
         ("decode d128", decode, False, {"dim": 128, "group": 4, "splits": 8}),
-        ("decode d128, one slice", decode, False, {"dim": 128, "group": 4}),
         ("decode d64 window softcap", decode, False,
          {"dim": 64, "group": 7, "splits": 8, "window": 100, "softcap": 5.0}),
         ("decode d80", decode, False, {"dim": 80, "group": 1, "splits": 4}),
-        ("decode d96", decode, False, {"dim": 96, "group": 3}),
+        ("decode d96, one slice", decode, False, {"dim": 96, "group": 3}),
         ("decode d256", decode, False, {"dim": 256, "group": 2, "splits": 4}),
         ("decode d128 fp8", decode, True, {"dim": 128, "group": 5, "splits": 8, "is_fp8": True}),
         ("mixed d128", mixed, False, {"dim": 128, "group": 4}),
@@ -254,10 +279,12 @@ def _attention_checks() -> Iterator[Check]:
 CHECKS: list[Check] = [
     *_attention_checks(),
     Check("product 1 row", partial(gemv, rows=1, out_features=1024, inner=2048)),
-    Check("product 16 rows", partial(gemv, rows=16, out_features=1024, inner=2048)),
+    Check("product 16 rows", partial(few_rows, rows=16, out_features=1024, inner=2048)),
     Check("product, odd shape, bias", partial(gemv, rows=3, out_features=1000, inner=1048, bias=True)),
+    Check("product and gate", partial(gemv, rows=2, out_features=2048, inner=1024, gate=True)),
+    Check("product and gate fp8", partial(gemv, rows=1, out_features=2048, inner=1024, is_fp8=True, gate=True), True),
     Check("product 1 row fp8", partial(gemv, rows=1, out_features=1024, inner=2048, is_fp8=True), True),
-    Check("product 16 rows fp8", partial(gemv, rows=16, out_features=1024, inner=2048, is_fp8=True), True),
+    Check("product 16 rows fp8", partial(few_rows, rows=16, out_features=1024, inner=2048, is_fp8=True), True),
     Check("norm", partial(norm, size=1024, residual=False, quantize=False)),
     Check("norm residual", partial(norm, size=960, residual=True, quantize=False)),
     Check("norm residual to fp8", partial(norm, size=1024, residual=True, quantize=True), True),

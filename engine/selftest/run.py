@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -14,7 +15,7 @@ from engine.selftest.compare import Difference, difference
 from engine.selftest.machine import examine
 from engine.selftest.report import Fault, Tally
 
-_MOST_THREADS = 16
+_MOST_THREADS = 32
 _REASON = 400  # characters of an error that are shown
 
 
@@ -34,7 +35,10 @@ def run_checks(
     possible = [check for check in every if with_fp8 or not check.needs_fp8]
     if device.type == "cuda":
         tally.see({"kind": "begin", "name": "compilation"})
+        began = time.perf_counter()
         _compile(possible, device, dtype)
+        seconds = time.perf_counter() - began
+        tally.fact("compilation", f"{seconds:.1f} s (less when kernels are at hand)", round(seconds, 2))
     for check in every:
         tally.see({"kind": "begin", "name": check.name})
         if check not in possible:
@@ -80,13 +84,13 @@ def _compile(every: list[Check], device: torch.device, dtype: torch.dtype) -> No
 
     def prepare(check: Check) -> None:
         with suppress(Exception):
-            check.compute(kernel_side(device, dtype))
+            check.compute(kernel_side(device, dtype, dry=True))
 
     def bind() -> None:
         torch.zeros(1, device=device)  # loading a kernel needs the device's context in this thread
         torch.cuda.synchronize(device)
 
-    with _no_launches(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), initializer=bind) as pool:
+    with _no_launches(), ThreadPoolExecutor(min(_MOST_THREADS, 2 * (os.cpu_count() or 1)), initializer=bind) as pool:
         list(pool.map(prepare, every))
 
 

@@ -294,34 +294,3 @@ class DeviceRunner:
                     found[i].append(part)
             q_start += seq.num_tokens
         return found
-
-
-@torch.inference_mode()
-def measure_activations(
-    model: CausalLM, spec: AttentionSpec, kv_dtype: torch.dtype, max_num_tokens: int, max_num_seqs: int,
-    device: torch.device,
-) -> int:
-    """Peak bytes of the largest step beyond weights and KV pages: it is run once, as many sequences as fit a step."""
-    num_seqs = min(max_num_seqs, max_num_tokens)
-    each = max_num_tokens // num_seqs
-    pages = pages_for(each + 1, spec.page_size)
-    runner = DeviceRunner(
-        model, num_rows=num_seqs + 1, max_model_len=each + 1, page_size=spec.page_size, max_num_tokens=max_num_tokens,
-        device=device,
-    )  # fmt: skip
-    runner.bind_cache(allocate_kv(spec, num_seqs * pages + 1, kv_dtype, device))
-    params = SamplingParams(temperature=1.0)
-    seqs, inits, updates = [], [], []
-    for i in range(num_seqs):
-        row = i + 1
-        seqs.append(ScheduledSeq(str(i), i, row, 0, each, samples=True))
-        inits.append(RowInit(row, [0] * each, each, params, i, ()))
-        updates.append(PageUpdate(row, 0, list(range(1 + i * pages, 1 + (i + 1) * pages))))
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    runner.collect(runner.launch(StepPlan(0, seqs, inits, updates)))
-    peak = torch.cuda.max_memory_allocated(device) - before
-    for layer in runner.attention_layers:
-        del layer.k_cache, layer.v_cache
-    return peak

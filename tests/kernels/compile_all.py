@@ -50,7 +50,8 @@ def run_all(fp8):
     rope(128, BF16, norm=True)
     rope(96, BF16, norm=False)
     triton_gemv.gemv(zeros(1, 1024), zeros(96, 1024))
-    triton_gemv.gemv(zeros(40, 960), zeros(100, 960), None, zeros(100))
+    triton_gemv.gemv(zeros(4, 960), zeros(100, 960), None, zeros(100), gate=True)
+    triton_gemv.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
     triton_fused.silu_mul(zeros(3, 3000))
@@ -59,6 +60,8 @@ def run_all(fp8):
         attend(256, 7, FP8, window=100)
         rope(80, FP8, norm=True)
         triton_gemv.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
+        scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
+        triton_gemv.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
         triton_quant.quantize_rows(zeros(3, 960))
         triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096), quantize=True)
         triton_fused.silu_mul(zeros(3, 24576), quantize=True)
@@ -77,7 +80,7 @@ def main(major, minor, shared):
         compiled += 1
 
     launch.Kernel.__call__ = compile_only
-    triton_attention._shared_limit = lambda device: shared
+    triton_attention.shared_memory = triton_gemv.shared_memory = lambda device: shared
     triton_attention.query_rows = lambda dim, device: (128 if dim <= 128 else 64) * (1 + (major == 9))
     run_all(fp8=(major, minor) >= (8, 9))
     print(compiled)

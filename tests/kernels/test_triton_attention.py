@@ -203,7 +203,7 @@ def test_mixed_shrinks_its_tile_to_the_shared_memory_of_the_card(monkeypatch):
 
     monkeypatch.setattr(triton_attention, "_mixed_kernel", watch)
     for limit in (227 << 10, 99 << 10):
-        monkeypatch.setattr(triton_attention, "_shared_limit", lambda device, limit=limit: limit)
+        monkeypatch.setattr(triton_attention, "shared_memory", lambda device, limit=limit: limit)
         check_mixed([(20, 33)], 2, block_q=64, dim=256, kv_heads=1)
     assert tiles == [64, 16]
 

@@ -149,32 +149,46 @@ def test_fp8_cache_holds_scaled_numbers_and_saturates():
     assert (ours[2].float().abs() == 448).sum() >= too_large.sum()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 40])
-def test_gemv_rows(rows):
-    x, weight = strided(rows, 256), torch.randn(70, 256)
-    close(triton_gemv.gemv(x, weight), reference.gemv(x, weight), 1e-4)
-
-
-@pytest.mark.parametrize("out_features", [32, 33, 100])
-@pytest.mark.parametrize("inner", [128, 192, 960, 1000])
-def test_gemv_shapes_that_fill_no_block(out_features, inner):
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("out_features", [32, 34, 100])
+@pytest.mark.parametrize("rows, inner", [(1, 960), (2, 256), (3, 3072), (4, 2576)])
+def test_gemv(rows, inner, out_features, gate):
     # What stands behind x's rows must not count: NaN.
-    x = torch.full((3, inner + 200), float("nan"))
-    x[:, :inner] = torch.randn(3, inner)
-    weight, bias = torch.randn(out_features, inner), torch.randn(out_features)
-    close(triton_gemv.gemv(x[:, :inner], weight, None, bias), reference.gemv(x[:, :inner], weight, None, bias), 2e-4)
+    x = torch.full((rows, inner + 200), float("nan"))
+    x[:, :inner] = torch.randn(rows, inner)
+    x = x[:, :inner]
+    weight, bias = torch.randn(out_features, inner) * 0.1, torch.randn(out_features)
+    ours = triton_gemv.gemv(x, weight, None, bias, gate=gate)
+    close(ours, reference.gemv(x, weight, None, bias, gate=gate), 2e-4)
 
 
-def test_gemv_fp8_weight():
-    weight = torch.randn(70, 256)
-    x = strided(5, 256)
+@pytest.mark.parametrize("gate", [False, True])
+def test_gemv_fp8_weight(gate):
+    weight = torch.randn(70, 256) * 0.1
+    x = strided(3, 256)
     quantized, scale = reference.quantize_rows(weight)
-    ours = triton_gemv.gemv(x, quantized, scale)
-    close(ours, reference.gemv(x, quantized, scale), 1e-4)
-    exact = x @ weight.T
-    assert (ours - exact).norm() < 0.04 * exact.norm()
+    ours = triton_gemv.gemv(x, quantized, scale, gate=gate)
+    close(ours, reference.gemv(x, quantized, scale, gate=gate), 1e-4)
+    exact = reference.gemv(x, weight, gate=gate)
+    assert (ours - exact).norm() < 0.06 * exact.norm()
 
 
-def test_gemv_float16():
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 100])
+@pytest.mark.parametrize("out_features, inner", [(64, 256), (33, 192), (100, 1000)])
+def test_few_rows(rows, out_features, inner):
+    x, weight, bias = strided(rows, inner), torch.randn(out_features, inner), torch.randn(out_features)
+    close(triton_gemv.few_rows(x, weight, bias), reference.few_rows(x, weight, bias), 2e-4)
+
+
+def test_few_rows_float16():
     x, weight = strided(5, 256, torch.float16), torch.randn(70, 256).half()
-    close(triton_gemv.gemv(x, weight), reference.gemv(x, weight), 5e-3)
+    close(triton_gemv.few_rows(x, weight), reference.few_rows(x, weight), 5e-3)
+
+
+def test_few_rows_fp8():
+    x, weight, bias = strided(7, 512), torch.randn(70, 512), torch.randn(70)
+    (x8, x_scale), (weight8, scale) = reference.quantize_rows(x), reference.quantize_rows(weight)
+    ours = triton_gemv.few_rows(x8, weight8, bias, x_scale=x_scale, scale=scale, dtype=torch.float32)
+    close(ours, reference.few_rows(x8, weight8, bias, x_scale=x_scale, scale=scale, dtype=torch.float32), 1e-4)
+    exact = reference.few_rows(x, weight, bias)
+    assert (ours - exact).norm() < 0.06 * exact.norm()
