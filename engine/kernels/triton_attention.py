@@ -99,8 +99,8 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, rows_ptr, seq_lens_ptr, table_ptr,
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -109,7 +109,7 @@ def _decode_kernel(
     if WINDOW:
         first = tl.maximum(seq_len - window, 0)
     aligned = first // TILE * TILE
-    per_split = tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS)
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS), SHORTEST // TILE)
     start = aligned + split * per_split * TILE
     end = tl.minimum(start + per_split * TILE, seq_len)
     g = tl.arange(0, GP)
@@ -304,6 +304,7 @@ def decode(
     v_scale: float = 1.0,
     window: int | None = None,
     softcap: float | None = None,
+    shortest: int = 0,
     tile: int = 64,
     num_warps: int = 4,
     num_stages: int = 3,
@@ -327,8 +328,8 @@ def decode(
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded,
-        PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, FP8=k_cache.element_size() == 1, SOFTCAP=softcap is not None,
-        WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
+        PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
         warps = min(8, max(1, splits * padded // 2048))

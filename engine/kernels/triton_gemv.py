@@ -134,14 +134,10 @@ def _vector_tiles(inner: int, itemsize: int) -> tuple[int, int, int]:
     return block_n, block_k, max(1, min(8, block_n * block_k * itemsize // (64 * 32)))
 
 
-def _matrix_tiles(out_features: int, inner: int, padded_rows: int, fp8: bool, shared: int) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_K, stages), all with 4 warps: wide tiles where there are enough of them for every
-    multiprocessor, long ones for few outputs (a search on an H100 with the shapes of an 8B model)."""
-    if fp8:
-        return 64, 256, min(6, (shared - 1024) // (256 * (64 + padded_rows)))
-    if out_features >= 6144:
-        return 64, 128, 4
-    return (16, 512, 3) if inner >= 8192 else (32, 128, 5)
+def _matrix_tiles(padded_rows: int, fp8: bool, shared: int) -> tuple[int, int, int]:
+    """(BLOCK_N, BLOCK_K, stages), all with 4 warps: what a search on an H100 found for the shapes of an 8B model, less
+    deep where shared memory is small."""
+    return 64, 256 if fp8 else 128, min(6, (shared - 1024) // (256 * (64 + padded_rows)))
 
 
 def gemv(
@@ -187,7 +183,7 @@ def few_rows(
     fp8 = weight.element_size() == 1
     y = torch.empty(rows, out_features, dtype=dtype or x.dtype, device=x.device)
     padded = max(16, triton.next_power_of_2(rows))
-    block_n, block_k, stages = tiles or _matrix_tiles(out_features, inner, padded, fp8, shared_memory(x.device))
+    block_n, block_k, stages = tiles or _matrix_tiles(padded, fp8, shared_memory(x.device))
     _matrix_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, x_scale, scale, bias, y, rows, x.stride(0), y.stride(0),
         N=out_features, K=inner, MP=padded, BLOCK_N=block_n, BLOCK_K=block_k,

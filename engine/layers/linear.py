@@ -11,8 +11,10 @@ from engine.kernels.threads import num_threads
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
 _VECTOR_ROWS = 4  # as in triton_gemv: up to here fp8 weights multiply activations as they are
-_FEW_ROWS = 16    # up to here a product is bound by reading its weight, and our own kernel reads it faster
-_FEW_FP8_ROWS = 64
+_FEW_ROWS = 32    # up to here a product is bound by reading its weight, and our own kernel reads it faster
+_FEW_FP8_ROWS = 128  # half as many where there are many outputs: the library is as fast there
+_SOME_OUTPUTS = 4096  # fewer do not fill a card with our kernel's programs
+_MANY_OUTPUTS = 16384
 _GEMV_ALIGN = 16  # of a weight's rows, in numbers: our kernel reads them 16 bytes at a time
 _PACK_ROWS = 1    # rows that oneDNN's blocked layout is chosen for; larger batches run well on it too
 
@@ -89,7 +91,8 @@ class Linear(nn.Module):
         return rows <= _VECTOR_ROWS and self._product in (Linear._on_gpu, Linear._on_fp8)
 
     def _on_fp8_units(self, x: QuantizedRows) -> torch.Tensor:
-        if x.values.shape[0] <= _FEW_FP8_ROWS:
+        most = _FEW_FP8_ROWS if self.out_features < _MANY_OUTPUTS else _FEW_FP8_ROWS // 2
+        if x.values.shape[0] <= most and self.out_features >= _SOME_OUTPUTS:
             from engine.kernels.triton_gemv import few_rows
 
             return few_rows(x.values, self.weight, self.bias, x_scale=x.scale, scale=self.scale, dtype=x.dtype)
@@ -128,9 +131,11 @@ class Linear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         from engine.kernels.triton_gemv import few_rows, gemv
 
-        if x.shape[0] > _VECTOR_ROWS:
-            return few_rows(x, self.weight, self.bias)
-        return gemv(x, self.weight, None, self.bias)
+        if x.shape[0] <= _VECTOR_ROWS:
+            return gemv(x, self.weight, None, self.bias)
+        if self.out_features < _SOME_OUTPUTS:
+            return F.linear(x, self.weight, self.bias)
+        return few_rows(x, self.weight, self.bias)
 
     def _on_fp8(self, x: torch.Tensor) -> torch.Tensor:
         from engine.kernels.triton_gemv import gemv
