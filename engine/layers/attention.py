@@ -8,6 +8,8 @@ from engine.layers.context import DeviceBatch, get_context
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, rotate
 
+SMALL_BATCH = 8  # sequences: up to here decode attention takes small tiles
+
 
 class Attention(nn.Module):
     """Causal grouped-query attention over pages, from the fused projection of a layer to its heads' outputs.
@@ -54,7 +56,7 @@ class Attention(nn.Module):
         qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), 1)
-        qk = rotate(qk, *rope)
+        qk = rotate(qk, rope)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         write_kv(k, v, self.k_cache, self.v_cache, slot_mapping)
         out = paged_attention(
@@ -77,7 +79,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps}
         q = triton_fused.rope_and_write_kv(
-            qkv, *rope, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads, **norms
+            qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads, **norms
         )
         out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
         if batch.tiles is None:
@@ -106,6 +108,6 @@ def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.
 
 def _decode_tiles(batch: int) -> dict[str, int]:
     """Keys a step, warps and pipeline depth, measured on an H100: few sequences like small tiles and many slices."""
-    if batch <= 8:
+    if batch <= SMALL_BATCH:
         return {"tile": 32, "num_warps": 4, "num_stages": 3}
     return {"tile": 128, "num_warps": 4, "num_stages": 3}

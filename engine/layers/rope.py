@@ -1,21 +1,32 @@
 """Rotary position embedding, with the context-extension variants that checkpoints use.
 
-Rotates the pairs (x[i], x[i + d/2]) by position * inv_freq[i] (Su et al. 2021, arXiv:2104.09864, half-split form).
+Rotates the pairs (x[i], x[i + distance]), i < r, by position * inv_freq[i] (Su et al. 2021, arXiv:2104.09864,
+half-split form). Numbers outside of these pairs stay as they are.
+
+    whole head                    r = d/2                     distance = d/2
+    partial_rotary_factor f       r = f d/2                   distance = r      the first 2 r numbers are a small head
+    rope_type "proportional"      r = f d/2                   distance = d/2    the slowest pairs of a whole head rest
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from engine.errors import ModelError
 
-Rope = tuple[torch.Tensor, torch.Tensor]  # cos, sin: on CPU of the step's tokens, on a GPU the whole tables
+
+class Rope(NamedTuple):
+    """What a layer needs to rotate; cos and sin [n, 1, r]: on CPU of the step's tokens, on a GPU of all positions."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    distance: int  # between the two numbers of a pair
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cos and sin for every position up to `max_len`: [max_len, 1, d/2] float32 each."""
+    """Tables of cos and sin for every position up to `max_len`: [max_len, 1, r] float32 each."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -23,44 +34,53 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, max_len: int, rope: dict[str, Any]) -> None:
         super().__init__()
         inv_freq, factor = inverse_frequencies(head_dim, rope)
+        self.distance = head_dim // 2 if rope.get("rope_type") == "proportional" else len(inv_freq)
         angle = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq)
         self.register_buffer("cos", (angle.cos() * factor).unsqueeze(1), persistent=False)
         self.register_buffer("sin", (angle.sin() * factor).unsqueeze(1), persistent=False)
 
     def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> Rope:
-        """(cos, sin) of [T] positions, [T, 1, d/2]; looked up once a step, used by every layer.
+        """For [T] positions: looked up once a step, used by every layer.
 
         On a GPU: the tables themselves, in which the fused kernel looks up its tokens' positions.
         """
         if self.cos.is_cuda:
-            return self.cos, self.sin
-        return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+            return Rope(self.cos, self.sin, self.distance)
+        return Rope(self.cos[positions].to(dtype), self.sin[positions].to(dtype), self.distance)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """x [T, H, d] rotated; a new tensor."""
-    first, second = x.chunk(2, dim=-1)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out_first, out_second = out.chunk(2, dim=-1)
+    cos, sin, distance = rope
+    pairs = cos.shape[-1]
+    whole = 2 * pairs == x.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if whole else x.clone()
+    first, second = x[..., :pairs], x[..., distance : distance + pairs]
+    out_first, out_second = out[..., :pairs], out[..., distance : distance + pairs]
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin)
     return out
 
 
 def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """([d/2] inverse frequencies, attention factor) of a `rope_parameters` block of a config."""
+    """([r] inverse frequencies, attention factor) of a `rope_parameters` block of a config."""
     kind = rope.get("rope_type", "default")
     base = float(rope["rope_theta"])
-    inv_freq = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    rotary_dim = int(head_dim * float(rope.get("partial_rotary_factor", 1.0))) // 2 * 2
+    # Proportional: the frequencies of the whole head, of which only the first ones turn.
+    period = head_dim if kind == "proportional" else rotary_dim
+    inv_freq = 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / period)
     if kind == "default":
         return inv_freq, 1.0
-    if kind == "linear":
-        return inv_freq / float(rope["factor"]), 1.0
+    if kind in ("linear", "proportional"):
+        return inv_freq / float(rope.get("factor", 1.0)), 1.0
     if kind == "llama3":
         return _llama3(inv_freq, rope), 1.0
     if kind == "yarn":
-        return _yarn(inv_freq, head_dim, base, rope)
-    raise ModelError(f"config.json: rope_type {kind!r} is not supported (default, linear, llama3, yarn are).")
+        return _yarn(inv_freq, rotary_dim, base, rope)
+    raise ModelError(
+        f"config.json: rope_type {kind!r} is not supported (default, linear, llama3, yarn, proportional are)."
+    )
 
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
