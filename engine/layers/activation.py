@@ -1,19 +1,26 @@
 """The gate of a gated MLP."""
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 
 from engine.layers.linear import Linear, MergedLinear, QuantizedRows
 
+Gate = Literal["silu", "gelu_tanh"]
+
 
 class GatedLinear(MergedLinear):
-    """The first two products of a gated MLP and the gate: silu(x Wgᵀ) * (x Wuᵀ)."""
+    """The first two products of a gated MLP and the gate: act(x Wgᵀ) * (x Wuᵀ)."""
 
-    def __init__(self, in_features: int, inner: int, *, bias: bool = False) -> None:
+    def __init__(self, in_features: int, inner: int, *, bias: bool = False, gate: Gate = "silu") -> None:
         super().__init__(in_features, [inner, inner], bias=bias)
+        self.gate: Gate = gate
 
     def gated(self, x: torch.Tensor | QuantizedRows, consumer: Linear) -> torch.Tensor | QuantizedRows:
         """[T, in] -> [T, inner], in the form that `consumer`, the product after it, reads."""
+        if self.gate == "gelu_tanh":
+            return gelu_tanh_mul(self(x))
         if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
             from engine.kernels.triton_gemv import gemv
 
@@ -32,3 +39,9 @@ def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor |
         return triton_fused.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up of [T, 2 I] (gate beside up) -> [T, I], gelu by its tanh approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

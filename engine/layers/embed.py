@@ -8,14 +8,16 @@ from engine.layers.linear import Linear, empty_parameter
 
 
 class Embedding(nn.Module):
-    """[T] token ids -> [T, H]."""
+    """[T] token ids -> [T, H]; times `scale`, rounded to the weight's dtype (Gemma: the root of H)."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = empty_parameter(vocab_size, hidden_size)
+        self.scale = torch.tensor(scale, dtype=self.weight.dtype).item()
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.weight)
+        rows = F.embedding(token_ids, self.weight)
+        return rows if self.scale == 1 else rows.mul_(self.scale)
 
 
 class LMHead(Linear):

@@ -40,3 +40,29 @@ class RMSNorm(nn.Module):
             return self(x), x
         residual = residual.add_(x)
         return self(residual), residual
+
+
+class WideRMSNorm(RMSNorm):
+    """(offset + w) * x / rms(x), all in float32 and rounded once: Gemma's, and with an offset of 1 Qwen3.5's too.
+
+    (Llama's kind rounds before it multiplies by w. In bf16 the two differ in the last bit.)
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
+        super().__init__(size, eps)
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.float() + self.offset if self.offset else self.weight.float()
+        return F.rms_norm(x.float(), self.weight.shape, weight, self.eps).to(x.dtype)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None, consumer: Linear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = x if residual is None else residual.add_(x)
+        return self(residual), residual
+
+
+def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) over the last dimension: the norm without a weight."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
