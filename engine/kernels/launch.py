@@ -29,8 +29,9 @@ import ctypes
 import functools
 import inspect
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -90,6 +91,9 @@ class Kernel:
             self.jit[grid](*args, **constants, **({"PDL": False} if self.pdl else {}))
             return
         types = tuple([_type_of(a, s) for a, s in zip(args, self._is_stride, strict=True)])
+        if _recorded is not None:
+            _recorded.add(Job(self, types, tuple(constants.items()), num_warps, num_stages))
+            return
         key = (types, num_warps, num_stages, *[constants[name] for name in self.constants])
         variant = self._variants.get(key)
         if variant is None:
@@ -102,6 +106,31 @@ class Kernel:
         binary = compile_for(self, types, constants, num_warps, num_stages, capability)
         pdl = self.pdl and capability >= _PDL_CAPABILITY
         return _Variant(self.name, binary, [t for t in types if t is not None], pdl)
+
+
+class Job(NamedTuple):
+    """A variant to compile."""
+
+    kernel: Kernel
+    types: tuple[str | None, ...]
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int
+
+
+_recorded: set[Job] | None = None
+
+
+@contextmanager
+def recording() -> Iterator[set[Job]]:
+    """Kernels that are called meanwhile are not started, only noted: what a step needs, without running it."""
+    global _recorded
+    assert _recorded is None, "recordings do not nest"
+    _recorded = set()
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
 
 
 def kernel(function: Callable) -> Kernel:

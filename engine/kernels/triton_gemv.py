@@ -22,22 +22,22 @@ VECTOR_ROWS = 4  # more rows: the arithmetic takes longer than reading the weigh
 
 
 @triton.jit
-def _add_product(sums, w, x_ptr, x_stride, k, k_live, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """sums[m] + w x[m, k] for each row m, w [BLOCK_N, BLOCK_K]."""
+def _add_product(sums, w, x_ptr, M, x_stride, k, k_live, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    """sums[m] + w x[m, k] for each row m, w [BLOCK_N, BLOCK_K]. Of four rows the last may be missing."""
     wide = w.to(tl.float32)
     result = ()
     for m in tl.static_range(ROWS):
-        if WHOLE:
+        if WHOLE and m < 3:
             x = tl.load(x_ptr + m * x_stride + k)
         else:
-            x = tl.load(x_ptr + m * x_stride + k, mask=k_live, other=0.0)
+            x = tl.load(x_ptr + m * x_stride + k, mask=k_live & (m < M), other=0.0)
         result = result + (sums[m] + tl.sum(wide * x.to(tl.float32)[None, :], 1),)  # noqa: RUF005 - Triton's tuples
     return result
 
 
 @kernel
 def _vector_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, x_stride, y_stride,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, M, x_stride, y_stride,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -65,10 +65,10 @@ def _vector_kernel(
             next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
             if GATE:
                 next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
-        sums = _add_product(sums, w, x_ptr + at, x_stride, k, k < K - at, ROWS, WHOLE)
+        sums = _add_product(sums, w, x_ptr + at, M, x_stride, k, k < K - at, ROWS, WHOLE)
         w = next_w
         if GATE:
-            up_sums = _add_product(up_sums, up, x_ptr + at, x_stride, k, k < K - at, ROWS, WHOLE)
+            up_sums = _add_product(up_sums, up, x_ptr + at, M, x_stride, k, k < K - at, ROWS, WHOLE)
             up = next_up
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
@@ -77,7 +77,7 @@ def _vector_kernel(
             gate = y.to(tl.float32)
             y = (gate / (1 + tl.exp(-gate))).to(dtype)
             y = y * _finish(up_sums[m], scale_ptr, bias_ptr, N + n, n_live, SCALED, BIAS).to(dtype)
-        tl.store(y_ptr + m * y_stride + n, y, mask=n_live)
+        tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
 
 
 @triton.jit
@@ -157,9 +157,9 @@ def gemv(
     y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     block_n, block_k, warps = tiles or _vector_tiles(inner, weight.element_size())
     _vector_kernel(
-        (triton.cdiv(out_features, block_n),), x, weight, scale, bias, y, x.stride(0), y.stride(0),
-        N=out_features, K=inner, ROWS=rows, BLOCK_N=block_n, BLOCK_K=block_k, SCALED=scale is not None,
-        BIAS=bias is not None, GATE=gate, num_warps=warps,
+        (triton.cdiv(out_features, block_n),), x, weight, scale, bias, y, rows, x.stride(0), y.stride(0),
+        N=out_features, K=inner, ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n, BLOCK_K=block_k,
+        SCALED=scale is not None, BIAS=bias is not None, GATE=gate, num_warps=warps,
     )  # fmt: skip
     return y
 

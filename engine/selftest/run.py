@@ -1,11 +1,8 @@
-"""The self-test's own process: facts of the machine, all variants compiled in threads, then check after check."""
+"""The self-test's own process: facts of the machine, all variants compiled, then check after check."""
 
 import math
-import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 
@@ -15,7 +12,6 @@ from engine.selftest.compare import Difference, difference
 from engine.selftest.machine import examine
 from engine.selftest.report import Fault, Tally
 
-_MOST_THREADS = 32
 _REASON = 400  # characters of an error that are shown
 
 
@@ -79,32 +75,15 @@ def compare(check: Check, side: Side) -> Difference:
 
 
 def _compile(every: list[Check], device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what the checks will need, in threads: most of a compilation happens outside Python. Errors come back
-    when the check itself runs."""
+    """Compile what the checks will need, side by side. Errors come back when the check itself runs."""
+    from engine.kernels.compile_ahead import compile_ahead
+    from engine.kernels.launch import recording
 
-    def prepare(check: Check) -> None:
-        with suppress(Exception):
-            check.compute(kernel_side(device, dtype, dry=True))
-
-    def bind() -> None:
-        torch.zeros(1, device=device)  # loading a kernel needs the device's context in this thread
-        torch.cuda.synchronize(device)
-
-    with _no_launches(), ThreadPoolExecutor(min(_MOST_THREADS, 2 * (os.cpu_count() or 1)), initializer=bind) as pool:
-        list(pool.map(prepare, every))
-
-
-@contextmanager
-def _no_launches() -> Iterator[None]:
-    """Kernels that are called meanwhile are compiled and loaded, but not started."""
-    from engine.kernels import launch
-
-    original = launch._Variant.launch
-    launch._Variant.launch = lambda self, grid, args: None
-    try:
-        yield
-    finally:
-        launch._Variant.launch = original
+    with recording() as jobs:
+        for check in every:
+            with suppress(Exception):
+                check.compute(kernel_side(device, dtype, dry=True))
+    compile_ahead(jobs, torch.cuda.get_device_capability(device))
 
 
 def _fault(error: Exception, device: torch.device) -> Fault:

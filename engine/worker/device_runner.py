@@ -12,16 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
-from engine.core.kv.spec import AttentionSpec, pages_for
-from engine.core.params import SamplingParams
+from engine.core.batch import SeqResult, StepPlan, StepResult
+from engine.core.kv.spec import pages_for
 from engine.core.request import TokenLogprobs
 from engine.kernels import triton_inputs
 from engine.layers.attention import Attention, tile_tokens
 from engine.layers.context import DeviceBatch, ForwardContext, forward_context
 from engine.models.base import CausalLM
+from engine.worker.cache import Cache
 from engine.worker.graphs import DecodeGraphs
-from engine.worker.memory import allocate_kv
 from engine.worker.runner import NAN_ERROR
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
 from engine.worker.staging import Staging, aligned
@@ -82,10 +81,9 @@ class DeviceRunner:
         self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
         self.graphs: DecodeGraphs | None = None
 
-    def bind_cache(self, cache: torch.Tensor) -> None:
-        """Give each attention layer its part of `cache` [layers, 2, num_pages, page_size, Hkv, D]."""
-        for layer, (k_cache, v_cache) in zip(self.attention_layers, cache, strict=True):
-            layer.k_cache, layer.v_cache = k_cache, v_cache
+    def bind_cache(self, cache: Cache) -> None:
+        """Give the layers their memory."""
+        cache.bind(self.model.cache_modules())
 
     def capture_graphs(self, max_batch: int) -> None:
         """Record decode steps of the usual sizes; must come after `bind_cache`."""

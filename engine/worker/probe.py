@@ -1,6 +1,7 @@
 """What steps take of a GPU, measured before the pages are allocated.
 
     a runner with the real number of rows, and one page that all of them share
+      |- every kernel compiled (prepare.py)
       |- the largest step, then the largest decode step, sampled with every option     -> peak
       |- some decode graphs, the largest among them                                    -> pool, bytes a record
       '- freed again
@@ -17,6 +18,7 @@ from engine.models.base import CausalLM
 from engine.worker.device_runner import DeviceRunner
 from engine.worker.graphs import DecodeGraphs, graph_sizes
 from engine.worker.memory import StepNeeds, allocate_kv
+from engine.worker.prepare import prepare
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
 _PROBES = 8             # the graphs of a batch of this size (1, 2, 4, 8) stand for all: the last for the largest
@@ -48,12 +50,15 @@ def measure_steps(
     )  # fmt: skip
     cache = allocate_kv(spec, 1, kv_dtype, device)
     runner.bind_cache(cache)
+    steps = _largest_steps(lengths)
+    prepare(runner, count, steps[0])
+    torch.cuda.empty_cache()
     ours = torch.cuda.memory_allocated(device) - before
     buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_table.nbytes
 
     reserved = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for plan in _largest_steps(lengths):
+    for plan in steps:
         runner.collect(runner.launch(plan))
     runner.warm_up()
     probes = _spread(graph_sizes(count)) if graphs else {}

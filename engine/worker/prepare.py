@@ -1,0 +1,44 @@
+"""What steps will need is compiled before the first of them: a request that met a new variant would wait for seconds.
+
+The kernels of a step depend on how many rows its products have and into how many slices decode attention cuts, not on
+what the step holds. So a step of each kind is gone through with kernels only noted, not started, and all that were
+noted are compiled side by side.
+"""
+
+import torch
+
+from engine.core.batch import StepPlan
+from engine.kernels.compile_ahead import compile_ahead
+from engine.kernels.launch import recording
+from engine.kernels.triton_attention import num_splits
+from engine.layers.attention import SMALL_BATCH
+from engine.worker.device_runner import DeviceRunner
+
+_PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a variant of few-row products (triton_gemv)
+
+
+@torch.inference_mode()
+def prepare(runner: DeviceRunner, max_batch: int, mixed: StepPlan) -> int:
+    """Compile for decode steps of up to `max_batch` sequences and for mixed steps, of which `mixed` is one.
+
+    Returns how many variants were not at hand. The runner's caches must be bound; their content stays as it is.
+    """
+    with recording() as jobs:
+        for size in _decode_sizes(runner, max_batch):
+            runner.model.logits(runner._decode(size))
+        runner.launch(mixed)
+        runner.warm_up()
+    return compile_ahead(jobs, torch.cuda.get_device_capability(runner.device))
+
+
+def _decode_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
+    """Batch sizes that stand for all: one for every variant of products, and of decode attention."""
+    sizes = {size for size in _PRODUCT_ROWS if size <= len(runner._ids)}
+    for heads in {layer.num_kv_heads for layer in runner.attention_layers}:
+        seen = set()
+        for batch in range(1, max_batch + 1):
+            variant = num_splits(batch, heads, runner.multiprocessors), batch <= SMALL_BATCH
+            if variant not in seen:
+                seen.add(variant)
+                sizes.add(batch)
+    return sorted(sizes)
