@@ -1,8 +1,8 @@
 """Compiles kernels in several processes, before they are first needed.
 
 One after the other in one process, the kernels of a model take 15 seconds; most of it is Python, so threads help
-little. Each worker is a Python of its own that takes one variant at a time and leaves it in Triton's cache, where this process
-finds it.
+little. Each worker is a Python of its own that takes one variant at a time and leaves it in Triton's cache, where this
+process finds it.
 
     recording() -> jobs ─► queue ─► worker: engine/kernels/compile_worker.py ─► Triton's cache on disk
                               └──► worker ...
