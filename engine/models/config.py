@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.models.config_gemma import DEFAULTS as GEMMA
+from engine.models.config_rope import read_rope
+from engine.models.fields import get_field, get_size
 
 _MAX_JSON_BYTES = 16 << 20
 _DTYPES = ("bfloat16", "float16", "float32")
+
+# Architectures whose layers differ from each other -> what a field means that is left out. Their own modules read
+# rope, windows and activation from `raw`; of the fields here, `rope` and `sliding_window` are empty.
+_LAYERED: dict[str, dict[str, Any]] = {**GEMMA}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -62,75 +69,69 @@ class ModelConfig:
         if "auto_map" in raw:
             raise ModelError("config.json asks for code from the model's repository (auto_map); Atoll runs none.")
         if raw.get("quantization_config"):
-            method = _get(raw["quantization_config"], "quant_method", str, "an unnamed method")
+            method = get_field(raw["quantization_config"], "quant_method", str, "an unnamed method")
             raise ModelError(f"config.json: the weights are quantised ({method}); this version loads unquantised ones.")
         architectures = raw.get("architectures")
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise ModelError("config.json: 'architectures' must name the model class.")
-        hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
-        kv_heads = _size(raw, "num_key_value_heads", heads)
-        head_dim = _size(raw, "head_dim", hidden // heads)
+        layered = architectures[0] in _LAYERED
+        raw = _LAYERED.get(architectures[0], {}) | _text_fields(raw)
+        hidden, heads = get_size(raw, "hidden_size"), get_size(raw, "num_attention_heads")
+        kv_heads = get_size(raw, "num_key_value_heads", heads)
+        head_dim = get_size(raw, "head_dim", hidden // heads)
         if heads % kv_heads:
             raise ModelError(f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
                              f"({kv_heads}).")
         if head_dim % 2:
             raise ModelError(f"config.json: head_dim ({head_dim}) must be even.")
-        if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        if not layered and raw.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ModelError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported (silu is).")
         dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
         if dtype not in _DTYPES:
             raise ModelError(f"config.json: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
         return cls(
             architecture=architectures[0],
-            vocab_size=_size(raw, "vocab_size"),
+            vocab_size=get_size(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_size(raw, "intermediate_size"),
-            num_layers=_size(raw, "num_hidden_layers"),
+            intermediate_size=get_size(raw, "intermediate_size"),
+            num_layers=get_size(raw, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=_size(raw, "max_position_embeddings"),
-            rms_norm_eps=_get(raw, "rms_norm_eps", float, 1e-6),
-            rope=_rope(raw),
+            max_position_embeddings=get_size(raw, "max_position_embeddings"),
+            rms_norm_eps=get_field(raw, "rms_norm_eps", float, 1e-6),
+            rope={} if layered else read_rope(raw),
             dtype=dtype,
-            tie_word_embeddings=_get(raw, "tie_word_embeddings", bool, False),
-            attention_bias=_get(raw, "attention_bias", bool, False),
-            mlp_bias=_get(raw, "mlp_bias", bool, False),
-            sliding_window=_window(raw),
+            tie_word_embeddings=get_field(raw, "tie_word_embeddings", bool, False),
+            attention_bias=get_field(raw, "attention_bias", bool, False),
+            mlp_bias=get_field(raw, "mlp_bias", bool, False),
+            sliding_window=None if layered else _window(raw),
             eos_token_ids=_eos(raw, generation or {}),
             raw=raw,
         )
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before), as one block."""
-    block = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(block, dict):
-        raise ModelError("config.json: rope_parameters must be an object.")
-    rope = dict(block)
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    needed = {"default": (), "linear": ("factor",), "yarn": ("factor",),
-              "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-    kind = rope["rope_type"]
-    if kind not in needed:
-        raise ModelError(f"config.json: rope_type {kind!r} is not supported ({', '.join(needed)} are).")
-    if kind == "yarn":
-        rope.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
-    for name in ("rope_theta", *needed[kind]):
-        if _get(rope, name, float) <= 0:
-            raise ModelError(f"config.json: {name} of the rope block must be positive.")
-    return rope
+def _text_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a multimodal model's language model (`text_config`) as if they stood at the top."""
+    text = raw.get("text_config")
+    if text is None:
+        return raw
+    if not isinstance(text, dict):
+        raise ModelError("config.json: text_config must be an object.")
+    whole = {name: value for name, value in raw.items() if not name.endswith("_config")}
+    decided = {name for name in ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
+               if whole.get(name) is not None}
+    return whole | {name: value for name, value in text.items() if name not in decided}
 
 
 def _window(raw: dict[str, Any]) -> int | None:
     """The sliding window that every layer has, or None. Layers that differ in it are refused."""
     if raw.get("sliding_window") is None or not raw.get("use_sliding_window", True):
         return None
-    window, num_layers = _size(raw, "sliding_window"), _size(raw, "num_hidden_layers")
+    window, num_layers = get_size(raw, "sliding_window"), get_size(raw, "num_hidden_layers")
     kinds = raw.get("layer_types")
     if kinds is None and "max_window_layers" in raw:  # Qwen2: the layers from this one on have the window
-        full = min(_get(raw, "max_window_layers", int), num_layers)
+        full = min(get_field(raw, "max_window_layers", int), num_layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
     if not isinstance(kinds, list) or not kinds:
         return window
@@ -148,20 +149,3 @@ def _eos(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
     if any(not isinstance(i, int) or i < 0 for i in ids):
         raise ModelError("config.json: eos_token_id must be a token id or a list of them.")
     return tuple(dict.fromkeys(ids))
-
-
-def _get(raw: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    value = raw.get(name, default)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind):
-        raise ModelError(f"config.json: {name} must be a {kind.__name__}, found {value!r:.60}.")
-    return value
-
-
-def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ModelError(f"config.json: {name} must be a positive number, found {value!r:.60}.")
-    return value
