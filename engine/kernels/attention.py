@@ -125,25 +125,27 @@ def write_kv(
 
 def paged_attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     batch: AttentionBatch,
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """softmax(q kᵀ · scale) v for every token of the step, causal; [T, Hq, D].
 
-    q [T, Hq, D], k and v [T, Hkv, D] are the step's own; the caches hold them already. With `window`, a token sees the
-    `window` newest positions, itself included.
+    q [T, Hq, D], k and v [T, Hkv, D] are the step's own; the caches hold them already, and are all there is where k and
+    v are None. With `window`, a token sees the `window` newest positions, itself included. With `softcap` c, a score s
+    counts as c tanh(s / c).
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for bucket in batch.decodes:
-        _decode(out, q, k_cache, v_cache, bucket, scale, window)
+        _decode(out, q, k_cache, v_cache, bucket, scale, window, softcap)
     for segment in batch.prefills:
-        _prefill(out, q, k, v, k_cache, v_cache, segment, scale, window)
+        _prefill(out, q, k, v, k_cache, v_cache, segment, scale, window, softcap)
     return out
 
 
@@ -155,6 +157,7 @@ def _decode(
     bucket: DecodeBucket,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> None:
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
@@ -167,12 +170,11 @@ def _decode(
     wide.diagonal(dim1=1, dim2=3).copy_(query.permute(0, 2, 3, 1))
     key = k_cache.index_select(0, bucket.pages).view(b, bucket.max_len, -1)
     value = v_cache.index_select(0, bucket.pages).view(b, bucket.max_len, -1)
-    scores = torch.baddbmm(
-        bucket.mask(window, q.dtype).expand(b, num_q_heads, -1),
-        wide.view(b, num_q_heads, -1),
-        key.transpose(1, 2),
-        alpha=scale,
-    )
+    mask, rows = bucket.mask(window, q.dtype), wide.view(b, num_q_heads, -1)
+    if softcap is None:
+        scores = torch.baddbmm(mask.expand(b, num_q_heads, -1), rows, key.transpose(1, 2), alpha=scale)
+    else:
+        scores = _capped(torch.bmm(rows, key.transpose(1, 2)), scale, softcap).add_(mask)
     result = torch.bmm(scores.softmax(-1), value).view_as(wide)
     own = result.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
     out.index_copy_(0, bucket.q_index, own.reshape(b, num_q_heads, head_dim))
@@ -181,21 +183,25 @@ def _decode(
 def _prefill(
     out: torch.Tensor,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     seg: PrefillSegment,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> None:
     rows = slice(seg.q_start, seg.q_start + seg.num_tokens)
     length = seg.start + seg.num_tokens
-    if seg.start:
+    if seg.start or k is None or v is None:
         key = _gather(k_cache, seg.pages, 1)[:, :, :length]
         value = _gather(v_cache, seg.pages, 1)[:, :, :length]
     else:  # nothing came before: the step's own keys and values are all there is
         key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
+    if softcap is not None:
+        out[rows] = _prefill_capped(q[rows], key[0], value[0], seg.mask(window, q.dtype), scale, softcap)
+        return
     plain = seg.start == 0 and (window is None or window >= length)
     result = F.scaled_dot_product_attention(
         q[rows].transpose(0, 1).unsqueeze(0),
@@ -204,9 +210,27 @@ def _prefill(
         attn_mask=None if plain else seg.mask(window, q.dtype),
         is_causal=plain,
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=q.shape[1] != key.shape[1],
     )
     out[rows] = result[0].transpose(0, 1)
+
+
+def _prefill_capped(
+    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
+) -> torch.Tensor:
+    """One sequence, written out: torch's attention has no cap. q [n, Hq, D], key and value [Hkv, L, D] -> [n, Hq, D]"""
+    n, num_q_heads, head_dim = q.shape
+    num_kv_heads, length, _ = key.shape
+    group = num_q_heads // num_kv_heads
+    grouped = q.view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, group * n, head_dim)
+    scores = _capped(torch.bmm(grouped, key.transpose(1, 2)), scale, softcap).view(num_kv_heads, group, n, length)
+    weights = scores.add_(mask).softmax(-1).view(num_kv_heads, group * n, length)
+    result = torch.bmm(weights, value).view(num_kv_heads, group, n, head_dim)
+    return result.permute(2, 0, 1, 3).reshape(n, num_q_heads, head_dim)
+
+
+def _capped(products: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
+    return products.mul_(scale / softcap).tanh_().mul_(softcap)
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
+from engine.errors import ConfigError
 from engine.kernels.attention import AttentionBatch, paged_attention, write_kv
 from engine.layers.context import DeviceBatch, get_context
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import RMSNorm, WideRMSNorm, unit_rms
 from engine.layers.rope import Rope, rotate
 
 SMALL_BATCH = 8  # sequences: up to here decode attention takes small tiles
@@ -14,7 +15,11 @@ SMALL_BATCH = 8  # sequences: up to here decode attention takes small tiles
 class Attention(nn.Module):
     """Causal grouped-query attention over pages, from the fused projection of a layer to its heads' outputs.
 
-        qkv ─► q, k, v ─► per-head norm of q and k (some families) ─► RoPE ─► k, v into their slots ─► attention
+        qkv ─► q, k, v ─► per-head norms (some families) ─► RoPE of q, k ─► k, v into their slots ─► attention
+
+    Of the projection some layers leave parts out: with `k_eq_v` v is k as it was before its norm and RoPE; with
+    `own_kv=False` there is neither, and the cache that is bound is another layer's. `v_norm_eps`: v is normalised, by
+    a norm that has no weight.
 
     On a GPU all steps before the attention are one kernel. The worker binds `k_cache` and `v_cache`
     [num_pages, page_size, Hkv, D] after it has planned memory.
@@ -32,6 +37,11 @@ class Attention(nn.Module):
         window: int | None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        *,
+        v_norm_eps: float | None = None,
+        softcap: float | None = None,
+        k_eq_v: bool = False,
+        own_kv: bool = True,
     ) -> None:
         super().__init__()
         self.q_norm, self.k_norm = q_norm, k_norm
@@ -40,9 +50,13 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = scale
         self.window = window
+        self.v_norm_eps = v_norm_eps
+        self.softcap = softcap
+        self.k_eq_v = k_eq_v
+        self.own_kv = own_kv
 
     def forward(self, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """qkv [T, (Hq + 2 Hkv) D], which it may overwrite -> [T, Hq D]."""
+        """qkv [T, (Hq + 2 Hkv) D] (or the parts there are), which it may overwrite -> [T, Hq D]."""
         context = get_context()
         if isinstance(context.attention, DeviceBatch):
             return self._on_device(qkv, rope, context.positions, context.slot_mapping, context.attention)
@@ -51,18 +65,30 @@ class Attention(nn.Module):
     def _on_cpu(
         self, qkv: torch.Tensor, rope: Rope, slot_mapping: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        num_qk = self.num_heads + self.num_kv_heads
-        qkv = qkv.view(qkv.shape[0], num_qk + self.num_kv_heads, self.head_dim)
-        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), 1)
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        qk = heads[:, : self.num_heads + self.num_kv_heads] if self.own_kv else heads
+        if self.q_norm is not None:
+            parts = [self.q_norm(qk[:, : self.num_heads])]
+            if self.own_kv and self.k_norm is not None:
+                parts.append(self.k_norm(qk[:, self.num_heads :]))
+            qk = torch.cat(parts, 1)
         qk = rotate(qk, rope)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        write_kv(k, v, self.k_cache, self.v_cache, slot_mapping)
+        q, k, v = qk[:, : self.num_heads], None, None
+        if self.own_kv:
+            k, v = qk[:, self.num_heads :], heads[:, -self.num_kv_heads :]
+            if self.v_norm_eps is not None:
+                v = unit_rms(v, self.v_norm_eps)
+            write_kv(k, v, self.k_cache, self.v_cache, slot_mapping)
         out = paged_attention(
-            q, k, v, self.k_cache, self.v_cache, batch, scale=self.scale, window=self.window
+            q, k, v, self.k_cache, self.v_cache, batch, scale=self.scale, window=self.window, softcap=self.softcap
         )
         return out.view(qkv.shape[0], -1)
+
+    @property
+    def cpu_only(self) -> bool:
+        """Whether the GPU's kernels lack something that this layer needs (but for RoPE of part of a head)."""
+        unlike = self.k_eq_v or not self.own_kv or self.v_norm_eps is not None or self.softcap is not None
+        return unlike or isinstance(self.q_norm, WideRMSNorm)
 
     def _on_device(
         self,
@@ -74,6 +100,9 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         from engine.kernels import triton_attention, triton_fused
 
+        if self.cpu_only or 2 * rope.cos.shape[-1] != self.head_dim:
+            raise ConfigError("The GPU's kernels do not compute this model's attention yet.", "--device",
+                              "Use --device cpu.")
         tokens = qkv.shape[0]
         norms = {}
         if self.q_norm is not None and self.k_norm is not None:
