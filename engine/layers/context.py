@@ -1,6 +1,6 @@
 """What the layers of one forward pass share: set once a step, so that a layer's `forward` takes only activations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,6 +32,22 @@ class DeviceBatch:
     counts: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """Which state each sequence of a step continues, for recurrent layers. All of length B, the number of sequences.
+
+    slots     int64   index into a layer's state tensors; padding has one of its own
+    fresh     bool    it starts from zero, whatever its slot holds: these are its first tokens
+    q_starts  int64   place of its first token in the step
+    counts    int64   how many tokens it has in the step; a decode step has one each
+    """
+
+    slots: torch.Tensor
+    fresh: torch.Tensor
+    q_starts: torch.Tensor
+    counts: torch.Tensor
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """Filled by the worker from StepInputs.
@@ -39,11 +55,19 @@ class ForwardContext:
     positions     [T] int64   position of each token in its sequence
     slot_mapping  [T] int64   where its K and V go: page * page_size + offset
     attention                 how the T tokens group into sequences, and their block tables
+    more_groups               slot_mapping and attention of further groups of layers, which have pages of their own
+    state                     of a model with recurrent layers
     """
 
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     attention: AttentionBatch | DeviceBatch
+    more_groups: Sequence[tuple[torch.Tensor, AttentionBatch | DeviceBatch]] = ()
+    state: StateBatch | None = None
+
+    def of_group(self, group: int) -> tuple[torch.Tensor, AttentionBatch | DeviceBatch]:
+        """slot_mapping and attention of the layers of a group (engine/core/kv/spec.py)."""
+        return self.more_groups[group - 1] if group else (self.slot_mapping, self.attention)
 
 
 _current: ForwardContext | None = None

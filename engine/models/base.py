@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from engine.core.kv.spec import AttentionLayer, CacheLayer
+from engine.layers.attention import Attention
 from engine.models.config import ModelConfig
 
 Weights = Mapping[str, torch.Tensor]
@@ -31,6 +33,18 @@ class CausalLM(nn.Module):
     def weights(self) -> Weights:
         """Checkpoint name -> the tensor (or slice of a fused one) it is loaded into: exactly what must be on disk."""
         raise NotImplementedError
+
+    def cache_layers(self) -> list[CacheLayer]:
+        """What each caching layer keeps, in layer order. By default: equal attention layers, one a layer."""
+        config = self.config
+        return [AttentionLayer(config.num_kv_heads, config.head_dim, config.sliding_window)] * config.num_layers
+
+    def cache_modules(self) -> list[nn.Module]:
+        """The modules behind `cache_layers`, in the same order: those that the worker gives memory.
+
+        An attention module gets `k_cache` and `v_cache`, a recurrent one `state`, a tuple of [num_slots, *shape].
+        """
+        return [m for m in self.modules() if isinstance(m, Attention)]
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints carry and this family does not need."""

@@ -10,17 +10,17 @@ import torch
 from engine.capabilities import FP8_COMPUTE_CAPABILITY, MIN_COMPUTE_CAPABILITY, check_capabilities, resolve_device
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib, plan_memory
-from engine.core.kv.spec import AttentionSpec
+from engine.core.kv.spec import CacheSpec
 from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.loader import fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
+from engine.worker.cache import Cache
 from engine.worker.memory import (
     Card,
     activation_bytes,
-    allocate_kv,
     check_weights_fit,
     cpu_budget,
     gpu_budget,
@@ -72,10 +72,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             load_weights(model, config.model, progress, device)
 
     kv_dtype = _kv_dtype(config, dtype)
-    spec = AttentionSpec(
-        model_config.num_layers,
-        model_config.num_kv_heads,
-        model_config.head_dim,
+    spec = CacheSpec(
+        tuple(model.cache_layers()),
         kv_dtype.itemsize,
         config.block_size or DEFAULT_PAGE_SIZE[device.type],
     )
@@ -99,7 +97,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     log.info("%s", plan.table())
 
     with torch.inference_mode():
-        cache = allocate_kv(spec, plan.num_pages, kv_dtype, device)
+        cache = Cache(spec, plan.num_pages, kv_dtype, device)
     if card is not None:
         runner = _start_on_gpu(config, model, plan, cache, max_tokens, card, progress)
         depth = 1 if config.overlap is False else 2
@@ -126,7 +124,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 def _measured_budget(
     config: EngineConfig,
     model: CausalLM,
-    spec: AttentionSpec,
+    spec: CacheSpec,
     kv_dtype: torch.dtype,
     max_tokens: int,
     num_seqs: int,
@@ -154,7 +152,7 @@ def _start_on_gpu(
     config: EngineConfig,
     model: CausalLM,
     plan: MemoryPlan,
-    cache: torch.Tensor,
+    cache: Cache,
     max_tokens: int,
     card: Card,
     progress: Progress | None,

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
 from engine.config import EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib
-from engine.core.kv.spec import AttentionSpec
 from engine.errors import OutOfMemoryPlanError
 from engine.layers.linear import Linear, can_quantize
 from engine.models.config import ModelConfig
@@ -130,20 +128,6 @@ def outcome(plan: MemoryPlan, card: Card) -> str:
         f"allocated {gib(torch.cuda.memory_allocated(card.device))}, reserved {gib(reserved)}; "
         f"{gib(plan.budget.usable - taken)} left for steps, {gib(plan.budget.activations)} planned"
     )
-
-
-def allocate_kv(spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[layers, 2, num_pages, page_size, Hkv, D] zeros.
-
-    Zeros matter: attention reads whole pages and masks afterwards, and a stray NaN times zero is NaN. On CPU the zeros
-    are the kernel's own (calloc), so a page costs memory only once it is written.
-    """
-    shape = (spec.num_layers, 2, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
-    if device.type != "cpu":
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
-    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def _meminfo() -> dict[str, int]:

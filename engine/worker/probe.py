@@ -12,12 +12,13 @@ What is compiled and loaded here is needed later anyway, so little start-up time
 import torch
 
 from engine.core.batch import RowInit, ScheduledSeq, StepPlan
-from engine.core.kv.spec import AttentionSpec
+from engine.core.kv.spec import CacheSpec
 from engine.core.params import MAX_LOGPROBS, SamplingParams
 from engine.models.base import CausalLM
+from engine.worker.cache import Cache
 from engine.worker.device_runner import DeviceRunner
 from engine.worker.graphs import DecodeGraphs, graph_sizes
-from engine.worker.memory import StepNeeds, allocate_kv
+from engine.worker.memory import StepNeeds
 from engine.worker.prepare import prepare
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
@@ -27,7 +28,7 @@ _PROBES = 8             # the graphs of a batch of this size (1, 2, 4, 8) stand 
 @torch.inference_mode()
 def measure_steps(
     model: CausalLM,
-    spec: AttentionSpec,
+    spec: CacheSpec,
     kv_dtype: torch.dtype,
     max_num_tokens: int,
     max_num_seqs: int,
@@ -48,7 +49,7 @@ def measure_steps(
         model, num_rows=max_num_seqs + 1, max_model_len=longest + 2, page_size=spec.page_size,
         max_num_tokens=max_num_tokens, device=device,
     )  # fmt: skip
-    cache = allocate_kv(spec, 1, kv_dtype, device)
+    cache = Cache(spec, 1, kv_dtype, device)
     runner.bind_cache(cache)
     steps = _largest_steps(lengths)
     prepare(runner, count, steps[0])

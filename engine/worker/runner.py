@@ -7,10 +7,10 @@ import torch
 from engine.core.batch import SeqResult, StepPlan, StepResult
 from engine.core.request import TokenLogprobs
 from engine.kernels.threads import num_threads
-from engine.layers.attention import Attention
 from engine.layers.context import ForwardContext, forward_context
 from engine.layers.linear import Linear
 from engine.models.base import CausalLM
+from engine.worker.cache import Cache
 from engine.worker.inputs import StepInputs, build_inputs
 from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
 from engine.worker.sample.sampler import Sampler, SampleResult
@@ -44,13 +44,12 @@ class Runner:
         self.sampler = Sampler(num_rows, self.vocab_size, device)
         self.prompt_len = [0] * num_rows
         self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
-        self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
 
-    def bind_cache(self, cache: torch.Tensor) -> None:
-        """Give each attention layer its part of `cache` [layers, 2, num_pages, page_size, Hkv, D]."""
-        for layer, (k_cache, v_cache) in zip(self.attention_layers, cache, strict=True):
-            assert k_cache.shape[1] == self.table.page_size
-            layer.k_cache, layer.v_cache = k_cache, v_cache
+    def bind_cache(self, cache: Cache) -> None:
+        """Give the layers their memory."""
+        assert cache.spec.page_size == self.table.page_size
+        self.cache = cache
+        cache.bind(self.model.cache_modules())
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -101,8 +100,8 @@ class Runner:
         """Make the pages of a failed sequence finite before anybody gets them: zero times NaN is NaN, so that even
         slots that attention masks would spoil their next owner. Finite values, and so shared prefixes, stay."""
         pages = self.table.block_table[row].unique().long()
-        for layer in self.attention_layers:
-            for cache in (layer.k_cache, layer.v_cache):
+        for pair in self.cache.kv.values():
+            for cache in pair:
                 cache[pages] = torch.nan_to_num(cache[pages], 0.0, 0.0, 0.0)
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> SampleResult | None:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.kv.planner import GIB, MemoryBudget, plan_memory, request_table_bytes
-from engine.core.kv.spec import AttentionSpec, pages_for
+from engine.core.kv.spec import AttentionLayer, CacheSpec, pages_for
 from engine.errors import OutOfMemoryPlanError
 
 # An 8B model: 144 KiB a token.
-SPEC = AttentionSpec(num_layers=36, num_kv_heads=8, head_dim=128, dtype_bytes=2, page_size=16)
+SPEC = CacheSpec((AttentionLayer(num_kv_heads=8, head_dim=128),) * 36, dtype_bytes=2, page_size=16)
 FULL = MemoryBudget(80 * GIB, 72 * GIB, 16 * GIB, GIB, None, GIB // 2, GIB // 4, GIB // 8)
 
 

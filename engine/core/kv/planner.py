@@ -17,7 +17,7 @@ to change: never an out-of-memory error minutes later.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.kv.spec import AttentionSpec, pages_for
+from engine.core.kv.spec import CacheSpec, pages_for
 from engine.errors import OutOfMemoryPlanError
 
 GIB = 1 << 30
@@ -99,7 +99,7 @@ class MemoryPlan:
 
 def plan_memory(
     budget: MemoryBudget,
-    spec: AttentionSpec,
+    spec: CacheSpec,
     *,
     device: str,
     max_model_len: int | None,
@@ -164,7 +164,7 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-def _nothing_fits(budget: MemoryBudget, spec: AttentionSpec, seqs: int) -> OutOfMemoryPlanError:
+def _nothing_fits(budget: MemoryBudget, spec: CacheSpec, seqs: int) -> OutOfMemoryPlanError:
     if budget.kv_limit is not None and budget.kv_limit < min(budget.left, 2 * spec.page_bytes):
         return OutOfMemoryPlanError(
             f"--kv-cache-memory-bytes {budget.kv_limit} holds not even two KV pages of {spec.page_bytes} bytes.",
@@ -180,7 +180,7 @@ def _nothing_fits(budget: MemoryBudget, spec: AttentionSpec, seqs: int) -> OutOf
     )
 
 
-def _too_long(budget: MemoryBudget, spec: AttentionSpec, wanted: int, room: int, limit: int) -> OutOfMemoryPlanError:
+def _too_long(budget: MemoryBudget, spec: CacheSpec, wanted: int, room: int, limit: int) -> OutOfMemoryPlanError:
     need = (pages_for(wanted, spec.page_size) + 1) * spec.page_bytes
     by_flag = budget.kv_limit is not None and budget.kv_limit < budget.left
     flag = "--kv-cache-memory-bytes" if by_flag else "--gpu-memory-utilization"
