@@ -119,8 +119,11 @@ def write_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """Store k, v [T, Hkv, D] at their slots."""
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        if cache.is_contiguous():
+            cache.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, new)
+        else:  # pages of an arena, which hold other layers too
+            cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = new.to(cache.dtype)
 
 
 def paged_attention(

@@ -27,6 +27,7 @@ class Attention(nn.Module):
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    group: int = 0   # whose pages these are (engine/core/kv/spec.py); the worker sets it
 
     def __init__(
         self,
@@ -58,9 +59,10 @@ class Attention(nn.Module):
     def forward(self, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
         """qkv [T, (Hq + 2 Hkv) D] (or the parts there are), which it may overwrite -> [T, Hq D]."""
         context = get_context()
-        if isinstance(context.attention, DeviceBatch):
-            return self._on_device(qkv, rope, context.positions, context.slot_mapping, context.attention)
-        return self._on_cpu(qkv, rope, context.slot_mapping, context.attention)
+        slot_mapping, batch = context.of_group(self.group)
+        if isinstance(batch, DeviceBatch):
+            return self._on_device(qkv, rope, context.positions, slot_mapping, batch)
+        return self._on_cpu(qkv, rope, slot_mapping, batch)
 
     def _on_cpu(
         self, qkv: torch.Tensor, rope: Rope, slot_mapping: torch.Tensor, batch: AttentionBatch
