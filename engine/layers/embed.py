@@ -23,6 +23,8 @@ class Embedding(nn.Module):
 class LMHead(Linear):
     """[S, H] -> [S, V] logits. Tied, it shares the embedding's rows (and on CPU keeps a packed copy for speed)."""
 
+    quantizable = False
+
     def tie(self, embedding: Embedding) -> None:
         self.weight = embedding.weight
         self.tied = True

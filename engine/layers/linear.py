@@ -1,7 +1,7 @@
 """Matrix products with a weight, and several of them fused into one."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ class Linear(nn.Module):
         with it as they are; more are quantised as well, and the product runs on the fp8 units.
     """
 
+    quantizable = True          # False: keeps its precision when a model is quantised (heads, routers, small gates)
     scale: nn.Parameter | None  # [out] float32 of an fp8 weight
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
@@ -166,7 +167,12 @@ class MergedLinear(Linear):
         return getattr(self, kind)[start : start + self.out_sizes[index]]
 
 
-def can_quantize(linear: Linear) -> bool:
+class _Sides(Protocol):
+    in_features: int
+    out_features: int
+
+
+def can_quantize(linear: _Sides) -> bool:
     """The fp8 units take matrices whose sides are multiples of 16; others keep their precision."""
     return linear.in_features % 16 == 0 and linear.out_features % 16 == 0
 

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import nn
 
 from engine.errors import ModelError
-from engine.layers.embed import LMHead
 from engine.layers.linear import Linear
+from engine.layers.moe import ExpertLinear
 from engine.models.base import CausalLM, Weights
 from engine.models.checkpoint import TensorInfo, check_checkpoint
 from engine.models.reader import Reader
@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 def quantize(model: CausalLM, method: str) -> None:
     """Before loading: have the products of the decoder layers quantised (`method`: "fp8"). The output head is not."""
     for module in model.modules():
-        if isinstance(module, Linear) and not isinstance(module, LMHead):
+        if isinstance(module, Linear | ExpertLinear) and module.quantizable:
             module.quantization = method
 
 

@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib
 from engine.errors import OutOfMemoryPlanError
 from engine.layers.linear import Linear, can_quantize
+from engine.layers.moe import ExpertLinear
 from engine.models.config import ModelConfig
 
 _DEFAULT_CPU_KV = 4 * GIB
@@ -65,8 +66,9 @@ def loaded_bytes(model: nn.Module) -> int:
     """What `weight_bytes` will be on a GPU, of a model that has no weights yet."""
     sizes = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     for module in model.modules():
-        if isinstance(module, Linear) and module.quantization == "fp8" and can_quantize(module):
-            sizes[id(module.weight)] = module.weight.numel() + 4 * module.out_features
+        if isinstance(module, Linear | ExpertLinear) and module.quantization == "fp8" and can_quantize(module):
+            rows = module.weight.numel() // module.in_features
+            sizes[id(module.weight)] = module.weight.numel() + 4 * rows
     return sum(sizes.values())
 
 

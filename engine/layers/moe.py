@@ -1,0 +1,168 @@
+"""Mixture of experts: each token goes through k of E gated MLPs, which a router picks for it.
+
+    logits = x Wrᵀ                                [T, E]
+    p      = softmax(logits)                      in float32, over all experts
+    w, e   = the k largest of p, their numbers    [T, k], if asked divided by their sum
+    y[t]   = Σ_j w[t, j] · down_e(act(gate_e(x[t])) * up_e(x[t]))    with e = e[t, j]
+
+The experts of a layer are two stacked weights, filled in place from whatever form a checkpoint has them in.
+(Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088.)
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.kernels.threads import num_threads
+from engine.layers.activation import Gate
+from engine.layers.linear import Linear, can_quantize, empty_parameter
+from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
+
+_VECTOR_TOKENS = 4  # as in triton_moe: up to here fp8 weights multiply activations as they are
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to, and how much each counts."""
+
+    weights: torch.Tensor  # [T, k] float32
+    experts: torch.Tensor  # [T, k] int32
+
+
+def choose_experts(
+    logits: torch.Tensor, top_k: int, *, renormalize: bool = True, expert_scale: torch.Tensor | None = None
+) -> Routing:
+    """logits [T, E] -> the k experts of largest softmax. `expert_scale` [E] multiplies the weights at the end."""
+    if logits.is_cuda:
+        from engine.kernels.triton_moe import choose_experts as choose
+
+        return Routing(*choose(logits, top_k, renormalize=renormalize, expert_scale=expert_scale))
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(top_k)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if expert_scale is not None:
+        weights = weights * expert_scale.float()[experts]
+    return Routing(weights, experts.int())
+
+
+class Router(Linear):
+    """The product with the router's weight [E, H], and the choice. It keeps its precision when a model is quantised."""
+
+    quantizable = False
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, renormalize: bool = True) -> None:
+        super().__init__(hidden_size, num_experts)
+        self.top_k = top_k
+        self.renormalize = renormalize
+
+    def choose(self, x: torch.Tensor) -> Routing:
+        """x [T, H] -> the experts of each token."""
+        return choose_experts(self(x), self.top_k, renormalize=self.renormalize)
+
+
+class ExpertLinear(nn.Module):
+    """The weights of E products as one tensor [E, out, in]; in fp8 with a scale for each expert and output."""
+
+    quantizable = True
+    scale: nn.Parameter | None  # [E, out] float32 of an fp8 weight
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = empty_parameter(num_experts, out_features, in_features)
+        self.register_parameter("scale", None)
+        self.quantization: str | None = None
+
+    def finalize(self) -> None:
+        """After loading. Calling it again changes nothing."""
+        if self.quantization != "fp8" or self.weight.dtype == FP8 or not can_quantize(self):
+            return
+        weight, scale = quantize_weight(self.weight.view(-1, self.in_features))
+        self.weight = nn.Parameter(weight.view(self.weight.shape), requires_grad=False)
+        self.scale = nn.Parameter(scale.view(self.num_experts, self.out_features), requires_grad=False)
+
+    def apply_on_cpu(self, x: torch.Tensor, expert: int, *, quantize: bool) -> torch.Tensor:
+        """The product of one expert, x [n, in] -> [n, out]. `quantize`: an fp8 weight meets fp8 activations."""
+        if self.scale is None:
+            return F.linear(x, self.weight[expert])
+        if quantize:
+            x = dequantize(*quantize_rows(x), x.dtype)
+        return F.linear(x, dequantize(self.weight[expert], self.scale[expert], x.dtype))
+
+
+class RoutedExperts(nn.Module):
+    """The gated MLPs [H -> I -> H] of E experts, applied to each token as a routing says, and summed."""
+
+    def __init__(self, hidden_size: int, inner: int, num_experts: int, *, gate: Gate = "silu") -> None:
+        super().__init__()
+        self.inner = inner
+        self.num_experts = num_experts
+        self.gate: Gate = gate
+        self.gate_up_proj = ExpertLinear(num_experts, hidden_size, 2 * inner)
+        self.down_proj = ExpertLinear(num_experts, inner, hidden_size)
+        self._threads = 1
+
+    def finalize(self) -> None:
+        self._threads = torch.get_num_threads()
+
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        if x.is_cuda:
+            from engine.kernels.triton_moe import routed_experts
+
+            return routed_experts(
+                x, *routing, self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale,
+                self.down_proj.scale, gate=self.gate,
+            )  # fmt: skip
+        with num_threads(self._threads):  # the rest of a small step runs on one
+            return self._by_expert(x, routing)
+
+    def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """One expert after the other, each with all of its tokens; experts that nobody chose are not touched."""
+        tokens, top_k = routing.experts.shape
+        experts, order = routing.experts.flatten().sort(stable=True)
+        quantize = tokens > _VECTOR_TOKENS
+        rows = x[order // top_k]
+        results = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype)
+        numbers, counts = experts.unique_consecutive(return_counts=True)
+        start = 0
+        for expert, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            at = slice(start, start + count)
+            gate, up = self.gate_up_proj.apply_on_cpu(rows[at], expert, quantize=quantize).chunk(2, -1)
+            gate = F.silu(gate) if self.gate == "silu" else F.gelu(gate, approximate="tanh")
+            results[order[at]] = self.down_proj.apply_on_cpu(gate.mul_(up), expert, quantize=quantize)
+            start += count
+        weighted = results.view(tokens, top_k, -1).float() * routing.weights.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)
+
+    def weights(
+        self, prefix: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    ) -> dict[str, torch.Tensor]:
+        """Checkpoints with a matrix for each expert: `{prefix}{expert}.{name}.weight`. The names: gate, up, down."""
+        found: dict[str, torch.Tensor] = {}
+        gate, up, down = names
+        for expert in range(self.num_experts):
+            both = self.gate_up_proj.weight[expert]
+            found[f"{prefix}{expert}.{gate}.weight"] = both[: self.inner]
+            found[f"{prefix}{expert}.{up}.weight"] = both[self.inner :]
+            found[f"{prefix}{expert}.{down}.weight"] = self.down_proj.weight[expert]
+        return found
+
+    def stacked_weights(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Checkpoints with all experts of a layer in a tensor, gate above up, as Gemma 4 and Qwen3.5 have them."""
+        return {f"{prefix}gate_up_proj": self.gate_up_proj.weight, f"{prefix}down_proj": self.down_proj.weight}
+
+
+class SparseMLP(nn.Module):
+    """A router and its experts: what stands in a decoder layer where a dense model has its MLP."""
+
+    def __init__(self, hidden_size: int, inner: int, num_experts: int, top_k: int, *, renormalize: bool = True) -> None:
+        super().__init__()
+        self.gate = Router(hidden_size, num_experts, top_k, renormalize=renormalize)
+        self.experts = RoutedExperts(hidden_size, inner, num_experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, self.gate.choose(x))

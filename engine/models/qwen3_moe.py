@@ -1,0 +1,58 @@
+"""Qwen3-MoE: Qwen3's decoder with experts in place of the MLP, in all layers or in every n-th."""
+
+import torch
+
+from engine.layers.moe import SparseMLP
+from engine.layers.rope import Rope
+from engine.models.base import Weights
+from engine.models.config import ModelConfig
+from engine.models.fields import get_field
+from engine.models.llama import LlamaForCausalLM, LlamaLayer
+from engine.models.moe_config import MoeConfig, sparse_layers
+from engine.models.qwen import Qwen3ForCausalLM
+
+
+class ExpertMLP(SparseMLP):
+    """The experts of a layer, a matrix each on disk, under the names that Qwen has for them."""
+
+    def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
+        super().__init__(hidden_size, moe.inner, moe.num_experts, moe.top_k, renormalize=moe.renormalize)
+
+    def weights(self, prefix: str) -> Weights:
+        return {f"{prefix}gate.weight": self.gate.weight, **self.experts.weights(f"{prefix}experts.")}
+
+
+class SparseLayer(LlamaLayer):
+    """A decoder layer with experts in place of its MLP."""
+
+    def __init__(self, dense: LlamaLayer, mlp: ExpertMLP) -> None:
+        super(LlamaLayer, self).__init__()
+        self.input_layernorm = dense.input_layernorm
+        self.self_attn = dense.self_attn
+        self.post_attention_layernorm = dense.post_attention_layernorm
+        self.mlp = mlp
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.input_layernorm.add(x, residual, self.self_attn.qkv_proj)
+        x = self.self_attn(normed, rope)
+        normed, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate)
+        return self.mlp(normed), residual
+
+
+def make_sparse(model: LlamaForCausalLM, sparse: list[bool], moe: MoeConfig, mlp: type[ExpertMLP] = ExpertMLP) -> None:
+    """Replace the layers that have experts. Nothing has memory yet: what is replaced cost none."""
+    for i in range(len(sparse)):
+        if sparse[i]:
+            layer = SparseLayer(model.blocks[i], mlp(model.config.hidden_size, moe))
+            model.blocks[i] = model.layers[i] = layer
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        renormalize = get_field(config.raw, "norm_topk_prob", bool, False)
+        moe = MoeConfig.parse(config.raw, inner="moe_intermediate_size", renormalize=renormalize)
+        sparse = sparse_layers(config.raw, config.num_layers)
+        super().__init__(config, max_model_len)
+        make_sparse(self, sparse, moe)
