@@ -32,6 +32,8 @@ import triton.language as tl
 
 from engine.kernels.launch import kernel, shared_memory, wait_for_previous
 
+SMALL_BATCH = 8  # sequences
+
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
@@ -64,16 +66,23 @@ def _attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, 
 
 
 @triton.jit
+def _pages_of(table, at, begin, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Pages [TILE] of positions at ...; the trash page outside [begin, end). Loops ask for them a tile ahead: keys and
+    values that had to wait for their page ids could not be on their way while the tile before is worked on."""
+    token = at + tl.arange(0, TILE)
+    return tl.load(table + token // PAGE, mask=(token >= begin) & (token < end), other=0)
+
+
+@triton.jit
 def _page_tile(
-    k_ptr, v_ptr, table, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
+    k_ptr, v_ptr, pages, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keys [D, TILE] and values [TILE, D] of positions at ... from the pages, zeros outside [begin, end)."""
+    """Keys [D, TILE] and values [TILE, D] of positions at ... from their `pages`, zeros outside [begin, end)."""
     d = tl.arange(0, DP)
     token = at + tl.arange(0, TILE)
     live = (token >= begin) & (token < end)
-    page = tl.load(table + token // PAGE, mask=live, other=0).to(tl.int64)
-    offset = page * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
+    offset = pages.to(tl.int64) * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
     k_mask, v_mask = live[None, :], live[:, None]
     if D != DP:
         k_mask = k_mask & (d < D)[:, None]
@@ -129,10 +138,12 @@ def _decode_kernel(
     m = tl.full([GP], -float("inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
+    pages = _pages_of(table, start, first, end, PAGE, TILE)
     for at in range(start, end, TILE):
         k, v, live = _page_tile(
-            k_ptr, v_ptr, table, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
+            k_ptr, v_ptr, pages, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
         )
+        pages = _pages_of(table, at + TILE, first, end, PAGE, TILE)
         m, total, acc = _attend(
             q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
         )
@@ -194,11 +205,13 @@ def _mixed_kernel(
         first = 0
         if WINDOW:
             first = tl.maximum(start + 1 - window, 0)
+        pages = _pages_of(table, first // TILE * TILE, first, start + 1, PAGE, TILE)
         for at in range(first // TILE * TILE, start + 1, TILE):
             k, v, live = _page_tile(
-                k_ptr, v_ptr, table, at, first, start + 1, h, k_stride_page, k_stride_token, k_stride_head,
+                k_ptr, v_ptr, pages, at, first, start + 1, h, k_stride_page, k_stride_token, k_stride_head,
                 D, DP, PAGE, TILE,
             )  # fmt: skip
+            pages = _pages_of(table, at + TILE, first, start + 1, PAGE, TILE)
             m, total, acc = _attend(
                 q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
             )
@@ -220,10 +233,12 @@ def _mixed_kernel(
     if WINDOW:
         first = tl.maximum(start + first_q + 1 - window, 0)
     cached_q = _for_cache(q, FP8)
+    pages = _pages_of(table, first // TILE * TILE, first, start, PAGE, TILE)
     for at in range(first // TILE * TILE, start, TILE):
         k, v, live = _page_tile(
-            k_ptr, v_ptr, table, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
+            k_ptr, v_ptr, pages, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
         )
+        pages = _pages_of(table, at + TILE, first, start, PAGE, TILE)
         visible = live[None, :]
         if WINDOW:
             visible = visible & ((at + n)[None, :] > (start + token_q)[:, None] - window)
@@ -273,6 +288,12 @@ def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
     return min(64, 1 << (wanted.bit_length() - 1))
 
 
+def _decode_tile(batch: int, padded_dim: int) -> int:
+    """Keys a step, of which two are under way: small ones leave room for several programs on a multiprocessor, and few
+    sequences want even smaller ones, for more programs have to find work."""
+    return max(16, min(64, 8192 // padded_dim) // (2 if batch <= SMALL_BATCH else 1))
+
+
 def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple[int, int]:
     """Keys a step and pipeline depth: what fits `shared` bytes beside the queries (in two dtypes with an fp8 cache).
     Keys and values take one tile each for every stage."""
@@ -305,7 +326,7 @@ def decode(
     window: int | None = None,
     softcap: float | None = None,
     shortest: int = 0,
-    tile: int = 64,
+    tile: int = 0,
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> torch.Tensor:
@@ -313,12 +334,13 @@ def decode(
 
     `splits`, a power of two (see `num_splits`), is the number of programs that share a sequence and a key head. With
     more than one, float32 scratch of B Hq splits (D + 1) is taken from torch's allocator, also inside a CUDA graph.
-    Both caches have the same strides. A sequence of length 0 (padding) gets zeros.
+    Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice is at least `shortest` keys.
     """
     batch, num_heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(dim)
+    tile = tile or _decode_tile(batch, padded)
     part = lse = out
     if splits > 1:
         part = torch.empty(batch * num_heads * splits, dim, dtype=torch.float32, device=q.device)

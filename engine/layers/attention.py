@@ -9,8 +9,6 @@ from engine.layers.context import DeviceBatch, get_context
 from engine.layers.norm import RMSNorm, WideRMSNorm, unit_rms
 from engine.layers.rope import Rope, rotate
 
-SMALL_BATCH = 8  # sequences: up to here decode attention takes small tiles
-
 
 class Attention(nn.Module):
     """Causal grouped-query attention over pages, from the fused projection of a layer to its heads' outputs.
@@ -117,7 +115,7 @@ class Attention(nn.Module):
             splits = triton_attention.num_splits(tokens, self.num_kv_heads, batch.multiprocessors)
             triton_attention.decode(
                 q, self.k_cache, self.v_cache, batch.rows, batch.seq_lens, batch.block_table, out,
-                splits=splits, scale=self.scale, window=self.window, **_decode_tiles(tokens),
+                splits=splits, scale=self.scale, window=self.window,
             )  # fmt: skip
         else:
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
@@ -135,10 +133,3 @@ def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.
     from engine.kernels.triton_attention import query_rows
 
     return max(1, query_rows(head_dim, device) // (num_heads // num_kv_heads))
-
-
-def _decode_tiles(batch: int) -> dict[str, int]:
-    """Keys a step, warps and pipeline depth, measured on an H100: few sequences like small tiles and many slices."""
-    if batch <= SMALL_BATCH:
-        return {"tile": 32, "num_warps": 4, "num_stages": 3}
-    return {"tile": 128, "num_warps": 4, "num_stages": 3}

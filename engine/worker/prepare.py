@@ -10,8 +10,7 @@ import torch
 from engine.core.batch import StepPlan
 from engine.kernels.compile_ahead import compile_ahead
 from engine.kernels.launch import recording
-from engine.kernels.triton_attention import num_splits
-from engine.layers.attention import SMALL_BATCH
+from engine.kernels.triton_attention import SMALL_BATCH, num_splits
 from engine.worker.device_runner import DeviceRunner
 
 _PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a variant of few-row products (triton_gemv)
