@@ -28,7 +28,7 @@ from engine.kernels.launch import Job
 
 log = logging.getLogger(__name__)
 
-_MOST_WORKERS = 16
+_MOST_WORKERS = 8            # each takes some 400 MB of memory while it works
 _WORTH_WORKERS = 4          # fewer jobs are compiled sooner than a worker has started
 _LONGEST = ("_mixed_kernel", "_decode_kernel", "_filter_kernel")  # these first: the last one decides when all is done
 
