@@ -1,6 +1,6 @@
 """What the worker needs of any model family."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
+
+    def adapt(self, names: Iterable[str]) -> None:
+        """Told all names of a checkpoint before it is loaded: families whose files differ in them choose theirs."""
 
     def weights(self) -> Weights:
         """Checkpoint name -> the tensor (or slice of a fused one) it is loaded into: exactly what must be on disk."""

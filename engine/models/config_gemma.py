@@ -61,6 +61,9 @@ class GemmaConfig:
     attention_scale: float
     attention_softcap: float | None
     final_softcap: float | None
+    norm_offset: float           # norms multiply by offset + w
+    qk_norm: bool = True
+    v_norm: bool = False
     # Gemma 4's per-layer embeddings: numbers a token and layer (0: none), and rows of their table.
     per_layer_size: int = 0
     per_layer_vocab: int = 0
@@ -68,7 +71,7 @@ class GemmaConfig:
 
 def read_gemma2(raw: dict[str, Any]) -> GemmaConfig:
     rope = read_rope(raw)
-    return _older(raw, {_SLIDING: rope, _FULL: rope})
+    return _older(raw, {_SLIDING: rope, _FULL: rope}, qk_norm=False)
 
 
 def read_gemma3(raw: dict[str, Any]) -> GemmaConfig:
@@ -78,10 +81,10 @@ def read_gemma3(raw: dict[str, Any]) -> GemmaConfig:
     return _older(raw, _ropes(
         blocks, raw,
         {_SLIDING: get_field(raw, "rope_local_base_freq", float, 1e4), _FULL: get_field(raw, "rope_theta", float, 1e6)},
-    ))  # fmt: skip
+    ), qk_norm=True)  # fmt: skip
 
 
-def _older(raw: dict[str, Any], ropes: dict[str, dict[str, Any]]) -> GemmaConfig:
+def _older(raw: dict[str, Any], ropes: dict[str, dict[str, Any]], *, qk_norm: bool) -> GemmaConfig:
     _check_common(raw)
     window, kv_heads, head_dim, inner = (
         get_size(raw, n) for n in ("sliding_window", "num_key_value_heads", "head_dim", "intermediate_size")
@@ -95,6 +98,8 @@ def _older(raw: dict[str, Any], ropes: dict[str, dict[str, Any]]) -> GemmaConfig
         attention_scale=get_size(raw, "query_pre_attn_scalar") ** -0.5,
         attention_softcap=get_scale(raw, "attn_logit_softcapping"),
         final_softcap=get_scale(raw, "final_logit_softcapping"),
+        norm_offset=1.0,
+        qk_norm=qk_norm,
     )
 
 
@@ -107,37 +112,63 @@ def read_gemma4(raw: dict[str, Any]) -> GemmaConfig:
     blocks = raw.get("rope_parameters")
     if blocks is None:
         blocks = {_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
-    kv_heads, inner = get_size(raw, "num_key_value_heads"), get_size(raw, "intermediate_size")
+    shapes = _shapes(raw, kinds)
+    inner, wide = get_size(raw, "intermediate_size"), get_field(raw, "use_double_wide_mlp", bool, False)
     k_eq_v = get_field(raw, "attention_k_eq_v", bool, False)
-    global_kv_heads = get_size(raw, "num_global_key_value_heads", kv_heads) if k_eq_v else kv_heads
     own = len(kinds) - _count(raw, "num_kv_shared_layers")
-    wide = get_field(raw, "use_double_wide_mlp", bool, False)
     layers = []
-    for i, kind in enumerate(kinds):
+    for i, (kind, (kv_heads, head_dim)) in enumerate(zip(kinds, shapes, strict=True)):
         full, shares = kind == _FULL, i >= own
         layers.append(GemmaLayerConfig(
             kind,
             window=None if full else get_size(raw, "sliding_window"),
-            num_kv_heads=global_kv_heads if full else kv_heads,
-            head_dim=get_size(raw, "global_head_dim" if full else "head_dim"),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
             intermediate_size=inner * 2 if wide and shares else inner,
             k_eq_v=k_eq_v and full,
             kv_from=_last(kinds, kind, own) if shares else None,
         ))  # fmt: skip
-    heads = get_size(raw, "num_attention_heads")
-    for layer in layers:
-        if heads % layer.num_kv_heads or layer.head_dim % 2:
-            raise ModelError(f"config.json: {layer.kind} layers cannot have {layer.num_kv_heads} key heads of "
-                             f"{layer.head_dim} numbers for {heads} query heads.")
     return GemmaConfig(
         layers=tuple(layers),
         ropes=_ropes(blocks, raw, {_SLIDING: 1e4, _FULL: 1e6}),
         attention_scale=1.0,
         attention_softcap=None,
         final_softcap=get_scale(raw, "final_logit_softcapping"),
+        norm_offset=0.0,
+        v_norm=True,
         per_layer_size=_count(raw, "hidden_size_per_layer_input"),
         per_layer_vocab=get_size(raw, "vocab_size_per_layer_input"),
     )
+
+
+def _shapes(raw: dict[str, Any], kinds: list[str]) -> list[tuple[int, int]]:
+    """(key heads, head_dim) of each layer: `per_layer_config` in new files, a field for each number in older ones."""
+    sliding = get_size(raw, "num_key_value_heads"), get_size(raw, "head_dim")
+    overrides = raw.get("per_layer_config")
+    if overrides is None:
+        k_eq_v = get_field(raw, "attention_k_eq_v", bool, False)
+        kv_heads = get_size(raw, "num_global_key_value_heads", sliding[0]) if k_eq_v else sliding[0]
+        full = kv_heads, get_size(raw, "global_head_dim")
+        shapes = [full if kind == _FULL else sliding for kind in kinds]
+    else:
+        shapes = [_override(overrides, i, sliding) for i in range(len(kinds))]
+    heads = get_size(raw, "num_attention_heads")
+    of_kind = dict(zip(kinds, shapes, strict=True))
+    for kind, shape in zip(kinds, shapes, strict=True):
+        if shape != of_kind[kind]:
+            raise ModelError(f"config.json: per_layer_config gives {kind} layers different shapes.")
+        if heads % shape[0] or shape[1] % 2:
+            raise ModelError(f"config.json: {kind} layers cannot have {shape[0]} key heads of {shape[1]} numbers for "
+                             f"{heads} query heads.")
+    return shapes
+
+
+def _override(overrides: Any, layer: int, usual: tuple[int, int]) -> tuple[int, int]:
+    block = overrides.get(str(layer), {}) if isinstance(overrides, dict) else None
+    if not isinstance(block, dict) or not set(block) <= {"num_key_value_heads", "head_dim"}:
+        raise ModelError("config.json: per_layer_config must give layers by number, and of each no more than "
+                         "num_key_value_heads and head_dim.")
+    return get_size(block, "num_key_value_heads", usual[0]), get_size(block, "head_dim", usual[1])
 
 
 def _check_common(raw: dict[str, Any]) -> None:

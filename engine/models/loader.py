@@ -4,6 +4,7 @@ A model is built without memory (its parameters are on the `meta` device). Only 
 weights in two forms, so a model that is quantised while it loads needs its quantised size and a little.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from engine.models.base import CausalLM, Weights
 from engine.models.checkpoint import TensorInfo, check_checkpoint
 from engine.models.reader import Reader
 
+log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 _CPU = torch.device("cpu")
 
@@ -36,6 +38,7 @@ def load_weights(
 ) -> None:
     """Fill `model` on `device`. Raises ModelError naming the first tensor that is missing, unexpected or misshapen."""
     tensors = check_checkpoint(model_dir)
+    model.adapt(tensors)
     _check_names(model, model_dir, tensors)
     order = _order(model)
     total, done = sum(tensors[name].num_bytes for name in order), 0
@@ -60,7 +63,7 @@ def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def fill(name: str, target: torch.Tensor) -> None:
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "layer_scalar")):
             target.fill_(1)
         else:
             target.normal_(0, 0.02, generator=generator)
@@ -70,6 +73,12 @@ def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -
 
 def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo]) -> None:
     wanted = model.weights()
+    skipped: dict[str, list[str]] = {}
+    for name in tensors:
+        if name not in wanted and model.ignores(name):
+            skipped.setdefault(".".join(name.split(".")[:2]), []).append(name)
+    for part, names in sorted(skipped.items()):
+        log.info("Not loaded, as the model has no use for it: %s%s of %s.", names[0], _and_more(names), part)
     if missing := [name for name in wanted if name not in tensors]:
         raise ModelError(f"The checkpoint {model_dir} lacks tensor {missing[0]}{_and_more(missing)}.")
     if unexpected := [name for name in tensors if name not in wanted and not model.ignores(name)]:

@@ -1,0 +1,185 @@
+"""Gemma 2 and 3, and what Gemma 4 shares with them: sliding-window and full layers in turns, norms on both sides.
+
+    h += post_attention_norm(attention(input_norm(h)))        h += post_feedforward_norm(mlp(pre_feedforward_norm(h)))
+
+    Gemma 2: caps on attention scores and logits
+    Gemma 3: per-head norms of q and k; sliding and full layers each have a rope
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.core.kv.spec import AttentionLayer, CacheLayer
+from engine.layers.activation import GatedLinear
+from engine.layers.attention import Attention
+from engine.layers.context import get_context
+from engine.layers.embed import Embedding, LMHead
+from engine.layers.linear import Linear, MergedLinear
+from engine.layers.norm import WideRMSNorm
+from engine.layers.rope import Rope, RotaryEmbedding
+from engine.models.base import CausalLM, Weights
+from engine.models.config import ModelConfig
+from engine.models.config_gemma import GemmaConfig, GemmaLayerConfig, read_gemma2, read_gemma3
+
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+_OTHER_SENSES = re.compile(
+    r"(model\.)?(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio|multi_modal_projector)\."
+)
+
+
+class GemmaAttention(nn.Module):
+    def __init__(self, config: ModelConfig, gemma: GemmaConfig, layer: GemmaLayerConfig) -> None:
+        super().__init__()
+        heads, dim = config.num_heads, layer.head_dim
+        self.parts = {"q_proj": heads * dim}
+        if layer.kv_from is None:
+            self.parts["k_proj"] = layer.num_kv_heads * dim
+            if not layer.k_eq_v:
+                self.parts["v_proj"] = layer.num_kv_heads * dim
+        self.norms: dict[str, WideRMSNorm] = {}
+        if gemma.qk_norm:
+            names = ("q_norm", "k_norm") if layer.kv_from is None else ("q_norm",)
+            self.norms = {name: WideRMSNorm(dim, config.rms_norm_eps, offset=gemma.norm_offset) for name in names}
+        self.qkv_proj = MergedLinear(config.hidden_size, list(self.parts.values()))
+        self.o_proj = Linear(heads * dim, config.hidden_size)
+        self.attention = Attention(
+            heads, layer.num_kv_heads, dim, gemma.attention_scale, layer.window, **self.norms,
+            v_norm_eps=config.rms_norm_eps if gemma.v_norm else None, softcap=gemma.attention_softcap,
+            k_eq_v=layer.k_eq_v, own_kv=layer.kv_from is None,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        return self.o_proj(self.attention(self.qkv_proj(x), rope))
+
+    def weights(self, prefix: str) -> Weights:
+        found = {f"{prefix}{name}.weight": self.qkv_proj.part(i) for i, name in enumerate(self.parts)}
+        found |= {f"{prefix}{name}.weight": norm.weight for name, norm in self.norms.items()}
+        return found | {f"{prefix}o_proj.weight": self.o_proj.weight}
+
+
+class GemmaMLP(nn.Module):
+    def __init__(self, hidden_size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = GatedLinear(hidden_size, inner, gate="gelu_tanh")
+        self.down_proj = Linear(inner, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj.gated(x, self.down_proj))
+
+    def weights(self, prefix: str) -> Weights:
+        return {
+            f"{prefix}gate_proj.weight": self.gate_up_proj.part(0),
+            f"{prefix}up_proj.weight": self.gate_up_proj.part(1),
+            f"{prefix}down_proj.weight": self.down_proj.weight,
+        }
+
+
+class GemmaLayer(nn.Module):
+    def __init__(self, config: ModelConfig, gemma: GemmaConfig, layer: GemmaLayerConfig) -> None:
+        super().__init__()
+
+        def norm() -> WideRMSNorm:
+            return WideRMSNorm(config.hidden_size, config.rms_norm_eps, offset=gemma.norm_offset)
+
+        self.kind = layer.kind
+        self.input_layernorm = norm()
+        self.self_attn = GemmaAttention(config, gemma, layer)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = GemmaMLP(config.hidden_size, layer.intermediate_size)
+        self.post_feedforward_layernorm = norm()
+
+    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """x [T, H], which it changes in place."""
+        x += self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rope))
+        x += self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x
+
+    def weights(self, prefix: str) -> Weights:
+        found = {f"{prefix}{name}.weight": m.weight for name, m in self.named_children() if isinstance(m, WideRMSNorm)}
+        return {**found, **self.self_attn.weights(f"{prefix}self_attn."), **self.mlp.weights(f"{prefix}mlp.")}
+
+
+class GemmaForCausalLM(CausalLM):
+    """The text model, alone or as part of a multimodal checkpoint, whose other tensors are left where they are."""
+
+    read: Callable[[dict[str, Any]], GemmaConfig]
+    prefix = "model."  # of the tensors' names; `adapt` may find another
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        self.gemma = gemma = type(self).read(config.raw)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.hidden_size**0.5)
+        self.blocks = [self._layer(layer) for layer in gemma.layers]
+        self.layers = nn.ModuleList(self.blocks)
+        self.norm = WideRMSNorm(config.hidden_size, config.rms_norm_eps, offset=gemma.norm_offset)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.embed_tokens)
+        self.rope_tables: dict[str, RotaryEmbedding] = {}
+        for kind, dim in {(layer.kind, layer.head_dim): None for layer in gemma.layers}:
+            self.rope_tables[kind] = RotaryEmbedding(dim, max_model_len, gemma.ropes[kind])
+        self.ropes = nn.ModuleDict(self.rope_tables)
+
+    def _layer(self, layer: GemmaLayerConfig) -> GemmaLayer:
+        return GemmaLayer(self.config, self.gemma, layer)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(token_ids)
+        ropes = self._rope_rows(x.dtype)
+        for layer in self.blocks:
+            x = layer(x, ropes[layer.kind])
+        return self.norm(x)
+
+    def _rope_rows(self, dtype: torch.dtype) -> dict[str, Rope]:
+        positions = get_context().positions
+        return {kind: table.rows(positions, dtype) for kind, table in self.rope_tables.items()}
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Capped ones in float32: near the cap they differ by less than bf16 can tell."""
+        logits, cap = self.lm_head(hidden), self.gemma.final_softcap
+        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
+
+    def cache_layers(self) -> list[CacheLayer]:
+        return [AttentionLayer(c.num_kv_heads, c.head_dim, c.window, c.kv_from) for c in self.gemma.layers]
+
+    def adapt(self, names: Iterable[str]) -> None:
+        """The text model stands under one of three prefixes: alone, in a multimodal model, in one of older files."""
+        there = set(names)
+        self.prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in there), self.prefix)
+
+    def weights(self) -> Weights:
+        found: dict[str, torch.Tensor] = {
+            f"{self.prefix}embed_tokens.weight": self.embed_tokens.weight,
+            f"{self.prefix}norm.weight": self.norm.weight,
+        }
+        if not self.config.tie_word_embeddings:
+            found[self._head_name] = self.lm_head.weight
+        for i, layer in enumerate(self.blocks):
+            found |= layer.weights(f"{self.prefix}layers.{i}.")
+        return found
+
+    def ignores(self, name: str) -> bool:
+        """A tied head may be on disk all the same."""
+        tied = self.config.tie_word_embeddings and name == self._head_name
+        return super().ignores(name) or tied or _OTHER_SENSES.match(name) is not None
+
+    @property
+    def _head_name(self) -> str:
+        return "language_model.lm_head.weight" if self.prefix.startswith("language_model.") else "lm_head.weight"
+
+
+class Gemma2ForCausalLM(GemmaForCausalLM):
+    read = staticmethod(read_gemma2)
+
+
+class Gemma3ForCausalLM(GemmaForCausalLM):
+    read = staticmethod(read_gemma3)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    prefix = "language_model.model."

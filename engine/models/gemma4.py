@@ -1,0 +1,119 @@
+"""Gemma 4, text: Gemma's layers with a scalar after each, and in the small models an embedding for each layer.
+
+    h = h + ...attention... + ...mlp...                                                    as in gemma.py
+    h += per_layer_norm(per_layer_projection(gelu(per_layer_gate(h)) * e[layer]))          E2B, E4B
+    h *= layer_scalar
+
+    e = (token part + norm(projection of the token's embedding) / sqrt(H)) / sqrt(2)       [T, layers, 256]
+
+Attention: q, k and v are all normalised and scores not scaled. Full layers have larger heads, and in the large models v
+is k. The last layers of the small models have no keys of their own: they read those of the last layer of their kind
+that has.
+"""
+
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.layers.embed import Embedding
+from engine.layers.linear import Linear, empty_parameter
+from engine.layers.norm import WideRMSNorm
+from engine.layers.rope import Rope
+from engine.models.base import Weights
+from engine.models.config import ModelConfig
+from engine.models.config_gemma import GemmaConfig, GemmaLayerConfig, read_gemma4
+from engine.models.gemma import GemmaForCausalLM, GemmaLayer
+
+_LAYER_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
+
+
+class PerLayerEmbeddings(nn.Module):
+    """Token ids [T] and their embeddings [T, H] -> what each layer gets of them [T, layers, P]."""
+
+    def __init__(self, config: ModelConfig, gemma: GemmaConfig) -> None:
+        super().__init__()
+        self.shape = len(gemma.layers), gemma.per_layer_size
+        width = len(gemma.layers) * gemma.per_layer_size
+        self.embed_tokens_per_layer = Embedding(gemma.per_layer_vocab, width, scale=gemma.per_layer_size**0.5)
+        self.per_layer_model_projection = Linear(config.hidden_size, width)
+        self.per_layer_projection_norm = WideRMSNorm(gemma.per_layer_size, config.rms_norm_eps)
+        self.projection_scale = config.hidden_size**-0.5
+
+    def forward(self, token_ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        of_token = self.embed_tokens_per_layer(token_ids).view(-1, *self.shape)
+        of_embedding = (self.per_layer_model_projection(embeddings) * self.projection_scale).view(-1, *self.shape)
+        return (self.per_layer_projection_norm(of_embedding) + of_token).mul_(2**-0.5)
+
+    def weights(self, prefix: str) -> Weights:
+        return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
+
+
+class PerLayerInput(nn.Module):
+    """A layer's use of its embedding e [T, P]: x + norm(project(gelu(gate(x)) * e))."""
+
+    def __init__(self, config: ModelConfig, size: int) -> None:
+        super().__init__()
+        self.per_layer_input_gate = Linear(config.hidden_size, size)
+        self.per_layer_projection = Linear(size, config.hidden_size)
+        self.post_per_layer_input_norm = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+        gated = F.gelu(self.per_layer_input_gate(x), approximate="tanh").mul_(e)
+        return x.add_(self.post_per_layer_input_norm(self.per_layer_projection(gated)))
+
+    def weights(self, prefix: str) -> Weights:
+        return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
+
+
+class Gemma4Layer(GemmaLayer):
+    def __init__(self, config: ModelConfig, gemma: GemmaConfig, layer: GemmaLayerConfig) -> None:
+        super().__init__(config, gemma, layer)
+        self.per_layer_input = PerLayerInput(config, gemma.per_layer_size) if gemma.per_layer_size else None
+        self.layer_scalar = empty_parameter(1)
+
+    def forward(self, x: torch.Tensor, rope: Rope, e: torch.Tensor | None = None) -> torch.Tensor:
+        x = super().forward(x, rope)
+        if self.per_layer_input is not None:
+            assert e is not None
+            x = self.per_layer_input(x, e)
+        return x.mul_(self.layer_scalar)
+
+    def weights(self, prefix: str) -> Weights:
+        found = {**super().weights(prefix), f"{prefix}layer_scalar": self.layer_scalar}
+        return found if self.per_layer_input is None else {**found, **self.per_layer_input.weights(prefix)}
+
+
+class Gemma4ForCausalLM(GemmaForCausalLM):
+    read = staticmethod(read_gemma4)
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        self.per_layer = PerLayerEmbeddings(config, self.gemma) if self.gemma.per_layer_size else None
+
+    def _layer(self, layer: GemmaLayerConfig) -> Gemma4Layer:
+        return Gemma4Layer(self.config, self.gemma, layer)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(token_ids)
+        ropes = self._rope_rows(x.dtype)
+        each = None if self.per_layer is None else self.per_layer(token_ids, x).unbind(1)
+        for i, layer in enumerate(self.blocks):
+            x = layer(x, ropes[layer.kind], None if each is None else each[i])
+        return self.norm(x)
+
+    def weights(self) -> Weights:
+        found = super().weights()
+        return found if self.per_layer is None else {**found, **self.per_layer.weights(self.prefix)}
+
+    def ignores(self, name: str) -> bool:
+        """Layers that share keys and values have, on disk, unused projections of their own."""
+        found = _LAYER_KV.fullmatch(name.removeprefix(self.prefix))
+        if found is not None and int(found[1]) < len(self.gemma.layers):
+            return self.gemma.layers[int(found[1])].kv_from is not None
+        return super().ignores(name)
+
+
+class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+    prefix = "model.language_model."

@@ -1,0 +1,98 @@
+"""Gemma 2, 3 and 4: greedy tokens equal transformers' however the work is cut, shared, evicted or interrupted."""
+
+import random
+
+import oracle
+import pytest
+import torch
+from test_oracle import VOCAB, run
+from tiny_llama import save_byte_tokenizer
+
+from engine.config import EngineConfig
+from engine.core.params import SamplingParams
+from engine.core.request import EngineRequest
+from engine.worker.build import build_engine
+
+GEMMA4 = {"sliding_window": 24, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_attention_heads": 4,
+          "final_logit_softcapping": 4.0}
+SHAPES = {
+    "gemma2": {"model": "Gemma2", "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "sliding_window": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0,
+               "final_logit_softcapping": 4.0},
+    "gemma3": {"model": "Gemma3", "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1,
+               "sliding_window": 24, "query_pre_attn_scalar": 20},
+    "gemma3_linear": {"model": "Gemma3", "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3,
+                      "hidden_size": 48, "sliding_window": 17, "layer_types": ["full_attention", "sliding_attention"],
+                      "rope_parameters": {
+                          "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                          "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "gemma4_31b": GEMMA4 | {"model": "Gemma4", "num_hidden_layers": 6, "num_attention_heads": 8,
+                            "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+    "gemma4_12b": GEMMA4 | {"model": "Gemma4Unified", "num_hidden_layers": 6, "num_key_value_heads": 4,
+                            "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "gemma4_e2b": GEMMA4 | {"model": "Gemma4", "num_hidden_layers": 10, "num_key_value_heads": 1,
+                            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
+                            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+                            "num_kv_shared_layers": 5, "use_double_wide_mlp": True},
+    "gemma4_e4b": GEMMA4 | {"model": "Gemma4", "num_hidden_layers": 6, "num_key_value_heads": 2,
+                            "layer_types": ["sliding_attention", "full_attention"] * 3,
+                            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+                            "num_kv_shared_layers": 3},
+}
+
+
+def save_tiny_gemma(directory, settings):
+    import transformers
+
+    settings = dict(settings)
+    family = settings.pop("model")
+    config_class = getattr(transformers, f"{family}Config" if family == "Gemma2" else f"{family}TextConfig")
+    config = config_class(**({
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "initializer_range": 0.25,
+        "max_position_embeddings": 512} | settings))
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    with torch.no_grad():  # norms and scalars start as ones or zeros: dropping them must show
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "norm" in name or name.endswith("layer_scalar"):
+                tensor.add_(torch.randn_like(tensor) * 0.3)
+    model.save_pretrained(directory)
+    save_byte_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def gemma_dir(tmp_path_factory):
+    made = {}
+
+    def make(shape):
+        if shape not in made:
+            made[shape] = tmp_path_factory.mktemp(shape)
+            save_tiny_gemma(made[shape], SHAPES[shape])
+        return made[shape]
+
+    return make
+
+
+def engine(model_dir, *, memory=8 << 20, **config):
+    return build_engine(EngineConfig(model_dir, device="cpu", dtype="float32", max_model_len=192,
+                                     kv_cache_memory_bytes=memory, **config))
+
+
+def greedy(prompt, name="r", max_tokens=16):
+    return EngineRequest(name, prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("budget", [7, 33, 200])
+def test_greedy_equals_transformers(gemma_dir, shape, budget):
+    """Chunks of any size, hits of prefixes longer and shorter than the window, three of eight at a time, aborts."""
+    model_dir, rng = gemma_dir(shape), random.Random(budget)
+    bank = random.Random(7)
+    stems = [[bank.randrange(3, VOCAB) for _ in range(n)] for n in (5, 40, 70)]
+    requests = [greedy(rng.choice(stems) + [9, 8, 7][: i % 4], f"r{i}") for i in range(8)]
+    core = engine(model_dir, max_num_batched_tokens=budget, max_num_seqs=3, overlap=budget == 33)
+    tokens, _ = run(core, requests, rng, aborts=0.03)
+    assert any(len(tokens[r.request_id]) == 16 for r in requests)
+    for r in requests:
+        got = tokens[r.request_id]
+        assert got == oracle.greedy(model_dir, tuple(r.prompt_token_ids), 16)[: len(got)]
