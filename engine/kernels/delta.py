@@ -35,7 +35,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class StateBatch:
+class RecurrentBatch:
     """How the tokens of a step group into sequences. A sequence at position 0 starts from zeros."""
 
     q_index: torch.Tensor    # [b] which of the T tokens: sequences with one new token
@@ -45,14 +45,13 @@ class StateBatch:
 
     @classmethod
     def build(
-        cls, q_starts: list[int], starts: list[int], num_tokens: list[int], slots: list[int], device: torch.device
-    ) -> "StateBatch":
-        """All lists are parallel, one entry a sequence."""
-        every = list(zip(q_starts, starts, num_tokens, slots, strict=True))
-        single = [(q_start, start, slot) for q_start, start, count, slot in every if count == 1]
-        columns = torch.tensor(single, dtype=torch.int64, device=device).view(-1, 3)
-        runs = [Run(*entry) for entry in every if entry[2] > 1]
-        return cls(columns[:, 0], columns[:, 1], columns[:, 2], runs)
+        cls, positions: torch.Tensor, slots: torch.Tensor, q_starts: torch.Tensor, counts: torch.Tensor
+    ) -> "RecurrentBatch":
+        """positions [T] of the step's tokens; the others [B], one entry a sequence."""
+        single = counts == 1
+        q_index = q_starts[single]
+        others = torch.stack((q_starts, positions[q_starts], counts, slots), 1)[~single]
+        return cls(q_index, positions[q_index], slots[single], [Run(*entry) for entry in others.tolist()])
 
 
 def decay_and_beta(
@@ -62,7 +61,7 @@ def decay_and_beta(
     return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
 
 
-def causal_conv(x: torch.Tensor, weight: torch.Tensor, conv_state: torch.Tensor, batch: StateBatch) -> torch.Tensor:
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, conv_state: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
     """silu of the causal depthwise convolution of x [T, C] with weight [C, W]; [T, C]. Moves `conv_state` on."""
     width = weight.shape[1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -94,7 +93,7 @@ def gated_delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
-    batch: StateBatch,
+    batch: RecurrentBatch,
 ) -> torch.Tensor:
     """Every token's output [T, HV, V]; moves `state` on. q, k [T, HK, K] as the convolution gives them."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)

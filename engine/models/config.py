@@ -93,7 +93,7 @@ class ModelConfig:
             architecture=architectures[0],
             vocab_size=get_size(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=get_size(raw, "intermediate_size"),
+            intermediate_size=get_size(raw, "intermediate_size", raw.get("moe_intermediate_size")),
             num_layers=get_size(raw, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,

@@ -8,9 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels import delta
-from engine.kernels.delta import StateBatch
+from engine.kernels.delta import RecurrentBatch
 
-CPU = torch.device("cpu")
+
+def batch_of(starts, counts, slots):
+    """Sequences that stand one behind the other in a step."""
+    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+    counts = torch.tensor(counts)
+    return RecurrentBatch.build(positions, torch.tensor(slots), counts.cumsum(0) - counts, counts)
 
 
 def inputs(tokens, key_heads=2, heads=4, key_dim=16, value_dim=24, seed=0, same_keys=False):
@@ -77,7 +82,7 @@ def test_equals_transformers(tokens):
         output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     state = torch.stack((torch.full_like(before, torch.nan), before))
-    batch = StateBatch.build([0], [7], [tokens], [1], CPU)
+    batch = batch_of([7], [tokens], [1])
     out = delta.gated_delta_rule(q, k, v, g, beta, state, batch)
     torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state[1], last[0].transpose(1, 2), rtol=1e-4, atol=1e-5)
@@ -126,7 +131,7 @@ def test_results_do_not_depend_on_the_steps(seed):
     for step in steps(rng, lengths):
         counts = [count for _, _, count in step]
         q_starts = [sum(counts[:i]) for i in range(len(counts))]
-        batch = StateBatch.build(q_starts, [s for _, s, _ in step], counts, [slots[i] for i, _, _ in step], CPU)
+        batch = batch_of([start for _, start, _ in step], counts, [slots[i] for i, _, _ in step])
         x = torch.cat([xs[i][start : start + count] for i, start, count in step])
         g, beta = (torch.cat([gates[i][j][start : start + count] for i, start, count in step]) for j in (0, 1))
         mixed = delta.causal_conv(x, weight, conv_state, batch)

@@ -1,0 +1,89 @@
+"""A Gated DeltaNet layer: a recurrent layer whose state is as large for a long sequence as for a short one."""
+
+import torch
+from torch import nn
+
+from engine.core.kv.spec import StateLayer
+from engine.kernels.delta import RecurrentBatch, causal_conv, decay_and_beta, gated_delta_rule, gated_rms_norm
+from engine.layers.linear import Linear, MergedLinear, empty_parameter
+
+
+class SmallLinear(MergedLinear):
+    """Products with so few outputs that quantising them saves nothing, and which decide what a state keeps."""
+
+    quantizable = False
+
+
+class GatedDeltaNet(nn.Module):
+    """[T, H] -> [T, H].
+
+        x ─► q, k, v ─► causal convolution, silu ─► the gated delta rule ─► norm, gated by z ─► out_proj
+          ├► b, a ─► how much a token writes and keeps ──┘                          │
+          └► z ─────────────────────────────────────────────────────────────────────┘
+
+    The worker binds `state`: the rule's [num_slots, HV, V, K] float32 and the convolution's [num_slots, W, C]; see
+    engine.kernels.delta.
+    """
+
+    state: tuple[torch.Tensor, ...]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_width: int,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.key_heads, self.value_heads = key_heads, value_heads
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.key_size, self.value_size = key_heads * key_dim, value_heads * value_dim
+        self.channels = 2 * self.key_size + self.value_size
+        self.eps = eps
+        self.in_proj_qkvz = MergedLinear(hidden_size, [self.channels, self.value_size])
+        self.in_proj_ba = SmallLinear(hidden_size, [value_heads, value_heads])
+        self.conv_weight = empty_parameter(self.channels, 1, conv_width)
+        self.a_log = _float_parameter(value_heads)
+        self.dt_bias = _float_parameter(value_heads)
+        self.norm_weight = empty_parameter(value_dim)
+        self.out_proj = Linear(self.value_size, hidden_size)
+
+    def cache_layer(self) -> StateLayer:
+        dtype = str(self.conv_weight.dtype).removeprefix("torch.")
+        shapes = (self.value_heads, self.value_dim, self.key_dim), (self.conv_weight.shape[-1], self.channels)
+        return StateLayer(shapes, ("float32", dtype))
+
+    def forward(self, x: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+        state, conv_state = self.state
+        qkv, z = self.in_proj_qkvz(x).split((self.channels, self.value_size), -1)
+        b, a = self.in_proj_ba(x).chunk(2, -1)
+        mixed = causal_conv(qkv, self.conv_weight.squeeze(1), conv_state, batch)
+        q, k, v = mixed.split((self.key_size, self.key_size, self.value_size), -1)
+        g, beta = decay_and_beta(a, b, self.a_log, self.dt_bias)
+        keys, values = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        q, k, v = q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
+        out = gated_delta_rule(q, k, v, g, beta, state, batch)
+        y = gated_rms_norm(out, z.unflatten(-1, values), self.norm_weight, self.eps)
+        return self.out_proj(y.flatten(1))
+
+    def weights(self, prefix: str) -> dict[str, torch.Tensor]:
+        return {
+            f"{prefix}in_proj_qkv.weight": self.in_proj_qkvz.part(0),
+            f"{prefix}in_proj_z.weight": self.in_proj_qkvz.part(1),
+            f"{prefix}in_proj_b.weight": self.in_proj_ba.part(0),
+            f"{prefix}in_proj_a.weight": self.in_proj_ba.part(1),
+            f"{prefix}conv1d.weight": self.conv_weight,
+            f"{prefix}A_log": self.a_log,
+            f"{prefix}dt_bias": self.dt_bias,
+            f"{prefix}norm.weight": self.norm_weight,
+            f"{prefix}out_proj.weight": self.out_proj.weight,
+        }
+
+
+def _float_parameter(size: int) -> nn.Parameter:
+    """float32 whatever the model's dtype: it goes through an exponential."""
+    return nn.Parameter(torch.empty(size, dtype=torch.float32, device="meta"), requires_grad=False)

@@ -1,0 +1,208 @@
+"""Qwen3.5 and Qwen3.6, text: three recurrent layers (Gated DeltaNet), then one of gated attention, and so on.
+
+    h += mixer(norm(h))        h += mlp(norm(h))        norms multiply by 1 + w
+
+    mixer = Gated DeltaNet     a state of fixed size for each sequence (engine/layers/delta.py)
+          | attention          heads of 256 of which RoPE turns 64, norms of q and k, and a gate for each number:
+                               o_proj(attention(q, k, v) * sigmoid(gate))
+    mlp   = down(silu(gate(x)) * up(x))
+          | experts(x) + sigmoid(shared_gate(x)) * shared_expert(x)
+
+Checkpoints of the multimodal model load too: their vision tensors, and the drafter's (mtp), are left out.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from engine.core.kv.spec import AttentionLayer, CacheLayer
+from engine.kernels.delta import RecurrentBatch
+from engine.layers.attention import Attention
+from engine.layers.context import get_context
+from engine.layers.delta import GatedDeltaNet, SmallLinear
+from engine.layers.embed import Embedding, LMHead
+from engine.layers.linear import Linear, MergedLinear
+from engine.layers.moe import SparseMLP
+from engine.layers.norm import WideRMSNorm
+from engine.layers.rope import Rope, RotaryEmbedding
+from engine.models.base import CausalLM, Weights
+from engine.models.config import ModelConfig
+from engine.models.config_qwen3_5 import Qwen35Config, read_qwen3_5
+from engine.models.llama import LlamaMLP
+
+_MULTIMODAL = "model.language_model."  # where those checkpoints have the text model
+
+
+def _norm(size: int, config: ModelConfig) -> WideRMSNorm:
+    return WideRMSNorm(size, config.rms_norm_eps, offset=1.0)
+
+
+class GatedQKV(MergedLinear):
+    """q, k, v and the gate of attention. On disk the gate of each head follows its q; here it comes last."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.shape = config.num_heads, 2, config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        super().__init__(config.hidden_size, [2 * config.num_heads * config.head_dim, kv_size, kv_size])
+        self._is_ordered = False
+
+    def finalize(self, *, keep_weight: bool = False) -> None:
+        if not self._is_ordered:
+            q, gate = self.part(0).view(*self.shape, -1).unbind(1)
+            rows = torch.cat((q.flatten(0, 1), self.weight[self.out_sizes[0] :], gate.flatten(0, 1)))
+            self.weight = nn.Parameter(rows, requires_grad=False)
+            self._is_ordered = True
+        super().finalize(keep_weight=keep_weight)
+
+
+class GatedAttention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_size = config.num_heads * config.head_dim
+        self.qkv_proj = GatedQKV(config)
+        self.o_proj = Linear(self.gate_size, config.hidden_size)
+        self.q_norm, self.k_norm = _norm(config.head_dim, config), _norm(config.head_dim, config)
+        self.attention = Attention(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, None,
+            q_norm=self.q_norm, k_norm=self.k_norm,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        qkv, gate = self.qkv_proj(x).tensor_split((-self.gate_size,), -1)
+        return self.o_proj(self.attention(qkv, rope) * gate.sigmoid())
+
+    def weights(self, prefix: str) -> Weights:
+        found = {f"{prefix}{name}_proj.weight": self.qkv_proj.part(i) for i, name in enumerate("qkv")}
+        return found | {
+            f"{prefix}o_proj.weight": self.o_proj.weight,
+            f"{prefix}q_norm.weight": self.q_norm.weight,
+            f"{prefix}k_norm.weight": self.k_norm.weight,
+        }
+
+
+class SharedExpertMLP(SparseMLP):
+    """Experts that a router picks, and one that every token goes through."""
+
+    def __init__(self, config: ModelConfig, own: Qwen35Config) -> None:
+        moe = own.moe
+        assert moe is not None
+        super().__init__(config.hidden_size, moe.inner, moe.num_experts, moe.top_k, renormalize=moe.renormalize)
+        self.shared_expert = LlamaMLP(replace(config, intermediate_size=own.shared_inner))
+        self.shared_expert_gate = SmallLinear(config.hidden_size, [1])
+        self.is_stacked = True  # on disk: all experts in a tensor, or a matrix each
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).addcmul_(self.shared_expert_gate(x).sigmoid(), self.shared_expert(x))
+
+    def weights(self, prefix: str) -> Weights:
+        experts = self.experts.stacked_weights if self.is_stacked else self.experts.weights
+        return {
+            f"{prefix}gate.weight": self.gate.weight,
+            **experts(f"{prefix}experts."),
+            **self.shared_expert.weights(f"{prefix}shared_expert."),
+            f"{prefix}shared_expert_gate.weight": self.shared_expert_gate.weight,
+        }
+
+
+class Qwen35Layer(nn.Module):
+    def __init__(self, config: ModelConfig, own: Qwen35Config, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = _norm(config.hidden_size, config)
+        self.post_attention_layernorm = _norm(config.hidden_size, config)
+        self.mixer: GatedAttention | GatedDeltaNet
+        if own.layers[index] == "full_attention":
+            self.mixer = GatedAttention(config)
+        else:
+            self.mixer = GatedDeltaNet(
+                config.hidden_size, key_heads=own.key_heads, value_heads=own.value_heads, key_dim=own.key_dim,
+                value_dim=own.value_dim, conv_width=own.conv_width, eps=config.rms_norm_eps,
+            )  # fmt: skip
+        self.mlp = LlamaMLP(config) if own.moe is None else SharedExpertMLP(config, own)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: RecurrentBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(self.mixer, GatedAttention):
+            normed, residual = self.input_layernorm.add(x, residual, self.mixer.qkv_proj)
+            x = self.mixer(normed, rope)
+        else:
+            normed, residual = self.input_layernorm.add(x, residual, self.mixer.in_proj_ba)
+            x = self.mixer(normed, batch)
+        reader = self.mlp.gate_up_proj if isinstance(self.mlp, LlamaMLP) else self.mlp.gate
+        normed, residual = self.post_attention_layernorm.add(x, residual, reader)
+        return self.mlp(normed), residual
+
+    def weights(self, prefix: str) -> Weights:
+        norms = {
+            f"{prefix}input_layernorm.weight": self.input_layernorm.weight,
+            f"{prefix}post_attention_layernorm.weight": self.post_attention_layernorm.weight,
+        }
+        name = "self_attn" if isinstance(self.mixer, GatedAttention) else "linear_attn"
+        return {**norms, **self.mixer.weights(f"{prefix}{name}."), **self.mlp.weights(f"{prefix}mlp.")}
+
+
+class Qwen35ForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        own = read_qwen3_5(config.raw, config.rope)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = [Qwen35Layer(config, own, i) for i in range(config.num_layers)]
+        self.layers = nn.ModuleList(self.blocks)
+        self.norm = _norm(config.hidden_size, config)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.embed_tokens)
+        self.rope = RotaryEmbedding(config.head_dim, max_model_len, own.rope)
+        self._prefix = _MULTIMODAL if config.architecture.endswith("ForConditionalGeneration") else "model."
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        context = get_context()
+        assert context.state is not None, "the worker gave this step no state slots"
+        state = context.state
+        batch = RecurrentBatch.build(context.positions, state.slots, state.q_starts, state.counts)
+        x = self.embed_tokens(token_ids)
+        rope = self.rope.rows(context.positions, x.dtype)
+        residual = None
+        for layer in self.blocks:
+            x, residual = layer(x, residual, rope, batch)
+        return self.norm.add(x, residual, self.lm_head)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden)
+
+    def cache_layers(self) -> list[CacheLayer]:
+        attention = AttentionLayer(self.config.num_kv_heads, self.config.head_dim)
+        mixers = [layer.mixer for layer in self.blocks]
+        return [m.cache_layer() if isinstance(m, GatedDeltaNet) else attention for m in mixers]
+
+    def cache_modules(self) -> list[nn.Module]:
+        mixers = [layer.mixer for layer in self.blocks]
+        return [m if isinstance(m, GatedDeltaNet) else m.attention for m in mixers]
+
+    def adapt(self, names: Iterable[str]) -> None:
+        stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+        for layer in self.blocks:
+            if isinstance(layer.mlp, SharedExpertMLP):
+                layer.mlp.is_stacked = stacked
+
+    def weights(self) -> Weights:
+        prefix = self._prefix
+        found: dict[str, torch.Tensor] = {
+            f"{prefix}embed_tokens.weight": self.embed_tokens.weight,
+            f"{prefix}norm.weight": self.norm.weight,
+        }
+        if not self.config.tie_word_embeddings:
+            found["lm_head.weight"] = self.lm_head.weight
+        for i, layer in enumerate(self.blocks):
+            found |= layer.weights(f"{prefix}layers.{i}.")
+        return found
+
+    def ignores(self, name: str) -> bool:
+        """The vision tower, the drafter's head, and a tied head that is on disk all the same."""
+        return (
+            super().ignores(name)
+            or name.startswith(("model.visual.", "mtp."))
+            or (self.config.tie_word_embeddings and name == "lm_head.weight")
+        )
