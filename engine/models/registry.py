@@ -8,6 +8,7 @@ from engine.models.gemma4 import Gemma4ForCausalLM, Gemma4ForConditionalGenerati
 from engine.models.llama import LlamaForCausalLM
 from engine.models.mixtral import MixtralForCausalLM
 from engine.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+from engine.models.qwen3_5 import Qwen35ForCausalLM
 from engine.models.qwen3_moe import Qwen3MoeForCausalLM
 
 _ARCHITECTURES: dict[str, type[CausalLM]] = {
@@ -23,6 +24,10 @@ _ARCHITECTURES: dict[str, type[CausalLM]] = {
     "MixtralForCausalLM": MixtralForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen35ForCausalLM,
+    "Qwen3_5ForConditionalGeneration": Qwen35ForCausalLM,
+    "Qwen3_5MoeForCausalLM": Qwen35ForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
