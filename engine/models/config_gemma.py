@@ -9,6 +9,7 @@ from typing import Any
 from engine.errors import ModelError
 from engine.models.config_rope import check_rope, read_rope
 from engine.models.fields import get_field, get_scale, get_size
+from engine.models.moe_config import MoeConfig
 
 _COMMON = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -67,6 +68,7 @@ class GemmaConfig:
     # Gemma 4's per-layer embeddings: numbers a token and layer (0: none), and rows of their table.
     per_layer_size: int = 0
     per_layer_vocab: int = 0
+    moe: MoeConfig | None = None  # experts beside the MLP of every layer
 
 
 def read_gemma2(raw: dict[str, Any]) -> GemmaConfig:
@@ -107,8 +109,6 @@ def read_gemma4(raw: dict[str, Any]) -> GemmaConfig:
     _check_common(raw)
     kinds = _layer_kinds(raw)
     kinds[-1] = _FULL
-    if get_field(raw, "enable_moe_block", bool, False):
-        raise ModelError("config.json: enable_moe_block is not supported: this version runs the dense models.")
     blocks = raw.get("rope_parameters")
     if blocks is None:
         blocks = {_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
@@ -138,7 +138,15 @@ def read_gemma4(raw: dict[str, Any]) -> GemmaConfig:
         v_norm=True,
         per_layer_size=_count(raw, "hidden_size_per_layer_input"),
         per_layer_vocab=get_size(raw, "vocab_size_per_layer_input"),
+        moe=_experts(raw) if get_field(raw, "enable_moe_block", bool, False) else None,
     )
+
+
+def _experts(raw: dict[str, Any]) -> MoeConfig:
+    num_experts, top_k = get_size(raw, "num_experts"), get_size(raw, "top_k_experts")
+    if top_k > num_experts:
+        raise ModelError(f"config.json: top_k_experts ({top_k}) is larger than num_experts ({num_experts}).")
+    return MoeConfig(num_experts, top_k, get_size(raw, "moe_intermediate_size"), renormalize=True)
 
 
 def _shapes(raw: dict[str, Any], kinds: list[str]) -> list[tuple[int, int]]:

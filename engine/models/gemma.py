@@ -96,8 +96,11 @@ class GemmaLayer(nn.Module):
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """x [T, H], which it changes in place."""
         x += self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rope))
-        x += self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x += self.post_feedforward_layernorm(self._feed_forward(x))
         return x
+
+    def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.pre_feedforward_layernorm(x))
 
     def weights(self, prefix: str) -> Weights:
         found = {f"{prefix}{name}.weight": m.weight for name, m in self.named_children() if isinstance(m, WideRMSNorm)}

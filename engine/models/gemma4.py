@@ -1,6 +1,8 @@
-"""Gemma 4, text: Gemma's layers with a scalar after each, and in the small models an embedding for each layer.
+"""Gemma 4, text: Gemma's layers with a scalar after each; an embedding for each layer, or experts beside the MLP.
 
-    h = h + ...attention... + ...mlp...                                                    as in gemma.py
+    h += post_attention_norm(attention(input_norm(h)))                                     as in gemma.py
+    h += post_feedforward_norm(mlp(pre_feedforward_norm(h)))                               likewise, but in 26B-A4B:
+    h += post_feedforward_norm(norm_1(mlp(pre_feedforward_norm(h))) + norm_2(experts(pre_norm_2(h), router(h))))
     h += per_layer_norm(per_layer_projection(gelu(per_layer_gate(h)) * e[layer]))          E2B, E4B
     h *= layer_scalar
 
@@ -12,6 +14,7 @@ that has.
 """
 
 import re
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +22,14 @@ from torch import nn
 
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear, empty_parameter
-from engine.layers.norm import WideRMSNorm
+from engine.layers.moe import RoutedExperts, Router, Routing, choose_experts
+from engine.layers.norm import WideRMSNorm, unit_rms
 from engine.layers.rope import Rope
 from engine.models.base import Weights
 from engine.models.config import ModelConfig
 from engine.models.config_gemma import GemmaConfig, GemmaLayerConfig, read_gemma4
 from engine.models.gemma import GemmaForCausalLM, GemmaLayer
+from engine.models.moe_config import MoeConfig
 
 _LAYER_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
 
@@ -67,10 +72,55 @@ class PerLayerInput(nn.Module):
         return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
 
 
+class Gemma4Router(nn.Module):
+    """x [T, H], not normalised by its layer -> the experts of each token; each expert has a factor of its own."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
+        super().__init__()
+        self.proj = Router(config.hidden_size, moe.num_experts, moe.top_k)
+        self.scale = empty_parameter(config.hidden_size)
+        self.per_expert_scale = empty_parameter(moe.num_experts)
+        self.eps, self.root = config.rms_norm_eps, config.hidden_size**-0.5
+
+    def forward(self, x: torch.Tensor) -> Routing:
+        logits = self.proj(unit_rms(x, self.eps) * self.scale * self.root)
+        return choose_experts(logits, self.proj.top_k, expert_scale=self.per_expert_scale)
+
+
+class ParallelExperts(nn.Module):
+    """Experts beside a layer's MLP: x [T, H] and the MLP's output -> the sum of both, each normalised."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
+        super().__init__()
+        self.router = Gemma4Router(config, moe)
+        self.experts = RoutedExperts(config.hidden_size, moe.inner, moe.num_experts, gate="gelu_tanh")
+        self.pre_feedforward_layernorm_2 = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm_1 = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm_2 = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.stacked = True  # the experts' weights on disk; quantisers write a matrix for each expert
+
+    def forward(self, x: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        sparse = self.experts(self.pre_feedforward_layernorm_2(x), self.router(x))
+        return self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(sparse)
+
+    def weights(self, prefix: str) -> Weights:
+        experts = self.experts.stacked_weights if self.stacked else self.experts.weights
+        return {
+            f"{prefix}router.proj.weight": self.router.proj.weight,
+            f"{prefix}router.scale": self.router.scale,
+            f"{prefix}router.per_expert_scale": self.router.per_expert_scale,
+            f"{prefix}pre_feedforward_layernorm_2.weight": self.pre_feedforward_layernorm_2.weight,
+            f"{prefix}post_feedforward_layernorm_1.weight": self.post_feedforward_layernorm_1.weight,
+            f"{prefix}post_feedforward_layernorm_2.weight": self.post_feedforward_layernorm_2.weight,
+            **experts(f"{prefix}experts."),
+        }
+
+
 class Gemma4Layer(GemmaLayer):
     def __init__(self, config: ModelConfig, gemma: GemmaConfig, layer: GemmaLayerConfig) -> None:
         super().__init__(config, gemma, layer)
         self.per_layer_input = PerLayerInput(config, gemma.per_layer_size) if gemma.per_layer_size else None
+        self.sparse = None if gemma.moe is None else ParallelExperts(config, gemma.moe)
         self.layer_scalar = empty_parameter(1)
 
     def forward(self, x: torch.Tensor, rope: Rope, e: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,9 +130,16 @@ class Gemma4Layer(GemmaLayer):
             x = self.per_layer_input(x, e)
         return x.mul_(self.layer_scalar)
 
+    def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense = super()._feed_forward(x)
+        return dense if self.sparse is None else self.sparse(x, dense)
+
     def weights(self, prefix: str) -> Weights:
         found = {**super().weights(prefix), f"{prefix}layer_scalar": self.layer_scalar}
-        return found if self.per_layer_input is None else {**found, **self.per_layer_input.weights(prefix)}
+        for part in (self.per_layer_input, self.sparse):
+            if part is not None:
+                found |= part.weights(prefix)
+        return found
 
 
 class Gemma4ForCausalLM(GemmaForCausalLM):
@@ -102,6 +159,13 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         for i, layer in enumerate(self.blocks):
             x = layer(x, ropes[layer.kind], None if each is None else each[i])
         return self.norm(x)
+
+    def adapt(self, names: Iterable[str]) -> None:
+        names = set(names)
+        super().adapt(names)
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, Gemma4Layer) and layer.sparse is not None:
+                layer.sparse.stacked = f"{self.prefix}layers.{i}.experts.0.gate_proj.weight" not in names
 
     def weights(self) -> Weights:
         found = super().weights()

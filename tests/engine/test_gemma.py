@@ -30,6 +30,9 @@ SHAPES = {
                             "num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
     "gemma4_12b": GEMMA4 | {"model": "Gemma4Unified", "num_hidden_layers": 6, "num_key_value_heads": 4,
                             "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "gemma4_26b": GEMMA4 | {"model": "Gemma4", "num_hidden_layers": 6, "num_key_value_heads": 2,
+                            "num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True,
+                            "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32},
     "gemma4_e2b": GEMMA4 | {"model": "Gemma4", "num_hidden_layers": 10, "num_key_value_heads": 1,
                             "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
                             "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
@@ -54,7 +57,7 @@ def save_tiny_gemma(directory, settings):
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():  # norms and scalars start as ones or zeros: dropping them must show
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in name or name.endswith("layer_scalar"):
+            if any(part in name for part in ("norm", "layer_scalar", "router.")):
                 tensor.add_(torch.randn_like(tensor) * 0.3)
     model.save_pretrained(directory)
     save_byte_tokenizer(directory)
