@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from engine.errors import ConfigError
 from engine.kernels.attention import AttentionBatch, paged_attention, write_kv
 from engine.layers.context import DeviceBatch, get_context
 from engine.layers.norm import RMSNorm, WideRMSNorm, unit_rms
@@ -86,7 +85,7 @@ class Attention(nn.Module):
 
     @property
     def cpu_only(self) -> bool:
-        """Whether the GPU's kernels lack something that this layer needs (but for RoPE of part of a head)."""
+        """Whether the GPU's kernels lack something that this layer needs."""
         unlike = self.k_eq_v or not self.own_kv or self.v_norm_eps is not None or self.softcap is not None
         return unlike or isinstance(self.q_norm, WideRMSNorm)
 
@@ -100,9 +99,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         from engine.kernels import triton_attention, triton_fused
 
-        if self.cpu_only or 2 * rope.cos.shape[-1] != self.head_dim:
-            raise ConfigError("The GPU's kernels do not compute this model's attention yet.", "--device",
-                              "Use --device cpu.")
+        assert not self.cpu_only, "refused when the model was built"
         tokens = qkv.shape[0]
         norms = {}
         if self.q_norm is not None and self.k_norm is not None:

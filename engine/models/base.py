@@ -7,6 +7,7 @@ from torch import nn
 
 from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.layers.attention import Attention
+from engine.layers.rope import RotaryEmbedding
 from engine.models.config import ModelConfig
 
 Weights = Mapping[str, torch.Tensor]
@@ -48,6 +49,10 @@ class CausalLM(nn.Module):
         An attention module gets `k_cache` and `v_cache`, a recurrent one `state`, a tuple of [num_slots, *shape].
         """
         return [m for m in self.modules() if isinstance(m, Attention)]
+
+    def cpu_only(self) -> bool:
+        """Whether the GPU's kernels lack something that a layer needs."""
+        return any(isinstance(m, Attention | RotaryEmbedding) and m.cpu_only for m in self.modules())
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints carry and this family does not need."""

@@ -60,6 +60,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
     finally:
         torch.set_default_dtype(torch.float32)
+    if device.type == "cuda" and model.cpu_only():
+        raise ConfigError(f"{model_config.architecture} does not run on a GPU yet.", "--device", "Use --device cpu.")
     if config.quantization is not None:
         quantize(model, config.quantization)
     card = Card.now(device) if device.type == "cuda" else None
