@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.moe_tiles import VECTOR_TOKENS
 from engine.kernels.threads import num_threads
 from engine.layers.activation import Gate
 from engine.layers.linear import Linear, can_quantize, empty_parameter
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
-
-_VECTOR_TOKENS = 4  # as in triton_moe: up to here fp8 weights multiply activations as they are
 
 
 class Routing(NamedTuple):
@@ -124,7 +123,7 @@ class RoutedExperts(nn.Module):
         """One expert after the other, each with all of its tokens; experts that nobody chose are not touched."""
         tokens, top_k = routing.experts.shape
         experts, order = routing.experts.flatten().sort(stable=True)
-        quantize = tokens > _VECTOR_TOKENS
+        quantize = tokens > VECTOR_TOKENS
         rows = x[order // top_k]
         results = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype)
         numbers, counts = experts.unique_consecutive(return_counts=True)

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from engine.kernels import launch, triton_attention, triton_fused, triton_gemv, triton_quant
+from engine.kernels import launch, triton_attention, triton_fused, triton_gemv, triton_moe, triton_quant
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -42,6 +42,13 @@ def rope(dim, cache, norm):
     )
 
 
+def experts(num_experts, top_k, hidden, inner, dtype, tokens, **options):
+    w13, w2 = zeros(num_experts, 2 * inner, hidden, dtype=dtype), zeros(num_experts, hidden, inner, dtype=dtype)
+    scales = [torch.zeros(w.shape[:2]) for w in (w13, w2)] if dtype == FP8 else []
+    routing = triton_moe.choose_experts(zeros(tokens, num_experts), top_k)
+    triton_moe.routed_experts(zeros(tokens, hidden), *routing, w13, w2, *scales, **options)
+
+
 def run_all(fp8):
     attend(64, 3, BF16)
     attend(80, 7, BF16, window=100, softcap=30.0)
@@ -55,7 +62,13 @@ def run_all(fp8):
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
     triton_fused.silu_mul(zeros(3, 3000))
+    experts(4, 2, 2048, 768, BF16, 2)
+    experts(4, 2, 2816, 704, BF16, 9, gate="gelu_tanh")
+    experts(4, 2, 2048, 768, BF16, 4100)
     if fp8:
+        experts(4, 2, 2048, 512, FP8, 2)
+        experts(4, 2, 2048, 512, FP8, 9)
+        experts(4, 2, 2816, 704, FP8, 300)
         attend(128, 4, FP8)
         attend(256, 7, FP8, window=100)
         rope(80, FP8, norm=True)
@@ -80,7 +93,7 @@ def main(major, minor, shared):
         compiled += 1
 
     launch.Kernel.__call__ = compile_only
-    triton_attention.shared_memory = triton_gemv.shared_memory = lambda device: shared
+    triton_attention.shared_memory = triton_gemv.shared_memory = triton_moe.shared_memory = lambda device: shared
     triton_attention.query_rows = lambda dim, device: (128 if dim <= 128 else 64) * (1 + (major == 9))
     run_all(fp8=(major, minor) >= (8, 9))
     print(compiled)

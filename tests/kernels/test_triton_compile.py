@@ -16,9 +16,9 @@ KIB = 1024
 @pytest.mark.parametrize(
     "major, minor, shared, kernels",
     [
-        pytest.param(8, 0, 163 * KIB, 20, id="sm80, without fp8"),
-        pytest.param(9, 0, 227 * KIB, 32, id="sm90"),
-        pytest.param(12, 0, 99 * KIB, 32, id="sm120"),
+        pytest.param(8, 0, 163 * KIB, 34, id="sm80, without fp8"),
+        pytest.param(9, 0, 227 * KIB, 64, id="sm90"),
+        pytest.param(12, 0, 99 * KIB, 64, id="sm120"),
     ],
 )
 def test_kernels_compile(major, minor, shared, kernels, tmp_path):
