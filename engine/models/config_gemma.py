@@ -113,6 +113,9 @@ def read_gemma4(raw: dict[str, Any]) -> GemmaConfig:
     if blocks is None:
         blocks = {_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
     shapes = _shapes(raw, kinds)
+    per_layer_size, per_layer_vocab = _count(raw, "hidden_size_per_layer_input"), raw["vocab_size_per_layer_input"]
+    if per_layer_size and get_size(raw, "vocab_size_per_layer_input") < get_size(raw, "vocab_size"):
+        raise ModelError("config.json: vocab_size_per_layer_input is smaller than vocab_size.")
     inner, wide = get_size(raw, "intermediate_size"), get_field(raw, "use_double_wide_mlp", bool, False)
     k_eq_v = get_field(raw, "attention_k_eq_v", bool, False)
     own = len(kinds) - _count(raw, "num_kv_shared_layers")
@@ -136,8 +139,8 @@ def read_gemma4(raw: dict[str, Any]) -> GemmaConfig:
         final_softcap=get_scale(raw, "final_logit_softcapping"),
         norm_offset=0.0,
         v_norm=True,
-        per_layer_size=_count(raw, "hidden_size_per_layer_input"),
-        per_layer_vocab=get_size(raw, "vocab_size_per_layer_input"),
+        per_layer_size=per_layer_size,
+        per_layer_vocab=per_layer_vocab,
         moe=_experts(raw) if get_field(raw, "enable_moe_block", bool, False) else None,
     )
 

@@ -11,6 +11,7 @@ from tiny_llama import save_byte_tokenizer
 from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest
+from engine.errors import OutOfMemoryPlanError
 from engine.worker.build import build_engine
 
 GEMMA4 = {"sliding_window": 24, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_attention_heads": 4,
@@ -93,9 +94,46 @@ def test_greedy_equals_transformers(gemma_dir, shape, budget):
     bank = random.Random(7)
     stems = [[bank.randrange(3, VOCAB) for _ in range(n)] for n in (5, 40, 70)]
     requests = [greedy(rng.choice(stems) + [9, 8, 7][: i % 4], f"r{i}") for i in range(8)]
-    core = engine(model_dir, max_num_batched_tokens=budget, max_num_seqs=3, overlap=budget == 33)
+    size = 8 if budget == 7 else 16
+    core = engine(model_dir, max_num_batched_tokens=budget, max_num_seqs=3, block_size=size, overlap=budget == 33)
     tokens, _ = run(core, requests, rng, aborts=0.03)
     assert any(len(tokens[r.request_id]) == 16 for r in requests)
     for r in requests:
         got = tokens[r.request_id]
         assert got == oracle.greedy(model_dir, tuple(r.prompt_token_ids), 16)[: len(got)]
+
+
+@pytest.mark.parametrize("shape", ["gemma2", "gemma4_31b", "gemma4_26b", "gemma4_e2b"])
+def test_preemption_does_not_change_tokens(gemma_dir, shape):
+    """Less and less memory, until requests have to give theirs up."""
+    model_dir, preempted = gemma_dir(shape), 0
+    requests = [greedy(list(range(i + 3, i + 43)), f"r{i}", 80) for i in range(4)]
+    memory = 4 << 20
+    while not preempted:
+        try:
+            core = engine(model_dir, memory=memory, max_num_batched_tokens=64)
+        except OutOfMemoryPlanError:
+            pytest.fail(f"{memory} bytes hold no context of 192 tokens, and a little more held all requests")
+        tokens, _ = run(core, requests)
+        preempted = core.stats().num_preemptions
+        for r in requests:
+            assert tokens[r.request_id] == oracle.greedy(model_dir, tuple(r.prompt_token_ids), 80)
+        memory = memory * 4 // 5
+
+
+@pytest.mark.parametrize("shape", ["gemma2", "gemma3", "gemma4_12b", "gemma4_26b", "gemma4_e2b"])
+def test_scores_equal_transformers(gemma_dir, shape):
+    """Caps do not change which token is best: only scores show them."""
+    model_dir = gemma_dir(shape)
+    prompt = [(i * 31) % 300 + 3 for i in range(60)]
+    core = engine(model_dir, max_num_batched_tokens=23)
+    core.add_request(EngineRequest("r", prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)))
+    outputs = []
+    while core.has_work():
+        outputs += core.step()
+    logits = oracle.logits(model_dir, prompt)
+    if shape != "gemma3":
+        assert 3 < logits.abs().max() <= 4
+    expected = logits.log_softmax(-1)
+    for i, entry in enumerate(outputs[0].prompt_logprobs[1:]):
+        assert entry.logprob == pytest.approx(expected[i, prompt[i + 1]].item(), abs=1e-3)
