@@ -55,6 +55,10 @@ class Router(Linear):
         self.top_k = top_k
         self.renormalize = renormalize
 
+    def in_vector_form(self, rows: int) -> bool:
+        """No: the norm before it gives its result to the experts as well, so it cannot be a part of this product."""
+        return False
+
     def choose(self, x: torch.Tensor) -> Routing:
         """x [T, H] -> the experts of each token."""
         return choose_experts(self(x), self.top_k, renormalize=self.renormalize)

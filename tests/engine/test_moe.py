@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear, RoutedExperts, Router, Routing, choose_experts
 from engine.layers.quant import FP8
 from engine.models.loader import quantize
@@ -101,6 +102,14 @@ def test_quantisation_leaves_the_router_and_odd_sizes_alone():
         linear.finalize()
     assert model.experts.gate_up_proj.weight.dtype == FP8
     assert model.experts.down_proj.weight.dtype == torch.float32
+
+
+def test_the_norm_before_a_router_gives_plain_activations():
+    """The experts read them too, so they may not be in a form for the router's product alone."""
+    router = Router(HIDDEN, EXPERTS, 2)
+    router._product = Linear._on_gpu
+    assert not router.in_vector_form(1)
+    assert not router.wants_fp8(100)
 
 
 def test_memory_of_a_quantised_model_is_known_before_it_is_loaded():
