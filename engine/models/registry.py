@@ -10,6 +10,7 @@ from engine.models.mixtral import MixtralForCausalLM
 from engine.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from engine.models.qwen3_5 import Qwen35ForCausalLM
 from engine.models.qwen3_moe import Qwen3MoeForCausalLM
+from engine.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 _ARCHITECTURES: dict[str, type[CausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
@@ -29,6 +30,7 @@ _ARCHITECTURES: dict[str, type[CausalLM]] = {
     "Qwen3_5MoeForCausalLM": Qwen35ForCausalLM,
     "Qwen3_5MoeForConditionalGeneration": Qwen35ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3VLForConditionalGeneration": Qwen3VLForConditionalGeneration,
 }
 
 

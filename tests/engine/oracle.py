@@ -8,9 +8,11 @@ import torch
 
 @lru_cache(maxsize=16)
 def load(model_dir: Path):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    multimodal = AutoConfig.from_pretrained(model_dir).model_type == "qwen3_vl"  # no class of the text alone
+    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    return auto.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
 @lru_cache(maxsize=4096)

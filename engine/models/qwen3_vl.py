@@ -1,0 +1,19 @@
+"""The language model of Qwen3-VL: dense Qwen3 under another prefix.
+
+Its RoPE turns pairs by three positions (time, height, width), which are one and the same for text; and what the vision
+tower adds to hidden states (DeepStack) it adds at positions of images. So text alone is exactly Qwen3.
+"""
+
+from engine.models.base import Weights
+from engine.models.qwen import Qwen3ForCausalLM
+
+_PREFIX = "model.language_model."
+
+
+class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
+    def weights(self) -> Weights:
+        found = super().weights()
+        return {_PREFIX + n.removeprefix("model.") if n.startswith("model.") else n: t for n, t in found.items()}
+
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or name.startswith("model.visual.")
