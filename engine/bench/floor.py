@@ -3,11 +3,16 @@
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from engine.bench.random_checkpoint import empty_model
+from engine.kernels.moe_tiles import Shape
+from engine.layers.activation import Gate
 from engine.models.checkpoint import check_checkpoint
 from engine.models.config import ModelConfig
+from engine.models.fields import get_size
 
 _BYTES = 256 << 20  # far larger than any cache
 
@@ -23,21 +28,38 @@ def bandwidth(device: torch.device, repeats: int = 9) -> dict[str, float]:
 
 
 def bytes_per_token(model_dir: Path) -> int:
-    """Bytes of weights that one decoded token must read: all but an embedding table that is no output head too.
+    """Bytes of weights that one decoded token must read: all but tables that are only looked up in (embeddings that are
+    no output head too), and of experts those that one token goes through.
 
     From the checkpoint if there is one, from config.json in bf16 (dummy weights) if not.
     """
     config = ModelConfig.load(model_dir)
-    if any(model_dir.glob("*.safetensors")):
-        tensors = check_checkpoint(model_dir)
-        total = sum(t.num_bytes for t in tensors.values())
-        if not config.tie_word_embeddings:
-            total -= sum(t.num_bytes for name, t in tensors.items() if name.endswith("embed_tokens.weight"))
-        return total
-    heads = config.num_heads + 2 * config.num_kv_heads
-    layer = config.hidden_size * config.head_dim * (heads + config.num_heads)
-    layer += 3 * config.hidden_size * config.intermediate_size
-    return 2 * (config.num_layers * layer + config.hidden_size * config.vocab_size)
+    tensors = check_checkpoint(model_dir) if any(model_dir.glob("*.safetensors")) else {}
+    tables = ("embed_tokens_per_layer.weight", *(() if config.tie_word_embeddings else ("embed_tokens.weight",)))
+    dense, experts = 0, 0
+    for name, target in empty_model(model_dir).weights().items():
+        size = tensors[name].num_bytes if name in tensors else 2 * target.numel()
+        if ".experts." in name:
+            experts += size
+        elif not name.endswith(tables):
+            dense += size
+    if experts:
+        shape, _ = read_shape(config.raw)
+        experts = experts * shape.top_k // shape.num_experts
+    return dense + experts
+
+
+def read_shape(raw: dict[str, Any], itemsize: int = 2) -> tuple[Shape, Gate]:
+    """Of the layers with experts, whatever family a config.json is of. Raises ModelError with the field's name."""
+    raw = raw.get("text_config") or raw
+    experts = "num_experts" if "num_experts" in raw else "num_local_experts"
+    top_k = "top_k_experts" if "top_k_experts" in raw else "num_experts_per_tok"
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in raw else "intermediate_size"
+    act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
+    shape = Shape(
+        get_size(raw, experts), get_size(raw, top_k), get_size(raw, "hidden_size"), get_size(raw, inner), itemsize
+    )
+    return shape, "gelu_tanh" if "gelu" in act else "silu"
 
 
 def _median_seconds(work, device: torch.device, repeats: int) -> float:

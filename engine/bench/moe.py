@@ -17,11 +17,9 @@ from torch import nn
 from engine.bench import floor, report
 from engine.capabilities import resolve_device
 from engine.kernels.moe_tiles import MatrixTiles, Shape, Tiles, VectorTiles, tiles_for
-from engine.layers.activation import Gate
 from engine.layers.moe import Routing, SparseMLP
 from engine.layers.quant import FP8
 from engine.models.config import read_json
-from engine.models.fields import get_size
 
 _TOKENS = (1, 4, 16, 64, 256, 4096)
 _INPUTS = 8  # that take turns
@@ -49,22 +47,9 @@ def run(args: argparse.Namespace) -> Iterator[report.Row]:
         del layer
 
 
-def read_shape(raw: dict[str, Any], itemsize: int) -> tuple[Shape, Gate]:
-    """Of the layers with experts, whatever family a config.json is of. Raises ModelError with the field's name."""
-    raw = raw.get("text_config") or raw
-    experts = "num_experts" if "num_experts" in raw else "num_local_experts"
-    top_k = "top_k_experts" if "top_k_experts" in raw else "num_experts_per_tok"
-    inner = "moe_intermediate_size" if "moe_intermediate_size" in raw else "intermediate_size"
-    act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
-    shape = Shape(
-        get_size(raw, experts), get_size(raw, top_k), get_size(raw, "hidden_size"), get_size(raw, inner), itemsize
-    )
-    return shape, "gelu_tanh" if "gelu" in act else "silu"
-
-
 def make_layer(raw: dict[str, Any], device: torch.device, *, fp8: bool) -> tuple[SparseMLP, Shape]:
     """Random weights in a model's shapes: a router that uses all experts alike, and the experts."""
-    shape, gate = read_shape(raw, 1 if fp8 else 2)
+    shape, gate = floor.read_shape(raw, 1 if fp8 else 2)
     dtype = torch.bfloat16
     layer = SparseMLP(shape.hidden, shape.inner, shape.num_experts, shape.top_k)
     layer.experts.gate = gate

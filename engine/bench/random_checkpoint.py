@@ -79,6 +79,6 @@ def _by_layer(model: CausalLM) -> list[dict[str, torch.Size]]:
     found: dict[int, dict[str, torch.Size]] = {-1: {}}
     for name, target in model.weights().items():
         words = name.split(".")
-        layer = int(words[2]) if words[1] == "layers" else -1
+        layer = int(words[words.index("layers") + 1]) if "layers" in words else -1
         found.setdefault(layer, {})[name] = target.shape
     return [found[layer] for layer in sorted(found)]

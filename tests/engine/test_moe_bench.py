@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench import moe
+from engine.bench import floor, moe
 from engine.kernels.moe_tiles import Shape, Tiles, tiles_for
 from engine.models.config import ModelConfig
 from engine.models.registry import model_class
@@ -24,7 +24,7 @@ TINY = {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "moe_inte
       "hidden_activation": "gelu_pytorch_tanh"}, Shape(4, 3, 16, 8, 2), "gelu_tanh"),
 ])
 def test_shapes_of_each_family(raw, shape, gate):
-    assert moe.read_shape(raw, 2) == (shape, gate)
+    assert floor.read_shape(raw) == (shape, gate)
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
@@ -55,3 +55,9 @@ def test_qwen3_30b_a3b_has_the_published_size():
     config = ModelConfig.load(CONFIGS / "qwen3-30b-a3b")
     weights = model_class(config)(config, 16).weights()
     assert sum(tensor.numel() for tensor in weights.values()) == 30_532_122_624
+
+
+def test_bytes_of_a_token_count_its_experts_alone():
+    """Qwen3-30B-A3B: of 30.5 B parameters a token reads 3.35 B, less the embedding."""
+    expected = 3_353_032_704 - 151936 * 2048
+    assert floor.bytes_per_token(CONFIGS / "qwen3-30b-a3b") == 2 * expected
