@@ -115,14 +115,19 @@ def gemv(
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
+    norm: tuple[torch.Tensor, float] | None = None,
     gate: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """triton_gemv.gemv."""
+    if norm is not None:
+        x = rms_norm(x, *norm)
+        assert isinstance(x, torch.Tensor)
     y = few_rows(x, weight, bias, scale=scale)
     if gate:
         y = silu_mul(y)
         assert isinstance(y, torch.Tensor)
-    return y
+    return y if residual is None else residual.copy_(residual.float() + y.float())
 
 
 def few_rows(

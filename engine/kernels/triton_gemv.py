@@ -2,8 +2,11 @@
 
 Up to 4 rows: in vector form. A program holds BLOCK_N rows of W in registers, multiplies them with each row of x, and
 sums. There are many small programs, so much of W is on its way at any time; the first block of it is asked for before
-the previous kernel's results are waited for, since nobody writes weights. The gate of a gated MLP can be applied in
-passing: y = silu(x Wgᵀ) * (x Wuᵀ), with Wg above Wu.
+the previous kernel's results are waited for, since nobody writes weights. What stands around a product in a decoder
+layer happens in passing, for each kernel less saves as much time as a megabyte of weights takes:
+
+    before   RMS norm of x: every program normalises it for itself
+    after    the gate of a gated MLP, y = silu(x Wgᵀ) * (x Wuᵀ), with Wg above Wu;  or the residual, r += x Wᵀ
 
 More rows: on the matrix units, through a deep asynchronous pipeline. The weight's rows take the wide side, so M needs
 no padding beyond 16.
@@ -22,22 +25,44 @@ VECTOR_ROWS = 4  # more rows: the arithmetic takes longer than reading the weigh
 
 
 @triton.jit
-def _add_product(sums, w, x_ptr, M, x_stride, k, k_live, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """sums[m] + w x[m, k] for each row m, w [BLOCK_N, BLOCK_K]. Of four rows the last may be missing."""
+def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
+    """x[m, k], zeros outside. Of four rows the last may be missing."""
+    if WHOLE and m < 3:
+        return tl.load(x_ptr + m * x_stride + k)
+    else:
+        return tl.load(x_ptr + m * x_stride + k, mask=(k < K) & (m < M), other=0.0)
+
+
+@triton.jit
+def _add_product(sums, w, x_ptr, norm_ptr, scales, M, x_stride, k, K, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    """sums[m] + w x[m, k] for each row m, w [BLOCK_N, BLOCK_K]; with a norm, of x[m, k] scales[m] norm[k]."""
     wide = w.to(tl.float32)
     result = ()
     for m in tl.static_range(ROWS):
-        if WHOLE and m < 3:
-            x = tl.load(x_ptr + m * x_stride + k)
-        else:
-            x = tl.load(x_ptr + m * x_stride + k, mask=k_live & (m < M), other=0.0)
+        x = _row(x_ptr, M, x_stride, k, K, m, WHOLE)
+        if norm_ptr is not None:  # rounded where the norm's own kernel rounds
+            x = (x.to(tl.float32) * scales[m]).to(x.dtype) * tl.load(norm_ptr + k, mask=k < K, other=0.0)
         result = result + (sums[m] + tl.sum(wide * x.to(tl.float32)[None, :], 1),)  # noqa: RUF005 - Triton's tuples
+    return result
+
+
+@triton.jit
+def _norm_scales(x_ptr, M, x_stride, eps, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """1 / sqrt(mean(x[m]²) + eps) of each row m."""
+    k = tl.arange(0, BLOCK_K)
+    result = ()
+    for m in tl.static_range(ROWS):
+        squares = tl.zeros([BLOCK_K], tl.float32)
+        for at in tl.static_range(0, K, BLOCK_K):
+            x = _row(x_ptr, M, x_stride, at + k, K, m, K % BLOCK_K == 0).to(tl.float32)
+            squares += x * x
+        result = result + (tl.rsqrt(tl.sum(squares, 0) / K + eps),)  # noqa: RUF005
     return result
 
 
 @kernel
 def _vector_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, M, x_stride, y_stride,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -57,6 +82,9 @@ def _vector_kernel(
     for _ in tl.static_range(ROWS):
         sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005
     up_sums = sums
+    scales = sums
+    if norm_ptr is not None:
+        scales = _norm_scales(x_ptr, M, x_stride, eps, K, ROWS, BLOCK_K)
     for at in tl.static_range(0, K, BLOCK_K):
         next_w = w
         next_up = up
@@ -65,10 +93,10 @@ def _vector_kernel(
             next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
             if GATE:
                 next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
-        sums = _add_product(sums, w, x_ptr + at, M, x_stride, k, k < K - at, ROWS, WHOLE)
+        sums = _add_product(sums, w, x_ptr, norm_ptr, scales, M, x_stride, at + k, K, ROWS, WHOLE)
         w = next_w
         if GATE:
-            up_sums = _add_product(up_sums, up, x_ptr + at, M, x_stride, k, k < K - at, ROWS, WHOLE)
+            up_sums = _add_product(up_sums, up, x_ptr, norm_ptr, scales, M, x_stride, at + k, K, ROWS, WHOLE)
             up = next_up
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
@@ -77,6 +105,9 @@ def _vector_kernel(
             gate = y.to(tl.float32)
             y = (gate / (1 + tl.exp(-gate))).to(dtype)
             y = y * _finish(up_sums[m], scale_ptr, bias_ptr, N + n, n_live, SCALED, BIAS).to(dtype)
+        if residual_ptr is not None:  # y is the residual stream: each program adds to its own part
+            at_residual = residual_ptr + m * y_stride + n
+            y = (y.to(tl.float32) + tl.load(at_residual, mask=n_live & (m < M), other=0.0).to(tl.float32)).to(dtype)
         tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
 
 
@@ -146,20 +177,28 @@ def gemv(
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
+    norm: tuple[torch.Tensor, float] | None = None,
     gate: bool = False,
+    residual: torch.Tensor | None = None,
     tiles: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
-    [M, N] in x's dtype. With `gate`: silu of the first half of the outputs times the second, [M, N / 2]."""
+    [M, N] in x's dtype.
+
+    norm: (weight [K], eps) of an RMS norm of x before the product.
+    gate: silu of the first half of the outputs times the second, [M, N / 2].
+    residual: [M, N], to which the product is added in place; it is the result.
+    """
     rows, inner = x.shape
     assert rows <= VECTOR_ROWS
     out_features = weight.shape[0] // (2 if gate else 1)
-    y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device) if residual is None else residual
+    norm_weight, eps = (None, 0.0) if norm is None else norm
     block_n, block_k, warps = tiles or _vector_tiles(inner, weight.element_size())
     _vector_kernel(
-        (triton.cdiv(out_features, block_n),), x, weight, scale, bias, y, rows, x.stride(0), y.stride(0),
-        N=out_features, K=inner, ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n, BLOCK_K=block_k,
-        SCALED=scale is not None, BIAS=bias is not None, GATE=gate, num_warps=warps,
+        (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
+        x.stride(0), y.stride(0), eps, N=out_features, K=inner, ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n,
+        BLOCK_K=block_k, SCALED=scale is not None, BIAS=bias is not None, GATE=gate, num_warps=warps,
     )  # fmt: skip
     return y
 

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from engine.layers.linear import Linear, MergedLinear, QuantizedRows
+from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, UnnormedRows
 
 Gate = Literal["silu", "gelu_tanh"]
 
@@ -17,14 +17,14 @@ class GatedLinear(MergedLinear):
         super().__init__(in_features, [inner, inner], bias=bias)
         self.gate: Gate = gate
 
-    def gated(self, x: torch.Tensor | QuantizedRows, consumer: Linear) -> torch.Tensor | QuantizedRows:
+    def gated(self, x: Activations, consumer: Linear) -> torch.Tensor | QuantizedRows:
         """[T, in] -> [T, inner], in the form that `consumer`, the product after it, reads."""
         if self.gate == "gelu_tanh":
             return gelu_tanh_mul(self(x))
+        if isinstance(x, UnnormedRows):
+            return self._in_vector_form(x.values, norm=(x.weight, x.eps), gate=True)
         if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
-            from engine.kernels.triton_gemv import gemv
-
-            return gemv(x, self.weight, self.scale, self.bias, gate=True)
+            return self._in_vector_form(x, gate=True)
         gate_up = self(x)
         return silu_mul(gate_up, quantize=consumer.wants_fp8(gate_up.shape[0]))
 

@@ -1,7 +1,7 @@
 """Matrix products with a weight, and several of them fused into one."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,17 @@ class QuantizedRows(NamedTuple):
     values: torch.Tensor  # [T, K] e4m3
     scale: torch.Tensor   # [T] float32
     dtype: torch.dtype    # of the activations, and of the product
+
+
+class UnnormedRows(NamedTuple):
+    """Activations that still have to pass an RMS norm: a product in vector form does it in passing."""
+
+    values: torch.Tensor  # [T, K]
+    weight: torch.Tensor  # [K] of the norm
+    eps: float
+
+
+Activations = torch.Tensor | QuantizedRows | UnnormedRows  # what a product reads
 
 
 class Linear(nn.Module):
@@ -78,18 +89,34 @@ class Linear(nn.Module):
     def packed_bytes(self) -> int:
         return 0 if self._packed is None else self._packed.numel() * self._packed.element_size()
 
-    def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+    def forward(self, x: Activations) -> torch.Tensor:
         if isinstance(x, QuantizedRows):
             return self._on_fp8_units(x)
+        if isinstance(x, UnnormedRows):
+            return self._in_vector_form(x.values, norm=(x.weight, x.eps))
         return self._product(self, x)
+
+    def onto(self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows) -> torch.Tensor | None:
+        """The product on its way into the residual stream [T, out]: what is still to be added to `residual`, or None
+        if that has been done, in place."""
+        if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
+            self._in_vector_form(x, residual=residual)
+            return None
+        return self(x)
 
     def wants_fp8(self, rows: int) -> bool:
         """Whether a product of so many rows reads fp8 activations: who makes them can do so in passing."""
         return rows > _VECTOR_ROWS and self._product is Linear._on_fp8
 
     def in_vector_form(self, rows: int) -> bool:
-        """Whether a product of so many rows runs on our kernel for a few vectors, which can also apply a gate."""
+        """Whether a product of so many rows runs on our kernel for a few vectors, which can also do what stands around
+        it: norm, gate, residual."""
         return rows <= _VECTOR_ROWS and self._product in (Linear._on_gpu, Linear._on_fp8)
+
+    def _in_vector_form(self, x: torch.Tensor, **around: Any) -> torch.Tensor:
+        from engine.kernels.triton_gemv import gemv
+
+        return gemv(x, self.weight, self.scale, self.bias, **around)
 
     def _on_fp8_units(self, x: QuantizedRows) -> torch.Tensor:
         most = _FEW_FP8_ROWS if self.out_features < _MANY_OUTPUTS else _FEW_FP8_ROWS // 2
@@ -128,23 +155,20 @@ class Linear(nn.Module):
         return y[: x.shape[0]]
 
     def _on_gpu(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > _FEW_ROWS:
-            return F.linear(x, self.weight, self.bias)
-        from engine.kernels.triton_gemv import few_rows, gemv
-
         if x.shape[0] <= _VECTOR_ROWS:
-            return gemv(x, self.weight, None, self.bias)
-        if self.out_features < _SOME_OUTPUTS:
+            return self._in_vector_form(x)
+        if x.shape[0] > _FEW_ROWS or self.out_features < _SOME_OUTPUTS:
             return F.linear(x, self.weight, self.bias)
+        from engine.kernels.triton_gemv import few_rows
+
         return few_rows(x, self.weight, self.bias)
 
     def _on_fp8(self, x: torch.Tensor) -> torch.Tensor:
-        from engine.kernels.triton_gemv import gemv
+        if x.shape[0] <= _VECTOR_ROWS:
+            return self._in_vector_form(x)
         from engine.kernels.triton_quant import quantize_rows
 
-        if x.shape[0] > _VECTOR_ROWS:
-            return self._on_fp8_units(QuantizedRows(*quantize_rows(x), x.dtype))
-        return gemv(x, self.weight, self.scale, self.bias)
+        return self._on_fp8_units(QuantizedRows(*quantize_rows(x), x.dtype))
 
     def _on_fp8_reference(self, x: torch.Tensor) -> torch.Tensor:
         """What the form above computes, in plain torch."""

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.layers.linear import Linear, QuantizedRows, empty_parameter
+from engine.layers.linear import Activations, Linear, QuantizedRows, UnnormedRows, empty_parameter
 
 
 class RMSNorm(nn.Module):
@@ -15,31 +15,35 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(size)
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """norm(x), or norm(x + residual) with the sum left in `residual`."""
         if x.is_cuda:
             from engine.kernels.triton_fused import rms_norm
 
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, residual)
+        if residual is not None:
+            x = residual.add_(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add(
-        self, x: torch.Tensor, residual: torch.Tensor | None, consumer: Linear
-    ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
-        """(norm(x + residual), x + residual): the two things a pre-norm layer needs. Consumes `residual`.
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, consumer: Linear
+    ) -> tuple[Activations, torch.Tensor]:
+        """(norm(h), h) of the residual stream h = x + residual: the two things a pre-norm layer needs. Consumes
+        `residual`. One of the two may be missing.
 
         The first is in the form that `consumer`, the product that follows, reads.
         """
-        if x.is_cuda:
+        if x is None or residual is None:
+            x, residual = x if residual is None else residual, None
+            assert x is not None
+            if consumer.in_vector_form(x.shape[0]):
+                return UnnormedRows(x, self.weight, self.eps), x
+        kept = x if residual is None else residual
+        if consumer.wants_fp8(x.shape[0]):
             from engine.kernels.triton_fused import rms_norm
 
-            kept = x if residual is None else residual
-            if consumer.wants_fp8(x.shape[0]):
-                return QuantizedRows(*rms_norm(x, self.weight, self.eps, residual, quantize=True), x.dtype), kept
-            return rms_norm(x, self.weight, self.eps, residual), kept
-        if residual is None:
-            return self(x), x
-        residual = residual.add_(x)
-        return self(residual), residual
+            return QuantizedRows(*rms_norm(x, self.weight, self.eps, residual, quantize=True), x.dtype), kept
+        return self(x, residual), kept
 
 
 class WideRMSNorm(RMSNorm):
@@ -52,15 +56,19 @@ class WideRMSNorm(RMSNorm):
         super().__init__(size, eps)
         self.offset = offset
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if residual is not None:
+            x = residual.add_(x)
         weight = self.weight.float() + self.offset if self.offset else self.weight.float()
         return F.rms_norm(x.float(), self.weight.shape, weight, self.eps).to(x.dtype)
 
     def add(
-        self, x: torch.Tensor, residual: torch.Tensor | None, consumer: Linear
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, consumer: Linear
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = x if residual is None else residual.add_(x)
-        return self(residual), residual
+        if x is None or residual is None:
+            x, residual = x if residual is None else residual, None
+            assert x is not None
+        return self(x, residual), x if residual is None else residual
 
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

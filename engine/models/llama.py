@@ -10,7 +10,7 @@ from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
 from engine.layers.context import get_context
 from engine.layers.embed import Embedding, LMHead
-from engine.layers.linear import Linear, MergedLinear, QuantizedRows
+from engine.layers.linear import Activations, Linear, MergedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
 from engine.models.base import CausalLM, Weights
@@ -27,8 +27,12 @@ class LlamaAttention(nn.Module):
             config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.sliding_window
         )
 
-    def forward(self, x: torch.Tensor | QuantizedRows, rope: Rope) -> torch.Tensor:
-        return self.o_proj(self.attention(self.qkv_proj(x), rope))
+    def forward(self, x: Activations, rope: Rope) -> torch.Tensor:
+        return self.o_proj(self.heads(x, rope))
+
+    def heads(self, x: Activations, rope: Rope) -> torch.Tensor:
+        """All before the output projection: [T, H] -> [T, Hq D]."""
+        return self.attention(self.qkv_proj(x), rope)
 
     def weights(self, prefix: str) -> Weights:
         found: dict[str, torch.Tensor] = {}
@@ -46,7 +50,7 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = GatedLinear(config.hidden_size, inner, bias=config.mlp_bias)
         self.down_proj = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+    def forward(self, x: Activations) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj.gated(x, self.down_proj))
 
     def weights(self, prefix: str) -> Weights:
@@ -67,12 +71,14 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, residual = self.input_layernorm.add(x, residual, self.self_attn.qkv_proj)
-        x = self.self_attn(normed, rope)
-        normed, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate_up_proj)
-        return self.mlp(normed), residual
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The residual stream is x + residual, of which one may be missing; so it is returned."""
+        attention, mlp = self.self_attn, self.mlp
+        normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
+        x = attention.o_proj.onto(residual, attention.heads(normed, rope))
+        normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate_up_proj)
+        return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual
 
 
 class LlamaForCausalLM(CausalLM):
@@ -88,14 +94,11 @@ class LlamaForCausalLM(CausalLM):
         self.rope = RotaryEmbedding(config.head_dim, max_model_len, config.rope)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(token_ids)
-        rope = self.rope.rows(get_context().positions, x.dtype)
-        residual = None
+        x, residual = None, self.embed_tokens(token_ids)
+        rope = self.rope.rows(get_context().positions, residual.dtype)
         for layer in self.blocks:
             x, residual = layer(x, residual, rope)
-        hidden = self.norm.add(x, residual, self.lm_head)[0]
-        assert isinstance(hidden, torch.Tensor)  # the head is never quantised
-        return hidden
+        return self.norm(residual) if x is None else self.norm(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)

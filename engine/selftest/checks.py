@@ -180,6 +180,18 @@ def gemv(
     return [numbers(y, 3 if options else 1)]  # with a gate: after the products, after silu, and at last
 
 
+def gemv_in_layer(side: Side, *, rows: int, is_fp8: bool) -> list[Result]:
+    """With the norm before it, and onto the residual stream after it."""
+    x, weight = side.strided(rows, 1024), side.randn(512, 1024) * 0.05
+    scale = None
+    if is_fp8:
+        weight, scale = reference.quantize_rows(weight)
+    norm, residual = (1 + side.randn(1024) * 0.1, 1e-5), side.randn(rows, 512)
+    with side.clock():
+        side.gemv.gemv(x, weight, scale, norm=norm, residual=residual)
+    return [numbers(residual, 3)]
+
+
 def few_rows(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bool = False) -> list[Result]:
     x = side.strided(rows, inner)
     weight = side.randn(out_features, inner) * 0.05
@@ -282,6 +294,8 @@ CHECKS: list[Check] = [
     Check("product 16 rows", partial(few_rows, rows=16, out_features=1024, inner=2048)),
     Check("product, odd shape, bias", partial(gemv, rows=3, out_features=1000, inner=1048, bias=True)),
     Check("product and gate", partial(gemv, rows=2, out_features=2048, inner=1024, gate=True)),
+    Check("norm, product, residual", partial(gemv_in_layer, rows=3, is_fp8=False)),
+    Check("norm, product, residual fp8", partial(gemv_in_layer, rows=1, is_fp8=True), True),
     Check("product and gate fp8", partial(gemv, rows=1, out_features=2048, inner=1024, is_fp8=True, gate=True), True),
     Check("product 1 row fp8", partial(gemv, rows=1, out_features=1024, inner=2048, is_fp8=True), True),
     Check("product 16 rows fp8", partial(few_rows, rows=16, out_features=1024, inner=2048, is_fp8=True), True),

@@ -162,6 +162,21 @@ def test_gemv(rows, inner, out_features, gate):
     close(ours, reference.gemv(x, weight, None, bias, gate=gate), 2e-4)
 
 
+@pytest.mark.parametrize("rows, inner", [(1, 960), (2, 256), (3, 3072)])
+def test_gemv_norm_before_and_residual_after(rows, inner):
+    x = torch.full((rows, inner + 200), float("nan"))
+    x[:, :inner] = torch.randn(rows, inner) * 3
+    x, weight = x[:, :inner], torch.randn(70, inner) * 0.1
+    norm = torch.rand(inner) + 0.5, 1e-2
+    close(triton_gemv.gemv(x, weight, norm=norm), reference.gemv(x, weight, norm=norm), 1e-4)
+    gated = {"norm": norm, "gate": True}
+    close(triton_gemv.gemv(x, weight, **gated), reference.gemv(x, weight, **gated), 2e-4)
+    ours, twin = torch.ones(rows, 70), torch.ones(rows, 70)
+    assert triton_gemv.gemv(x, weight, norm=norm, residual=ours) is ours
+    close(ours, reference.gemv(x, weight, norm=norm, residual=twin), 1e-4)
+    assert (ours - 1).abs().mean() > 0.3
+
+
 @pytest.mark.parametrize("gate", [False, True])
 def test_gemv_fp8_weight(gate):
     weight = torch.randn(70, 256) * 0.1
