@@ -1,0 +1,479 @@
+"""Gated DeltaNet on a GPU; engine/kernels/delta.py has the formulas, and the twins.
+
+A sequence with one new token takes one kernel, bound by reading and writing its state once. Longer ones go in chunks:
+
+    plan_chunks     once a step: which tokens make a chunk
+    conv            causal convolution, silu, norm of q and k               [a chunk, a head]
+    keep inputs     the convolution's newest inputs into the ring           [a sequence, channels]
+    solve           U and W, what each token would write and what it reads  [a chunk, a value head]
+    run chunks      one by one: outputs, and the state for the next         [a sequence, a value head, part of V]
+
+Key and value dimensions are powers of two, from 16 on.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.delta import CHUNK
+from engine.kernels.launch import kernel, wait_for_previous
+
+_FEW_SEQUENCES = 16  # up to here a state is cut finer, so that all multiprocessors have a part
+
+
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _unit(x):
+    """Rows of x [n, D] divided by their length."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def _conv_newest(x_ptr, ring_ptr, weight_ptr, c, position, stride_row, W: tl.constexpr):
+    """The convolution at `position` of the channels c, with silu; x_ptr has that position's own inputs."""
+    x = tl.load(x_ptr + c)
+    y = x.to(tl.float32) * tl.load(weight_ptr + c * W + W - 1).to(tl.float32)
+    for j in tl.static_range(W - 1):  # position - (W - 1) + j, modulo W
+        row = (position + 1 + j) % W
+        past = tl.load(ring_ptr + row * stride_row + c, mask=(c >= 0) & (position + j >= W - 1), other=0.0)
+        y += past.to(tl.float32) * tl.load(weight_ptr + c * W + j).to(tl.float32)
+    return x, (y * _sigmoid(y)).to(x.dtype).to(tl.float32)
+
+
+@kernel
+def _decode_kernel(
+    x_ptr, ba_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr,
+    state_ptr, ring_ptr, out_ptr, x_stride, ba_stride, state_stride, ring_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK_V: tl.constexpr,
+    MIXED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = V // BLOCK_V
+    C: tl.constexpr = 2 * HK * K + HV * V
+    sequence = tl.program_id(1)
+    head = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    decay = -tl.exp(tl.load(a_log_ptr + head))
+    dt_bias = tl.load(dt_bias_ptr + head)
+    wait_for_previous(PDL)
+    token = sequence.to(tl.int64)
+    count = 1
+    if MIXED:
+        token = tl.load(q_starts_ptr + sequence).to(tl.int64)
+        count = tl.load(counts_ptr + sequence).to(tl.int32)
+    if count == 1:
+        position = tl.load(positions_ptr + token)
+        slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        k_range = tl.arange(0, K)
+        v_range = part * BLOCK_V + tl.arange(0, BLOCK_V)
+        row = head * V + v_range
+        state_at = state_ptr + slot * state_stride + row[:, None] * K + k_range[None, :]
+        state = tl.load(state_at, mask=(row >= 0)[:, None] & (position > 0), other=0.0).to(tl.float32)
+
+        x_at = x_ptr + token * x_stride
+        ring_at = ring_ptr + slot * ring_stride
+        key_head = head // (HV // HK)
+        q_channel = key_head * K + k_range
+        k_channel = q_channel + HK * K
+        v_channel = 2 * HK * K + row
+        q_in, q = _conv_newest(x_at, ring_at, weight_ptr, q_channel, position, C, W)
+        k_in, k = _conv_newest(x_at, ring_at, weight_ptr, k_channel, position, C, W)
+        v_in, v = _conv_newest(x_at, ring_at, weight_ptr, v_channel, position, C, W)
+        # The row of this position: nobody reads it in this step.
+        newest = ring_at + (position % W) * C
+        tl.store(newest + v_channel, v_in)
+        first = (part == 0) & (head % (HV // HK) == 0)
+        tl.store(newest + q_channel, q_in, mask=(k_range >= 0) & first)
+        tl.store(newest + k_channel, k_in, mask=(k_range >= 0) & first)
+
+        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * K**-0.5)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        beta = _sigmoid(tl.load(ba_ptr + token * ba_stride + head).to(tl.float32))
+        a = tl.load(ba_ptr + token * ba_stride + HV + head).to(tl.float32)
+        state = state * tl.exp(decay * _softplus(a + dt_bias))
+        delta = (v - tl.sum(state * k[None, :], 1)) * beta
+        state = state + delta[:, None] * k[None, :]
+        out = tl.sum(state * q[None, :], 1)
+        tl.store(state_at, state.to(state_ptr.dtype.element_ty))
+        tl.store(out_ptr + token * (HV * V) + row, out.to(out_ptr.dtype.element_ty))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Heads and dimensions of a layer."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"HK": self.key_heads, "HV": self.value_heads, "K": self.key_dim, "V": self.value_dim}
+
+
+def decode(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    conv_weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    state: torch.Tensor,
+    conv_state: torch.Tensor,
+    shape: DeltaShape,
+    out: torch.Tensor,
+    *,
+    q_starts: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    block_v: int | None = None,
+) -> None:
+    """Sequences with one new token: from the inputs of the convolution to the rule's output; moves both states on.
+
+    qkv [T, C] and ba [T, 2 HV] may be columns of wider rows; conv_weight [C, W]; a_log, dt_bias [HV] float32;
+    positions [T], slots [B]; out [T, HV, V]. Token i belongs to sequence i, or with `q_starts` and `counts` [B] to any:
+    then sequences with more than one token are left to `prefill`.
+    """
+    _check(conv_weight, state, conv_state, out)
+    batch = slots.shape[0]
+    block_v = block_v or min(shape.value_dim, 32 if batch <= _FEW_SEQUENCES else 64)
+    _decode_kernel(
+        (shape.value_heads * (shape.value_dim // block_v), batch), qkv, ba, conv_weight, a_log, dt_bias, positions,
+        slots, q_starts, counts, state, conv_state, out, qkv.stride(0), ba.stride(0), state.stride(0),
+        conv_state.stride(0),
+        **shape.constants, W=conv_weight.shape[1], BLOCK_V=block_v, MIXED=counts is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def _check(conv_weight: torch.Tensor, state: torch.Tensor, conv_state: torch.Tensor, out: torch.Tensor) -> None:
+    """Only slots may lie apart in memory."""
+    assert conv_weight.is_contiguous()
+    assert state[0].is_contiguous()
+    assert conv_state[0].is_contiguous()
+    assert out.is_contiguous()
+
+
+# -- several new tokens of a sequence ---------------------------------------------------------------------------------
+
+
+@kernel
+def _plan_kernel(counts_ptr, chunks_ptr, B, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
+    chunk = tl.program_id(0)
+    before = 0  # chunks of the sequences of earlier blocks
+    sequence = 0
+    first = 0
+    for at in range(0, B, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        counts = tl.load(counts_ptr + i, mask=i < B, other=0).to(tl.int32)
+        chunks = tl.where(counts > 1, (counts + SIZE - 1) // SIZE, 0)
+        ends = before + tl.cumsum(chunks, 0)
+        mine = (ends - chunks <= chunk) & (chunk < ends)
+        sequence += tl.sum(tl.where(mine, i, 0), 0)
+        first += tl.sum(tl.where(mine, chunk - ends + chunks, 0), 0)
+        before += tl.sum(chunks, 0)
+    tl.store(chunks_ptr + chunk * 2, sequence)
+    tl.store(chunks_ptr + chunk * 2 + 1, first * SIZE)
+
+
+def num_chunks(counts: Iterable[int]) -> int:
+    """Chunks of a step whose sequences have so many tokens; sequences with one token have none."""
+    return sum(-(-count // CHUNK) for count in counts if count > 1)
+
+
+def plan_chunks(counts: torch.Tensor, total: int) -> torch.Tensor:
+    """[total, 2] int32: each chunk's sequence, and its first token among the sequence's tokens of the step.
+
+    `counts` [B] tokens of each sequence, of which the host need only know num_chunks, the `total`.
+    """
+    chunks = torch.empty(total, 2, dtype=torch.int32, device=counts.device)
+    _plan_kernel((total,), counts, chunks, counts.shape[0], SIZE=CHUNK, BLOCK=256, num_warps=4)
+    return chunks
+
+
+@kernel
+def _conv_kernel(
+    x_ptr, weight_ptr, ring_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr, chunks_ptr, out_ptr,
+    x_stride, ring_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A chunk's tokens and K channels: a head of q or k, whose norm is taken too, or as many channels of v."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    head = tl.program_id(0)
+    c = head * K + tl.arange(0, K)
+    wait_for_previous(PDL)
+    sequence = tl.load(chunks_ptr + tl.program_id(1) * 2)
+    first = tl.load(chunks_ptr + tl.program_id(1) * 2 + 1)
+    q_start = tl.load(q_starts_ptr + sequence).to(tl.int64)
+    start = tl.load(positions_ptr + q_start)
+    count = tl.load(counts_ptr + sequence)
+    t = first + tl.arange(0, SIZE)
+    live = (t < count)[:, None]
+    x_at = x_ptr + (q_start + t)[:, None] * x_stride + c[None, :]
+    x = tl.load(x_at, mask=live, other=0.0)
+    y = x.to(tl.float32) * tl.load(weight_ptr + c * W + W - 1).to(tl.float32)[None, :]
+    for j in tl.static_range(W - 1):
+        back = W - 1 - j
+        past = tl.load(x_at - back * x_stride, mask=live & (t >= back)[:, None], other=0.0).to(tl.float32)
+        if first == 0:  # what came before this step is in the ring
+            at = start + t - back
+            ring_at = ring_ptr + tl.load(slots_ptr + sequence).to(tl.int64) * ring_stride
+            ring_at = ring_at + ((at + W) % W)[:, None] * C + c[None, :]
+            past += tl.load(ring_at, mask=((t < back) & (at >= 0))[:, None], other=0.0).to(tl.float32)
+        y += past * tl.load(weight_ptr + c * W + j).to(tl.float32)[None, :]
+    y = (y * _sigmoid(y)).to(x.dtype).to(tl.float32)
+    if head < 2 * HK:
+        y = _unit(y)
+        if head < HK:
+            y = y * K**-0.5
+    tl.store(out_ptr + (q_start + t)[:, None] * C + c[None, :], y.to(x.dtype), mask=live)
+
+
+@kernel
+def _keep_inputs_kernel(
+    x_ptr, ring_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr, C, x_stride, ring_stride,
+    W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    sequence = tl.program_id(1)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(counts_ptr + sequence)
+    if count > 1:
+        q_start = tl.load(q_starts_ptr + sequence).to(tl.int64)
+        start = tl.load(positions_ptr + q_start)
+        ring_at = ring_ptr + tl.load(slots_ptr + sequence).to(tl.int64) * ring_stride + c
+        for j in tl.static_range(W):
+            t = count - 1 - j
+            live = (c < C) & (t >= 0)
+            x = tl.load(x_ptr + (q_start + t) * x_stride + c, mask=live, other=0.0)
+            tl.store(ring_at + ((start + t) % W) * C, x, mask=live)
+
+
+@triton.jit
+def _inverse(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    """(I + lower)⁻¹ of a strictly lower triangular tile.
+
+    Inverse blocks on the diagonal, of 1, 2, 4, ... rows, are put together in pairs, with the block B below the first:
+
+        [X1⁻¹     ]   inverted   [X1         ]
+        [B    X2⁻¹]      is      [-X2 B X1  X2]      all pairs of a size at once: X - X B X
+
+    Unlike the powers of `lower`, nothing here grows beyond the inverse itself.
+    """
+    i = tl.arange(0, SIZE)[:, None]
+    j = tl.arange(0, SIZE)[None, :]
+    differ = i ^ j  # the highest bit says of which size the blocks are that have i and j apart
+    inverse = tl.where(differ == 0, 1.0, tl.where(differ == 1, -lower, 0.0))
+    for level in range(1, LEVELS):
+        below = tl.where((differ >> level) == 1, lower, 0.0)
+        step = tl.dot(below, inverse, input_precision="tf32x3")
+        inverse -= tl.dot(inverse, step, input_precision="tf32x3")
+    return inverse
+
+
+@kernel
+def _solve_kernel(
+    qkv_ptr, ba_ptr, a_log_ptr, dt_bias_ptr, q_starts_ptr, counts_ptr, chunks_ptr, u_ptr, w_ptr, total_ptr, ba_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 2 * HK * K + HV * V
+    head = tl.program_id(0)
+    decay = -tl.exp(tl.load(a_log_ptr + head))
+    dt_bias = tl.load(dt_bias_ptr + head)
+    wait_for_previous(PDL)
+    sequence = tl.load(chunks_ptr + tl.program_id(1) * 2)
+    first = tl.load(chunks_ptr + tl.program_id(1) * 2 + 1)
+    i = tl.arange(0, SIZE)
+    live = first + i < tl.load(counts_ptr + sequence)
+    token = tl.load(q_starts_ptr + sequence).to(tl.int64) + first + i
+    beta = _sigmoid(tl.load(ba_ptr + token * ba_stride + head, mask=live, other=0.0).to(tl.float32))
+    a = tl.load(ba_ptr + token * ba_stride + HV + head, mask=live, other=0.0).to(tl.float32)
+    total = tl.cumsum(tl.where(live, decay * _softplus(a + dt_bias), 0.0), 0)
+    tl.store(total_ptr + token * HV + head, total, mask=live)
+
+    k_range = tl.arange(0, K)
+    v_range = tl.arange(0, V)
+    row = qkv_ptr + token[:, None] * C
+    k = tl.load(row + (HK + head // (HV // HK)) * K + k_range[None, :], mask=live[:, None], other=0.0)
+    earlier = i[:, None] > i[None, :]
+    since = tl.exp(tl.where(earlier, total[:, None] - total[None, :], 0.0))
+    products = tl.dot(k, tl.trans(k), input_precision="tf32x3")
+    inverse = _inverse(tl.where(earlier, products * since * beta[:, None], 0.0), SIZE, LEVELS).to(k.dtype)
+    k_beta = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
+    w = tl.dot(inverse, k_beta, input_precision="tf32x3")
+    at = token[:, None] * HV + head
+    tl.store(w_ptr + at * K + k_range[None, :], w.to(k.dtype), mask=live[:, None])
+    v = tl.load(row + 2 * HK * K + head * V + v_range[None, :], mask=live[:, None], other=0.0)
+    v_beta = (v.to(tl.float32) * beta[:, None]).to(k.dtype)
+    u = tl.dot(inverse, v_beta, input_precision="tf32x3")
+    tl.store(u_ptr + at * V + v_range[None, :], u.to(k.dtype), mask=live[:, None])
+
+
+@kernel
+def _run_chunks_kernel(
+    qkv_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr, u_ptr, w_ptr, total_ptr, state_ptr, out_ptr,
+    state_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = V // BLOCK_V
+    C: tl.constexpr = 2 * HK * K + HV * V
+    sequence = tl.program_id(1)
+    head = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    wait_for_previous(PDL)
+    count = tl.load(counts_ptr + sequence).to(tl.int32)
+    if count > 1:
+        q_start = tl.load(q_starts_ptr + sequence).to(tl.int64)
+        slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        i = tl.arange(0, SIZE)
+        k_range = tl.arange(0, K)
+        v_range = part * BLOCK_V + tl.arange(0, BLOCK_V)
+        row = head * V + v_range
+        state_at = state_ptr + slot * state_stride + row[:, None] * K + k_range[None, :]
+        started = tl.load(positions_ptr + q_start) > 0
+        state = tl.load(state_at, mask=(row >= 0)[:, None] & started, other=0.0).to(tl.float32)
+        query = qkv_ptr + (head // (HV // HK)) * K
+        for first in range(0, count, SIZE):
+            live = first + i < count
+            token = q_start + first + i
+            at = token[:, None] * HV + head
+            w = tl.load(w_ptr + at * K + k_range[None, :], mask=live[:, None], other=0.0)
+            q = tl.load(query + token[:, None] * C + k_range[None, :], mask=live[:, None], other=0.0)
+            k = tl.load(query + HK * K + token[:, None] * C + k_range[None, :], mask=live[:, None], other=0.0)
+            u = tl.load(u_ptr + at * V + v_range[None, :], mask=live[:, None], other=0.0)
+            total = tl.load(total_ptr + token * HV + head, mask=live, other=0.0)
+            at_end = tl.load(total_ptr + (q_start + tl.minimum(first + SIZE, count) - 1) * HV + head)
+
+            before = tl.trans(state.to(w.dtype))
+            delta = u.to(tl.float32) - tl.dot(w, before, input_precision="tf32x3")
+            visible = (i[:, None] >= i[None, :]) & live[:, None]
+            since = tl.exp(tl.where(visible, total[:, None] - total[None, :], 0.0))
+            products = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+            scores = tl.where(visible, products * since, 0.0).to(w.dtype)
+            out = tl.dot(q, before, input_precision="tf32x3") * tl.exp(total)[:, None]
+            out += tl.dot(scores, delta.to(w.dtype), input_precision="tf32x3")
+            tl.store(out_ptr + at * V + v_range[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+            delta = (delta * tl.exp(at_end - total)[:, None]).to(w.dtype)
+            state = state * tl.exp(at_end) + tl.dot(tl.trans(delta), k, input_precision="tf32x3")
+        tl.store(state_at, state.to(state_ptr.dtype.element_ty))
+
+
+def prefill(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    conv_weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    state: torch.Tensor,
+    conv_state: torch.Tensor,
+    shape: DeltaShape,
+    out: torch.Tensor,
+    *,
+    q_starts: torch.Tensor,
+    counts: torch.Tensor,
+    chunks: torch.Tensor,
+) -> None:
+    """`decode` for sequences with more than one new token, in `chunks` (see plan_chunks); others are left to it."""
+    _check(conv_weight, state, conv_state, out)
+    key_dim, value_dim, heads = shape.key_dim, shape.value_dim, shape.value_heads
+    tokens, channels = qkv.shape
+    assert heads * value_dim % key_dim == 0, "the convolution's programs take K channels each"
+    options, width = {**shape.constants, "SIZE": CHUNK}, conv_weight.shape[1]
+    batch, num = slots.shape[0], chunks.shape[0]
+    of_sequence = q_starts, counts
+    mixed = torch.empty(tokens, channels, dtype=qkv.dtype, device=qkv.device)
+    _conv_kernel(
+        (channels // key_dim, num), qkv, conv_weight, conv_state, positions, slots, *of_sequence, chunks, mixed,
+        qkv.stride(0), conv_state.stride(0), **options, W=width, num_warps=8,
+    )  # fmt: skip
+    _keep_inputs_kernel(
+        (triton.cdiv(channels, 1024), batch), qkv, conv_state, positions, slots, *of_sequence, channels,
+        qkv.stride(0), conv_state.stride(0), W=width, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    u = torch.empty(tokens, heads, value_dim, dtype=qkv.dtype, device=qkv.device)
+    w = torch.empty(tokens, heads, key_dim, dtype=qkv.dtype, device=qkv.device)
+    total = torch.empty(tokens, heads, dtype=torch.float32, device=qkv.device)
+    _solve_kernel(
+        (heads, num), mixed, ba, a_log, dt_bias, *of_sequence, chunks, u, w, total, ba.stride(0),
+        **options, LEVELS=CHUNK.bit_length() - 1, num_warps=8,
+    )  # fmt: skip
+    block_v = min(value_dim, 64)
+    _run_chunks_kernel(
+        (heads * (value_dim // block_v), batch), mixed, positions, slots, *of_sequence, u, w, total, state, out,
+        state.stride(0), **options, BLOCK_V=block_v, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+# -- gates ------------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _gated_norm_kernel(
+    x_ptr, z_ptr, weight_ptr, out_ptr, z_stride, eps, HV, V: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    v = tl.arange(0, V)[None, :]
+    mask = (head < HV) & (v >= 0)
+    weight = tl.load(weight_ptr + v)
+    wait_for_previous(PDL)
+    at = head * V + v
+    narrow = tl.load(x_ptr + token * (HV * V) + at, mask=mask, other=0.0)
+    x = narrow.to(tl.float32)
+    z = tl.load(z_ptr + token * z_stride + at, mask=mask, other=0.0).to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None]).to(narrow.dtype) * weight
+    y = normed.to(tl.float32) * (z * _sigmoid(z))
+    tl.store(out_ptr + token * (HV * V) + at, y.to(narrow.dtype), mask=mask)
+
+
+def gated_rms_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """w * norm(x) * silu(z), head by head; x [T, HV, V], z [T, HV V] (columns of wider rows) -> [T, HV V]."""
+    tokens, num_heads, value_dim = x.shape
+    assert x.is_contiguous()
+    out = torch.empty(tokens, num_heads * value_dim, dtype=x.dtype, device=x.device)
+    heads = 4 if tokens <= 64 else 16  # few tokens: more, smaller programs
+    _gated_norm_kernel(
+        (tokens, triton.cdiv(num_heads, heads)), x, z, weight, out, z.stride(0), eps, num_heads,
+        V=value_dim, HEADS=heads, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@kernel
+def _sigmoid_mul_kernel(x_ptr, gate_ptr, out_ptr, N, gate_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < N
+    x = tl.load(x_ptr + row * N + i, mask=mask, other=0.0)
+    gate = _sigmoid(tl.load(gate_ptr + row * gate_stride + i, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+    tl.store(out_ptr + row * N + i, x * gate, mask=mask)
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate); x [T, N], gate [T, N] (columns of wider rows)."""
+    tokens, size = x.shape
+    assert x.is_contiguous()
+    out = torch.empty_like(x)
+    block = min(1024, triton.next_power_of_2(size))
+    _sigmoid_mul_kernel(
+        (tokens, triton.cdiv(size, block)), x, gate, out, size, gate.stride(0), BLOCK=block, num_warps=4
+    )
+    return out

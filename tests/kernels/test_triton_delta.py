@@ -1,0 +1,153 @@
+"""Gated DeltaNet's kernels against their twins in plain torch, in the interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+
+from engine.kernels import delta, triton_delta
+from engine.kernels.delta import RecurrentBatch
+from engine.kernels.launch import kernel
+from engine.kernels.triton_delta import DeltaShape, _inverse
+
+SHAPES = [DeltaShape(2, 4, 16, 32), DeltaShape(1, 4, 32, 16), DeltaShape(2, 2, 16, 16)]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def strided(rows, width):
+    """Rows of a wider matrix, as the views of fused projections are."""
+    return torch.randn(rows, width + 24)[:, :width]
+
+
+class Layer:
+    """Random weights and inputs of a step, and states that others have left in the slots."""
+
+    def __init__(self, shape, starts, counts, width=4, num_slots=9):
+        self.shape = shape
+        heads, key_size = shape.value_heads, shape.key_heads * shape.key_dim
+        self.sizes = [key_size, key_size, heads * shape.value_dim]
+        channels, tokens = sum(self.sizes), sum(counts)
+        self.qkv, self.ba = strided(tokens, channels), strided(tokens, 2 * heads)
+        self.weight = torch.randn(channels, width)
+        self.a_log, self.dt_bias = torch.randn(heads), torch.randn(heads)
+        self.state = torch.randn(num_slots, heads, shape.value_dim, shape.key_dim)
+        self.conv_state = torch.randn(num_slots, width, channels)
+        self.counts = torch.tensor(counts)
+        self.q_starts = self.counts.cumsum(0) - self.counts
+        self.positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        self.slots = torch.randperm(num_slots)[: len(counts)]
+        for slot, start in zip(self.slots.tolist(), starts, strict=True):
+            if start == 0:
+                self.state[slot] = self.conv_state[slot] = torch.nan
+
+    def twin(self):
+        """(outputs, states, newest inputs of the convolution)."""
+        shape, state, conv_state = self.shape, self.state.clone(), self.conv_state.clone()
+        batch = RecurrentBatch.build(self.positions, self.slots, self.q_starts, self.counts)
+        q, k, v = delta.causal_conv(self.qkv, self.weight, conv_state, batch).split(self.sizes, -1)
+        b, a = self.ba.chunk(2, -1)
+        keys, values = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.value_dim)
+        out = delta.gated_delta_rule(
+            q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values),
+            *delta.decay_and_beta(a, b, self.a_log, self.dt_bias), state, batch,
+        )  # fmt: skip
+        return out, state, conv_state
+
+    def ours(self, function, **options):
+        state, conv_state = self.state.clone(), self.conv_state.clone()
+        out = torch.full((self.qkv.shape[0], self.shape.value_heads, self.shape.value_dim), torch.nan)
+        function(
+            self.qkv, self.ba, self.weight, self.a_log, self.dt_bias, self.positions, self.slots, state, conv_state,
+            self.shape, out, **options,
+        )  # fmt: skip
+        return out, state, conv_state
+
+
+def close(ours, twin, tol=1e-4):
+    for found, expected in zip(ours, twin, strict=True):
+        torch.testing.assert_close(found, expected, rtol=tol, atol=tol, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [4, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode(shape, width):
+    """Sequences at positions where the convolution still looks before their start, and well behind it."""
+    starts = [0, 1, 2, 3, 4, 77]
+    layer = Layer(shape, starts, [1] * len(starts), width)
+    for block_v in (16, None):
+        close(layer.ours(triton_delta.decode, block_v=block_v), layer.twin())
+
+
+def test_decode_in_a_mixed_step_leaves_longer_sequences_alone():
+    layer = Layer(SHAPES[0], [5, 0, 9], [1, 7, 1])
+    out, state, conv_state = layer.ours(triton_delta.decode, q_starts=layer.q_starts, counts=layer.counts)
+    expected, *states = layer.twin()
+    prompt = layer.slots[1]
+    torch.testing.assert_close(out[[0, 8]], expected[[0, 8]], rtol=1e-4, atol=1e-4)
+    assert out[1:8].isnan().all()
+    for found, twin, before in zip((state, conv_state), states, (layer.state, layer.conv_state), strict=True):
+        torch.testing.assert_close(found[prompt], before[prompt], equal_nan=True)
+        twin[prompt] = found[prompt]
+        torch.testing.assert_close(found, twin, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("counts", [[2], [1, 64, 1, 65, 128, 3], [500] + [1, 70] * 150])
+def test_chunks_cover_all_longer_sequences(counts):
+    expected = [[i, first] for i, n in enumerate(counts) if n > 1 for first in range(0, n, delta.CHUNK)]
+    total = triton_delta.num_chunks(counts)
+    assert total == len(expected)
+    assert triton_delta.plan_chunks(torch.tensor(counts), total).tolist() == expected
+
+
+@kernel
+def _invert_kernel(x_ptr, y_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(y_ptr + at, _inverse(tl.load(x_ptr + at), SIZE, 6))
+
+
+def test_the_inverse_of_a_full_triangle():
+    """Entries near 1 in all places: powers of such a matrix reach 10**17, its inverse stays below 2."""
+
+    lower = (0.9 + 0.1 * torch.rand(64, 64)).tril(-1)
+    found = torch.empty(64, 64)
+    _invert_kernel((1,), lower, found, SIZE=64)
+    expected = (torch.eye(64, dtype=torch.float64) + lower.double()).inverse()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "width"), [(SHAPES[0], 4), (SHAPES[1], 4), (SHAPES[2], 3)])
+def test_prefill(shape, width):
+    """New and old sequences, of less than a chunk and of several, from positions where the convolution looks back
+    before their start too."""
+    starts, counts = [0, 1, 2, 40], [130, 2, 65, 64]
+    layer = Layer(shape, starts, counts, width)
+    chunks = triton_delta.plan_chunks(layer.counts, triton_delta.num_chunks(counts))
+    ours = layer.ours(triton_delta.prefill, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
+    close(ours, layer.twin(), 5e-4)
+
+
+def test_both_together_do_a_mixed_step():
+    starts, counts = [5, 0, 9, 3, 0], [1, 70, 1, 2, 1]
+    layer = Layer(SHAPES[0], starts, counts)
+    chunks = triton_delta.plan_chunks(layer.counts, triton_delta.num_chunks(counts))
+
+    def both(*args):
+        triton_delta.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
+        triton_delta.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
+
+    close(layer.ours(both), layer.twin(), 5e-4)
+
+
+@pytest.mark.parametrize("tokens", [3, 65])
+def test_gates(tokens):
+    x, z, weight = torch.randn(tokens, 5, 32), strided(tokens, 160), torch.randn(32)
+    expected = delta.gated_rms_norm(x, z.unflatten(-1, (5, 32)), weight, 1e-3)
+    close([triton_delta.gated_rms_norm(x, z, weight, 1e-3)], [expected.flatten(1)], 1e-5)
+    wide, gate = torch.randn(tokens, 1500), strided(tokens, 1500)
+    close([triton_delta.sigmoid_mul(wide, gate)], [wide * gate.sigmoid()], 1e-6)
