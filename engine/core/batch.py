@@ -19,15 +19,20 @@ class RowInit:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]  # masked while fewer than min_tokens were generated
+    slot: int = 0              # of its recurrent state
 
 
 @dataclass(frozen=True, slots=True)
 class PageUpdate:
-    """New entries of one row's block table: block_table[row, start : start + len(pages)] = pages."""
+    """New entries of one row's block table: block_table[row, start : start + len(pages)] = pages.
+
+    They are the trash page where the window of the group has passed.
+    """
 
     row: int
     start: int
     pages: list[int]
+    group: int = 0             # of layers, each of which has a block table
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class StepPlan:
     seqs: list[ScheduledSeq]
     row_inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
+    moved_extents: list[int] = field(default_factory=list)  # hold what pages or states of another kind left there
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from engine.config import EngineConfig
 from engine.core.batch import StepPlan, StepResult
 from engine.core.kv.manager import KVManager
-from engine.core.kv.spec import pages_for
+from engine.core.kv.spec import CacheMemory
 from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
@@ -48,8 +48,7 @@ class EngineCore:
         config: EngineConfig,
         runner: Runner,
         *,
-        num_pages: int,
-        page_size: int,
+        memory: CacheMemory,
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -58,15 +57,17 @@ class EngineCore:
         depth: int = 1,
         description: dict[str, Any] | None = None,
     ) -> None:
-        if pages_for(max_model_len, page_size) > num_pages - 1:
-            raise ValueError(f"{num_pages} pages cannot hold one sequence of {max_model_len} tokens")
+        if memory.extents_for(max_model_len, max_num_batched_tokens) > memory.num_extents:
+            raise ValueError(f"{memory} cannot hold one sequence of {max_model_len} tokens")
         self.config = config
         self.runner = runner
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.kv = KVManager(num_pages, page_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.kv = KVManager(
+            memory, step_tokens=max_num_batched_tokens, enable_prefix_caching=config.enable_prefix_caching
+        )
         self.scheduler = Scheduler(
             self.kv,
             max_num_seqs=max_num_seqs,
@@ -134,8 +135,8 @@ class EngineCore:
         stats, pool = self._stats, self.kv.pool
         stats.num_running = len(self.scheduler.running)
         stats.num_waiting = len(self.scheduler.waiting)
-        stats.pages_in_use = pool.num_in_use
-        stats.kv_usage = pool.num_in_use / pool.capacity
+        stats.kv_usage = self.kv.usage
+        stats.pages_in_use = round(stats.kv_usage * pool.capacity)
         stats.prefix_queries = self.kv.prefix_queries
         stats.prefix_hits = self.kv.prefix_hits
         stats.num_preemptions = self.scheduler.num_preemptions
@@ -163,7 +164,7 @@ class EngineCore:
         """Raise AssertionError if an invariant of pages, rows or queues is broken (tests, and when idle)."""
         self.scheduler.check()
         if not self.has_work():
-            assert self.kv.pool.num_in_use == 0, "an idle engine holds pages"
+            assert not any(pool.num_in_use for pool in self.kv.arena.pools), "an idle engine holds pages"
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -9,18 +9,14 @@ import time
 from collections.abc import Iterable
 
 from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
-from engine.core.kv.manager import KVManager
+from engine.core.kv.manager import KVManager, Prefix
 from engine.core.policy import WaitingQueue, order_of
 from engine.core.request import FinishReason, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status
 
 
 class Scheduler:
-    """Owns every live sequence, the rows of the request table and, through `kv`, the pages.
-
-    `watermark` pages are kept free at admission, so that the sequences already running can grow for a while before
-    anything must be preempted.
-    """
+    """Owns every live sequence, the rows of the request table and, through `kv`, the pages and state slots."""
 
     def __init__(
         self,
@@ -30,13 +26,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool = True,
         policy: str = "fcfs",
-        watermark: float = 0.01,
     ) -> None:
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
-        self.watermark = max(1, int(watermark * kv.pool.capacity))
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(policy)
         self.seqs: dict[str, Sequence] = {}
@@ -89,6 +83,8 @@ class Scheduler:
                     self._preempt(victim)
                     preempted = True
                     if victim is seq:
+                        if not self.running:  # alone, any sequence fits: cached pages of other kinds are in its way
+                            self.kv.reset_prefix_cache()
                         break
                     lacks_pages = not self.kv.grow(seq, num_tokens)
                 if lacks_pages:  # preempted itself, or pages are on their way back from flight: wait for them
@@ -102,12 +98,13 @@ class Scheduler:
             if seq.num_placeholders:
                 break  # preempted with a token still on the device; its value arrives with the step in flight
             hit = self.kv.find_prefix(seq)
-            num_tokens = len(seq.token_ids) - len(hit) * self.kv.page_size
+            num_tokens = len(seq.token_ids) - hit.num_tokens
             if num_tokens > budget and not self.enable_chunked_prefill and scheduled:
                 break
             # The whole prompt must fit, not only this chunk: half-admitted prompts would preempt each other.
-            reserve = self.watermark if self.running else 0
-            if not self.kv.can_admit(seq, hit, num_tokens, reserve=reserve):
+            if not self.kv.can_admit(seq, hit, reserve=bool(self.running)):
+                if not self.running and not self.kv.num_deferred and self.kv.reset_prefix_cache():
+                    continue
                 break
             self._admit(seq, hit, row_inits)
             num_tokens = min(num_tokens, budget)
@@ -118,7 +115,7 @@ class Scheduler:
 
         if not scheduled:
             return None
-        plan = StepPlan(self._next_step, scheduled, row_inits, page_updates)
+        plan = StepPlan(self._next_step, scheduled, row_inits, page_updates, self.kv.take_moved_extents())
         self._next_step += 1
         return plan
 
@@ -167,7 +164,7 @@ class Scheduler:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _admit(self, seq: Sequence, hit: list[int], row_inits: list[RowInit]) -> None:
+    def _admit(self, seq: Sequence, hit: Prefix, row_inits: list[RowInit]) -> None:
         self.waiting.pop()
         self.kv.admit(seq, hit)
         seq.status = Status.RUNNING
@@ -184,6 +181,7 @@ class Scheduler:
                 params=seq.params,
                 seed=seq.seed,
                 stop_ids=tuple(seq.stop_ids | seq.eos_ids) if seq.params.min_tokens else (),
+                slot=seq.slot,
             )
         )
 
@@ -195,8 +193,7 @@ class Scheduler:
         seq.num_placeholders += samples
         seq.last_step = self._next_step
         if len(seq.pages) > seq.num_pages_sent:
-            page_updates.append(PageUpdate(seq.row, seq.num_pages_sent, seq.pages[seq.num_pages_sent :]))
-            seq.num_pages_sent = len(seq.pages)
+            self.kv.describe_changes(seq, page_updates)
         self.kv.register_full_pages(seq)
         in_prompt = start < seq.prompt_len and seq.num_output_tokens == 0
         return ScheduledSeq(

@@ -18,6 +18,7 @@ from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, RequestTimes, TokenLogprobs
 
 NO_ROW = -1
+NO_SLOT = -1
 
 
 class Status(enum.Enum):
@@ -48,10 +49,13 @@ class Sequence:
     num_cached_tokens: int = 0         # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     row: int = NO_ROW
-    pages: list[int] = field(default_factory=list)
+    slot: int = NO_SLOT                # of its recurrent state, if the model has one
+    tables: list[list[int]] = field(default_factory=lambda: [[]])  # pages, for each group of layers
+    num_passed: list[int] = field(default_factory=list)            # of each group: pages that its window left behind
+    num_passed_sent: list[int] = field(default_factory=list)       # of those, how many the worker knows of
     page_hashes: list[bytes] = field(default_factory=list)  # of full pages of known tokens, in order
-    num_registered_pages: int = 0      # how many of `pages` are in the prefix index under `page_hashes`
-    num_pages_sent: int = 0            # how many of `pages` the worker's block table already holds
+    num_registered_pages: int = 0      # how many pages are in the prefix index under `page_hashes`
+    num_pages_sent: int = 0            # how many pages the worker's block tables already hold
     last_step: int = -1                # id of the newest step that touches this sequence's row and pages
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
@@ -76,6 +80,11 @@ class Sequence:
             times=RequestTimes(arrival=request.arrival_time),
             arrival_order=order,
         )
+
+    @property
+    def pages(self) -> list[int]:
+        """The block table of the first group of layers; all have the same length."""
+        return self.tables[0]
 
     @property
     def num_output_tokens(self) -> int:

@@ -95,24 +95,25 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         model_max_len=model_config.max_position_embeddings,
         max_num_seqs=config.max_num_seqs,
         default_num_seqs=_DEFAULT_SEQS[device.type],
+        step_tokens=max_tokens,
     )
     log.info("%s", plan.table())
 
     with torch.inference_mode():
-        cache = Cache(spec, plan.num_pages, kv_dtype, device)
+        cache = Cache(spec, plan.num_extents, kv_dtype, device)
     if card is not None:
         runner = _start_on_gpu(config, model, plan, cache, max_tokens, card, progress)
         depth = 1 if config.overlap is False else 2
     else:
-        sizes = {"max_model_len": plan.max_model_len, "page_size": plan.page_size}
-        runner = Runner(model, num_rows=plan.max_num_seqs + 1, **sizes, device=device)
+        runner = Runner(
+            model, spec, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len, device=device
+        )
         runner.bind_cache(cache)
         depth = 2 if config.overlap else 1
     return EngineCore(
         config,
         runner,
-        num_pages=plan.num_pages,
-        page_size=plan.page_size,
+        memory=spec.memory(plan.num_extents),
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=max_tokens,
@@ -164,7 +165,7 @@ def _start_on_gpu(
 
     with torch.inference_mode():
         runner = DeviceRunner(
-            model, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len, page_size=plan.page_size,
+            model, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len, page_size=plan.spec.page_size,
             max_num_tokens=max_tokens, device=card.device,
         )  # fmt: skip
         runner.bind_cache(cache)

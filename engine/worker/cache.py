@@ -7,38 +7,98 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.core.kv.spec import AttentionLayer, CacheSpec
+from engine.core.kv.spec import AttentionLayer, CacheSpec, StateLayer
 
 
 class Cache:
-    """Keys and values of every attention layer, zeroed: k, v [num_pages, page_size, Hkv, D], one layer after another.
+    """Keys and values of every attention layer, k, v [num_pages, page_size, Hkv, D], and the recurrent layers' states,
+    tuples of [num_slots, *shape]. `num_extents` extents and what is beside them (engine/core/kv/spec.py), all zeros.
 
-    Zeros matter: attention reads whole pages and masks afterwards, and a stray NaN times zero is NaN. On CPU the zeros
-    are the kernel's own (calloc), so a page costs memory only once it is written.
+    Where all pages are of one kind, an extent is a page, and one layer's pages lie behind the other's. Else a page
+    holds its tokens of one layer after another, and a layer's pages lie apart:
+
+        | trash page | extent 0: [k0 v0 k1 v1 ...] [k0 v0 k1 v1 ...] | extent 1: [state 0, state 1, ...] | ... |
+
+    Zeros matter: the CPU's attention reads whole pages and masks afterwards, and a stray NaN times zero is NaN. On CPU
+    the zeros are the kernel's own (calloc), so a page costs memory only once it is written.
     """
 
-    def __init__(self, spec: CacheSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: CacheSpec, num_extents: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
-        self.memory = _zeros(num_pages * spec.page_bytes, device)
+        self.num_extents = num_extents
+        self.memory = _zeros(num_extents * spec.extent_bytes + spec.fixed_bytes, device)
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        at = 0
-        for i, layer in spec.storing.items():
-            shape = (2, num_pages, spec.page_size, layer.num_kv_heads, layer.head_dim)
-            size = math.prod(shape) * dtype.itemsize
-            key, value = self.memory[at : at + size].view(dtype).view(shape)
-            self.kv[i] = key, value
-            at += size
+        self.states: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._begin = max(spec.page_strides)  # of the first extent
+        if len(spec.per_extent) == 1:
+            self._cut_layers(dtype)
+        else:
+            self._cut_pages(dtype)
+            self._cut_slots()
 
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
 
+    @property
+    def padding_slot(self) -> int:
+        """The slot that no sequence has."""
+        return self.num_extents * self.spec.per_extent[-1]
+
     def bind(self, modules: Sequence[nn.Module]) -> None:
         """Give each caching module, in the order of `spec.layers`, what it reads and writes."""
+        group_of = {i: g for g, group in enumerate(self.spec.groups) for i in group.layers}
         for i, (module, layer) in enumerate(zip(modules, self.spec.layers, strict=True)):
             if isinstance(layer, AttentionLayer):
                 source = i if layer.kv_from is None else layer.kv_from
                 module.k_cache, module.v_cache = self.kv[source]
+                module.group = group_of[source]  # type: ignore[assignment]
+            else:
+                module.state = self.states[i]  # type: ignore[assignment]
+
+    def extent(self, index: int) -> torch.Tensor:
+        """The bytes of an extent."""
+        start = self._begin + index * self.spec.extent_bytes
+        return self.memory[start : start + self.spec.extent_bytes]
+
+    def _cut_layers(self, dtype: torch.dtype) -> None:
+        at = 0
+        for i, layer in self.spec.storing.items():
+            shape = (2, self.num_extents + 1, self.spec.page_size, layer.num_kv_heads, layer.head_dim)
+            size = math.prod(shape) * dtype.itemsize
+            key, value = self.memory[at : at + size].view(dtype).view(shape)
+            self.kv[i] = key, value
+            at += size
+
+    def _cut_pages(self, dtype: torch.dtype) -> None:
+        """Page 0 of each group, the trash page, ends where the first extent begins."""
+        spec, memory = self.spec, self.memory.view(dtype)
+        for group, per, stride in zip(spec.groups, spec.per_extent, spec.page_strides, strict=False):
+            at = self._begin - stride
+            for i in group.layers:
+                layer = spec.storing[i]
+                row = layer.num_kv_heads * layer.head_dim
+                shape = (self.num_extents * per + 1, spec.page_size, layer.num_kv_heads, layer.head_dim)
+                strides = (stride // dtype.itemsize, row, layer.head_dim, 1)
+                size = spec.page_size * row * dtype.itemsize
+                key, value = (memory.as_strided(shape, strides, start // dtype.itemsize) for start in (at, at + size))
+                self.kv[i] = key, value
+                at += 2 * size
+
+    def _cut_slots(self) -> None:
+        at, stride = self._begin, self.spec.slot_stride
+        for i, layer in enumerate(self.spec.layers):
+            if not isinstance(layer, StateLayer):
+                continue
+            tensors = []
+            for shape, name, size in zip(layer.shapes, layer.dtypes, layer.sizes, strict=True):
+                dtype: torch.dtype = getattr(torch, name)
+                strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+                tensors.append(self.memory.view(dtype).as_strided(
+                    (self.padding_slot + 1, *shape), (stride // dtype.itemsize, *strides), at // dtype.itemsize
+                ))  # fmt: skip
+                at += size
+            self.states[i] = tuple(tensors)
 
 
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from engine.core.batch import StepPlan
 from engine.kernels.attention import AttentionBatch
+from engine.layers.context import StateBatch
 from engine.worker.state import RequestTable
 
 
@@ -20,14 +21,14 @@ from engine.worker.state import RequestTable
 class StepInputs:
     token_ids: torch.Tensor       # [T] int64
     positions: torch.Tensor       # [T] int64
-    slot_mapping: torch.Tensor    # [T] int64
-    attention: AttentionBatch
+    groups: list[tuple[torch.Tensor, AttentionBatch]]  # of each group of layers: slot_mapping [T] int64, attention
+    state: StateBatch | None
     sample_index: torch.Tensor    # [S] int64
     sample_rows: list[int]        # [S]
     sample_positions: list[int]   # [S] where each sampled token will stand
 
 
-def build_inputs(plan: StepPlan, table: RequestTable) -> StepInputs:
+def build_inputs(plan: StepPlan, table: RequestTable, *, has_state: bool = False) -> StepInputs:
     starts = [s.start for s in plan.seqs]
     counts = [s.num_tokens for s in plan.seqs]
     rows = [s.row for s in plan.seqs]
@@ -40,14 +41,23 @@ def build_inputs(plan: StepPlan, table: RequestTable) -> StepInputs:
     positions = torch.from_numpy(position).to(device)
     row_of = torch.from_numpy(row).to(device)
     size = table.page_size
-    page = table.block_table[row_of, positions // size].long()
+    page_index, offset = positions // size, positions % size
+    segments = q_starts.tolist(), starts, counts, rows
+    groups = [
+        (block_table[row_of, page_index].long() * size + offset, AttentionBatch.build(*segments, block_table, size))
+        for block_table in table.block_tables
+    ]
+    state = None
+    if has_state:
+        columns = torch.tensor([[table.slots[row] for row in rows], q_starts.tolist(), counts], device=device)
+        state = StateBatch(columns[0], torch.tensor(starts, device=device) == 0, columns[1], columns[2])
 
     sampling = [i for i, s in enumerate(plan.seqs) if s.samples]
     return StepInputs(
         token_ids=table.token_ids[row_of, positions].long(),
         positions=positions,
-        slot_mapping=page * size + positions % size,
-        attention=AttentionBatch.build(q_starts.tolist(), starts, counts, rows, table.block_table, size),
+        groups=groups,
+        state=state,
         sample_index=torch.from_numpy(ends[sampling] - 1).to(device),
         sample_rows=[rows[i] for i in sampling],
         sample_positions=[starts[i] + counts[i] for i in sampling],

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.core.batch import SeqResult, StepPlan, StepResult
+from engine.core.kv.pages import TRASH_PAGE
+from engine.core.kv.spec import CacheSpec
 from engine.core.request import TokenLogprobs
 from engine.kernels.threads import num_threads
 from engine.layers.context import ForwardContext, forward_context
@@ -35,19 +37,19 @@ class Runner:
     """One device, one model. `launch` only queues work where the device is asynchronous; `collect` waits for it."""
 
     def __init__(
-        self, model: CausalLM, *, num_rows: int, max_model_len: int, page_size: int, device: torch.device
+        self, model: CausalLM, spec: CacheSpec, *, num_rows: int, max_model_len: int, device: torch.device
     ) -> None:
         self.model = model
         self.device = device
         self.vocab_size = model.config.vocab_size
-        self.table = RequestTable(num_rows, max_model_len, page_size, device)
+        self.table = RequestTable(num_rows, max_model_len, spec.page_size, device, len(spec.groups))
         self.sampler = Sampler(num_rows, self.vocab_size, device)
         self.prompt_len = [0] * num_rows
+        self.has_state = bool(spec.slot_bytes)
         self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
 
     def bind_cache(self, cache: Cache) -> None:
         """Give the layers their memory."""
-        assert cache.spec.page_size == self.table.page_size
         self.cache = cache
         cache.bind(self.model.cache_modules())
 
@@ -57,11 +59,16 @@ class Runner:
             self.table.admit(init)
             self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
             self.prompt_len[init.row] = init.prompt_len
+        for extent in plan.moved_extents:
+            self.cache.extent(extent).zero_()  # as numbers of another type, what stands there may be NaN
         for update in plan.page_updates:
+            if update.pages[0] == TRASH_PAGE:
+                old = self.table.block_tables[update.group][update.row, update.start :][: len(update.pages)]
+                self._scrub(update.group, old)
             self.table.add_pages(update)
         small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
         with num_threads(1 if small else torch.get_num_threads()):
-            inputs = build_inputs(plan, self.table)
+            inputs = build_inputs(plan, self.table, has_state=self.has_state)
             hidden = self.forward(inputs)
             return StepHandle(plan, inputs, self._sample(inputs, hidden), self._prompt_logprobs(plan, hidden))
 
@@ -85,7 +92,8 @@ class Runner:
                 results.append(SeqResult(prompt_logprobs=listed))
                 continue
             if at in bad:
-                self._scrub(seq.row)
+                for group, table in enumerate(self.table.block_tables):
+                    self._scrub(group, table[seq.row])
                 results.append(SeqResult(error=NAN_ERROR))
             else:
                 results.append(SeqResult(tokens[at], logprobs.get(at), listed))
@@ -93,15 +101,17 @@ class Runner:
         return StepResult(handle.plan.step_id, results)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        with forward_context(ForwardContext(inputs.positions, inputs.slot_mapping, inputs.attention)):
+        first, *more = inputs.groups
+        with forward_context(ForwardContext(inputs.positions, *first, more, inputs.state)):
             return self.model(inputs.token_ids)
 
-    def _scrub(self, row: int) -> None:
-        """Make the pages of a failed sequence finite before anybody gets them: zero times NaN is NaN, so that even
-        slots that attention masks would spoil their next owner. Finite values, and so shared prefixes, stay."""
-        pages = self.table.block_table[row].unique().long()
-        for pair in self.cache.kv.values():
-            for cache in pair:
+    def _scrub(self, group: int, pages: torch.Tensor) -> None:
+        """Make the pages of a sequence that may have failed finite before anybody gets them: zero times NaN is NaN, so
+        that even slots that attention masks would spoil their next owner. Finite values, and so shared prefixes, stay.
+        """
+        pages = pages.unique().long()
+        for layer in self.cache.spec.groups[group].layers:
+            for cache in self.cache.kv[layer]:
                 cache[pages] = torch.nan_to_num(cache[pages], 0.0, 0.0, 0.0)
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> SampleResult | None:

@@ -2,7 +2,9 @@
 
     row 0                     trash: padding reads and writes it
     token_ids[row, i]         token i of the sequence; the sampler writes the newest one itself
-    block_table[row, i]       page of its tokens P i .. P i + P - 1, P = page_size; unset entries: the trash page
+    block_tables[g][row, i]   page of its tokens P i .. P i + P - 1, P = page_size, in the layers of group g; unset
+                              entries, and those that the group's window has passed: the trash page
+    slots[row]                of its recurrent state
 
 The host sends only changes: a row's tokens at admission, new pages as they are given out.
 """
@@ -14,19 +16,24 @@ from engine.core.kv.spec import pages_for
 
 
 class RequestTable:
-    def __init__(self, num_rows: int, max_model_len: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, page_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         self.page_size = page_size
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
         width = pages_for(max_model_len, page_size)
-        self.block_table = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        self.block_tables = [torch.zeros(num_rows, width, dtype=torch.int32, device=device) for _ in range(num_groups)]
+        self.slots = [0] * num_rows
 
     def admit(self, init: RowInit) -> None:
-        self.block_table[init.row] = 0  # the row's last owner is gone: nothing of it may be read, masked or not
+        for table in self.block_tables:
+            table[init.row] = 0  # the row's last owner is gone: nothing of it may be read, masked or not
+        self.slots[init.row] = init.slot
         self.token_ids[init.row, : len(init.token_ids)] = torch.tensor(init.token_ids, dtype=torch.int32)
 
     def add_pages(self, update: PageUpdate) -> None:
         end = update.start + len(update.pages)
-        self.block_table[update.row, update.start : end] = torch.tensor(update.pages, dtype=torch.int32)
+        self.block_tables[update.group][update.row, update.start : end] = torch.tensor(update.pages, dtype=torch.int32)
 
     def append(self, rows: list[int], positions: list[int], token_ids: torch.Tensor) -> None:
         """Write sampled tokens at their positions; a sequence that is full has no place and needs none."""

@@ -1,26 +1,43 @@
 """A runner without a model: it keeps *tokens* in the pages where K and V would be, and answers with a hash of the
-history it can read through the block table. If paging, prefix hits, preemption or flight order are wrong anywhere, the
+history it can read through the block tables. If paging, prefix hits, preemption or flight order are wrong anywhere, the
 history is wrong, and so is every token after it. Runs thousands of steps a second.
+
+Groups of pages and state slots lie in one arena, as on a device: who writes to a page or slot claims its cells, and
+whatever else had claimed one of them has lost its content.
 """
 
 import hashlib
+import math
 
 from engine.core.batch import SeqResult, StepPlan, StepResult
+from engine.core.kv.spec import CacheMemory
 from engine.core.params import SamplingParams
 
 VOCAB = 97
 PAGE_SIZE = 16
 
 
-def next_token(history: list[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(history).encode(), digest_size=4).digest()) % VOCAB
+def next_token(history: list[int], windows: tuple[int | None, ...] = (None,), has_state: bool = False) -> int:
+    """Of what each group sees, and of a state that has absorbed every token."""
+    seen = [history if window is None else history[-window:] for window in windows]
+    state = absorb(0, history) if has_state else 0
+    return int.from_bytes(hashlib.blake2b(repr((seen, state)).encode(), digest_size=4).digest()) % VOCAB
 
 
-def expected_tokens(prompt: list[int], params: SamplingParams, eos: frozenset[int], max_model_len: int) -> list[int]:
+def absorb(state: int, tokens: list[int]) -> int:
+    for token in tokens:
+        state = (state * 1_000_003 + token + 1) % 2**61
+    return state
+
+
+def expected_tokens(
+    prompt: list[int], params: SamplingParams, eos: frozenset[int], max_model_len: int,
+    windows: tuple[int | None, ...] = (None,), has_state: bool = False,
+) -> list[int]:  # fmt: skip
     """What one request alone must produce."""
     tokens = list(prompt)
     while True:
-        token = next_token(tokens)
+        token = next_token(tokens, windows, has_state)
         tokens.append(token)
         count = len(tokens) - len(prompt)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else eos)
@@ -32,10 +49,14 @@ def expected_tokens(prompt: list[int], params: SamplingParams, eos: frozenset[in
 class PagedMachine:
     """`depth` 2 delays answers by a step, as a device with overlap does; pages are written at launch, in order."""
 
-    def __init__(self, num_pages: int, num_rows: int, max_model_len: int) -> None:
-        self.slots = [[-1] * PAGE_SIZE for _ in range(num_pages)]
+    def __init__(self, memory: CacheMemory, num_rows: int, max_model_len: int) -> None:
+        self.memory = memory
+        self.extent_cells = math.lcm(*memory.per_extent) * PAGE_SIZE
+        self.cells: list[tuple[int, int]] = [(-1, -1)] * (memory.num_extents * self.extent_cells)  # (kind, unit)
+        self.content: list[int] = [-1] * len(self.cells)
         self.token_ids = [[-1] * (max_model_len + 1) for _ in range(num_rows)]
-        self.block_table: list[list[int]] = [[] for _ in range(num_rows)]
+        self.block_tables: list[list[list[int]]] = [[[] for _ in range(num_rows)] for _ in memory.windows]
+        self.slot = [-1] * num_rows
         self.launched = 0
         self.fail_steps: set[int] = set()
 
@@ -45,26 +66,63 @@ class PagedMachine:
             raise RuntimeError("injected fault")
         for init in plan.row_inits:
             self.token_ids[init.row][: len(init.token_ids)] = init.token_ids
-            self.block_table[init.row] = []
+            self.slot[init.row] = init.slot
+            for tables in self.block_tables:
+                tables[init.row] = []
         for update in plan.page_updates:
-            table = self.block_table[update.row]
-            assert len(table) == update.start, "the block table has a gap"
-            table.extend(update.pages)
+            table = self.block_tables[update.group][update.row]
+            assert update.start <= len(table), "the block table has a gap"
+            table[update.start : update.start + len(update.pages)] = update.pages
         for seq in plan.seqs:  # all writes before all reads, as in a layer
-            for position in range(seq.start, seq.start + seq.num_tokens):
-                page = self.block_table[seq.row][position // PAGE_SIZE]
-                assert page != 0, "a real token was sent to the trash page"
-                self.slots[page][position % PAGE_SIZE] = self.token_ids[seq.row][position]
-        results = []
-        for seq in plan.seqs:
-            token = None
-            if seq.samples:
-                end = seq.start + seq.num_tokens
-                history = [self.slots[self.block_table[seq.row][i // PAGE_SIZE]][i % PAGE_SIZE] for i in range(end)]
-                token = next_token(history)
-                self.token_ids[seq.row][end] = token
-            results.append(SeqResult(token_id=token))
-        return StepResult(plan.step_id, results)
+            for group, tables in enumerate(self.block_tables):
+                for position in range(seq.start, seq.start + seq.num_tokens):
+                    page = tables[seq.row][position // PAGE_SIZE]
+                    assert page != 0, "a real token was sent to the trash page"
+                    at = self._claim(group, page) + position % PAGE_SIZE
+                    self.content[at] = self.token_ids[seq.row][position]
+        return StepResult(plan.step_id, [self._answer(seq) for seq in plan.seqs])
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
+
+    def _answer(self, seq) -> SeqResult:
+        end = seq.start + seq.num_tokens
+        seen = []
+        for group, window in enumerate(self.memory.windows):
+            first = 0 if window is None else max(0, seq.start - window + 1)  # what its first query sees
+            table = self.block_tables[group][seq.row]
+            history = [self._read(group, table[i // PAGE_SIZE], i % PAGE_SIZE) for i in range(first, end)]
+            seen.append(history if window is None else history[-window:])
+            assert history == self.token_ids[seq.row][first:end], "a page holds another history"
+        state = 0
+        if self.memory.has_state:
+            kind, slot = len(self.memory.windows), self.slot[seq.row]
+            state = self._read(kind, slot, 0) if seq.start else 0
+            state = absorb(state, self.token_ids[seq.row][seq.start : end])
+            self.content[self._claim(kind, slot)] = state
+        if not seq.samples:
+            return SeqResult()
+        token = int.from_bytes(hashlib.blake2b(repr((seen, state)).encode(), digest_size=4).digest()) % VOCAB
+        self.token_ids[seq.row][end] = token
+        return SeqResult(token_id=token)
+
+    def _cells_of(self, kind: int, unit: int) -> range:
+        per = self.memory.per_extent[kind]
+        if kind < len(self.memory.windows):
+            unit -= 1  # page 0 lies before the extents
+        size = self.extent_cells // per
+        start = unit // per * self.extent_cells + unit % per * size
+        assert 0 <= start < len(self.cells)
+        return range(start, start + size)
+
+    def _claim(self, kind: int, unit: int) -> int:
+        cells = self._cells_of(kind, unit)
+        if any(self.cells[i] != (kind, unit) for i in cells):
+            for i in cells:
+                self.cells[i], self.content[i] = (kind, unit), -1
+        return cells.start
+
+    def _read(self, kind: int, unit: int, offset: int) -> int:
+        cells = self._cells_of(kind, unit)
+        assert self.cells[cells[offset]] == (kind, unit), "somebody else has written here"
+        return self.content[cells[offset]]

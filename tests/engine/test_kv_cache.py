@@ -21,13 +21,13 @@ class Layer(nn.Module):
 
 def bound(spec: CacheSpec, num_pages: int) -> list[Layer]:
     modules = [Layer() for _ in spec.layers]
-    Cache(spec, num_pages, torch.float32, torch.device("cpu")).bind(modules)
+    Cache(spec, num_pages - 1, torch.float32, torch.device("cpu")).bind(modules)
     return modules
 
 
 def test_layers_of_different_shapes_share_page_ids_and_no_memory():
     spec = CacheSpec(LAYERS, dtype_bytes=4, page_size=8)
-    assert spec.bytes_per_token == 2 * (4 * 8 + 32) * 4
+    assert spec.page_bytes == 8 * 2 * (4 * 8 + 32) * 4
     first, second, reader = bound(spec, num_pages=5)
     assert first.k_cache.shape == (5, 8, 4, 8)
     assert second.v_cache.shape == (5, 8, 1, 32)

@@ -30,9 +30,9 @@ def named_in(refusal) -> int:
 def test_everything_left_becomes_pages():
     made = plan()
     assert made.max_model_len == 40960
-    assert made.page_bytes == 36 * 2 * 8 * 128 * 2 * 16
+    assert SPEC.page_bytes == 36 * 2 * 8 * 128 * 2 * 16
     left = 72 * GIB - 17 * GIB - made.table_bytes
-    assert 0 <= left - made.num_pages * made.page_bytes < made.page_bytes
+    assert 0 <= left - made.num_pages * SPEC.page_bytes < SPEC.page_bytes
     assert f"{made.kv_tokens:,} tokens" in made.table()
 
 
@@ -43,7 +43,7 @@ def test_the_table_has_a_line_for_each_part_and_they_add_up():
                            "request table", "KV pages"]
     assert (lines["graphs"], lines["overhead"], lines["step buffers"]) == ("0.50 GiB", "0.25 GiB", "0.12 GiB")
     assert made.resident_bytes + made.budget.activations <= 72 * GIB
-    assert made.resident_bytes + made.budget.activations > 72 * GIB - made.page_bytes
+    assert made.resident_bytes + made.budget.activations > 72 * GIB - SPEC.page_bytes
     assert "graphs" not in plan().table(), "what takes nothing has no line"
 
 
@@ -69,7 +69,7 @@ def test_the_refusal_names_the_flag_that_limits():
         plan(max_model_len=40960, kv_limit=GIB)
     with pytest.raises(OutOfMemoryPlanError, match="raise --gpu-memory-utilization"):
         plan(usable_gib=19.0, max_model_len=40960)
-    with pytest.raises(OutOfMemoryPlanError, match="not even two KV pages"):
+    with pytest.raises(OutOfMemoryPlanError, match="not even one token"):
         plan(kv_limit=1000)
 
 
@@ -116,7 +116,7 @@ def test_a_plan_never_exceeds_its_budget(usable, seqs, limit, overhead, graphs, 
     except OutOfMemoryPlanError:
         return
     assert made.resident_bytes + budget.activations <= budget.usable
-    assert made.table_bytes == request_table_bytes(made.max_model_len, made.max_num_seqs, 16)
+    assert made.table_bytes == request_table_bytes(made.max_model_len, made.max_num_seqs, SPEC)
     assert limit is None or made.kv_bytes <= limit
     assert made.num_pages - 1 >= pages_for(made.max_model_len, 16)
     assert made.max_num_seqs == seqs if seqs else 1 <= made.max_num_seqs <= 1024

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from paged_machine import PAGE_SIZE, VOCAB, PagedMachine, expected_tokens
 
 from engine.config import EngineConfig
+from engine.core.kv.spec import CacheMemory
 from engine.core.loop import EngineCore
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
@@ -18,9 +19,10 @@ MAX_LEN = 160
 
 
 def make_core(num_pages=40, max_num_seqs=8, budget=32, depth=1, **config) -> EngineCore:
-    machine = PagedMachine(num_pages, max_num_seqs + 1, MAX_LEN)
+    memory = CacheMemory.of_pages(num_pages - 1, PAGE_SIZE)
+    machine = PagedMachine(memory, max_num_seqs + 1, MAX_LEN)
     return EngineCore(
-        EngineConfig("none", **config), machine, num_pages=num_pages, page_size=PAGE_SIZE, max_model_len=MAX_LEN,
+        EngineConfig("none", **config), machine, memory=memory, max_model_len=MAX_LEN,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, vocab_size=VOCAB, eos_token_ids=EOS, depth=depth,
     )
 

@@ -1,80 +1,140 @@
-"""Who owns which page: admission by prefix hit, growth, release after flight.
+"""Who owns which page and slot: admission by prefix hit, growth, pages that leave a window, release after flight.
 
-Free after flight: a page may be read or written by every step that was scheduled before its owner let go of it. It
-returns to the pool only when the newest of those steps has completed (`on_step_complete`).
+A sequence has a block table for each group of layers (spec.py), all of the same length; entries that its window has
+passed are the trash page. Free after flight: a page may be read or written by every step that was scheduled before its
+owner let go of it. It returns to its pool only when the newest of those steps has completed (`on_step_complete`).
 """
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from engine.core.kv.pages import PagePool
+from engine.core.batch import PageUpdate
+from engine.core.kv.pages import TRASH_PAGE, Arena, PagePool
 from engine.core.kv.prefix import PageHasher
-from engine.core.kv.spec import pages_for
-from engine.core.sequence import Sequence
+from engine.core.kv.spec import CacheMemory, pages_for
+from engine.core.sequence import NO_SLOT, Sequence
+
+_WATERMARK = 0.01  # share of the pages kept free at admission, so that running sequences can grow for a while
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The cached beginning of a sequence: in each group the pages of its first `num_tokens` tokens."""
+
+    num_tokens: int = 0
+    tables: list[list[int]] = field(default_factory=list)
 
 
 class KVManager:
-    def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool = True) -> None:
-        self.pool = PagePool(num_pages)
-        self.page_size = page_size
+    def __init__(self, memory: CacheMemory, *, step_tokens: int, enable_prefix_caching: bool = True) -> None:
+        """`step_tokens`: the most tokens that a step adds to a sequence."""
+        self.memory = memory
+        self.page_size = memory.page_size
+        self.step_tokens = step_tokens
         self.enable_prefix_caching = enable_prefix_caching
-        self._hasher = PageHasher(page_size)
-        self._deferred: deque[tuple[int, list[int]]] = deque()  # (step, pages to release once it has completed)
+        groups = range(len(memory.windows))
+        self.arena = Arena(memory.num_extents, memory.per_extent, [1] * len(groups) + [0] * memory.has_state)
+        self.pools: list[PagePool] = self.arena.pools[: len(groups)]
+        self.slots: PagePool | None = self.arena.pools[-1] if memory.has_state else None
+        self._windows = [(g, w) for g in groups if (w := memory.windows[g]) is not None]
+        self._watermarks = [max(1, int(_WATERMARK * pool.capacity)) for pool in self.pools]
+        self._hasher = PageHasher(memory.page_size)
+        self._deferred: deque[tuple[int, PagePool, list[int]]] = deque()  # release once the step has completed
         self._completed_step = -1
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def pages_for(self, num_tokens: int) -> int:
-        return pages_for(num_tokens, self.page_size)
+    @property
+    def pool(self) -> PagePool:
+        """The pages of the first group: the only ones, in most models."""
+        return self.pools[0]
+
+    @property
+    def usage(self) -> float:
+        """Share of the memory that is in use."""
+        extents = sum(pool.num_in_use / pool.per_extent for pool in self.arena.pools)
+        return extents / self.arena.num_extents
 
     @property
     def num_deferred(self) -> int:
         """Pages that wait for a step in flight before they are free (shared ones may stay in use even then)."""
-        return sum(len(pages) for _, pages in self._deferred)
+        return sum(len(pages) for _, _, pages in self._deferred)
 
-    def find_prefix(self, seq: Sequence) -> list[int]:
-        """Cached pages that hold the beginning of `seq`; no state changes.
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def find_prefix(self, seq: Sequence) -> Prefix:
+        """The longest cached beginning of `seq`; no state changes.
 
         At most all pages but the one of the last known token: that token is computed anew, its logits are needed.
         Requests for prompt logprobs compute their whole prompt.
         """
+        nothing = Prefix(0, [[] for _ in self.pools])
         if not self.enable_prefix_caching or (seq.params.prompt_logprobs is not None and seq.num_output_tokens == 0):
-            return []
+            return nothing
+        if self.slots is not None:
+            return nothing  # pages alone do not bring a recurrent state back
         self._hasher.extend(seq)
-        pages = []
-        for digest in seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size]:
-            page = self.pool.find(digest)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+        digests = seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size]
+        found = [self._cached_pages(pool, digests, window) for pool, window in zip(
+            self.pools, self.memory.windows, strict=True)]
+        count = min(len(pages) for pages in found)
+        if self._windows:
+            count = self._whole_windows(found, count)
+        tables = [pages[:count] for pages in found]
+        for group, _ in self._windows:
+            passed = min(self._passed(group, count * self.page_size), count)
+            tables[group][:passed] = [TRASH_PAGE] * passed
+        return Prefix(count * self.page_size, tables) if count else nothing
 
-    def can_admit(self, seq: Sequence, hit: list[int], num_tokens: int, *, reserve: int = 0) -> bool:
-        """Whether `hit` + pages for `num_tokens` more tokens fit while `reserve` pages stay free."""
-        woken = sum(self.pool.is_free(p) for p in hit)
-        needed = self.pages_for(len(hit) * self.page_size + num_tokens) - len(hit)
-        return needed + woken + reserve <= self.pool.num_free
+    def can_admit(self, seq: Sequence, hit: Prefix, *, reserve: bool) -> bool:
+        """Whether the whole sequence fits beside `hit`; with `reserve`, a watermark of pages stays free."""
+        length, held = len(seq.token_ids), pages_for(hit.num_tokens, self.page_size)
+        needs = []
+        for group in range(len(self.pools)):
+            need = pages_for(length, self.page_size) - held
+            if self.memory.windows[group] is not None:
+                most = self.memory.most_pages(group, length, self.step_tokens)
+                need = min(need, most)
+            needs.append(need + (self._watermarks[group] if reserve else 0))
+        woken: list[list[int]] = [[p for p in table if p != TRASH_PAGE] for table in hit.tables]
+        if self.slots is not None:
+            needs.append(1)
+            woken.append([])
+        return self.arena.fits(needs, woken)
 
-    def admit(self, seq: Sequence, hit: list[int]) -> None:
-        """Give a waiting sequence the cached pages of its prefix."""
+    def admit(self, seq: Sequence, hit: Prefix) -> None:
+        """Give a waiting sequence the cached pages of its prefix, and a slot for its state."""
         assert not seq.pages, "a waiting sequence owns no pages"
-        self.pool.share(hit)
-        seq.pages = list(hit)
-        seq.num_registered_pages = len(hit)
-        seq.num_computed_tokens = len(hit) * self.page_size
+        for pool, table in zip(self.pools, hit.tables, strict=True):
+            pool.share(page for page in table if page != TRASH_PAGE)
+        seq.tables = [list(table) for table in hit.tables]
+        seq.num_passed = seq.num_passed_sent = [0] * len(self.pools)
+        if self._windows:
+            seq.num_passed = [next((i for i, p in enumerate(t) if p != TRASH_PAGE), len(t)) for t in seq.tables]
+            seq.num_passed_sent = list(seq.num_passed)
+        seq.num_registered_pages = len(seq.pages)
+        seq.num_computed_tokens = hit.num_tokens
+        if self.slots is not None:
+            seq.slot = self.slots.take_carefully(1)[0]
         if self.enable_prefix_caching:
             self.prefix_queries += len(seq.token_ids)
             self.prefix_hits += seq.num_computed_tokens
 
+    # -- steps ----------------------------------------------------------------------------------------------------
+
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make room for `num_tokens` after the computed ones. False (and no change) if pages are short."""
-        missing = self.pages_for(seq.num_computed_tokens + num_tokens) - len(seq.pages)
+        """Make room for `num_tokens` after the computed ones. False (and no page more) if pages are short."""
+        missing = pages_for(seq.num_computed_tokens + num_tokens, self.page_size) - len(seq.pages)
         if missing <= 0:
             return True
-        pages = self.pool.take(missing)
-        if pages is None:
+        if self._windows:
+            self._free_passed(seq)
+        taken = self.arena.take([missing] * len(self.pools) + [0] * (self.slots is not None))
+        if taken is None:
             return False
-        seq.pages.extend(pages)
+        for table, pages in zip(seq.tables, taken, strict=False):
+            table.extend(pages)
         return True
 
     def register_full_pages(self, seq: Sequence) -> None:
@@ -84,55 +144,137 @@ class KVManager:
         full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.page_size
         if full > seq.num_registered_pages:
             self._hasher.extend(seq)
-            for i in range(seq.num_registered_pages, full):
-                self.pool.register(seq.pages[i], seq.page_hashes[i])
+            for pool, table in zip(self.pools, seq.tables, strict=True):
+                for i in range(seq.num_registered_pages, full):
+                    pool.register(table[i], seq.page_hashes[i])
             seq.num_registered_pages = full
 
     def release(self, seq: Sequence, *, forget: bool = False) -> None:
-        """Let go of all pages of `seq`, after flight; with `forget`, none of them may be found again."""
-        if forget:
-            self.pool.forget(seq.pages)
-        pages = seq.pages[::-1]
-        seq.pages = []
+        """Let go of all that `seq` owns, after flight; with `forget`, none of its pages may be found again."""
+        for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
+            pages = table[: seq.num_passed[group] - 1 if seq.num_passed[group] else None : -1]
+            if forget:
+                pool.forget(pages)
+            self._release(seq, pool, pages)
+        if self.slots is not None:
+            self._release(seq, self.slots, [seq.slot])
+            seq.slot = NO_SLOT
+        seq.tables = [[] for _ in self.pools]
         seq.num_registered_pages = 0
         seq.num_pages_sent = 0
-        if seq.last_step > self._completed_step:
-            self._deferred.append((seq.last_step, pages))
-        else:
-            self.pool.release(pages)
 
     def on_step_complete(self, step_id: int) -> None:
         self._completed_step = step_id
-        waiting: deque[tuple[int, list[int]]] = deque()
-        for step, pages in self._deferred:
+        waiting: deque[tuple[int, PagePool, list[int]]] = deque()
+        for step, pool, pages in self._deferred:
             if step <= step_id:
-                self.pool.release(pages)
+                pool.release(pages)
             else:
-                waiting.append((step, pages))
+                waiting.append((step, pool, pages))
         self._deferred = waiting
 
-    def reset_prefix_cache(self) -> None:
-        self.pool.forget_all()
+    def describe_changes(self, seq: Sequence, updates: list[PageUpdate]) -> None:
+        """List what has changed in the block tables of `seq` since the last call."""
+        for group, table in enumerate(seq.tables):
+            sent, passed = seq.num_passed_sent[group], seq.num_passed[group]
+            if passed > sent:
+                updates.append(PageUpdate(seq.row, sent, table[sent:passed], group))
+                seq.num_passed_sent[group] = passed
+            updates.append(PageUpdate(seq.row, seq.num_pages_sent, table[seq.num_pages_sent :], group))
+        seq.num_pages_sent = len(seq.pages)
+
+    def take_moved_extents(self) -> list[int]:
+        """Extents that changed hands since the last call."""
+        moved, self.arena.moved = self.arena.moved, []
+        return moved
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every page; whether there was one to forget."""
+        forgotten = [pool.forget_all() for pool in self.arena.pools]
+        return any(forgotten)
+
+    # -- what is going on -----------------------------------------------------------------------------------------
 
     def waste(self, seqs: Iterable[Sequence]) -> tuple[int, int]:
-        """(slots allocated, slots that hold a token) over the running sequences; shared pages count once an owner."""
+        """(slots allocated, slots that hold a token) over the running sequences' first group; shared pages count once
+        an owner."""
         allocated = written = 0
         for seq in seqs:
-            allocated += len(seq.pages) * self.page_size
-            written += min(seq.num_computed_tokens, len(seq.pages) * self.page_size)
+            passed = seq.num_passed[0] * self.page_size
+            room = len(seq.pages) * self.page_size
+            allocated += room - passed
+            written += min(seq.num_computed_tokens, room) - passed
         return allocated, written
 
     def check(self, seqs: Iterable[Sequence]) -> None:
         """Raise AssertionError unless reference counts equal owners, deferred owners included."""
-        self.pool.check()
-        owners = [0] * self.pool.num_pages
+        self.arena.check()
+        owners = {pool: [0] * pool.num_pages for pool in self.arena.pools}
         for seq in seqs:
-            assert len(set(seq.pages)) == len(seq.pages), f"{seq.request_id} owns a page twice"
+            assert len(seq.tables) == len(self.pools)
             room = len(seq.pages) * self.page_size
             assert seq.num_computed_tokens <= room or not seq.pages, f"{seq.request_id} overruns its pages"
-            for page in seq.pages:
-                owners[page] += 1
-        for _, pages in self._deferred:
+            for pool, table, passed in zip(self.pools, seq.tables, seq.num_passed, strict=True):
+                assert len(table) == len(seq.pages), "block tables of different lengths"
+                assert set(table[:passed]) <= {TRASH_PAGE}
+                assert TRASH_PAGE not in table[passed:], f"{seq.request_id} owns the trash page"
+                assert len(set(table[passed:])) == len(table) - passed, f"{seq.request_id} owns a page twice"
+                for page in table[passed:]:
+                    owners[pool][page] += 1
+            if self.slots is not None:
+                owners[self.slots][seq.slot] += 1
+        for _, pool, pages in self._deferred:
             for page in pages:
-                owners[page] += 1
-        assert owners == self.pool.refs, "reference counts differ from owners"
+                owners[pool][page] += 1
+        for pool, counts in owners.items():
+            assert counts == pool.refs, "reference counts differ from owners"
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _release(self, seq: Sequence, pool: PagePool, pages: list[int]) -> None:
+        if seq.last_step > self._completed_step:
+            self._deferred.append((seq.last_step, pool, pages))
+        else:
+            pool.release(pages)
+
+    def _passed(self, group: int, position: int) -> int:
+        """Pages of a group that no token from `position` on sees."""
+        window = self.memory.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.page_size
+
+    def _free_passed(self, seq: Sequence) -> None:
+        """Let go of pages that the window of their group has left behind."""
+        for group, _ in self._windows:
+            done, passed = seq.num_passed[group], self._passed(group, seq.num_computed_tokens)
+            passed = min(passed, len(seq.pages))
+            if passed > done:
+                table = seq.tables[group]
+                self._release(seq, self.pools[group], table[done:passed])
+                table[done:passed] = [TRASH_PAGE] * (passed - done)
+                seq.num_passed[group] = passed
+
+    def _cached_pages(self, pool: PagePool, digests: list[bytes], window: int | None) -> list[int]:
+        """Pages by hash. Full attention needs every page, a window may have gaps (the trash page)."""
+        pages = []
+        for digest in digests:
+            page = pool.find(digest)
+            if page is None:
+                if window is None:
+                    break
+                page = TRASH_PAGE
+            pages.append(page)
+        return pages
+
+    def _whole_windows(self, found: list[list[int]], most: int) -> int:
+        """The longest beginning, of at most `most` pages, after which all windows are there."""
+        gap = [0] * len(self._windows)       # of each window group: pages up to and including its last gap
+        count = 0
+        for n in range(1, most + 1):
+            whole = True
+            for i, (group, _) in enumerate(self._windows):
+                if found[group][n - 1] == TRASH_PAGE:
+                    gap[i] = n
+                whole &= gap[i] <= self._passed(group, n * self.page_size)
+            if whole:
+                count = n
+        return count

@@ -1,57 +1,163 @@
-"""The pool of KV pages: reference counts, the free list, and which page holds which hash.
+"""The pools of pages and state slots: reference counts, free lists, which page holds which hash; and the arena of
+extents that they share.
 
-    page 0          trash: padding writes land here; never given out
+    page 0          trash: padding writes land here, entries of a window's past point here; never given out
     in use          refs > 0
     free, cached    refs == 0 but still addressable by hash; reused last, oldest first (LRU)
     free, empty     refs == 0 and without a hash
 
-A page is always in exactly one of these states; `check` verifies it.
+A page is always in exactly one of these states, or its extent belongs to another pool; `check` verifies it.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 TRASH_PAGE = 0
 
 
-class PagePool:
-    """Hands out page ids 1 .. num_pages-1. All operations are O(1) a page."""
+class Arena:
+    """Extents, each without owner or owned by one pool.
 
-    def __init__(self, num_pages: int) -> None:
-        if num_pages < 2:
-            raise ValueError(f"a pool needs at least 2 pages (one is the trash page), got {num_pages}")
-        self.num_pages = num_pages
-        self.refs = [0] * num_pages
-        self._empty: deque[int] = deque(range(1, num_pages))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # refs == 0, hash known; oldest first
+    `moved` lists extents that hold what another pool left there, until somebody clears the list.
+    """
+
+    def __init__(self, num_extents: int, per_extent: Sequence[int], first_ids: Sequence[int]) -> None:
+        self.num_extents = num_extents
+        self.free = deque(range(num_extents))
+        self.pools = [PagePool(self, per, first) for per, first in zip(per_extent, first_ids, strict=True)]
+        self.moved: list[int] = []
+        self._last_owner: list[PagePool | None] = [None] * num_extents
+        self._clock = 0
+        if len(self.pools) == 1:  # nobody to share with
+            self.pools[0].adopt_all()
+
+    def tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def fits(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> bool:
+        """Whether each pool can take so many pages, all at once, after `woken` pages of it have been shared."""
+        return self._slack(needs, woken) >= 0
+
+    def take(self, needs: Sequence[int]) -> list[list[int]] | None:
+        """So many pages of each pool, or None (and no change) when they do not all fit."""
+        if len(self.pools) == 1:
+            pages = self.pools[0].take(needs[0])
+            return None if pages is None else [pages]
+        slack = self._slack(needs)
+        if slack < 0:
+            return None
+        # A page may cost an extent, where a cached one of a busy extent would have done. One pool must not take so
+        # what another one needs.
+        careful = slack < sum(needs)
+        return [pool.take_carefully(need) if careful else pool.take(need) or []
+                for pool, need in zip(self.pools, needs, strict=True)]
+
+    def _slack(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> int:
+        """Extents that nobody uses, less those that `needs` will take at best; below zero if they do not fit."""
+        spare, missing = len(self.free), 0
+        for pool, need, wake in zip(self.pools, needs, woken or [()] * len(needs), strict=True):
+            asleep = [page for page in wake if pool.is_free(page)]
+            idle = len(pool.idle) - len({e for page in asleep if (e := pool.extent_of(page)) in pool.idle})
+            spare += idle
+            short = need + len(asleep) - (pool.num_free - idle * pool.per_extent)
+            if short > 0:
+                missing += -(-short // pool.per_extent)
+        return spare - missing
+
+    def find_extent(self, taker: "PagePool") -> int | None:
+        """An extent for `taker`: a free one, else the one of another pool that has been idle the longest."""
+        if self.free:
+            extent = self.free.popleft()
+        else:
+            idle = [(next(iter(pool.idle.values())), pool) for pool in self.pools if pool is not taker and pool.idle]
+            if not idle:
+                return None
+            extent = min(idle, key=lambda entry: entry[0])[1].give_up_idle()
+        if self._last_owner[extent] not in (None, taker):
+            self.moved.append(extent)
+        self._last_owner[extent] = taker
+        return extent
+
+    def check(self) -> None:
+        """Raise AssertionError unless every extent has one owner and every pool is sound."""
+        owned = [extent for pool in self.pools for extent in pool.used]
+        assert sorted([*self.free, *owned]) == list(range(self.num_extents)), "an extent is lost or owned twice"
+        for pool in self.pools:
+            pool.check()
+
+
+class PagePool:
+    """Hands out the pages of its extents, `first_id + extent * per_extent + i`. All operations are O(1) a page."""
+
+    def __init__(self, arena: Arena, per_extent: int, first_id: int) -> None:
+        self.per_extent = per_extent
+        self.num_pages = first_id + arena.num_extents * per_extent
+        self.refs = [0] * self.num_pages
+        self.used: dict[int, int] = {}                          # pages in use of each extent that is ours
+        self.idle: OrderedDict[int, int] = OrderedDict()        # our extents without a page in use; since when
+        self.num_in_use = 0
+        self._arena = arena
+        self._first_id = first_id
+        self._empty: OrderedDict[int, deque[int]] = OrderedDict()  # empty pages by extent; emptied extents come last
+        self._num_empty = 0
+        self._cached: OrderedDict[int, None] = OrderedDict()    # refs == 0, hash known; oldest first
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
     @property
     def capacity(self) -> int:
-        return self.num_pages - 1
+        """Pages if all extents were ours."""
+        return self.num_pages - self._first_id
 
     @property
     def num_free(self) -> int:
-        return len(self._empty) + len(self._cached)
+        """In our extents."""
+        return self._num_empty + len(self._cached)
 
     @property
-    def num_in_use(self) -> int:
-        return self.capacity - self.num_free
+    def num_available(self) -> int:
+        """Free, or in extents that we could have."""
+        others = sum(len(pool.idle) for pool in self._arena.pools if pool is not self)
+        return self.num_free + (len(self._arena.free) + others) * self.per_extent
 
     def take(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or None (and no change) when fewer are free."""
-        if count > self.num_free:
+        """`count` pages with one reference each, or None (and no change) when fewer are available."""
+        if count > self.num_free and count > self.num_available:
             return None
+        while self._num_empty < count and (self._arena.free or self.num_free < count):
+            extent = self._arena.find_extent(self)
+            assert extent is not None, "counted as available"
+            self._adopt(extent)
         pages = []
         for _ in range(count):
-            if self._empty:
-                page = self._empty.popleft()
+            if self._num_empty:
+                page = self._pop_empty(next(iter(self._empty)))
             else:
-                page, _ = self._cached.popitem(last=False)
-                self._drop_hash(page)
-            self.refs[page] = 1
-            pages.append(page)
+                page = self._evict(next(iter(self._cached)))
+            pages.append(self._give(page))
+        return pages
+
+    def take_carefully(self, count: int) -> list[int]:
+        """Pages that are known to fit, from as few extents that nobody uses as can be."""
+        pages: list[int] = []
+        for extent in [e for e in self._empty if e not in self.idle]:
+            while len(pages) < count and extent in self._empty:
+                pages.append(self._give(self._pop_empty(extent)))
+        busy = (page for page in self._cached if self.extent_of(page) not in self.idle)
+        pages += [self._give(self._evict(page)) for page in list(islice(busy, count - len(pages)))]
+        while len(pages) < count:
+            if not self.idle or self._arena.free:
+                extent = self._arena.find_extent(self)
+                assert extent is not None, "known to fit"
+                self._adopt(extent)
+            else:
+                extent = next(iter(self.idle))
+            for page in [p for p in self._pages_of(extent) if p in self._cached]:
+                self._add_empty(self._evict(page))
+            while len(pages) < count and extent in self._empty:
+                pages.append(self._give(self._pop_empty(extent)))
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -59,6 +165,7 @@ class PagePool:
         for page in pages:
             if self.refs[page] == 0:
                 del self._cached[page]
+                self._wake(page)
             self.refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -69,10 +176,16 @@ class PagePool:
                 raise RuntimeError(f"page {page} released more often than taken")
             self.refs[page] = refs
             if refs == 0:
+                extent = self.extent_of(page)
+                self.num_in_use -= 1
+                self.used[extent] -= 1
                 if page in self._hash_of:
                     self._cached[page] = None
                 else:
-                    self._empty.append(page)
+                    self._add_empty(page)
+                if self.used[extent] == 0:
+                    self.idle[extent] = self._arena.tick()
+                    self._return_if_empty(extent)
 
     def register(self, page: int, digest: bytes) -> None:
         """Make a full page findable by its hash. A hash that another page already answers to keeps that page."""
@@ -87,11 +200,14 @@ class PagePool:
                 self._drop_hash(page)
                 if self.refs[page] == 0:
                     del self._cached[page]
-                    self._empty.append(page)
+                    self._add_empty(page)
+                    self._return_if_empty(self.extent_of(page))
 
-    def forget_all(self) -> None:
-        """Empty the prefix cache; pages in use stay in use."""
-        self.forget(list(self._hash_of))
+    def forget_all(self) -> bool:
+        """Empty the prefix cache; pages in use stay in use. Whether there was one."""
+        known = list(self._hash_of)
+        self.forget(known)
+        return bool(known)
 
     def find(self, digest: bytes) -> int | None:
         return self._page_of.get(digest)
@@ -99,19 +215,94 @@ class PagePool:
     def is_free(self, page: int) -> bool:
         return self.refs[page] == 0
 
+    def extent_of(self, page: int) -> int:
+        return (page - self._first_id) // self.per_extent
+
+    def give_up_idle(self) -> int:
+        """Part with the extent that has been idle the longest; what it caches is lost."""
+        extent = next(iter(self.idle))
+        for page in self._pages_of(extent):
+            if page in self._cached:
+                self._drop_hash(page)
+                del self._cached[page]
+        self._part_with(extent)
+        return extent
+
+    def adopt_all(self) -> None:
+        while self._arena.free:
+            self._adopt(self._arena.free.popleft())
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _pages_of(self, extent: int) -> range:
+        start = self._first_id + extent * self.per_extent
+        return range(start, start + self.per_extent)
+
+    def _adopt(self, extent: int) -> None:
+        self.used[extent] = 0
+        self.idle[extent] = self._arena.tick()
+        self._empty[extent] = deque(self._pages_of(extent))
+        self._num_empty += self.per_extent
+
+    def _part_with(self, extent: int) -> None:
+        del self.used[extent], self.idle[extent]
+        self._num_empty -= len(self._empty.pop(extent, ()))
+
+    def _return_if_empty(self, extent: int) -> None:
+        """An extent with nothing in use and nothing cached is anybody's; one that nobody else could want stays."""
+        empty = self._empty.get(extent, ())
+        if extent in self.idle and len(empty) == self.per_extent and len(self._arena.pools) > 1:
+            self._part_with(extent)
+            self._arena.free.append(extent)
+
+    def _wake(self, page: int) -> None:
+        """Count a page as in use."""
+        extent = self.extent_of(page)
+        self.num_in_use += 1
+        self.used[extent] += 1
+        self.idle.pop(extent, None)
+
+    def _give(self, page: int) -> int:
+        self._wake(page)
+        self.refs[page] = 1
+        return page
+
+    def _pop_empty(self, extent: int) -> int:
+        pages = self._empty[extent]
+        page = pages.popleft()
+        self._num_empty -= 1
+        if not pages:
+            del self._empty[extent]
+        return page
+
+    def _add_empty(self, page: int) -> None:
+        self._empty.setdefault(self.extent_of(page), deque()).append(page)
+        self._num_empty += 1
+
+    def _evict(self, page: int) -> int:
+        del self._cached[page]
+        self._drop_hash(page)
+        return page
+
     def _drop_hash(self, page: int) -> None:
         del self._page_of[self._hash_of.pop(page)]
 
     def check(self) -> None:
-        """Raise AssertionError unless every page is in exactly one state and the hash maps mirror each other."""
-        empty, cached = set(self._empty), set(self._cached)
-        assert len(empty) == len(self._empty), "a page is twice in the free list"
-        assert not empty & cached, "a page is both empty and cached"
-        assert TRASH_PAGE not in empty | cached, "the trash page was freed"
-        assert self.refs[TRASH_PAGE] == 0, "the trash page was given out"
-        for page in range(1, self.num_pages):
-            free = page in empty or page in cached
-            assert free == (self.refs[page] == 0), f"page {page}: refs {self.refs[page]}, free {free}"
-            assert (page in cached) <= (page in self._hash_of), f"page {page} is cached without a hash"
-            assert not (page in empty and page in self._hash_of), f"page {page} is empty but has a hash"
+        """Raise AssertionError unless every page of our extents is in one state and the hash maps mirror each other."""
+        empty = [page for pages in self._empty.values() for page in pages]
+        assert len(set(empty)) == len(empty) == self._num_empty, "a page is twice in the free list"
+        assert not set(empty) & set(self._cached), "a page is both empty and cached"
+        free = {*empty, *self._cached}
+        ours = {page for extent in self.used for page in self._pages_of(extent)}
+        assert free <= ours, "a page of another pool is free here"
+        for page in range(self.num_pages):
+            assert page in ours or (self.refs[page] == 0 and page not in self._hash_of), f"page {page} is not ours"
+            assert page not in ours or (page in free) == (self.refs[page] == 0), f"page {page}: {self.refs[page]} refs"
+            assert (page in self._cached) <= (page in self._hash_of), f"page {page} is cached without a hash"
+        assert not any(page in self._hash_of for page in empty), "an empty page has a hash"
+        assert all(self._empty.values()), "an extent is listed without an empty page"
         assert {p: d for d, p in self._page_of.items()} == self._hash_of, "hash maps disagree"
+        for extent, used in self.used.items():
+            assert used == sum(self.refs[page] > 0 for page in self._pages_of(extent)), f"extent {extent} lost count"
+            assert (extent in self.idle) == (used == 0), f"extent {extent}: {used} pages in use"
+        assert self.num_in_use == sum(self.used.values()), "lost count of the pages in use"

@@ -8,7 +8,7 @@
       |- graphs          recorded decode steps
       |- step buffers    what the host sends each step, and the sampler's scratch
       |- request table   token ids and block tables
-      '- KV pages        the rest
+      '- KV cache        the rest: extents of pages, and of states if the model has recurrent layers (spec.py)
 
 What does not fit is fitted where the user left it open (context, sequences), else refused with the numbers and the flag
 to change: never an out-of-memory error minutes later.
@@ -61,20 +61,25 @@ class MemoryPlan:
     device: str
     budget: MemoryBudget
     table_bytes: int
-    page_size: int             # tokens
-    page_bytes: int
-    num_pages: int             # including the trash page
+    spec: CacheSpec
+    num_extents: int
     max_model_len: int
     max_num_seqs: int
+    step_tokens: int           # the most that a step adds to a sequence
     notes: tuple[str, ...] = ()
 
     @property
+    def num_pages(self) -> int:
+        """Of the first group, if it had all extents; and the trash page."""
+        return self.num_extents * self.spec.per_extent[0] + 1
+
+    @property
     def kv_tokens(self) -> int:
-        return (self.num_pages - 1) * self.page_size
+        return (self.num_pages - 1) * self.spec.page_size
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return self.num_extents * self.spec.extent_bytes + self.spec.fixed_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -88,13 +93,37 @@ class MemoryPlan:
             ("usable memory", self.budget.usable, f"of {gib(self.budget.total)} on {self.device}"),
             *self.budget.parts,
             ("request table", self.table_bytes, f"{self.max_num_seqs:,} sequences at once"),
-            ("KV pages", self.kv_bytes,
-             f"{self.num_pages - 1:,} pages of {self.page_size} tokens = {self.kv_tokens:,} tokens"),
+            ("KV pages" if self._uniform else "KV cache", self.kv_bytes, self._extents()),
         ]
         lines = ["Memory plan"] + [f"  {name:<15}{gib(size):>12}   {text}".rstrip() for name, size, text in rows]
-        full = self.kv_tokens // self.max_model_len
+        if not self._uniform:
+            lines += [f"  {'':<15}{gib(size):>12}   {text}" for size, text in self._kinds()]
+        full = _largest(lambda n: self._extents_for(n) <= self.num_extents, self.num_extents, 1)
         lines.append(f"  context {self.max_model_len:,} tokens; {full:,} requests of that length fit at the same time")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    @property
+    def _uniform(self) -> bool:
+        return len(self.spec.per_extent) == 1
+
+    def _extents_for(self, seqs: int) -> int:
+        return self.spec.extents_for(self.max_model_len, self.step_tokens, seqs)
+
+    def _extents(self) -> str:
+        if self._uniform:
+            return f"{self.num_pages - 1:,} pages of {self.spec.page_size} tokens = {self.kv_tokens:,} tokens"
+        return f"{self.num_extents:,} extents of {gib(self.spec.extent_bytes)}, each of which holds"
+
+    def _kinds(self) -> list[tuple[int, str]]:
+        """(bytes, what it is) of a page of each group, and of a sequence's state."""
+        spec, kinds = self.spec, []
+        for group, per in zip(spec.groups, spec.per_extent, strict=False):
+            sees = "full attention" if group.window is None else f"a window of {group.window:,} tokens"
+            text = f"x {per:,}: {spec.page_size} tokens in {len(group.layers)} layers of {sees}"
+            kinds.append((group.page_bytes, text))
+        if spec.slot_bytes:
+            kinds.append((spec.slot_bytes, f"x {spec.per_extent[-1]:,}: a sequence's state in the recurrent layers"))
+        return kinds
 
 
 def plan_memory(
@@ -106,8 +135,9 @@ def plan_memory(
     model_max_len: int,
     max_num_seqs: int | None,
     default_num_seqs: int,
+    step_tokens: int = 8192,
 ) -> MemoryPlan:
-    """Turn a budget into a plan.
+    """Turn a budget into a plan. `step_tokens`: the most that a step adds to a sequence.
 
     `max_model_len`: a number is honoured or refused; None takes the largest that fits, at most `model_max_len`.
     `max_num_seqs`: a number is honoured; None takes `default_num_seqs`, or less so that the context fits, that their
@@ -117,18 +147,21 @@ def plan_memory(
     free = budget.left
 
     def room(length: int, seqs: int) -> int:
-        """Bytes for pages."""
-        left = max(0, free - request_table_bytes(length, seqs, spec.page_size))
+        """Bytes for the cache."""
+        left = max(0, free - request_table_bytes(length, seqs, spec))
         return left if budget.kv_limit is None else min(left, budget.kv_limit)
 
+    def extents(length: int, seqs: int) -> int:
+        return (room(length, seqs) - spec.fixed_bytes) // spec.extent_bytes
+
     def fits(length: int, seqs: int) -> bool:
-        return room(length, seqs) // spec.page_bytes - 1 >= pages_for(length, spec.page_size)
+        return extents(length, seqs) >= spec.extents_for(length, step_tokens)
 
     def largest(seqs: int) -> int:
         return _largest(lambda length: fits(length, seqs), wanted, spec.page_size)
 
     def small_table(length: int, seqs: int) -> bool:
-        return request_table_bytes(length, seqs, spec.page_size) * _TABLE_SHARE <= free
+        return request_table_bytes(length, seqs, spec) * _TABLE_SHARE <= free
 
     notes: list[str] = []
     wanted = max_model_len or model_max_len
@@ -141,23 +174,24 @@ def plan_memory(
         if limit < spec.page_size:
             raise _nothing_fits(budget, spec, fewest)
         if max_model_len is not None:
-            raise _too_long(budget, spec, wanted, room(wanted, fewest), limit)
+            need = spec.extents_for(wanted, step_tokens) * spec.extent_bytes + spec.fixed_bytes
+            raise _too_long(budget, need, wanted, room(wanted, fewest), limit)
         seqs = next((n for n in choices if (length := largest(n)) and small_table(length, n)), fewest)
         wanted = largest(seqs)
         notes.append(f"context fitted to memory: {wanted:,} of the model's {model_max_len:,} tokens")
-    num_pages = room(wanted, seqs) // spec.page_bytes
+    num_extents = extents(wanted, seqs)
     if max_num_seqs is None:
-        seqs = max(1, min(seqs, num_pages - 1))
+        seqs = max(1, _largest(lambda n: spec.extents_for(1, 1, n) <= num_extents, seqs, 1))
         if seqs < default_num_seqs:
             notes.append(f"sequences at once fitted to memory: {seqs:,}")
-    table = request_table_bytes(wanted, seqs, spec.page_size)
-    return MemoryPlan(
-        device, budget, table, spec.page_size, spec.page_bytes, num_pages, wanted, seqs, tuple(notes))
+    table = request_table_bytes(wanted, seqs, spec)
+    return MemoryPlan(device, budget, table, spec, num_extents, wanted, seqs, step_tokens, tuple(notes))
 
 
-def request_table_bytes(max_model_len: int, max_num_seqs: int, page_size: int) -> int:
+def request_table_bytes(max_model_len: int, max_num_seqs: int, spec: CacheSpec) -> int:
     """int32 token ids and page ids of every row that a sequence can have, and of the trash row."""
-    return (max_num_seqs + 1) * (max_model_len + pages_for(max_model_len, page_size)) * 4
+    pages = pages_for(max_model_len, spec.page_size) * len(spec.groups)
+    return (max_num_seqs + 1) * (max_model_len + pages) * 4
 
 
 def gib(num_bytes: int) -> str:
@@ -165,27 +199,27 @@ def gib(num_bytes: int) -> str:
 
 
 def _nothing_fits(budget: MemoryBudget, spec: CacheSpec, seqs: int) -> OutOfMemoryPlanError:
-    if budget.kv_limit is not None and budget.kv_limit < min(budget.left, 2 * spec.page_bytes):
+    least = spec.extents_for(1, 1) * spec.extent_bytes + spec.fixed_bytes
+    if budget.kv_limit is not None and budget.kv_limit < min(budget.left, least):
         return OutOfMemoryPlanError(
-            f"--kv-cache-memory-bytes {budget.kv_limit} holds not even two KV pages of {spec.page_bytes} bytes.",
+            f"--kv-cache-memory-bytes {budget.kv_limit} holds not even one token: at least {least} are needed.",
             "--kv-cache-memory-bytes",
             "Raise it, or leave it out.",
         )
-    table = request_table_bytes(spec.page_size, seqs, spec.page_size)
+    table = request_table_bytes(spec.page_size, seqs, spec)
     return OutOfMemoryPlanError(
         f"The model does not fit: {_sum(budget)} leave {gib(max(budget.left, 0))} of {gib(budget.usable)} usable "
-        f"memory for the request table (at least {gib(table)}) and pages ({gib(spec.page_bytes)} each, at least 2).",
+        f"memory for the request table (at least {gib(table)}) and the KV cache (at least {gib(least)}).",
         "--gpu-memory-utilization",
         "Free memory on the device, raise --gpu-memory-utilization, or lower --max-num-batched-tokens.",
     )
 
 
-def _too_long(budget: MemoryBudget, spec: CacheSpec, wanted: int, room: int, limit: int) -> OutOfMemoryPlanError:
-    need = (pages_for(wanted, spec.page_size) + 1) * spec.page_bytes
+def _too_long(budget: MemoryBudget, need: int, wanted: int, room: int, limit: int) -> OutOfMemoryPlanError:
     by_flag = budget.kv_limit is not None and budget.kv_limit < budget.left
     flag = "--kv-cache-memory-bytes" if by_flag else "--gpu-memory-utilization"
     return OutOfMemoryPlanError(
-        f"--max-model-len {wanted} needs {gib(need)} of KV pages for one request; {gib(room)} are available "
+        f"--max-model-len {wanted} needs {gib(need)} of KV cache for one request; {gib(room)} are available "
         f"({gib(budget.usable)} usable memory; taken: {_sum(budget)}, and the request table).",
         "--max-model-len",
         f"The largest that fits is --max-model-len {limit}; or raise {flag}.",

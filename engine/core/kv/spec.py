@@ -1,6 +1,21 @@
-"""What a model's layers keep of a sequence, in bytes: the currency that the planner turns into memory."""
+"""What a model's layers keep of a sequence, and how its memory is cut: the currency of planner, scheduler and worker.
 
-from dataclasses import dataclass
+    attention layers   a key and a value a token, in pages of P tokens; layers whose pages live equally long (same
+                       window) form a *group*: one page id holds P tokens of all of them, one block table serves them
+    recurrent layers   a state a sequence: one *slot* holds that of all of them
+
+Pages of each group and slots are cut from one arena of equal *extents*. An extent holds n pages of one group, or n
+slots, and can change hands when all of it is free:
+
+    | trash | extent 0: pages of group 0 | extent 1: slots | extent 2: pages of group 1 | ... | spare slot |
+"""
+
+import math
+from dataclasses import dataclass, field
+
+_ALIGN = 256       # bytes: where a page or a slot may begin
+_MOST_UNITS = 8    # an extent holds at most so many of the largest kind
+_WASTE = 0.03      # of an extent, at its end, where a size that wastes less exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +35,28 @@ class StateLayer:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor, rounded up to where the next may begin."""
+        bits = {"float32": 4, "bfloat16": 2, "float16": 2}
+        return [_aligned(math.prod(s) * bits[d]) for s, d in zip(self.shapes, self.dtypes, strict=True)]
+
 
 CacheLayer = AttentionLayer | StateLayer
 
 
 @dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Attention layers whose pages live equally long."""
+
+    window: int | None
+    layers: tuple[int, ...]   # those that store, by index in CacheSpec.layers
+    page_bytes: int           # of all of them
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
     """The caches of all layers, in layer order, in pages of `page_size` tokens.
-
-    One page id addresses the same page index in every layer, so a request has one block table:
-
-        k_cache[layer], v_cache[layer] : [num_pages, page_size, num_kv_heads, head_dim]
 
     Raises ValueError for a layer that reads the cache of a layer which stores none, or one of another shape.
     """
@@ -38,6 +64,10 @@ class CacheSpec:
     layers: tuple[CacheLayer, ...]
     dtype_bytes: int     # of keys and values
     page_size: int
+    groups: tuple[PageGroup, ...] = field(init=False)
+    slot_bytes: int = field(init=False)              # a sequence's states; 0: there are none
+    extent_bytes: int = field(init=False)
+    per_extent: tuple[int, ...] = field(init=False)  # pages of each group, then slots if there are states
 
     def __post_init__(self) -> None:
         for i, layer in enumerate(self.layers):
@@ -48,6 +78,16 @@ class CacheSpec:
                     source.num_kv_heads, source.head_dim, source.window
                 ):
                     raise ValueError(f"layer {i} cannot read the cache of layer {layer.kv_from}")
+        windows = {layer.window for layer in self.storing.values()}
+        if not windows:
+            raise ValueError("a model needs an attention layer")
+        groups = tuple(self._group(window) for window in sorted(windows, key=lambda w: (w is not None, w)))
+        slot_bytes = sum(sum(layer.sizes) for layer in self.layers if isinstance(layer, StateLayer))
+        units = [group.page_bytes for group in groups] + ([slot_bytes] if slot_bytes else [])
+        extent_bytes, per_extent = (units[0], (1,)) if len(units) == 1 else _extent(units)
+        for name, value in (("groups", groups), ("slot_bytes", slot_bytes), ("extent_bytes", extent_bytes),
+                            ("per_extent", per_extent)):  # fmt: skip
+            object.__setattr__(self, name, value)
 
     @property
     def storing(self) -> dict[int, AttentionLayer]:
@@ -58,14 +98,95 @@ class CacheSpec:
         }
 
     @property
-    def bytes_per_token(self) -> int:
-        return sum(2 * layer.num_kv_heads * layer.head_dim * self.dtype_bytes for layer in self.storing.values())
+    def page_bytes(self) -> int:
+        """A page of every group: what `page_size` tokens take while no window has passed them."""
+        return sum(group.page_bytes for group in self.groups)
 
     @property
-    def page_bytes(self) -> int:
-        return self.bytes_per_token * self.page_size
+    def page_strides(self) -> tuple[int, ...]:
+        """Bytes from one page to the next of the same group."""
+        return tuple(self.extent_bytes // n for n in self.per_extent[: len(self.groups)])
+
+    @property
+    def slot_stride(self) -> int:
+        return self.extent_bytes // self.per_extent[-1] if self.slot_bytes else 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Beside the extents: a trash page, which all groups share, and a slot for padding."""
+        return max(self.page_strides) + self.slot_stride
+
+    def memory(self, num_extents: int) -> "CacheMemory":
+        """What the scheduler shares out of `num_extents` extents."""
+        windows = tuple(group.window for group in self.groups)
+        if len(self.per_extent) == 1:  # nothing to move between kinds: one large extent
+            return CacheMemory(self.page_size, windows, False, (num_extents,), 1)
+        return CacheMemory(self.page_size, windows, bool(self.slot_bytes), self.per_extent, num_extents)
+
+    def extents_for(self, length: int, step_tokens: int, seqs: int = 1) -> int:
+        """Extents that hold `seqs` sequences of `length` tokens, if a step adds at most `step_tokens` to one."""
+        windows = tuple(group.window for group in self.groups)
+        memory = CacheMemory(self.page_size, windows, bool(self.slot_bytes), self.per_extent, 0)
+        return memory.extents_for(length, step_tokens, seqs)
+
+    def _group(self, window: int | None) -> PageGroup:
+        members = {i: layer for i, layer in self.storing.items() if layer.window == window}
+        heads = sum(2 * layer.num_kv_heads * layer.head_dim for layer in members.values())
+        return PageGroup(window, tuple(members), heads * self.dtype_bytes * self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """The cache as the scheduler sees it: kinds of units, and how many of each an extent holds."""
+
+    page_size: int
+    windows: tuple[int | None, ...]   # of each group of pages
+    has_state: bool                   # a last kind: slots, of which a sequence has one
+    per_extent: tuple[int, ...]
+    num_extents: int
+
+    @classmethod
+    def of_pages(cls, num_pages: int, page_size: int) -> "CacheMemory":
+        """Full attention alone: one group, of `num_pages` pages beside the trash page."""
+        return cls(page_size, (None,), False, (num_pages,), 1)
+
+    def most_pages(self, group: int, length: int, step_tokens: int) -> int:
+        """The most pages of a group that a sequence of `length` tokens holds at a time."""
+        every, window = pages_for(length, self.page_size), self.windows[group]
+        return every if window is None else min(every, pages_for(window - 1 + step_tokens, self.page_size) + 1)
+
+    def extents_for(self, length: int, step_tokens: int, seqs: int = 1) -> int:
+        count = -(-seqs // self.per_extent[-1]) if self.has_state else 0
+        for group, per in zip(range(len(self.windows)), self.per_extent, strict=False):
+            every = pages_for(length, self.page_size)
+            pages = self.most_pages(group, length, step_tokens)
+            # Pages that follow a window begin anywhere in an extent, and may end in the middle of one just emptied.
+            slack = 2 if pages < every and per > 1 and len(self.per_extent) > 1 else 0
+            count += min(-(-seqs * every // per), -(-seqs * pages // per) + slack)
+        return count
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages that hold `num_tokens` tokens."""
     return -(-num_tokens // page_size)
+
+
+def _extent(units: list[int]) -> tuple[int, tuple[int, ...]]:
+    """(bytes of an extent, how many units of each size it holds), little of it wasted: units are spread evenly."""
+    best: tuple[float, int, tuple[int, ...]] | None = None
+    for count in range(1, _MOST_UNITS + 1):
+        size = count * _aligned(max(units))
+        per = tuple(size // _aligned(unit) for unit in units)
+        step = math.lcm(*per) * _ALIGN
+        size = -(-size // step) * step
+        waste = max(1 - n * unit / size for n, unit in zip(per, units, strict=True))
+        if best is None or waste < best[0]:
+            best = waste, size, per
+        if waste <= _WASTE:
+            break
+    assert best is not None
+    return best[1:]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

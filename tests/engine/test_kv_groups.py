@@ -1,0 +1,108 @@
+"""Groups of pages, windows and state slots in one arena: whatever is admitted, grown, preempted or aborted, every
+request gets the tokens it would get alone, and every extent, page and slot has one owner."""
+
+import random
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_machine import PAGE_SIZE, VOCAB, PagedMachine, expected_tokens
+
+from engine.config import EngineConfig
+from engine.core.kv.spec import CacheMemory
+from engine.core.loop import EngineCore
+from engine.core.params import SamplingParams
+from engine.core.request import EngineRequest, FinishReason
+
+MAX_LEN = 160
+NO_EOS: frozenset[int] = frozenset()
+
+KINDS = {  # windows, has_state, units of each kind in an extent
+    "window": ((40,), False, (1,)),
+    "full+window": ((None, 40), False, (5, 1)),
+    "full+window, small": ((None, 17), False, (2, 3)),
+    "full+state": ((None,), True, (4, 1)),
+    "full+state, many slots": ((None,), True, (2, 3)),
+    "full+window+state": ((None, 33), True, (3, 2, 1)),
+}
+
+
+def make_core(kinds: str, extents: int, *, max_num_seqs=8, budget=32, depth=1, **config) -> EngineCore:
+    windows, has_state, per_extent = KINDS[kinds]
+    if len(per_extent) == 1:
+        memory = CacheMemory(PAGE_SIZE, windows, has_state, (extents,), 1)
+    else:
+        memory = CacheMemory(PAGE_SIZE, windows, has_state, per_extent, extents)
+    machine = PagedMachine(memory, max_num_seqs + 1, MAX_LEN)
+    return EngineCore(
+        EngineConfig(Path("none"), **config), machine, memory=memory, max_model_len=MAX_LEN, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget, vocab_size=VOCAB, depth=depth,
+    )  # fmt: skip
+
+
+def fewest_extents(kinds: str, budget: int) -> int:
+    windows, has_state, per_extent = KINDS[kinds]
+    return CacheMemory(PAGE_SIZE, windows, has_state, per_extent, 0).extents_for(MAX_LEN, budget)
+
+
+def drain(core: EngineCore, each=lambda: None, limit=20_000) -> tuple[dict, dict]:
+    tokens, last = {}, {}
+    while core.has_work():
+        step(core, tokens, last)
+        each()
+        limit -= 1
+        assert limit, "the engine does not come to an end"
+    return tokens, last
+
+
+def step(core: EngineCore, tokens: dict, last: dict) -> None:
+    for out in core.step():
+        assert out.error is None, out.error
+        tokens.setdefault(out.request_id, []).extend(out.new_token_ids)
+        if out.finish_reason:
+            last[out.request_id] = out
+    core.check()
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    kinds=st.sampled_from(sorted(KINDS)),
+    seed=st.integers(0, 2**32),
+    more=st.integers(0, 12),
+    budget=st.integers(1, 70),
+    max_num_seqs=st.integers(1, 9),
+    depth=st.sampled_from([1, 2, 3]),
+    caching=st.booleans(),
+)
+def test_every_request_gets_the_tokens_it_would_get_alone(kinds, seed, more, budget, max_num_seqs, depth, caching):
+    rng = random.Random(seed)
+    core = make_core(kinds, fewest_extents(kinds, budget) + more, max_num_seqs=max_num_seqs, budget=budget,
+                     depth=depth, enable_prefix_caching=caching)  # fmt: skip
+    stems = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 100))] for _ in range(3)]
+    requests: dict[str, EngineRequest] = {}
+    tokens: dict[str, list[int]] = {}
+    last: dict = {}
+    for i in range(rng.randrange(1, 20)):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randrange(1, len(stem) + 1)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(0, 20))]
+        params = SamplingParams(max_tokens=rng.choice([None, 1, 2, rng.randrange(1, 60)]))
+        request = requests[f"r{i}"] = EngineRequest(f"r{i}", prompt, params)
+        core.add_request(request)
+        for _ in range(rng.randrange(4)):
+            step(core, tokens, last)
+        if rng.random() < 0.15:
+            core.abort([rng.choice(list(requests))])
+            core.check()
+        if rng.random() < 0.05:
+            core.reset_prefix_cache()
+    limit = 20_000
+    while core.has_work():
+        step(core, tokens, last)
+        limit -= 1
+        assert limit, "the engine does not come to an end"
+    windows, has_state, _ = KINDS[kinds]
+    for rid, request in requests.items():
+        expected = expected_tokens(request.prompt_token_ids, request.params, NO_EOS, MAX_LEN, windows, has_state)
+        got = tokens.get(rid, [])
+        assert got == expected[: len(got)]
+        assert last[rid].finish_reason is FinishReason.ABORT or len(got) == len(expected)
