@@ -54,6 +54,20 @@ class RecurrentBatch:
         return cls(q_index, positions[q_index], slots[single], [Run(*entry) for entry in others.tolist()])
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceRecurrentBatch:
+    """The same for a GPU's kernels: all on the device, none of it known to the host.
+
+    q_starts, counts and chunks are those of a mixed step; in a pure decode step token i belongs to sequence i.
+    """
+
+    positions: torch.Tensor                  # [T]
+    slots: torch.Tensor                      # [B]
+    q_starts: torch.Tensor | None = None     # [B]
+    counts: torch.Tensor | None = None       # [B]
+    chunks: torch.Tensor | None = None       # [n, 2], triton_delta.plan_chunks; None: nobody has several tokens
+
+
 def decay_and_beta(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,12 +40,16 @@ class StateBatch:
     fresh     bool    it starts from zero, whatever its slot holds: these are its first tokens
     q_starts  int64   place of its first token in the step
     counts    int64   how many tokens it has in the step; a decode step has one each
+
+    num_chunks        of 64 tokens or less, of all sequences with several tokens: what a GPU's host must know of a mixed
+                      step (triton_delta.num_chunks); 0 in a decode step
     """
 
     slots: torch.Tensor
     fresh: torch.Tensor
     q_starts: torch.Tensor
     counts: torch.Tensor
+    num_chunks: int = 0
 
 
 @dataclass(slots=True)

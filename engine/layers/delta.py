@@ -4,7 +4,14 @@ import torch
 from torch import nn
 
 from engine.core.kv.spec import StateLayer
-from engine.kernels.delta import RecurrentBatch, causal_conv, decay_and_beta, gated_delta_rule, gated_rms_norm
+from engine.kernels.delta import (
+    DeviceRecurrentBatch,
+    RecurrentBatch,
+    causal_conv,
+    decay_and_beta,
+    gated_delta_rule,
+    gated_rms_norm,
+)
 from engine.layers.linear import Linear, MergedLinear, empty_parameter
 
 
@@ -57,18 +64,39 @@ class GatedDeltaNet(nn.Module):
         shapes = (self.value_heads, self.value_dim, self.key_dim), (self.conv_weight.shape[-1], self.channels)
         return StateLayer(shapes, ("float32", dtype))
 
-    def forward(self, x: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
-        state, conv_state = self.state
+    def forward(self, x: torch.Tensor, batch: RecurrentBatch | DeviceRecurrentBatch) -> torch.Tensor:
         qkv, z = self.in_proj_qkvz(x).split((self.channels, self.value_size), -1)
-        b, a = self.in_proj_ba(x).chunk(2, -1)
+        ba = self.in_proj_ba(x)
+        if isinstance(batch, DeviceRecurrentBatch):
+            return self.out_proj(self._on_device(qkv, z, ba, batch))
+        return self.out_proj(self._on_cpu(qkv, z, ba, batch))
+
+    def _on_cpu(self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+        state, conv_state = self.state
         mixed = causal_conv(qkv, self.conv_weight.squeeze(1), conv_state, batch)
         q, k, v = mixed.split((self.key_size, self.key_size, self.value_size), -1)
-        g, beta = decay_and_beta(a, b, self.a_log, self.dt_bias)
         keys, values = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        b, a = ba.chunk(2, -1)
+        g, beta = decay_and_beta(a, b, self.a_log, self.dt_bias)
         q, k, v = q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
         out = gated_delta_rule(q, k, v, g, beta, state, batch)
-        y = gated_rms_norm(out, z.unflatten(-1, values), self.norm_weight, self.eps)
-        return self.out_proj(y.flatten(1))
+        return gated_rms_norm(out, z.unflatten(-1, values), self.norm_weight, self.eps).flatten(1)
+
+    def _on_device(
+        self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch
+    ) -> torch.Tensor:
+        from engine.kernels import triton_delta
+
+        state, conv_state = self.state
+        shape = triton_delta.DeltaShape(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+        out = torch.empty(qkv.shape[0], self.value_heads, self.value_dim, dtype=qkv.dtype, device=qkv.device)
+        weights = self.conv_weight.squeeze(1), self.a_log, self.dt_bias
+        arguments = qkv, ba, *weights, batch.positions, batch.slots, state, conv_state, shape, out
+        if batch.chunks is not None:
+            assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
+            triton_delta.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
+        triton_delta.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts)
+        return triton_delta.gated_rms_norm(out, z, self.norm_weight, self.eps)
 
     def weights(self, prefix: str) -> dict[str, torch.Tensor]:
         return {

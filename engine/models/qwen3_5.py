@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from engine.core.kv.spec import AttentionLayer, CacheLayer
-from engine.kernels.delta import RecurrentBatch
+from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
 from engine.layers.attention import Attention
-from engine.layers.context import get_context
+from engine.layers.context import StateBatch, get_context
 from engine.layers.delta import GatedDeltaNet, SmallLinear
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Linear, MergedLinear
@@ -71,7 +71,12 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         qkv, gate = self.qkv_proj(x).tensor_split((-self.gate_size,), -1)
-        return self.o_proj(self.attention(qkv, rope) * gate.sigmoid())
+        y = self.attention(qkv, rope)
+        if y.is_cuda:
+            from engine.kernels.triton_delta import sigmoid_mul
+
+            return self.o_proj(sigmoid_mul(y, gate))
+        return self.o_proj(y.mul_(gate.sigmoid()))
 
     def weights(self, prefix: str) -> Weights:
         found = {f"{prefix}{name}_proj.weight": self.qkv_proj.part(i) for i, name in enumerate("qkv")}
@@ -122,7 +127,7 @@ class Qwen35Layer(nn.Module):
         self.mlp = LlamaMLP(config) if own.moe is None else SharedExpertMLP(config, own)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: RecurrentBatch
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: RecurrentBatch | DeviceRecurrentBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.mixer, GatedAttention):
             normed, residual = self.input_layernorm.add(x, residual, self.mixer.qkv_proj)
@@ -143,6 +148,18 @@ class Qwen35Layer(nn.Module):
         return {**norms, **self.mixer.weights(f"{prefix}{name}."), **self.mlp.weights(f"{prefix}mlp.")}
 
 
+def _recurrent_batch(positions: torch.Tensor, state: StateBatch) -> RecurrentBatch | DeviceRecurrentBatch:
+    """How recurrent layers see the step: made once for all of them."""
+    if not positions.is_cuda:
+        return RecurrentBatch.build(positions, state.slots, state.q_starts, state.counts)
+    if len(state.slots) == len(positions):
+        return DeviceRecurrentBatch(positions, state.slots)
+    from engine.kernels.triton_delta import plan_chunks
+
+    chunks = plan_chunks(state.counts, state.num_chunks)
+    return DeviceRecurrentBatch(positions, state.slots, state.q_starts, state.counts, chunks)
+
+
 class Qwen35ForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
@@ -160,8 +177,7 @@ class Qwen35ForCausalLM(CausalLM):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         context = get_context()
         assert context.state is not None, "the worker gave this step no state slots"
-        state = context.state
-        batch = RecurrentBatch.build(context.positions, state.slots, state.q_starts, state.counts)
+        batch = _recurrent_batch(context.positions, context.state)
         x = self.embed_tokens(token_ids)
         rope = self.rope.rows(context.positions, x.dtype)
         residual = None

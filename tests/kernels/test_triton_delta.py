@@ -8,9 +8,10 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from engine.kernels import delta, triton_delta
-from engine.kernels.delta import RecurrentBatch
+from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
 from engine.kernels.launch import kernel
 from engine.kernels.triton_delta import DeltaShape, _inverse
+from engine.layers.delta import GatedDeltaNet
 
 SHAPES = [DeltaShape(2, 4, 16, 32), DeltaShape(1, 4, 32, 16), DeltaShape(2, 2, 16, 16)]
 
@@ -106,9 +107,9 @@ def test_chunks_cover_all_longer_sequences(counts):
 
 
 @kernel
-def _invert_kernel(x_ptr, y_ptr, SIZE: tl.constexpr):
+def _invert_kernel(x_ptr, y_ptr, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(y_ptr + at, _inverse(tl.load(x_ptr + at), SIZE, 6))
+    tl.store(y_ptr + at, _inverse(tl.load(x_ptr + at), SIZE, LEVELS))
 
 
 def test_the_inverse_of_a_full_triangle():
@@ -116,7 +117,7 @@ def test_the_inverse_of_a_full_triangle():
 
     lower = (0.9 + 0.1 * torch.rand(64, 64)).tril(-1)
     found = torch.empty(64, 64)
-    _invert_kernel((1,), lower, found, SIZE=64)
+    _invert_kernel((1,), lower, found, SIZE=64, LEVELS=6)
     expected = (torch.eye(64, dtype=torch.float64) + lower.double()).inverse()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -151,3 +152,35 @@ def test_gates(tokens):
     close([triton_delta.gated_rms_norm(x, z, weight, 1e-3)], [expected.flatten(1)], 1e-5)
     wide, gate = torch.randn(tokens, 1500), strided(tokens, 1500)
     close([triton_delta.sigmoid_mul(wide, gate)], [wide * gate.sigmoid()], 1e-6)
+
+
+def test_the_layer_is_the_same_on_both_devices():
+    """A mixed step, then a decode step, by the CPU's kernels and by the GPU's in the interpreter."""
+    layer = GatedDeltaNet(48, key_heads=2, value_heads=4, key_dim=16, value_dim=32, conv_width=4, eps=1e-5)
+    for module in layer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(torch.randn(parameter.shape) * 0.5, requires_grad=False))
+    shapes = layer.cache_layer().shapes
+    before = [torch.randn(5, *shape) for shape in shapes]
+    slots, starts, counts = torch.tensor([3, 0, 4]), torch.tensor([0, 7, 1]), torch.tensor([70, 1, 3])
+    q_starts = counts.cumsum(0) - counts
+    mixed = torch.cat([torch.arange(s, s + n) for s, n in zip(starts.tolist(), counts.tolist(), strict=True)])
+    after = starts + counts
+    inputs = torch.randn(74, 48), torch.randn(3, 48)
+
+    def run(first, second):
+        layer.state = tuple(x.clone() for x in before)
+        return [layer(inputs[0], first), layer(inputs[1], second), *layer.state]
+
+    ones = torch.ones_like(counts)
+    close(
+        run(
+            DeviceRecurrentBatch(mixed, slots, q_starts, counts, triton_delta.plan_chunks(counts, 3)),
+            DeviceRecurrentBatch(after, slots),
+        ),
+        run(
+            RecurrentBatch.build(mixed, slots, q_starts, counts),
+            RecurrentBatch.build(after, slots, ones.cumsum(0) - 1, ones),
+        ),
+        1e-3,
+    )
