@@ -1,4 +1,4 @@
-"""Qwen3.5: logits equal transformers' however a sequence is cut into steps and whoever shares them."""
+"""Qwen3.5: logits and greedy tokens equal transformers' however sequences are cut into steps and share them."""
 
 import random
 
@@ -6,8 +6,13 @@ import oracle
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_oracle import run
+from tiny_llama import save_byte_tokenizer
 
+from engine.config import EngineConfig
 from engine.core.kv.spec import StateLayer
+from engine.core.params import SamplingParams
+from engine.core.request import EngineRequest, FinishReason
 from engine.errors import ModelError
 from engine.kernels.attention import AttentionBatch
 from engine.layers.context import ForwardContext, StateBatch, forward_context
@@ -16,6 +21,7 @@ from engine.models.config import ModelConfig
 from engine.models.config_qwen3_5 import read_qwen3_5
 from engine.models.loader import load_weights
 from engine.models.registry import model_class
+from engine.worker.build import build_engine
 
 VOCAB, PAGE, PAGES_EACH = 320, 16, 12
 TEXT = {
@@ -62,6 +68,7 @@ def qwen_dir(tmp_path_factory):
                         parameter.normal_()
             made[shape] = tmp_path_factory.mktemp(shape)
             model.save_pretrained(made[shape], save_original_format=shape != "multimodal_experts")
+            save_byte_tokenizer(made[shape])
         return made[shape]
 
     return make
@@ -171,3 +178,44 @@ def test_every_fourth_layer_has_attention_unless_the_config_says_otherwise():
     assert read_qwen3_5(TEXT | {"full_attention_interval": 2}, {}).layers == ("linear_attention", "full_attention") * 2
     assert read_qwen3_5(TEXT, {}).rope["partial_rotary_factor"] == 0.25
     assert read_qwen3_5(TEXT, {"partial_rotary_factor": 0.5}).rope["partial_rotary_factor"] == 0.5
+
+
+def engine(model_dir, memory=1 << 21, **config):
+    return build_engine(EngineConfig(
+        model_dir, device="cpu", dtype="float32", max_model_len=192, block_size=PAGE, kv_cache_memory_bytes=memory,
+        **config))  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("budget", [7, 33, 200])
+def test_greedy_equals_transformers(qwen_dir, shape, budget):
+    """In random company, with aborts: nobody continues another one's state."""
+    model_dir, rng = qwen_dir(shape), random.Random(budget)
+    stems = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (1, 40, 90)]
+    requests = [
+        EngineRequest(f"r{i}", rng.choice(stems) + [9, 8, 7][: i % 4],
+                      SamplingParams(temperature=0, max_tokens=rng.randrange(1, 17), ignore_eos=True))
+        for i in range(8)
+    ]
+    core = engine(model_dir, max_num_batched_tokens=budget, max_num_seqs=3, overlap=budget == 33)
+    tokens, last = run(core, requests, rng, aborts=0.05)
+    for r in requests:
+        expected = oracle.greedy(model_dir, tuple(r.prompt_token_ids), 16)
+        got = tokens[r.request_id]
+        assert got == expected[: len(got)]
+        assert last[r.request_id].finish_reason is FinishReason.ABORT or len(got) == r.params.max_tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted_sequences_start_their_states_anew(qwen_dir, overlap):
+    model_dir = qwen_dir("dense")
+    core = engine(model_dir, 230_000, max_num_batched_tokens=64, overlap=overlap)
+    requests = [
+        EngineRequest(f"r{i}", list(range(i + 3, i + 23)), SamplingParams(
+            temperature=0, max_tokens=100, ignore_eos=True))
+        for i in range(4)
+    ]
+    tokens, _ = run(core, requests)
+    assert core.stats().num_preemptions > 0
+    for r in requests:
+        assert tokens[r.request_id] == oracle.greedy(model_dir, tuple(r.prompt_token_ids), 100)
