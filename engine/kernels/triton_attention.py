@@ -6,8 +6,9 @@
 
 The G = Hq / Hkv query heads that share a key head are the rows of one tile, so K and V are read once for all of them.
 
-Decode: grid (B, Hkv, SPLITS). A program attends to one slice of the sequence; a second kernel merges the slices by
-their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one captured grid serves any length.
+Decode: grid (B, Hkv, SPLITS). A program attends to one slice of the sequence; the last of a sequence's programs to
+arrive merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one
+captured grid serves any length.
 
 Mixed: grid (tiles, Hkv), one launch for prefill and decode together. The host lists the tiles of BLOCK_Q query tokens;
 a tile holds BLOCK_Q * G query rows (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys
@@ -105,11 +106,11 @@ def _for_cache(q, FP8: tl.constexpr):
 
 @kernel
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, rows_ptr, seq_lens_ptr, table_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
-    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, PDL: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -127,9 +128,7 @@ def _decode_kernel(
     q_mask = (g < G)[:, None] & (d < D)[None, :]
     at_out = (b * HKV * G + head)[:, None] * D + d[None, :]
     if start >= end:
-        if SPLITS > 1:
-            tl.store(lse_ptr + (b * HKV * G + head) * SPLITS + split, -float("inf"), mask=g < G)
-        else:
+        if split == 0:  # a sequence of length 0
             tl.store(out_ptr + at_out, tl.zeros([GP, DP], out_ptr.dtype.element_ty), mask=q_mask)
         return
     q = tl.load(q_ptr + b * q_stride + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
@@ -148,31 +147,44 @@ def _decode_kernel(
             q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
         )
     out = acc * v_scale / total[:, None]
-    if SPLITS > 1:
-        slot = (b * HKV * G + head) * SPLITS + split
-        tl.store(part_ptr + slot[:, None] * D + d[None, :], out, mask=q_mask)
-        tl.store(lse_ptr + slot, m + tl.log2(total), mask=g < G)
-    else:
+    used = tl.cdiv(seq_len - aligned, per_split * TILE)  # slices that hold something
+    if SPLITS == 1 or used == 1:
         tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+        return
+    slot = (b * HKV * G + head) * SPLITS + split
+    tl.store(part_ptr + slot[:, None] * D + d[None, :], out, mask=q_mask)
+    tl.store(lse_ptr + slot, m + tl.log2(total), mask=g < G)
+    tl.debug_barrier()  # the whole program's part is written before its arrival is
+    arrived = tl.atomic_add(arrived_ptr + b * HKV + h, 1, sem="acq_rel")
+    if arrived == used - 1:
+        _merge(part_ptr, lse_ptr, out_ptr, b * HKV * G + h * G, used, G, GM, D, DP, SPLITS)
+        tl.store(arrived_ptr + b * HKV + h, 0)
 
 
-@kernel
-def _merge_kernel(
-    part_ptr, lse_ptr, out_ptr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
-):
-    wait_for_previous(PDL)
-    slot = tl.program_id(0)
-    s = tl.arange(0, SPLITS)
+@triton.jit
+def _merge(
+    part_ptr, lse_ptr, out_ptr, first_head, used,
+    G: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The slices' outputs, weighted by their log-sum-exp, always in the same order."""
+    g = tl.arange(0, GM)
     d = tl.arange(0, DP)
-    lse = tl.load(lse_ptr + slot * SPLITS + s)
-    top = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))
-    total = tl.sum(weight, 0)
-    weight = weight / tl.where(total == 0, 1.0, total)  # a sequence of length 0: zeros
-    mask = (weight > 0)[:, None] & (d < D)[None, :]  # slices that were empty never wrote their part
-    part = tl.load(part_ptr + (slot * SPLITS + s)[:, None] * D + d[None, :], mask=mask, other=0.0)
-    out = tl.sum(part * weight[:, None], 0)
-    tl.store(out_ptr + slot * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+    s = tl.arange(0, SPLITS)
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    slot = (first_head + g) * SPLITS
+    there = (g < G)[:, None] & (s < used)[None, :]
+    lse = tl.load(lse_ptr + slot[:, None] + s[None, :], mask=there, other=-float("inf"))
+    top = tl.max(lse, 1)
+    weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top)[:, None])
+    total = tl.sum(weight, 1)
+    weight = weight / tl.where(total == 0, 1.0, total)[:, None]
+    acc = tl.zeros([GM, DP], tl.float32)
+    for at in range(0, used, 8):
+        for i in tl.static_range(8):  # on their way together
+            at_part = part_ptr + (slot + at + i)[:, None] * D + d[None, :]
+            part = tl.load(at_part, mask=mask & (at + i < used), other=0.0)
+            acc += part * tl.sum(tl.where((s == at + i)[None, :], weight, 0.0), 1)[:, None]
+    tl.store(out_ptr + (first_head + g)[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -288,6 +300,12 @@ def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
     return min(64, 1 << (wanted.bit_length() - 1))
 
 
+@functools.cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """How many slices of a sequence and key head are done: zeros between launches, each last program sees to it."""
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+
 def _decode_tile(batch: int, padded_dim: int) -> int:
     """Keys a step, of which two are under way: small ones leave room for several programs on a multiprocessor, and few
     sequences want even smaller ones, for more programs have to find work."""
@@ -341,21 +359,20 @@ def decode(
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(dim)
     tile = tile or _decode_tile(batch, padded)
-    part = lse = out
+    part = lse = arrived = out
     if splits > 1:
+        arrived = _arrivals(q.device)
+        assert batch * kv_heads <= len(arrived)
         part = torch.empty(batch * num_heads * splits, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
     _decode_kernel(
-        (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, rows, seq_lens, block_table,
+        (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
-        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded,
-        PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
+        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
+        DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
         SOFTCAP=softcap is not None, WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    if splits > 1:
-        warps = min(8, max(1, splits * padded // 2048))
-        _merge_kernel((batch * num_heads,), part, lse, out, D=dim, DP=padded, SPLITS=splits, num_warps=warps)
     return out
 
 
