@@ -61,6 +61,23 @@ def tiles_for(shape: Shape, tokens: int, shared: int) -> Tiles:
     return Tiles(rows, matrix(shape, rows, shared, gate=True), matrix(shape, rows, shared, gate=False))
 
 
+def all_kinds(shape: Shape, most: int, shared: int) -> list[int]:
+    """Numbers of tokens, up to `most`, that stand for all: one for each set of kernels that a step may need."""
+    seen, found = set(), []
+    for tokens in range(1, most + 1):
+        pairs = tokens * shape.top_k
+        kind = tiles_for(shape, tokens, shared), chunk_size(pairs), pairs <= chunk_size(pairs)
+        if kind not in seen:
+            seen.add(kind)
+            found.append(tokens)
+    return found
+
+
+def chunk_size(pairs: int) -> int:
+    """Pairs that a program sorts by expert."""
+    return 128 if pairs <= 8192 else 512
+
+
 def block_rows(shape: Shape, tokens: int) -> int:
     """Half as many again as an expert has on average: few experts then need a second block, which reads it again."""
     wanted = 1.5 * tokens * shape.top_k / shape.num_experts

@@ -290,6 +290,7 @@ def routed_experts(
     scale2: torch.Tensor | None = None,
     *,
     gate: str = "silu",
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """triton_moe.routed_experts."""
     units = x.shape[0] > VECTOR_TOKENS  # fp8 weights meet fp8 activations
@@ -303,7 +304,8 @@ def routed_experts(
         if units:
             y = y.to(x.dtype).float()
         out.index_put_((token,), y * weights[token, slot, None], accumulate=True)
-    return out.to(x.dtype)
+    out = out.to(x.dtype)
+    return out if residual is None else residual.copy_(residual.float() + out.float())
 
 
 def _expert_product(

@@ -21,45 +21,40 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.launch import kernel, shared_memory, wait_for_previous
-from engine.kernels.moe_tiles import MatrixTiles, Shape, Tiles, VectorTiles, max_blocks, tiles_for
+from engine.kernels.moe_tiles import MatrixTiles, Shape, Tiles, VectorTiles, chunk_size, max_blocks, tiles_for
 from engine.kernels.triton_quant import quantize_rows
 
 _STEP = tl.constexpr(16)  # pairs, or blocks, that grouping handles at a time
-_FEW_PAIRS, _SMALL_CHUNK, _LARGE_CHUNK = 8192, 128, 512
 
 
 @kernel
 def _choose_kernel(
-    logits_ptr, scale_ptr, weights_ptr, experts_ptr, T, logits_stride,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
-    RENORMALIZE: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, scale_ptr, weights_ptr, experts_ptr, logits_stride,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALIZE: tl.constexpr,
+    SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    e = tl.arange(0, EP)[None, :]
-    j = tl.arange(0, KP)[None, :]
-    mask = (t < T)[:, None] & (e < E)
-    x = tl.load(logits_ptr + t[:, None] * logits_stride + e, mask=mask, other=float("-inf")).to(tl.float32)
-    x = tl.exp(x - tl.max(x, 1)[:, None])
-    p = x / tl.sum(x, 1)[:, None]
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    j = tl.arange(0, KP)
+    x = tl.load(logits_ptr + token * logits_stride + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    x = tl.exp(x - tl.max(x, 0))
+    p = x / tl.sum(x, 0)
     # A row of NaN chooses experts that exist, with weights of NaN.
     left = tl.where(e < E, tl.where(p == p, p, 0.0), -1.0)
-    weights = tl.zeros([ROWS, KP], tl.float32)
-    experts = tl.zeros([ROWS, KP], tl.int32)
+    weights = tl.zeros([KP], tl.float32)
+    experts = tl.zeros([KP], tl.int32)
     for i in tl.static_range(K):
-        best = tl.argmax(left, 1)
-        chosen = e == best[:, None]
-        weights = tl.where(j == i, tl.sum(tl.where(chosen, p, 0.0), 1)[:, None], weights)
-        experts = tl.where(j == i, best[:, None], experts)
-        left = tl.where(chosen, -2.0, left)
+        best = tl.argmax(left, 0)
+        weights = tl.where(j == i, tl.sum(tl.where(e == best, p, 0.0), 0), weights)
+        experts = tl.where(j == i, best, experts)
+        left = tl.where(e == best, -2.0, left)
     if RENORMALIZE:
-        weights = weights / tl.sum(weights, 1)[:, None]
+        weights = weights / tl.sum(weights, 0)
     if SCALED:
         weights = weights * tl.load(scale_ptr + experts).to(tl.float32)
-    at = t[:, None] * K + j
-    mask = (t < T)[:, None] & (j < K)
-    tl.store(weights_ptr + at, weights, mask=mask)
-    tl.store(experts_ptr + at, experts, mask=mask)
+    tl.store(weights_ptr + token * K + j, weights, mask=j < K)
+    tl.store(experts_ptr + token * K + j, experts, mask=j < K)
 
 
 def choose_experts(
@@ -72,11 +67,10 @@ def choose_experts(
     tokens, num_experts = logits.shape
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    rows = 1 if tokens <= 1024 else 4
     _choose_kernel(
-        (triton.cdiv(tokens, rows),), logits, expert_scale, weights, experts, tokens, logits.stride(0),
-        E=num_experts, EP=triton.next_power_of_2(num_experts), K=top_k, KP=triton.next_power_of_2(top_k), ROWS=rows,
-        RENORMALIZE=renormalize, SCALED=expert_scale is not None, num_warps=rows,
+        (tokens,), logits, expert_scale, weights, experts, logits.stride(0),
+        E=num_experts, EP=triton.next_power_of_2(num_experts), K=top_k, KP=triton.next_power_of_2(top_k),
+        RENORMALIZE=renormalize, SCALED=expert_scale is not None, num_warps=1,
     )  # fmt: skip
     return weights, experts
 
@@ -162,7 +156,7 @@ def group(experts: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Ten
     """
     pairs, device = experts.numel(), experts.device
     padded = triton.next_power_of_2(num_experts)
-    chunk = _SMALL_CHUNK if pairs <= _FEW_PAIRS else _LARGE_CHUNK
+    chunk = chunk_size(pairs)
     chunks = triton.cdiv(pairs, chunk)
     num_blocks = max_blocks(pairs, num_experts, rows)
     order = torch.empty(pairs, dtype=torch.int32, device=device)
@@ -230,11 +224,20 @@ def _vector_gate_up_kernel(
     tl.store(h_ptr + pair * N + n, _gated(gate, up, GELU).to(h_ptr.dtype.element_ty), mask=n < N)
 
 
+@triton.jit
+def _store(at, y, mask, ADD: tl.constexpr):
+    """y, or what stands there and y: rounded where an addition of its own would round."""
+    y = y.to(at.dtype.element_ty)
+    if ADD:
+        y = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
+    tl.store(at, y, mask=mask)
+
+
 @kernel
 def _vector_down_kernel(
     h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -268,7 +271,7 @@ def _vector_down_kernel(
             part = part * tl.load(scale_ptr + expert * N + n, mask=n < N, other=0.0)[:, None]
         total += part * weight
         expert = next_expert
-    tl.store(out_ptr + token * N + n, tl.sum(total, 1).to(out_ptr.dtype.element_ty), mask=n < N)
+    _store(out_ptr + token * N + n, tl.sum(total, 1), n < N, ADD)
 
 
 @kernel
@@ -329,7 +332,7 @@ def _grouped_kernel(
 
 @kernel
 def _sum_kernel(
-    y_ptr, weights_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    y_ptr, weights_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
 ):
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -338,7 +341,7 @@ def _sum_kernel(
     for j in tl.static_range(TOP_K):
         y = tl.load(y_ptr + (token * TOP_K + j) * H + h, mask=h < H, other=0.0)
         total += tl.load(weights_ptr + token * TOP_K + j) * y.to(tl.float32)
-    tl.store(out_ptr + token * H + h, total.to(out_ptr.dtype.element_ty), mask=h < H)
+    _store(out_ptr + token * H + h, total, h < H, ADD)
 
 
 def routed_experts(
@@ -351,12 +354,13 @@ def routed_experts(
     scale2: torch.Tensor | None = None,
     *,
     gate: str = "silu",
+    residual: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] as `choose_experts` gives them, w13 [E, 2 I, H] (gate
     above up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].
 
-    `gate`: "silu" or "gelu_tanh".
+    `gate`: "silu" or "gelu_tanh". With `residual` [T, H] the result is added to it, in place, and it is returned.
     """
     num_experts, hidden, inner = w2.shape
     shape = Shape(num_experts, experts.shape[1], hidden, inner, w2.element_size())
@@ -365,7 +369,10 @@ def routed_experts(
     if tiles is None:
         tiles = tiles_for(shape, x.shape[0], shared_memory(x.device))
     form = _grouped if tiles.rows else _in_vector_form
-    return form(x, weights, experts, w13, w2, scale13, scale2, gate == "gelu_tanh", tiles)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
+    assert out.is_contiguous()
+    form(x, weights, experts, w13, w2, scale13, scale2, gate == "gelu_tanh", out, residual is not None, tiles)
+    return out
 
 
 def _in_vector_form(
@@ -377,12 +384,13 @@ def _in_vector_form(
     scale13: torch.Tensor | None,
     scale2: torch.Tensor | None,
     gelu: bool,
+    out: torch.Tensor,
+    add: bool,
     tiles: Tiles,
-) -> torch.Tensor:
+) -> None:
     (tokens, top_k), (_, hidden, inner) = experts.shape, w2.shape
     pairs = tokens * top_k
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     first, second = VectorTiles(*tiles.gate_up), VectorTiles(*tiles.down)
     _vector_gate_up_kernel(
         (pairs, triton.cdiv(inner, first.block_n)), x, w13, scale13, experts, h, x.stride(0),
@@ -392,9 +400,8 @@ def _in_vector_form(
     _vector_down_kernel(
         (tokens, triton.cdiv(hidden, second.block_n)), h, w2, scale2, weights, experts, out,
         N=hidden, K=inner, TOP_K=top_k, BLOCK_N=second.block_n, BLOCK_K=second.block_k, SCALED=scale2 is not None,
-        num_warps=second.warps,
+        ADD=add, num_warps=second.warps,
     )  # fmt: skip
-    return out
 
 
 def _grouped(
@@ -406,20 +413,22 @@ def _grouped(
     scale13: torch.Tensor | None,
     scale2: torch.Tensor | None,
     gelu: bool,
+    out: torch.Tensor,
+    add: bool,
     tiles: Tiles,
-) -> torch.Tensor:
+) -> None:
     (tokens, top_k), (num_experts, hidden, inner) = experts.shape, w2.shape
     pairs = tokens * top_k
     order, blocks = group(experts, num_experts, tiles.rows)
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     first, second = MatrixTiles(*tiles.gate_up), MatrixTiles(*tiles.down)
     _product(x, w13, scale13, order, blocks, h, top_k, tiles.rows, first, gate=True, gelu=gelu)
     _product(h, w2, scale2, order, blocks, y, 1, tiles.rows, second, gate=False, gelu=False)
     block = min(1024, triton.next_power_of_2(hidden))
-    _sum_kernel((tokens, triton.cdiv(hidden, block)), y, weights, out, hidden, TOP_K=top_k, BLOCK=block, num_warps=4)
-    return out
+    _sum_kernel(
+        (tokens, triton.cdiv(hidden, block)), y, weights, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
+    )
 
 
 def _product(

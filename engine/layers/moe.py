@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.moe_tiles import VECTOR_TOKENS
+from engine.kernels.moe_tiles import VECTOR_TOKENS, Shape, all_kinds
 from engine.kernels.threads import num_threads
 from engine.layers.activation import Gate
 from engine.layers.linear import Linear, can_quantize, empty_parameter
@@ -114,14 +114,24 @@ class RoutedExperts(nn.Module):
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, H] -> [T, H]."""
         if x.is_cuda:
-            from engine.kernels.triton_moe import routed_experts
-
-            return routed_experts(
-                x, *routing, self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale,
-                self.down_proj.scale, gate=self.gate,
-            )  # fmt: skip
+            return self._on_gpu(x, routing, None)
         with num_threads(self._threads):  # the rest of a small step runs on one
             return self._by_expert(x, routing)
+
+    def onto(self, residual: torch.Tensor, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
+        """As Linear.onto: what is still to be added to `residual` [T, H], or None if that has been done, in place."""
+        if not x.is_cuda:
+            return self(x, routing)
+        self._on_gpu(x, routing, residual)
+        return None
+
+    def _on_gpu(self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None) -> torch.Tensor:
+        from engine.kernels.triton_moe import routed_experts
+
+        return routed_experts(
+            x, *routing, self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale,
+            self.down_proj.scale, gate=self.gate, residual=residual,
+        )  # fmt: skip
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """One expert after the other, each with all of its tokens; experts that nobody chose are not touched."""
@@ -169,3 +179,19 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.experts(x, self.gate.choose(x))
+
+    def onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """As RoutedExperts.onto."""
+        return self.experts.onto(residual, x, self.gate.choose(x))
+
+
+def kinds_of_steps(model: nn.Module, most: int, shared: int) -> set[int]:
+    """Numbers of tokens, up to `most`, that need all kernels of experts which any number up to there needs.
+
+    `shared`: as for `tiles_for`.
+    """
+    modules = list(model.modules())
+    top_k = {module.top_k for module in modules if isinstance(module, Router)}
+    stacks = {(*m.down_proj.weight.shape, m.down_proj.weight.itemsize) for m in modules if isinstance(m, RoutedExperts)}
+    shapes = [Shape(e, k, hidden, inner, itemsize) for e, hidden, inner, itemsize in stacks for k in top_k]
+    return {tokens for shape in shapes for tokens in all_kinds(shape, most, shared)}

@@ -33,12 +33,14 @@ class SparseLayer(LlamaLayer):
         self.mlp = mlp
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, residual = self.input_layernorm.add(x, residual, self.self_attn.qkv_proj)
-        x = self.self_attn(normed, rope)
-        normed, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate)
-        return self.mlp(normed), residual
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        attention, mlp = self.self_attn, self.mlp
+        normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
+        x = attention.o_proj.onto(residual, attention.heads(normed, rope))
+        normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate)
+        assert isinstance(normed, torch.Tensor)  # experts read no other form
+        return mlp.onto(residual, normed), residual
 
 
 def make_sparse(model: LlamaForCausalLM, sparse: list[bool], moe: MoeConfig, mlp: type[ExpertMLP] = ExpertMLP) -> None:

@@ -1,16 +1,17 @@
 """What steps will need is compiled before the first of them: a request that met a new variant would wait for seconds.
 
-The kernels of a step depend on how many rows its products have and into how many slices decode attention cuts, not on
-what the step holds. So a step of each kind is gone through with kernels only noted, not started, and all that were
-noted are compiled side by side.
+The kernels of a step depend on how many rows its products have, into how many slices decode attention cuts and into
+what blocks experts' tokens fall, not on what the step holds. So a step of each kind is gone through with kernels only
+noted, not started, and all that were noted are compiled side by side.
 """
 
 import torch
 
 from engine.core.batch import StepPlan
 from engine.kernels.compile_ahead import compile_ahead
-from engine.kernels.launch import recording
+from engine.kernels.launch import recording, shared_memory
 from engine.kernels.triton_attention import SMALL_BATCH, num_splits
+from engine.layers.moe import kinds_of_steps
 from engine.worker.device_runner import DeviceRunner
 
 _PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a variant of few-row products (triton_gemv)
@@ -25,6 +26,8 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: StepPlan) -> int:
     with recording() as jobs:
         for size in _decode_sizes(runner, max_batch):
             runner.model.logits(runner._decode(size))
+        for size in sorted(kinds_of_steps(runner.model, len(runner._ids), shared_memory(runner.device))):
+            runner._decode(size)
         runner.launch(mixed)
         runner.warm_up()
     return compile_ahead(jobs, torch.cuda.get_device_capability(runner.device))

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.moe_tiles import Shape, tiles_for
 from engine.layers.linear import Linear
-from engine.layers.moe import ExpertLinear, RoutedExperts, Router, Routing, choose_experts
+from engine.layers.moe import ExpertLinear, RoutedExperts, Router, Routing, choose_experts, kinds_of_steps
 from engine.layers.quant import FP8
 from engine.models.loader import quantize
 from engine.worker.memory import loaded_bytes, weight_bytes
@@ -138,3 +139,17 @@ def test_names_of_weights_cover_the_stacks_once():
     assert (experts.gate_up_proj.weight[4, INNER:] == 7).all()
     assert (experts.gate_up_proj.weight == 7).sum() == INNER * HIDDEN
     assert isinstance(experts.down_proj, ExpertLinear)
+
+
+def test_kinds_of_steps_meet_every_set_of_tiles():
+    model = nn.Module()
+    model.router = Router(2048, 128, 8)
+    with torch.device("meta"):
+        model.experts = RoutedExperts(2048, 768, 128)
+    shared = 227 << 10
+    kinds = kinds_of_steps(model, 3000, shared)
+    shape = Shape(128, 8, 2048, 768, model.experts.down_proj.weight.itemsize)
+    assert {tiles_for(shape, t, shared) for t in kinds} == {tiles_for(shape, t, shared) for t in range(1, 3001)}
+    assert max(kinds) > 1024  # from where more than 8192 pairs are sorted
+    assert len(kinds) < 12
+    assert kinds_of_steps(nn.Linear(1, 1), 3000, shared) == set()

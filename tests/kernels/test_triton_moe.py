@@ -32,14 +32,6 @@ def test_choice(tokens, num_experts, top_k, options):
     close(weights, twin_weights, 1e-6)
 
 
-def test_several_rows_a_program():
-    logits = torch.randn(1030, 6)
-    weights, experts = triton_moe.choose_experts(logits, 2)
-    twin_weights, twin_experts = reference.choose_experts(logits, 2)
-    assert torch.equal(experts, twin_experts)
-    close(weights, twin_weights, 1e-6)
-
-
 def test_equal_experts_are_chosen_in_order():
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0, 0.0]])
     for kernels in (triton_moe, reference):
@@ -104,6 +96,18 @@ def layer(num_experts, hidden, inner, dtype):
         values, scale = reference.quantize_rows(w.flatten(0, 1))
         found |= {name: values.view(w.shape), scale_name: scale.view(w.shape[:2])}
     return found
+
+
+@pytest.mark.parametrize("tokens", [2, 7])
+def test_onto_the_residual(tokens):
+    x, residual = torch.randn(tokens, 64).half(), torch.randn(tokens, 64).half() * 8
+    routing = reference.choose_experts(torch.randn(tokens, 6), 3)
+    arguments = layer(6, 64, 32, torch.float16)
+    kept, twin = residual.clone(), residual.clone()
+    ours = triton_moe.routed_experts(x, *routing, **arguments, residual=residual)
+    assert ours is residual
+    close(ours, reference.routed_experts(x, *routing, **arguments, residual=twin), 4e-3)
+    close(ours, kept + triton_moe.routed_experts(x, *routing, **arguments), 0)
 
 
 def compare(tokens, num_experts, top_k, hidden, inner, dtype, tol, gate="silu", tiles=None):
