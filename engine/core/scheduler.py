@@ -192,7 +192,7 @@ class Scheduler:
         seq.num_computed_tokens += num_tokens
         seq.num_placeholders += samples
         seq.last_step = self._next_step
-        if len(seq.pages) > seq.num_pages_sent:
+        if len(seq.tables[0]) > seq.num_pages_sent:
             self.kv.describe_changes(seq, page_updates)
         self.kv.register_full_pages(seq)
         in_prompt = start < seq.prompt_len and seq.num_output_tokens == 0

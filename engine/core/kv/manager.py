@@ -125,16 +125,17 @@ class KVManager:
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Make room for `num_tokens` after the computed ones. False (and no page more) if pages are short."""
-        missing = pages_for(seq.num_computed_tokens + num_tokens, self.page_size) - len(seq.pages)
-        if missing <= 0:
+        end, pages = seq.num_computed_tokens + num_tokens, len(seq.tables[0])
+        if end <= pages * self.page_size:
             return True
+        missing = pages_for(end, self.page_size) - pages
         if self._windows:
             self._free_passed(seq)
         taken = self.arena.take([missing] * len(self.pools) + [0] * (self.slots is not None))
         if taken is None:
             return False
-        for table, pages in zip(seq.tables, taken, strict=False):
-            table.extend(pages)
+        for table, new in zip(seq.tables, taken, strict=False):
+            table.extend(new)
         return True
 
     def register_full_pages(self, seq: Sequence) -> None:
