@@ -19,6 +19,9 @@ class Cache:
 
         | trash page | extent 0: [k0 v0 k1 v1 ...] [k0 v0 k1 v1 ...] | extent 1: [state 0, state 1, ...] | ... |
 
+    Inside a layer's page, a CPU has tokens before heads, [page_size, Hkv, D]: it gathers whole pages. A GPU has heads
+    before tokens, as a program of its attention reads one head: 4 KiB in one piece instead of sixteen.
+
     Zeros matter: the CPU's attention reads whole pages and masks afterwards, and a stray NaN times zero is NaN. On CPU
     the zeros are the kernel's own (calloc), so a page costs memory only once it is written.
     """
@@ -30,6 +33,7 @@ class Cache:
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.states: dict[int, tuple[torch.Tensor, ...]] = {}
         self._begin = max(spec.page_strides)  # of the first extent
+        self._heads_first = device.type == "cuda"
         if len(spec.per_extent) == 1:
             self._cut_layers(dtype)
         else:
@@ -64,9 +68,11 @@ class Cache:
     def _cut_layers(self, dtype: torch.dtype) -> None:
         at = 0
         for i, layer in self.spec.storing.items():
-            shape = (2, self.num_extents + 1, self.spec.page_size, layer.num_kv_heads, layer.head_dim)
+            page = (self.spec.page_size, layer.num_kv_heads)
+            shape = (2, self.num_extents + 1, *(page[::-1] if self._heads_first else page), layer.head_dim)
             size = math.prod(shape) * dtype.itemsize
-            key, value = self.memory[at : at + size].view(dtype).view(shape)
+            both = self.memory[at : at + size].view(dtype).view(shape)
+            key, value = both.transpose(2, 3) if self._heads_first else both
             self.kv[i] = key, value
             at += size
 
@@ -79,7 +85,10 @@ class Cache:
                 layer = spec.storing[i]
                 row = layer.num_kv_heads * layer.head_dim
                 shape = (self.num_extents * per + 1, spec.page_size, layer.num_kv_heads, layer.head_dim)
-                strides = (stride // dtype.itemsize, row, layer.head_dim, 1)
+                token, head = row, layer.head_dim
+                if self._heads_first:
+                    token, head = layer.head_dim, spec.page_size * layer.head_dim
+                strides = (stride // dtype.itemsize, token, head, 1)
                 size = spec.page_size * row * dtype.itemsize
                 key, value = (memory.as_strided(shape, strides, start // dtype.itemsize) for start in (at, at + size))
                 self.kv[i] = key, value
