@@ -1,4 +1,4 @@
-"""Compiles every kernel of attention, norm, gate, RoPE, fp8 and small products for a card that need not be here.
+"""Compiles every kernel of a model's layers for a card that need not be here.
 
     python compile_all.py MAJOR MINOR SHARED        compute capability, and shared memory of a program in bytes
 
@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from engine.kernels import launch, triton_attention, triton_fused, triton_gemv, triton_moe, triton_quant
+from engine.kernels import launch, triton_attention, triton_delta, triton_fused, triton_gemv, triton_moe, triton_quant
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -49,7 +49,22 @@ def experts(num_experts, top_k, hidden, inner, dtype, tokens, **options):
     triton_moe.routed_experts(zeros(tokens, hidden), *routing, w13, w2, *scales, **options)
 
 
+def delta():
+    shape = triton_delta.DeltaShape(16, 48, 128, 128)
+    qkv, ba, conv = zeros(70, 16384)[:, :10240], zeros(70, 96), zeros(10240, 4)
+    heads, i = torch.zeros(48), numbers(70).long()
+    states = torch.zeros(3, 48, 128, 128), zeros(3, 4, 10240)
+    arguments = qkv, ba, conv, heads, heads, i, i[:2], *states, shape, zeros(70, 48, 128)
+    triton_delta.decode(*arguments)
+    mixed = {"q_starts": i[:2], "counts": i[:2]}
+    triton_delta.decode(*arguments, **mixed, block_v=64)
+    triton_delta.prefill(*arguments, **mixed, chunks=triton_delta.plan_chunks(i[:2], 2))
+    triton_delta.gated_rms_norm(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
+    triton_delta.sigmoid_mul(zeros(3, 6144), zeros(3, 14336)[:, 8192:])
+
+
 def run_all(fp8):
+    delta()
     attend(64, 3, BF16)
     attend(80, 7, BF16, window=100, softcap=30.0)
     attend(128, 4, BF16)
@@ -58,6 +73,8 @@ def run_all(fp8):
     rope(96, BF16, norm=False)
     triton_gemv.gemv(zeros(1, 1024), zeros(96, 1024))
     triton_gemv.gemv(zeros(4, 960), zeros(100, 960), None, zeros(100), gate=True)
+    triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096), norm=(zeros(4096), 1e-6), gate=True)
+    triton_gemv.gemv(zeros(2, 3072), zeros(1024, 3072), residual=zeros(2, 1024))
     triton_gemv.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
@@ -73,6 +90,8 @@ def run_all(fp8):
         attend(256, 7, FP8, window=100)
         rope(80, FP8, norm=True)
         triton_gemv.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
+        norm = zeros(4096), 1e-6
+        triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096, dtype=FP8), torch.zeros(24576), norm=norm, gate=True)
         scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
         triton_gemv.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
         triton_quant.quantize_rows(zeros(3, 960))
