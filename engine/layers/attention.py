@@ -18,8 +18,8 @@ class Attention(nn.Module):
     `own_kv=False` there is neither, and the cache that is bound is another layer's. `v_norm_eps`: v is normalised, by
     a norm that has no weight.
 
-    On a GPU all steps before the attention are one kernel. The worker binds `k_cache` and `v_cache`
-    [num_pages, page_size, Hkv, D] after it has planned memory.
+    On a GPU all steps before the attention are one kernel; Llama's kind of layer has its own, which works in place. The
+    worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D] after it has planned memory.
     """
 
     k_cache: torch.Tensor
@@ -83,11 +83,14 @@ class Attention(nn.Module):
         )
         return out.view(qkv.shape[0], -1)
 
+    def borrow_from(self, owner: "Attention") -> None:
+        """Where a layer without keys of its own finds those of a step's chunks (the cache is bound by the worker)."""
+        self._owner = (owner,)  # in a tuple: it is no part of this module
+
     @property
     def cpu_only(self) -> bool:
         """Whether the GPU's kernels lack something that this layer needs."""
-        unlike = self.k_eq_v or not self.own_kv or self.v_norm_eps is not None or self.softcap is not None
-        return unlike or isinstance(self.q_norm, WideRMSNorm)
+        return self.head_dim > 256
 
     def _on_device(
         self,
@@ -97,32 +100,75 @@ class Attention(nn.Module):
         slot_mapping: torch.Tensor,
         batch: DeviceBatch,
     ) -> torch.Tensor:
-        from engine.kernels import triton_attention, triton_fused
+        from engine.kernels import triton_attention
 
-        assert not self.cpu_only, "refused when the model was built"
         tokens = qkv.shape[0]
+        if self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim:
+            q, own = self._heads_like_llama(qkv, rope, positions, slot_mapping)
+        else:
+            q, own = self._heads(qkv, rope, positions, slot_mapping, keep=batch.tiles is not None)
+        out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
+        if batch.tiles is None:
+            splits = triton_attention.num_splits(tokens, self.num_kv_heads, batch.multiprocessors)
+            triton_attention.decode(
+                q, self.k_cache, self.v_cache, batch.rows, batch.seq_lens, batch.block_table, out,
+                splits=splits, scale=self.scale, window=self.window, softcap=self.softcap,
+            )  # fmt: skip
+        else:
+            assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
+            assert own is not None
+            k, v = own.unbind(1)
+            triton_attention.mixed(
+                q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
+                batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
+                softcap=self.softcap,
+            )  # fmt: skip
+        return out.view(tokens, -1)
+
+    @property
+    def _like_llama(self) -> bool:
+        unlike = self.k_eq_v or not self.own_kv or self.v_norm_eps is not None
+        return not unlike and not isinstance(self.q_norm, WideRMSNorm)
+
+    def _heads_like_llama(
+        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [T, Hq, D] and the chunk's own k and v [T, 2, Hkv, D], in place; the cache has k and v too."""
+        from engine.kernels import triton_fused
+
         norms = {}
         if self.q_norm is not None and self.k_norm is not None:
             norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps}
         q = triton_fused.rope_and_write_kv(
             qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads, **norms
         )
-        out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
-        if batch.tiles is None:
-            splits = triton_attention.num_splits(tokens, self.num_kv_heads, batch.multiprocessors)
-            triton_attention.decode(
-                q, self.k_cache, self.v_cache, batch.rows, batch.seq_lens, batch.block_table, out,
-                splits=splits, scale=self.scale, window=self.window,
-            )  # fmt: skip
-        else:
-            assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
-            own = qkv[:, self.num_heads * self.head_dim :].view(tokens, 2, self.num_kv_heads, self.head_dim)
-            k, v = own.unbind(1)
-            triton_attention.mixed(
-                q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
-                batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
-            )  # fmt: skip
-        return out.view(tokens, -1)
+        own = qkv[:, self.num_heads * self.head_dim :].view(qkv.shape[0], 2, self.num_kv_heads, self.head_dim)
+        return q, own
+
+    def _heads(
+        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same for other heads, in tensors of their own; k and v only to `keep`."""
+        from engine.kernels.triton_heads import heads_and_write_kv
+
+        assert self.q_norm is None or isinstance(self.q_norm, WideRMSNorm)
+        eps = self.v_norm_eps or 0.0
+        q, own = heads_and_write_kv(
+            qkv, rope.cos, rope.sin, rope.distance, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            offset=0.0 if self.q_norm is None else self.q_norm.offset,
+            eps=eps if self.q_norm is None else self.q_norm.eps,
+            v_norm=self.v_norm_eps is not None, k_eq_v=self.k_eq_v, own_kv=self.own_kv, keep=keep,
+        )  # fmt: skip
+        if not self.own_kv:
+            (owner,) = self._owner
+            own = owner._step_kv
+        self._step_kv = own
+        return q, own
+
+    _step_kv: torch.Tensor | None = None  # of the mixed step that runs, for layers that borrow
+    _owner: "tuple[Attention]"
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> int:

@@ -35,7 +35,6 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         inv_freq, factor = inverse_frequencies(head_dim, rope)
         self.distance = head_dim // 2 if rope.get("rope_type") == "proportional" else len(inv_freq)
-        self.cpu_only = 2 * len(inv_freq) != head_dim  # the GPU's kernel turns whole heads
         angle = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq)
         self.register_buffer("cos", (angle.cos() * factor).unsqueeze(1), persistent=False)
         self.register_buffer("sin", (angle.sin() * factor).unsqueeze(1), persistent=False)

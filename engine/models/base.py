@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from engine.core.kv.spec import AttentionLayer, CacheLayer
+from engine.core.kv.spec import AttentionLayer, CacheLayer, StateLayer
 from engine.layers.attention import Attention
-from engine.layers.rope import RotaryEmbedding
 from engine.models.config import ModelConfig
 
 Weights = Mapping[str, torch.Tensor]
@@ -51,8 +50,15 @@ class CausalLM(nn.Module):
         return [m for m in self.modules() if isinstance(m, Attention)]
 
     def cpu_only(self) -> bool:
-        """Whether the GPU's kernels lack something that a layer needs."""
-        return any(isinstance(m, Attention | RotaryEmbedding) and m.cpu_only for m in self.modules())
+        """Whether the GPU's kernels, or its runner, lack something that the model needs.
+
+        The runner has one block table: layers of one window, and no states.
+        """
+        layers = self.cache_layers()
+        windows = {layer.window for layer in layers if isinstance(layer, AttentionLayer)}
+        if len(windows) > 1 or any(isinstance(layer, StateLayer) for layer in layers):
+            return True
+        return any(isinstance(m, Attention) and m.cpu_only for m in self.modules())
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints carry and this family does not need."""

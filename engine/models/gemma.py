@@ -118,6 +118,9 @@ class GemmaForCausalLM(CausalLM):
         self.gemma = gemma = type(self).read(config.raw)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.hidden_size**0.5)
         self.blocks = [self._layer(layer) for layer in gemma.layers]
+        for block, layer in zip(self.blocks, gemma.layers, strict=True):
+            if layer.kv_from is not None:
+                block.self_attn.attention.borrow_from(self.blocks[layer.kv_from].self_attn.attention)
         self.layers = nn.ModuleList(self.blocks)
         self.norm = WideRMSNorm(config.hidden_size, config.rms_norm_eps, offset=gemma.norm_offset)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
