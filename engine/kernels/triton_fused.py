@@ -16,8 +16,8 @@ from engine.kernels.triton_quant import empty_rows, row_to_fp8, warps_for
 
 @kernel
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, H, eps,
-    ADD: tl.constexpr, HP: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, H, eps, offset,
+    ADD: tl.constexpr, HP: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HP)
@@ -31,7 +31,10 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + row * H + h, x, mask=mask)
     x32 = x.to(tl.float32)
     scaled = x32 * tl.rsqrt(tl.sum(x32 * x32, 0) / H + eps)
-    y = scaled.to(x.dtype) * weight
+    if WIDE:
+        y = (scaled * (weight.to(tl.float32) + offset)).to(x.dtype)
+    else:
+        y = scaled.to(x.dtype) * weight
     if QUANTIZE:
         quantized, scale = row_to_fp8(y.to(tl.float32))
         tl.store(out_ptr + row * H + h, quantized, mask=mask)
@@ -43,21 +46,28 @@ def _rms_norm_kernel(
 @overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
-    *, quantize: Literal[False] = False,
+    *, wide_offset: float | None = None, quantize: Literal[False] = False,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
-    *, quantize: Literal[True],
+    *, wide_offset: float | None = None, quantize: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, quantize: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    wide_offset: float | None = None,
+    quantize: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H].
 
-    With `quantize`: (e4m3 [T, H], scale [T]), see triton_quant.
+    With `wide_offset`: (offset + w) * norm(x), in float32 and rounded once. With `quantize`: (e4m3 [T, H], scale [T]),
+    see triton_quant.
     """
     rows, size = x.shape
     padded = triton.next_power_of_2(size)
@@ -67,8 +77,9 @@ def rms_norm(
     else:
         out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     _rms_norm_kernel(
-        (rows,), x, residual, weight, out, scale, x.stride(0), size, eps,
-        ADD=residual is not None, HP=padded, QUANTIZE=quantize, num_warps=warps_for(padded),
+        (rows,), x, residual, weight, out, scale, x.stride(0), size, eps, wide_offset or 0.0,
+        ADD=residual is not None, HP=padded, WIDE=wide_offset is not None, QUANTIZE=quantize,
+        num_warps=warps_for(padded),
     )  # fmt: skip
     return out if scale is None else (out, scale)
 

@@ -57,6 +57,10 @@ class WideRMSNorm(RMSNorm):
         self.offset = offset
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if x.is_cuda and x.ndim == 2:
+            from engine.kernels.triton_fused import rms_norm
+
+            return rms_norm(x, self.weight, self.eps, residual, wide_offset=self.offset)
         if residual is not None:
             x = residual.add_(x)
         weight = self.weight.float() + self.offset if self.offset else self.weight.float()

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.kernels import reference, triton_fused, triton_gemv, triton_quant
+from engine.layers.norm import WideRMSNorm
 
 FP8 = torch.float8_e4m3fn
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -50,6 +51,18 @@ def test_rms_norm_adds_to_the_residual_in_place(dtype):
     ours = triton_fused.rms_norm(x, weight, 1e-5, residual)
     assert torch.equal(residual, (kept.float() + x.float()).to(dtype))
     close(ours, reference.rms_norm(x, weight, 1e-5, kept), CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_wide_rms_norm_is_rounded_once(dtype, offset):
+    x, residual = strided(5, 576, dtype), torch.randn(5, 576).to(dtype)
+    norm = WideRMSNorm(576, 1e-5, offset=offset)
+    norm.weight = torch.nn.Parameter(torch.randn(576).to(dtype), requires_grad=False)
+    close(triton_fused.rms_norm(x, norm.weight, 1e-5, wide_offset=offset), norm(x), 1e-6)
+    kept = residual.clone()
+    close(triton_fused.rms_norm(x, norm.weight, 1e-5, residual, wide_offset=offset), norm(x, kept), 1e-6)
+    assert torch.equal(residual, kept)
 
 
 def test_rms_norm_epsilon_counts():
