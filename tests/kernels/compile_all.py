@@ -9,7 +9,16 @@ import sys
 
 import torch
 
-from engine.kernels import launch, triton_attention, triton_delta, triton_fused, triton_gemv, triton_moe, triton_quant
+from engine.kernels import (
+    launch,
+    triton_attention,
+    triton_delta,
+    triton_fused,
+    triton_gemv,
+    triton_heads,
+    triton_moe,
+    triton_quant,
+)
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -42,6 +51,14 @@ def rope(dim, cache, norm):
     )
 
 
+def heads(dim, cache, pairs, distance, **options):
+    kv, angle, weight = zeros(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, pairs), zeros(dim)
+    i = numbers(3).long()
+    triton_heads.heads_and_write_kv(
+        zeros(3, 8 * dim), angle, angle, distance, i, i, kv, kv, 4, q_norm=weight, k_norm=weight, **options
+    )
+
+
 def experts(num_experts, top_k, hidden, inner, dtype, tokens, **options):
     w13, w2 = zeros(num_experts, 2 * inner, hidden, dtype=dtype), zeros(num_experts, hidden, inner, dtype=dtype)
     scales = [torch.zeros(w.shape[:2]) for w in (w13, w2)] if dtype == FP8 else []
@@ -71,6 +88,9 @@ def run_all(fp8):
     attend(256, 2, BF16)
     rope(128, BF16, norm=True)
     rope(96, BF16, norm=False)
+    heads(256, BF16, 32, 32, offset=1.0)
+    heads(512, BF16, 64, 256, v_norm=True, k_eq_v=True, keep=True)
+    heads(512, BF16, 64, 256, own_kv=False)
     triton_gemv.gemv(zeros(1, 1024), zeros(96, 1024))
     triton_gemv.gemv(zeros(4, 960), zeros(100, 960), None, zeros(100), gate=True)
     triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096), norm=(zeros(4096), 1e-6), gate=True)
@@ -89,6 +109,7 @@ def run_all(fp8):
         attend(128, 4, FP8)
         attend(256, 7, FP8, window=100)
         rope(80, FP8, norm=True)
+        heads(256, FP8, 128, 128, v_norm=True, keep=True)
         triton_gemv.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
         norm = zeros(4096), 1e-6
         triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096, dtype=FP8), torch.zeros(24576), norm=norm, gate=True)
