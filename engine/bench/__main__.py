@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from engine.bench import cpu, load, moe, profile, report, workload
+from engine.bench import cpu, delta, load, moe, profile, report, workload
 from engine.errors import AtollError
 
 _EXAMPLES = """examples:
@@ -15,8 +15,9 @@ _EXAMPLES = """examples:
   python -m engine.bench profile --model DIR --batch 64               where a step's time goes
   python -m engine.bench load --model DIR --quantization fp8          from the page cache to ready weights
   python -m engine.bench moe --model DIR                              the experts of a layer, alone
+  python -m engine.bench delta --model DIR                            a recurrent layer, without its projections
 """
-_COMMANDS = {"cpu": cpu, "workload": workload, "profile": profile, "load": load, "moe": moe}
+_COMMANDS = {"cpu": cpu, "workload": workload, "profile": profile, "load": load, "moe": moe, "delta": delta}
 
 
 def main(argv: list[str] | None = None) -> int:

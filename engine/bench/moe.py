@@ -69,7 +69,7 @@ def measure(layer: SparseMLP, shape: Shape, tokens: int, read: float) -> report.
     """`read`: GB/s. `of_floor`: the time to read the chosen experts once, over the time of a step."""
     inputs = _inputs(layer, shape, tokens)
     active = sum(int(layer.gate.choose(x).experts.unique().numel()) for x in inputs) / len(inputs)
-    seconds = _seconds([lambda x=x: layer(x) for x in inputs], inputs[0].device)
+    seconds = step_seconds([lambda x=x: layer(x) for x in inputs], inputs[0].device)
     weight_bytes = active * 3 * shape.inner * shape.hidden * shape.itemsize
     flops = 2 * tokens * shape.top_k * 3 * shape.inner * shape.hidden
     return {
@@ -99,7 +99,8 @@ def search(layer: SparseMLP, shape: Shape, tokens: int) -> Iterator[report.Row]:
                 experts.down_proj.scale, gate=experts.gate, tiles=tiles,
             )  # fmt: skip
 
-        return _seconds([lambda x=x, r=r: step(x, r) for x, r in zip(inputs, routings, strict=True)], inputs[0].device)
+        steps = [lambda x=x, r=r: step(x, r) for x, r in zip(inputs, routings, strict=True)]
+        return step_seconds(steps, inputs[0].device)
 
     best = tiles_for(shape, tokens, shared)
     fastest = seconds(best)
@@ -135,7 +136,7 @@ def _inputs(layer: SparseMLP, shape: Shape, tokens: int) -> list[torch.Tensor]:
     return list(wide.to(layer.gate.weight.dtype))
 
 
-def _seconds(steps: list[Callable[[], torch.Tensor]], device: torch.device) -> float:
+def step_seconds(steps: list[Callable[[], torch.Tensor]], device: torch.device) -> float:
     """Median time of a step. On a GPU all are captured in one graph, as decode steps are."""
     with torch.inference_mode():
         for step in steps:
