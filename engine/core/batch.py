@@ -20,6 +20,7 @@ class RowInit:
     seed: int
     stop_ids: tuple[int, ...]  # masked while fewer than min_tokens were generated
     slot: int = 0              # of its recurrent state
+    state_from: int | None = None  # slot of the checkpoint that the state begins as: copied before the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class ScheduledSeq:
     samples: bool              # the chunk reaches the last known token, so a new token is sampled
     prompt_logprobs: int | None = None
     logprobs: int | None = None
+    save_state: int | None = None  # slot that its recurrent state is copied to after the step
 
 
 @dataclass(frozen=True, slots=True)

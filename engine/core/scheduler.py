@@ -77,6 +77,8 @@ class Scheduler:
             seq = self.running[i]
             num_tokens = min(seq.num_tokens_to_compute, budget)
             if num_tokens > 0:
+                if seq.checkpoints:
+                    num_tokens = min(num_tokens, seq.checkpoints[0] - seq.num_computed_tokens)
                 lacks_pages = not self.kv.grow(seq, num_tokens)
                 while lacks_pages and not self.kv.num_deferred:
                     victim = self.running[-1]
@@ -108,11 +110,15 @@ class Scheduler:
                 break
             self._admit(seq, hit, row_inits)
             num_tokens = min(num_tokens, budget)
+            if seq.checkpoints:
+                num_tokens = min(num_tokens, seq.checkpoints[0] - seq.num_computed_tokens)
             grown = self.kv.grow(seq, num_tokens)
             assert grown, "can_admit promised these pages"
             scheduled.append(self._commit(seq, num_tokens, page_updates))
             budget -= num_tokens
 
+        if self.kv.slots is not None:
+            self.kv.publish_states()
         if not scheduled:
             return None
         plan = StepPlan(self._next_step, scheduled, row_inits, page_updates, self.kv.take_moved_extents())
@@ -166,7 +172,7 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, hit: Prefix, row_inits: list[RowInit]) -> None:
         self.waiting.pop()
-        self.kv.admit(seq, hit)
+        self.kv.admit(seq, hit, self._next_step)
         seq.status = Status.RUNNING
         seq.row = self._free_rows.pop()
         self.running.append(seq)
@@ -182,6 +188,7 @@ class Scheduler:
                 seed=seq.seed,
                 stop_ids=tuple(seq.stop_ids | seq.eos_ids) if seq.params.min_tokens else (),
                 slot=seq.slot,
+                state_from=hit.checkpoint,
             )
         )
 
@@ -195,6 +202,9 @@ class Scheduler:
         if len(seq.tables[0]) > seq.num_pages_sent:
             self.kv.describe_changes(seq, page_updates)
         self.kv.register_full_pages(seq)
+        save_state = None
+        if seq.checkpoints and seq.num_computed_tokens == seq.checkpoints[0]:
+            save_state = self.kv.save_state(seq)
         in_prompt = start < seq.prompt_len and seq.num_output_tokens == 0
         return ScheduledSeq(
             request_id=seq.request_id,
@@ -205,6 +215,7 @@ class Scheduler:
             samples=samples,
             prompt_logprobs=seq.params.prompt_logprobs if in_prompt else None,
             logprobs=seq.params.logprobs if samples else None,
+            save_state=save_state,
         )
 
     def _preempt(self, seq: Sequence) -> None:

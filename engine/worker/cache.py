@@ -65,6 +65,12 @@ class Cache:
         start = self._begin + index * self.spec.extent_bytes
         return self.memory[start : start + self.spec.extent_bytes]
 
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy all recurrent layers' states from slot to slot."""
+        stride = self.spec.slot_stride
+        slots = self.memory[self._begin :][: (self.padding_slot + 1) * stride].view(-1, stride)
+        slots[target].copy_(slots[source])
+
     def _cut_layers(self, dtype: torch.dtype) -> None:
         at = 0
         for i, layer in self.spec.storing.items():

@@ -55,12 +55,14 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
+        for extent in plan.moved_extents:
+            self.cache.extent(extent).zero_()  # as numbers of another type, what stands there may be NaN
         for init in plan.row_inits:
             self.table.admit(init)
             self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
             self.prompt_len[init.row] = init.prompt_len
-        for extent in plan.moved_extents:
-            self.cache.extent(extent).zero_()  # as numbers of another type, what stands there may be NaN
+            if init.state_from is not None:
+                self.cache.copy_state(init.state_from, init.slot)
         for update in plan.page_updates:
             if update.pages[0] == TRASH_PAGE:
                 old = self.table.block_tables[update.group][update.row, update.start :][: len(update.pages)]
@@ -70,6 +72,9 @@ class Runner:
         with num_threads(1 if small else torch.get_num_threads()):
             inputs = build_inputs(plan, self.table, has_state=self.has_state)
             hidden = self.forward(inputs)
+            for seq in plan.seqs:
+                if seq.save_state is not None:
+                    self.cache.copy_state(self.table.slots[seq.row], seq.save_state)
             return StepHandle(plan, inputs, self._sample(inputs, hidden), self._prompt_logprobs(plan, hidden))
 
     @torch.inference_mode()

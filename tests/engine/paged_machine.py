@@ -64,9 +64,14 @@ class PagedMachine:
         self.launched += 1
         if plan.step_id in self.fail_steps:
             raise RuntimeError("injected fault")
+        for extent in plan.moved_extents:
+            start = extent * self.extent_cells
+            self.content[start : start + self.extent_cells] = [-1] * self.extent_cells
         for init in plan.row_inits:
             self.token_ids[init.row][: len(init.token_ids)] = init.token_ids
             self.slot[init.row] = init.slot
+            if init.state_from is not None:
+                self._copy_state(init.state_from, init.slot)
             for tables in self.block_tables:
                 tables[init.row] = []
         for update in plan.page_updates:
@@ -80,7 +85,11 @@ class PagedMachine:
                     assert page != 0, "a real token was sent to the trash page"
                     at = self._claim(group, page) + position % PAGE_SIZE
                     self.content[at] = self.token_ids[seq.row][position]
-        return StepResult(plan.step_id, [self._answer(seq) for seq in plan.seqs])
+        result = StepResult(plan.step_id, [self._answer(seq) for seq in plan.seqs])
+        for seq in plan.seqs:
+            if seq.save_state is not None:
+                self._copy_state(self.slot[seq.row], seq.save_state)
+        return result
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -105,6 +114,11 @@ class PagedMachine:
         token = int.from_bytes(hashlib.blake2b(repr((seen, state)).encode(), digest_size=4).digest()) % VOCAB
         self.token_ids[seq.row][end] = token
         return SeqResult(token_id=token)
+
+    def _copy_state(self, source: int, target: int) -> None:
+        kind = len(self.memory.windows)
+        state = self._read(kind, source, 0)
+        self.content[self._claim(kind, target)] = state
 
     def _cells_of(self, kind: int, unit: int) -> range:
         per = self.memory.per_extent[kind]

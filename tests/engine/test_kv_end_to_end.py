@@ -160,3 +160,35 @@ def test_a_request_whose_state_breaks_spoils_nobody(recurrent_dir):
     tokens, last = run(core, [EngineRequest("bad", [*prompt, 7, 7], params), *requests], failing={"bad"})
     assert last["bad"].finish_reason is FinishReason.ERROR
     check_tokens(recurrent_dir, requests, tokens, last)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_state_from_the_cache_is_bit_equal(recurrent_dir, overlap):
+    core = engine(recurrent_dir, 500_000, overlap=overlap)
+    prompt = [(i * 31) % 300 + 3 for i in range(150)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+    found = []
+    for name in ("computed", "cached"):
+        core.add_request(EngineRequest(name, prompt, params))
+        outputs = []
+        while core.has_work():
+            outputs += core.step()
+        found.append([(out.new_token_ids, out.logprobs) for out in outputs if out.new_token_ids])
+        cached = outputs[0].num_cached_tokens
+    assert cached == 128
+    assert found[0] == found[1]
+    assert [ids[0] for ids, _ in found[0]] == oracle.greedy(recurrent_dir, tuple(prompt), 12)
+
+
+def test_requests_that_begin_alike_share_states(recurrent_dir):
+    core = engine(recurrent_dir, 400_000, max_num_batched_tokens=90, max_num_seqs=4, overlap=True)
+    rng = random.Random(4)
+    stem = [rng.randrange(3, VOCAB) for _ in range(140)]
+    requests = [
+        EngineRequest(f"r{i}", [*stem[: rng.choice([70, 100, 140])], rng.randrange(3, 9)],
+                      SamplingParams(temperature=0, max_tokens=rng.randrange(1, 12), ignore_eos=True))
+        for i in range(14)
+    ]  # fmt: skip
+    tokens, last = run(core, requests, random.Random(2), aborts=0.02)
+    check_tokens(recurrent_dir, requests, tokens, last)
+    assert core.stats().prefix_hits >= 64 * 6

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_machine import PAGE_SIZE, VOCAB, PagedMachine, expected_tokens
+from paged_machine import PAGE_SIZE, VOCAB, PagedMachine, expected_tokens, next_token
 
 from engine.config import EngineConfig
 from engine.core.kv.spec import CacheMemory
@@ -27,16 +27,18 @@ KINDS = {  # windows, has_state, units of each kind in an extent
 }
 
 
-def make_core(kinds: str, extents: int, *, max_num_seqs=8, budget=32, depth=1, **config) -> EngineCore:
+def make_core(
+    kinds: str, extents: int, *, max_num_seqs=8, budget=32, depth=1, max_model_len=MAX_LEN, **config
+) -> EngineCore:
     windows, has_state, per_extent = KINDS[kinds]
     if len(per_extent) == 1:
         memory = CacheMemory(PAGE_SIZE, windows, has_state, (extents,), 1)
     else:
-        memory = CacheMemory(PAGE_SIZE, windows, has_state, per_extent, extents)
-    machine = PagedMachine(memory, max_num_seqs + 1, MAX_LEN)
+        memory = CacheMemory(PAGE_SIZE, windows, has_state, per_extent, extents, state_grid=16)
+    machine = PagedMachine(memory, max_num_seqs + 1, max_model_len)
     return EngineCore(
-        EngineConfig(Path("none"), **config), machine, memory=memory, max_model_len=MAX_LEN, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget, vocab_size=VOCAB, depth=depth,
+        EngineConfig(Path("none"), **config), machine, memory=memory, max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, vocab_size=VOCAB, depth=depth,
     )  # fmt: skip
 
 
@@ -45,14 +47,17 @@ def fewest_extents(kinds: str, budget: int) -> int:
     return CacheMemory(PAGE_SIZE, windows, has_state, per_extent, 0).extents_for(MAX_LEN, budget)
 
 
-def drain(core: EngineCore, each=lambda: None, limit=20_000) -> tuple[dict, dict]:
-    tokens, last = {}, {}
+def cached(core: EngineCore, prompt: list[int]) -> int:
+    """Runs a prompt to its first token; how much of it was found in the cache."""
+    core.add_request(EngineRequest("r", prompt, SamplingParams(max_tokens=1)))
+    found = 0
     while core.has_work():
-        step(core, tokens, last)
-        each()
-        limit -= 1
-        assert limit, "the engine does not come to an end"
-    return tokens, last
+        for out in core.step():
+            found = max(found, out.num_cached_tokens)
+            windows, has_state = core.kv.memory.windows, core.kv.memory.has_state
+            assert out.new_token_ids == [next_token(prompt, windows, has_state)]
+        core.check()
+    return found
 
 
 def step(core: EngineCore, tokens: dict, last: dict) -> None:
@@ -106,3 +111,71 @@ def test_every_request_gets_the_tokens_it_would_get_alone(kinds, seed, more, bud
         got = tokens.get(rid, [])
         assert got == expected[: len(got)]
         assert last[rid].finish_reason is FinishReason.ABORT or len(got) == len(expected)
+
+
+def test_a_window_hits_with_the_pages_of_its_end():
+    core = make_core("full+window", 60)
+    prompt = list(range(90))
+    assert cached(core, prompt) == 0
+    assert cached(core, prompt) == 80
+    assert cached(core, [*prompt[:70], 1]) == 64, "pages that the window had left behind"
+    window = core.kv.pools[1]
+    window.forget(list(window._page_of.values())[:2])
+    assert cached(core, prompt) == 80, "nobody needs the first pages of the window"
+    window.forget(list(window._page_of.values())[-1:])
+    assert cached(core, prompt) < 80
+
+
+def test_a_state_is_found_where_a_prompt_ended():
+    core = make_core("full+state", 12)
+    prompt = list(range(90))
+    assert cached(core, prompt) == 0
+    assert cached(core, prompt) == 80
+    assert cached(core, [*prompt, 1, 2, 3]) == 80
+    core.reset_prefix_cache()
+    assert cached(core, prompt) == 0
+
+
+def test_a_state_is_kept_where_prompts_part():
+    """The second prompt finds pages but no state; the third finds what the second left at that point."""
+    core = make_core("full+state", 12)
+    stem = list(range(50))
+    assert [cached(core, [*stem, *[tail] * 40]) for tail in (1, 2, 3)] == [0, 0, 48]
+
+
+def test_a_repeated_prefix_of_8k_tokens_hits_on_its_second_sighting():
+    core = make_core("full+state", 300, budget=1000, max_model_len=10_000)
+    stem = [i * i % VOCAB for i in range(8192)]
+    assert cached(core, [*stem, *[1] * 500]) == 0
+    assert cached(core, [*stem, *[2] * 500]) == 8192
+    again = make_core("full+state", 300, budget=1000, max_model_len=10_000)
+    assert cached(again, [*stem[:8100], *[1] * 500]) == 0
+    assert cached(again, [*stem[:8100], *[2] * 500]) == 6144
+    assert cached(again, [*stem[:8100], *[3] * 500]) == 8096
+
+
+def test_a_path_keeps_a_bounded_number_of_states():
+    core = make_core("full+state", 1500, budget=1000, max_model_len=70_000)
+    cached(core, [i * i % VOCAB for i in range(60_000)])
+    assert core.kv.slots is not None
+    assert 6 <= core.kv.slots.num_free <= 10
+
+
+def test_states_wait_for_no_one_and_make_room():
+    """Prompts beyond what the arena can remember: old states and old pages go, requests never wait for them."""
+    core = make_core("full+state", 6)
+    for i in range(30):
+        assert cached(core, [i] * 60) == 0
+    assert cached(core, [29] * 60) == 48, "the newest is remembered"
+
+
+def test_a_state_of_a_failed_step_is_not_found():
+    core = make_core("full+state", 12, budget=200)
+    core.runner.fail_steps = {1}  # type: ignore[attr-defined]
+    prompt = list(range(90))
+    core.add_request(EngineRequest("bad", prompt, SamplingParams(max_tokens=1)))
+    outputs = []
+    while core.has_work():
+        outputs += core.step()
+    assert outputs[-1].error
+    assert cached(core, prompt) == 0

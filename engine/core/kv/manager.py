@@ -5,6 +5,7 @@ passed are the trash page. Free after flight: a page may be read or written by e
 owner let go of it. It returns to its pool only when the newest of those steps has completed (`on_step_complete`).
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from engine.core.kv.prefix import PageHasher
 from engine.core.kv.spec import CacheMemory, pages_for
 from engine.core.sequence import NO_SLOT, Sequence
 
+_CHECKPOINT_EVERY = 2048  # tokens between checkpoints of a long prompt's state,
+_MOST_CHECKPOINTS = 8     # but more if there would be more than so many
 _WATERMARK = 0.01  # share of the pages kept free at admission, so that running sequences can grow for a while
 
 
@@ -24,6 +27,8 @@ class Prefix:
 
     num_tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
+    checkpoint: int | None = None   # slot of the state after these tokens, of a model that has one
+    branch: int = 0                 # so many tokens have cached pages, if no cached state
 
 
 class KVManager:
@@ -39,6 +44,8 @@ class KVManager:
         self.slots: PagePool | None = self.arena.pools[-1] if memory.has_state else None
         self._windows = [(g, w) for g in groups if (w := memory.windows[g]) is not None]
         self._watermarks = [max(1, int(_WATERMARK * pool.capacity)) for pool in self.pools]
+        self._grid = math.lcm(memory.state_grid, memory.page_size)
+        self._saved: list[tuple[int, bytes]] = []    # checkpoints of the step being planned
         self._hasher = PageHasher(memory.page_size)
         self._deferred: deque[tuple[int, PagePool, list[int]]] = deque()  # release once the step has completed
         self._completed_step = -1
@@ -72,20 +79,23 @@ class KVManager:
         nothing = Prefix(0, [[] for _ in self.pools])
         if not self.enable_prefix_caching or (seq.params.prompt_logprobs is not None and seq.num_output_tokens == 0):
             return nothing
-        if self.slots is not None:
-            return nothing  # pages alone do not bring a recurrent state back
         self._hasher.extend(seq)
         digests = seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size]
-        found = [self._cached_pages(pool, digests, window) for pool, window in zip(
-            self.pools, self.memory.windows, strict=True)]
-        count = min(len(pages) for pages in found)
-        if self._windows:
-            count = self._whole_windows(found, count)
+        found = [
+            self._cached_pages(pool, digests, window)
+            for pool, window in zip(self.pools, self.memory.windows, strict=True)
+        ]
+        branch = count = min(len(pages) for pages in found)
+        checkpoint = None
+        if self._windows or self.slots is not None:
+            branch, count = self._resumable(found, digests, count)
+        if self.slots is not None and count:
+            checkpoint = self.slots.find(digests[count - 1])
         tables = [pages[:count] for pages in found]
         for group, _ in self._windows:
             passed = min(self._passed(group, count * self.page_size), count)
             tables[group][:passed] = [TRASH_PAGE] * passed
-        return Prefix(count * self.page_size, tables) if count else nothing
+        return Prefix(count * self.page_size, tables, checkpoint, branch * self.page_size)
 
     def can_admit(self, seq: Sequence, hit: Prefix, *, reserve: bool) -> bool:
         """Whether the whole sequence fits beside `hit`; with `reserve`, a watermark of pages stays free."""
@@ -100,11 +110,11 @@ class KVManager:
         woken: list[list[int]] = [[p for p in table if p != TRASH_PAGE] for table in hit.tables]
         if self.slots is not None:
             needs.append(1)
-            woken.append([])
+            woken.append([] if hit.checkpoint is None else [hit.checkpoint])
         return self.arena.fits(needs, woken)
 
-    def admit(self, seq: Sequence, hit: Prefix) -> None:
-        """Give a waiting sequence the cached pages of its prefix, and a slot for its state."""
+    def admit(self, seq: Sequence, hit: Prefix, step_id: int) -> None:
+        """Give a waiting sequence the cached pages of its prefix, and a slot for its state, for a step to come."""
         assert not seq.pages, "a waiting sequence owns no pages"
         for pool, table in zip(self.pools, hit.tables, strict=True):
             pool.share(page for page in table if page != TRASH_PAGE)
@@ -116,7 +126,12 @@ class KVManager:
         seq.num_registered_pages = len(seq.pages)
         seq.num_computed_tokens = hit.num_tokens
         if self.slots is not None:
+            if hit.checkpoint is not None:  # copied by the step
+                self.slots.share([hit.checkpoint])
+                self._deferred.append((step_id, self.slots, [hit.checkpoint]))
             seq.slot = self.slots.take_carefully(1)[0]
+            seq.checkpoints = self._checkpoints(seq, hit)
+            seq.saved_slots = []
         if self.enable_prefix_caching:
             self.prefix_queries += len(seq.token_ids)
             self.prefix_hits += seq.num_computed_tokens
@@ -150,6 +165,26 @@ class KVManager:
                     pool.register(table[i], seq.page_hashes[i])
             seq.num_registered_pages = full
 
+    def save_state(self, seq: Sequence) -> int | None:
+        """A slot for the state of `seq` after the step being planned, if one can be spared for it."""
+        assert self.slots is not None
+        position = seq.checkpoints.pop(0)
+        digest = seq.page_hashes[position // self.page_size - 1]
+        if self.slots.find(digest) is not None or not self.arena.fits([*self._watermarks, 1]):
+            return None
+        (slot,) = self.slots.take(1) or [NO_SLOT]
+        self._saved.append((slot, digest))
+        self._release(seq, self.slots, [slot])
+        seq.saved_slots.append(slot)
+        return slot
+
+    def publish_states(self) -> None:
+        """States that the planned step saves may be found from now on: by later steps, not by the same one."""
+        assert self.slots is not None
+        for slot, digest in self._saved:
+            self.slots.register(slot, digest)
+        self._saved.clear()
+
     def release(self, seq: Sequence, *, forget: bool = False) -> None:
         """Let go of all that `seq` owns, after flight; with `forget`, none of its pages may be found again."""
         for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
@@ -158,8 +193,11 @@ class KVManager:
                 pool.forget(pages)
             self._release(seq, pool, pages)
         if self.slots is not None:
+            if forget:
+                self.slots.forget(seq.saved_slots)
             self._release(seq, self.slots, [seq.slot])
             seq.slot = NO_SLOT
+            seq.checkpoints = []
         seq.tables = [[] for _ in self.pools]
         seq.num_registered_pages = 0
         seq.num_pages_sent = 0
@@ -266,10 +304,11 @@ class KVManager:
             pages.append(page)
         return pages
 
-    def _whole_windows(self, found: list[list[int]], most: int) -> int:
-        """The longest beginning, of at most `most` pages, after which all windows are there."""
+    def _resumable(self, found: list[list[int]], digests: list[bytes], most: int) -> tuple[int, int]:
+        """Pages, up to `most`, of the longest beginning after which all windows are there, and of the longest one where
+        there is a state, too."""
         gap = [0] * len(self._windows)       # of each window group: pages up to and including its last gap
-        count = 0
+        longest = with_state = 0
         for n in range(1, most + 1):
             whole = True
             for i, (group, _) in enumerate(self._windows):
@@ -277,5 +316,20 @@ class KVManager:
                     gap[i] = n
                 whole &= gap[i] <= self._passed(group, n * self.page_size)
             if whole:
-                count = n
-        return count
+                longest = n
+                if self.slots is None or self.slots.find(digests[n - 1]) is not None:
+                    with_state = n
+        return longest, with_state
+
+    def _checkpoints(self, seq: Sequence, hit: Prefix) -> list[int]:
+        """Positions after `hit` whose state is worth keeping: where the prompt ends, where another prompt with the same
+        beginning went its own way, and some between in long prompts."""
+        assert self.slots is not None
+        if not self.enable_prefix_caching:
+            return []
+        self._hasher.extend(seq)
+        grid, last = self._grid, len(seq.token_ids) - 1
+        every = max(_CHECKPOINT_EVERY, last // _MOST_CHECKPOINTS) // grid * grid
+        wanted = {last // grid * grid, hit.branch // grid * grid, *range(every, last, every)}
+        pages = [(position, position // self.page_size) for position in sorted(wanted) if position > hit.num_tokens]
+        return [position for position, n in pages if self.slots.find(seq.page_hashes[n - 1]) is None]

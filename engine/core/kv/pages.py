@@ -66,15 +66,17 @@ class Arena:
                 missing += -(-short // pool.per_extent)
         return spare - missing
 
-    def find_extent(self, taker: "PagePool") -> int | None:
-        """An extent for `taker`: a free one, else the one of another pool that has been idle the longest."""
+    def find_extent(self, taker: "PagePool", before: int | None = None) -> int | None:
+        """An extent for `taker`: a free one, else the one of another pool that has been idle the longest, and, with
+        `before`, since before then."""
         if self.free:
             extent = self.free.popleft()
         else:
             idle = [(next(iter(pool.idle.values())), pool) for pool in self.pools if pool is not taker and pool.idle]
-            if not idle:
+            since, pool = min(idle, key=lambda entry: entry[0], default=(0, None))
+            if pool is None or (before is not None and since >= before):
                 return None
-            extent = min(idle, key=lambda entry: entry[0])[1].give_up_idle()
+            extent = pool.give_up_idle()
         if self._last_owner[extent] not in (None, taker):
             self.moved.append(extent)
         self._last_owner[extent] = taker
@@ -102,7 +104,7 @@ class PagePool:
         self._first_id = first_id
         self._empty: OrderedDict[int, deque[int]] = OrderedDict()  # empty pages by extent; emptied extents come last
         self._num_empty = 0
-        self._cached: OrderedDict[int, None] = OrderedDict()    # refs == 0, hash known; oldest first
+        self._cached: OrderedDict[int, int] = OrderedDict()     # refs == 0, hash known; since when; oldest first
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
@@ -126,10 +128,8 @@ class PagePool:
         """`count` pages with one reference each, or None (and no change) when fewer are available."""
         if count > self.num_free and count > self.num_available:
             return None
-        while self._num_empty < count and (self._arena.free or self.num_free < count):
-            extent = self._arena.find_extent(self)
-            assert extent is not None, "counted as available"
-            self._adopt(extent)
+        if len(self._arena.pools) > 1:
+            self._find_extents(count)
         pages = []
         for _ in range(count):
             if self._num_empty:
@@ -180,7 +180,7 @@ class PagePool:
                 self.num_in_use -= 1
                 self.used[extent] -= 1
                 if page in self._hash_of:
-                    self._cached[page] = None
+                    self._cached[page] = self._arena.tick()
                 else:
                     self._add_empty(page)
                 if self.used[extent] == 0:
@@ -237,6 +237,15 @@ class PagePool:
     def _pages_of(self, extent: int) -> range:
         start = self._first_id + extent * self.per_extent
         return range(start, start + self.per_extent)
+
+    def _find_extents(self, count: int) -> None:
+        """Have `count` free pages, without evicting what is younger than what other pools have cached."""
+        while self._num_empty < count:
+            oldest = next(iter(self._cached.values())) if self.num_free >= count else None
+            extent = self._arena.find_extent(self, oldest)
+            if extent is None:
+                return
+            self._adopt(extent)
 
     def _adopt(self, extent: int) -> None:
         self.used[extent] = 0

@@ -144,6 +144,7 @@ class CacheMemory:
     has_state: bool                   # a last kind: slots, of which a sequence has one
     per_extent: tuple[int, ...]
     num_extents: int
+    state_grid: int = 64              # checkpoints of states lie at multiples: recurrent kernels work in such chunks
 
     @classmethod
     def of_pages(cls, num_pages: int, page_size: int) -> "CacheMemory":
