@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from engine.kernels import reference
+from engine.kernels.moe_tiles import VECTOR_TOKENS
 from engine.layers.attention import tile_tokens
-from engine.selftest.compare import Result, exact, fp8_kv, fp8_rows, numbers
+from engine.selftest.compare import Result, exact, fp8_kv, fp8_products, fp8_rows, numbers
 
 PAGE = 16
 _FP8 = torch.float8_e4m3fn
@@ -37,6 +38,7 @@ class Side:
     gemv: ModuleType = reference
     inputs: ModuleType = reference
     quant: ModuleType = reference
+    moe: ModuleType = reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
@@ -78,9 +80,18 @@ class Side:
 
 def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) -> Side:
     """The side of the Triton kernels; with TRITON_INTERPRET=1 also on a CPU, in float32 or float16."""
-    from engine.kernels import triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant
+    from engine.kernels import (
+        triton_attention,
+        triton_fused,
+        triton_gemv,
+        triton_inputs,
+        triton_moe,
+        triton_quant,
+    )
 
-    return Side(device, dtype, triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant, dry)
+    return Side(
+        device, dtype, triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant, triton_moe, dry
+    )
 
 
 @dataclass(frozen=True)
@@ -204,6 +215,32 @@ def few_rows(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bo
     return [numbers(y, 2)]
 
 
+# Mixture of experts.
+
+
+def choose_experts(side: Side) -> list[Result]:
+    logits, factor = side.strided(9, 100), 1 + side.randn(100) * 0.1
+    with side.clock():
+        weights, experts = side.moe.choose_experts(logits, 6, expert_scale=factor)
+    return [numbers(weights), exact(experts)]
+
+
+def experts(side: Side, *, tokens: int, num_experts: int, is_fp8: bool = False, gate: str = "silu") -> list[Result]:
+    """Onto the residual stream. The routing is the twin's on both sides."""
+    hidden, inner = 512, 256
+    x, residual = side.strided(tokens, hidden), side.randn(tokens, hidden)
+    weights, chosen = reference.choose_experts(side.randn(tokens, num_experts), 2)
+    stacks, scales = [side.randn(num_experts, *size) * 0.05 for size in ((2 * inner, hidden), (hidden, inner))], []
+    if is_fp8:
+        pairs = [reference.quantize_rows(stack.flatten(0, 1)) for stack in stacks]
+        stacks = [values.view(stack.shape) for (values, _), stack in zip(pairs, stacks, strict=True)]
+        scales = [scale.view(stack.shape[:2]) for (_, scale), stack in zip(pairs, stacks, strict=True)]
+    with side.clock():
+        side.moe.routed_experts(x, weights, chosen, *stacks, *scales, gate=gate, residual=residual)
+    units = is_fp8 and tokens > VECTOR_TOKENS
+    return [fp8_products(residual) if units else numbers(residual, 4)]
+
+
 # Norm, gate, RoPE, quantisation.
 
 
@@ -299,6 +336,13 @@ CHECKS: list[Check] = [
     Check("product and gate fp8", partial(gemv, rows=1, out_features=2048, inner=1024, is_fp8=True, gate=True), True),
     Check("product 1 row fp8", partial(gemv, rows=1, out_features=1024, inner=2048, is_fp8=True), True),
     Check("product 16 rows fp8", partial(few_rows, rows=16, out_features=1024, inner=2048, is_fp8=True), True),
+    Check("choice of experts", choose_experts),
+    Check("experts, 3 tokens", partial(experts, tokens=3, num_experts=8)),
+    Check("experts, 20 tokens", partial(experts, tokens=20, num_experts=8, gate="gelu_tanh")),
+    Check("experts, 150 tokens", partial(experts, tokens=150, num_experts=3)),
+    Check("experts, 3 tokens fp8", partial(experts, tokens=3, num_experts=8, is_fp8=True), True),
+    Check("experts, 20 tokens fp8", partial(experts, tokens=20, num_experts=8, is_fp8=True), True),
+    Check("experts, 150 tokens fp8", partial(experts, tokens=150, num_experts=3, is_fp8=True), True),
     Check("norm", partial(norm, size=1024, residual=False, quantize=False)),
     Check("norm residual", partial(norm, size=960, residual=True, quantize=False)),
     Check("norm residual to fp8", partial(norm, size=1024, residual=True, quantize=True), True),

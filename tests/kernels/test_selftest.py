@@ -7,7 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant, triton_sampling
+from engine.kernels import (
+    triton_attention,
+    triton_fused,
+    triton_gemv,
+    triton_inputs,
+    triton_moe,
+    triton_quant,
+    triton_sampling,
+)
 from engine.selftest import checks, sampling
 from engine.selftest.compare import Result, difference
 from engine.selftest.report import Tally
@@ -78,6 +86,10 @@ def spoil(monkeypatch, module, name, which=None):
         ("mixed d64 window softcap", triton_attention, "mixed", None),
         ("product 1 row", triton_gemv, "gemv", None),
         ("product 16 rows fp8", triton_gemv, "few_rows", None),
+        ("choice of experts", triton_moe, "choose_experts", None),
+        ("experts, 3 tokens", triton_moe, "routed_experts", None),
+        ("experts, 20 tokens", triton_moe, "routed_experts", None),
+        ("experts, 150 tokens fp8", triton_moe, "routed_experts", None),
         ("norm", triton_fused, "rms_norm", None),
         ("norm residual", triton_fused, "rms_norm", 3),       # the result is right, the residual is not
         ("norm residual to fp8", triton_fused, "rms_norm", None),
