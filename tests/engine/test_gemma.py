@@ -77,9 +77,18 @@ def gemma_dir(tmp_path_factory):
     return make
 
 
-def engine(model_dir, *, memory=8 << 20, **config):
-    return build_engine(EngineConfig(model_dir, device="cpu", dtype="float32", max_model_len=192,
+def engine(model_dir, *, memory=8 << 20, dtype="float32", **config):
+    return build_engine(EngineConfig(model_dir, device="cpu", dtype=dtype, max_model_len=192,
                                      kv_cache_memory_bytes=memory, **config))
+
+
+def prompt_scores(core, prompt):
+    """Logprobs of all tokens of the prompt but the first."""
+    core.add_request(EngineRequest("r", prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)))
+    outputs = []
+    while core.has_work():
+        outputs += core.step()
+    return torch.tensor([entry.logprob for entry in outputs[0].prompt_logprobs[1:]])
 
 
 def greedy(prompt, name="r", max_tokens=16):
@@ -126,14 +135,17 @@ def test_scores_equal_transformers(gemma_dir, shape):
     """Caps do not change which token is best: only scores show them."""
     model_dir = gemma_dir(shape)
     prompt = [(i * 31) % 300 + 3 for i in range(60)]
-    core = engine(model_dir, max_num_batched_tokens=23)
-    core.add_request(EngineRequest("r", prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)))
-    outputs = []
-    while core.has_work():
-        outputs += core.step()
     logits = oracle.logits(model_dir, prompt)
     if shape != "gemma3":
         assert 3 < logits.abs().max() <= 4
-    expected = logits.log_softmax(-1)
-    for i, entry in enumerate(outputs[0].prompt_logprobs[1:]):
-        assert entry.logprob == pytest.approx(expected[i, prompt[i + 1]].item(), abs=1e-3)
+    found = prompt_scores(engine(model_dir, max_num_batched_tokens=23), prompt)
+    torch.testing.assert_close(found, logits.log_softmax(-1)[range(59), prompt[1:]], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", ["gemma2", "gemma3", "gemma4_12b", "gemma4_e2b"])
+def test_bf16_scores_stay_near(gemma_dir, shape):
+    model_dir = gemma_dir(shape)
+    prompt = [(i * 31) % 300 + 3 for i in range(60)]
+    found = prompt_scores(engine(model_dir, dtype="bfloat16"), prompt)
+    expected = oracle.logits(model_dir, prompt).log_softmax(-1)[range(59), prompt[1:]]
+    assert (found - expected).abs().mean() < 0.1
