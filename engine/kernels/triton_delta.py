@@ -414,10 +414,11 @@ def prefill(
         (heads, num), mixed, ba, a_log, dt_bias, *of_sequence, chunks, u, w, total, ba.stride(0),
         **options, LEVELS=CHUNK.bit_length() - 1, num_warps=8,
     )  # fmt: skip
-    block_v = min(value_dim, 64)
+    narrow = qkv.element_size() == 2  # wider numbers leave no room for the next chunk beside this one
+    block_v = min(value_dim, 64 if narrow else 32)
     _run_chunks_kernel(
         (heads * (value_dim // block_v), batch), mixed, positions, slots, *of_sequence, u, w, total, state, out,
-        state.stride(0), **options, BLOCK_V=block_v, num_warps=4, num_stages=2,
+        state.stride(0), **options, BLOCK_V=block_v, num_warps=4, num_stages=2 if narrow else 1,
     )  # fmt: skip
 
 

@@ -1,0 +1,99 @@
+"""Gated DeltaNet's kernels on a GPU, in the shape of Qwen3.6-27B, against their twins on the CPU."""
+
+import pytest
+import torch
+
+from engine.kernels import delta, triton_delta
+from engine.kernels.delta import RecurrentBatch
+from engine.kernels.triton_delta import DeltaShape
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU", allow_module_level=True)
+
+SHAPE = DeltaShape(16, 48, 128, 128)
+CHANNELS, WIDTH = 2 * 16 * 128 + 48 * 128, 4
+
+
+class Step:
+    """A step's inputs, and states in slots that lie apart, as those of the worker's arena do."""
+
+    def __init__(self, starts: list[int], counts: list[int], dtype: torch.dtype, *, same_keys: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        tokens, batch = sum(counts), len(counts)
+        qkvz = random(tokens, CHANNELS + 48 * 128)
+        if same_keys:  # every token with nearly the same key: the fullest systems there are
+            qkvz[:, : 2 * 16 * 128] = qkvz[:1, : 2 * 16 * 128].abs() + 0.01 * qkvz[:, : 2 * 16 * 128]
+        self.qkvz, self.ba, self.weight = (x.to(dtype) for x in (qkvz, random(tokens, 96), 0.5 * random(CHANNELS, 4)))
+        self.a_log, self.dt_bias = random(48), random(48)
+        self.state = 0.1 * random(batch + 2, 48 * 128 * 128 + 64)
+        self.conv_state = random(batch + 2, WIDTH * CHANNELS + 64).to(dtype)
+        self.counts = torch.tensor(counts)
+        self.q_starts = self.counts.cumsum(0) - self.counts
+        self.positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        self.slots = torch.randperm(batch + 2, generator=generator)[:batch]
+        for slot, start in zip(self.slots.tolist(), starts, strict=True):
+            if start == 0:
+                self.state[slot] = self.conv_state[slot] = torch.nan
+
+    def states(self, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self.state.to(device, copy=True)[:, : 48 * 128 * 128].unflatten(1, (48, 128, 128))
+        ring = self.conv_state.to(device, dtype, copy=True)[:, : WIDTH * CHANNELS].unflatten(1, (WIDTH, CHANNELS))
+        return state, ring
+
+    def twin(self) -> list[torch.Tensor]:
+        """In float32, from the same numbers."""
+        state, ring = self.states("cpu", torch.float32)
+        batch = RecurrentBatch.build(self.positions, self.slots, self.q_starts, self.counts)
+        mixed = delta.causal_conv(self.qkvz[:, :CHANNELS].float(), self.weight.float(), ring, batch)
+        q, k, v = mixed.split((2048, 2048, 6144), -1)
+        b, a = self.ba.float().chunk(2, -1)
+        g, beta = delta.decay_and_beta(a, b, self.a_log, self.dt_bias)
+        heads = q.unflatten(-1, (16, 128)), k.unflatten(-1, (16, 128)), v.unflatten(-1, (48, 128))
+        return [delta.gated_delta_rule(*heads, g, beta, state, batch), state, ring]
+
+    def ours(self, *, block_v: int | None = None) -> list[torch.Tensor]:
+        state, ring = self.states("cuda", self.qkvz.dtype)
+        out = torch.full((len(self.positions), 48, 128), torch.nan, dtype=self.qkvz.dtype, device="cuda")
+        positions, slots, q_starts, counts = (
+            x.cuda() for x in (self.positions, self.slots, self.q_starts, self.counts)
+        )
+        weights = self.weight.cuda(), self.a_log.cuda(), self.dt_bias.cuda()
+        inputs = self.qkvz.cuda()[:, :CHANNELS], self.ba.cuda(), *weights, positions, slots, state, ring, SHAPE, out
+        total = triton_delta.num_chunks(self.counts.tolist())
+        if total:
+            chunks = triton_delta.plan_chunks(counts, total)
+            triton_delta.prefill(*inputs, q_starts=q_starts, counts=counts, chunks=chunks)
+            triton_delta.decode(*inputs, q_starts=q_starts, counts=counts, block_v=block_v)
+        else:
+            triton_delta.decode(*inputs, block_v=block_v)
+        return [x.cpu().float() for x in (out, state, ring)]
+
+
+def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
+    """Of all numbers together, relative to them."""
+    assert torch.equal(ours.isnan(), twin.isnan())
+    return float((ours - twin).nan_to_num().norm() / twin.nan_to_num().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_v", [16, 32, 64, None])
+@pytest.mark.parametrize("batch", [1, 37])
+def test_decode(batch: int, block_v: int | None, dtype: torch.dtype) -> None:
+    step = Step([(5 * i) % 23 for i in range(batch)], [1] * batch, dtype)
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, twin in zip(step.ours(block_v=block_v), step.twin(), strict=True):
+        assert error(ours, twin) < limit
+
+
+@pytest.mark.parametrize("same_keys", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixed_steps(dtype: torch.dtype, *, same_keys: bool) -> None:
+    step = Step([0, 9, 128, 0, 3, 0, 2], [1000, 1, 64, 65, 1, 3, 200], dtype, same_keys=same_keys)
+    limit = 2e-3 if dtype == torch.float32 else 3e-2
+    for ours, twin in zip(step.ours(), step.twin(), strict=True):
+        assert error(ours, twin) < limit
