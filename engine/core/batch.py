@@ -48,7 +48,6 @@ class ScheduledSeq:
     samples: bool              # the chunk reaches the last known token, so a new token is sampled
     prompt_logprobs: int | None = None
     logprobs: int | None = None
-    save_state: int | None = None  # slot that its recurrent state is copied to after the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,7 @@ class StepPlan:
     seqs: list[ScheduledSeq]
     row_inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)  # (slot, slot it is copied to after the step)
     moved_extents: list[int] = field(default_factory=list)  # hold what pages or states of another kind left there
 
     @property

@@ -28,6 +28,7 @@ class Scheduler:
         policy: str = "fcfs",
     ) -> None:
         self.kv = kv
+        self._page_size = kv.page_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
@@ -77,9 +78,10 @@ class Scheduler:
             seq = self.running[i]
             num_tokens = min(seq.num_tokens_to_compute, budget)
             if num_tokens > 0:
-                if seq.checkpoints:
+                if num_tokens > 1 and seq.checkpoints:
                     num_tokens = min(num_tokens, seq.checkpoints[0] - seq.num_computed_tokens)
-                lacks_pages = not self.kv.grow(seq, num_tokens)
+                room = len(seq.tables[0]) * self._page_size  # most steps of most sequences need no more
+                lacks_pages = seq.num_computed_tokens + num_tokens > room and not self.kv.grow(seq, num_tokens)
                 while lacks_pages and not self.kv.num_deferred:
                     victim = self.running[-1]
                     self._preempt(victim)
@@ -117,11 +119,10 @@ class Scheduler:
             scheduled.append(self._commit(seq, num_tokens, page_updates))
             budget -= num_tokens
 
-        if self.kv.slots is not None:
-            self.kv.publish_states()
         if not scheduled:
             return None
-        plan = StepPlan(self._next_step, scheduled, row_inits, page_updates, self.kv.take_moved_extents())
+        saves, moved = self.kv.take_state_saves(), self.kv.take_moved_extents()
+        plan = StepPlan(self._next_step, scheduled, row_inits, page_updates, saves, moved)
         self._next_step += 1
         return plan
 
@@ -201,10 +202,10 @@ class Scheduler:
         seq.last_step = self._next_step
         if len(seq.tables[0]) > seq.num_pages_sent:
             self.kv.describe_changes(seq, page_updates)
-        self.kv.register_full_pages(seq)
-        save_state = None
-        if seq.checkpoints and seq.num_computed_tokens == seq.checkpoints[0]:
-            save_state = self.kv.save_state(seq)
+        if seq.num_computed_tokens // self._page_size > seq.num_registered_pages:
+            self.kv.register_full_pages(seq)
+        if not samples and seq.checkpoints and seq.num_computed_tokens == seq.checkpoints[0]:
+            self.kv.save_state(seq)
         in_prompt = start < seq.prompt_len and seq.num_output_tokens == 0
         return ScheduledSeq(
             request_id=seq.request_id,
@@ -215,7 +216,6 @@ class Scheduler:
             samples=samples,
             prompt_logprobs=seq.params.prompt_logprobs if in_prompt else None,
             logprobs=seq.params.logprobs if samples else None,
-            save_state=save_state,
         )
 
     def _preempt(self, seq: Sequence) -> None:

@@ -72,9 +72,8 @@ class Runner:
         with num_threads(1 if small else torch.get_num_threads()):
             inputs = build_inputs(plan, self.table, has_state=self.has_state)
             hidden = self.forward(inputs)
-            for seq in plan.seqs:
-                if seq.save_state is not None:
-                    self.cache.copy_state(self.table.slots[seq.row], seq.save_state)
+            for source, target in plan.state_saves:
+                self.cache.copy_state(source, target)
             return StepHandle(plan, inputs, self._sample(inputs, hidden), self._prompt_logprobs(plan, hidden))
 
     @torch.inference_mode()

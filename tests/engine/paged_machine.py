@@ -86,9 +86,8 @@ class PagedMachine:
                     at = self._claim(group, page) + position % PAGE_SIZE
                     self.content[at] = self.token_ids[seq.row][position]
         result = StepResult(plan.step_id, [self._answer(seq) for seq in plan.seqs])
-        for seq in plan.seqs:
-            if seq.save_state is not None:
-                self._copy_state(self.slot[seq.row], seq.save_state)
+        for source, target in plan.state_saves:
+            self._copy_state(source, target)
         return result
 
     def collect(self, handle: StepResult) -> StepResult:

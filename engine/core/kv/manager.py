@@ -45,7 +45,7 @@ class KVManager:
         self._windows = [(g, w) for g in groups if (w := memory.windows[g]) is not None]
         self._watermarks = [max(1, int(_WATERMARK * pool.capacity)) for pool in self.pools]
         self._grid = math.lcm(memory.state_grid, memory.page_size)
-        self._saved: list[tuple[int, bytes]] = []    # checkpoints of the step being planned
+        self._saves: list[tuple[int, int, bytes]] = []  # (slot, slot it is copied to, name) of the step being planned
         self._hasher = PageHasher(memory.page_size)
         self._deferred: deque[tuple[int, PagePool, list[int]]] = deque()  # release once the step has completed
         self._completed_step = -1
@@ -146,6 +146,10 @@ class KVManager:
         missing = pages_for(end, self.page_size) - pages
         if self._windows:
             self._free_passed(seq)
+        if len(self.arena.pools) == 1:
+            new = self.pools[0].take(missing)
+            seq.tables[0].extend(new or ())
+            return new is not None
         taken = self.arena.take([missing] * len(self.pools) + [0] * (self.slots is not None))
         if taken is None:
             return False
@@ -165,25 +169,28 @@ class KVManager:
                     pool.register(table[i], seq.page_hashes[i])
             seq.num_registered_pages = full
 
-    def save_state(self, seq: Sequence) -> int | None:
-        """A slot for the state of `seq` after the step being planned, if one can be spared for it."""
+    def save_state(self, seq: Sequence) -> None:
+        """Keep the state of `seq` after the step being planned, if a slot can be spared for it."""
         assert self.slots is not None
         position = seq.checkpoints.pop(0)
         digest = seq.page_hashes[position // self.page_size - 1]
         if self.slots.find(digest) is not None or not self.arena.fits([*self._watermarks, 1]):
-            return None
+            return
         (slot,) = self.slots.take(1) or [NO_SLOT]
-        self._saved.append((slot, digest))
+        self._saves.append((seq.slot, slot, digest))
         self._release(seq, self.slots, [slot])
         seq.saved_slots.append(slot)
-        return slot
 
-    def publish_states(self) -> None:
-        """States that the planned step saves may be found from now on: by later steps, not by the same one."""
-        assert self.slots is not None
-        for slot, digest in self._saved:
+    def take_state_saves(self) -> list[tuple[int, int]]:
+        """(slot of a sequence, slot for its state) of the step just planned. From now on these states may be found: by
+        later steps, not by the same one."""
+        if self.slots is None or not self._saves:
+            return []
+        for _, slot, digest in self._saves:
             self.slots.register(slot, digest)
-        self._saved.clear()
+        saves = [(source, target) for source, target, _ in self._saves]
+        self._saves.clear()
+        return saves
 
     def release(self, seq: Sequence, *, forget: bool = False) -> None:
         """Let go of all that `seq` owns, after flight; with `forget`, none of its pages may be found again."""

@@ -42,9 +42,6 @@ class Arena:
 
     def take(self, needs: Sequence[int]) -> list[list[int]] | None:
         """So many pages of each pool, or None (and no change) when they do not all fit."""
-        if len(self.pools) == 1:
-            pages = self.pools[0].take(needs[0])
-            return None if pages is None else [pages]
         slack = self._slack(needs)
         if slack < 0:
             return None
@@ -128,7 +125,7 @@ class PagePool:
         """`count` pages with one reference each, or None (and no change) when fewer are available."""
         if count > self.num_free and count > self.num_available:
             return None
-        if len(self._arena.pools) > 1:
+        if self._num_empty < count and len(self._arena.pools) > 1:
             self._find_extents(count)
         pages = []
         for _ in range(count):
@@ -272,8 +269,8 @@ class PagePool:
         self.idle.pop(extent, None)
 
     def _give(self, page: int) -> int:
-        self._wake(page)
         self.refs[page] = 1
+        self._wake(page)
         return page
 
     def _pop_empty(self, extent: int) -> int:

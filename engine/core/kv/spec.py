@@ -160,10 +160,11 @@ class CacheMemory:
         count = -(-seqs // self.per_extent[-1]) if self.has_state else 0
         for group, per in zip(range(len(self.windows)), self.per_extent, strict=False):
             every = pages_for(length, self.page_size)
-            pages = self.most_pages(group, length, step_tokens)
+            # One of them takes all that a step adds; the others hold their windows.
+            pages = self.most_pages(group, length, step_tokens) + (seqs - 1) * self.most_pages(group, length, 1)
             # Pages that follow a window begin anywhere in an extent, and may end in the middle of one just emptied.
-            slack = 2 if pages < every and per > 1 and len(self.per_extent) > 1 else 0
-            count += min(-(-seqs * every // per), -(-seqs * pages // per) + slack)
+            slack = 2 if pages < seqs * every and per > 1 and len(self.per_extent) > 1 else 0
+            count += min(-(-seqs * every // per), -(-pages // per) + slack)
         return count
 
 
