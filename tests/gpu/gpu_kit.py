@@ -29,6 +29,10 @@ FAMILIES = {
     "llama-d128": {"architectures": ["LlamaForCausalLM"], "head_dim": 128, "num_key_value_heads": 8},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False},
+    # Each token goes to all experts: where only some are chosen, a rounding may choose others, and scores jump.
+    "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 4,
+                  "moe_intermediate_size": 128, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 4},
 }
 
 

@@ -24,4 +24,5 @@ if [ "$what" != tests ]; then
     bench prefill --model $configs/qwen3-8b
     bench mixed single --model $configs/qwen3-8b --quantization fp8 --kv-cache-dtype fp8
     bench prefill --model $configs/qwen3-8b --quantization fp8 --kv-cache-dtype fp8
+    python3 -m engine.bench moe --model $configs/qwen3-30b-a3b --json
 fi

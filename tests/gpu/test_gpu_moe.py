@@ -1,0 +1,105 @@
+"""Routed experts on a GPU: the shapes of real layers against the twin, and the same bits however steps are started."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu_kit import DEVICE
+
+from engine.kernels import reference, triton_fused, triton_moe
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU", allow_module_level=True)
+
+SHAPES = {  # experts, a token's, hidden, inner, gate
+    "qwen3-30b-a3b": (128, 8, 2048, 768, "silu"),
+    "gemma4-26b-a4b": (128, 8, 2816, 704, "gelu_tanh"),
+    "qwen3.6-35b-a3b": (256, 8, 2048, 512, "silu"),
+    "mixtral-like": (8, 2, 4096, 1792, "silu"),
+}
+Layer = tuple[torch.Tensor, ...]  # w13, w2, and of fp8 ones their scales
+
+
+def make_layer(shape: str, *, fp8: bool) -> Layer:
+    num_experts, _, hidden, inner, _ = SHAPES[shape]
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    stacks = [
+        torch.randn(num_experts, rows, columns, device=DEVICE, generator=generator).mul_(columns**-0.5).bfloat16()
+        for rows, columns in ((2 * inner, hidden), (hidden, inner))
+    ]
+    if not fp8:
+        return tuple(stacks)
+    pairs = [reference.quantize_rows(stack.flatten(0, 1)) for stack in stacks]
+    values = [v.view(stack.shape) for (v, _), stack in zip(pairs, stacks, strict=True)]
+    return (*values, *(s.view(stack.shape[:2]) for (_, s), stack in zip(pairs, stacks, strict=True)))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_equal_their_twins(shape: str, fp8: bool) -> None:
+    num_experts, top_k, hidden, _, gate = SHAPES[shape]
+    layer = make_layer(shape, fp8=fp8)
+    for tokens in (1, 3, 4, 5, 16, 64, 300, 1100, 4096):
+        x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+        logits = torch.randn(tokens, num_experts, device=DEVICE).bfloat16()
+        weights, experts = triton_moe.choose_experts(logits, top_k)
+        twin_weights, twin_experts = reference.choose_experts(logits, top_k)
+        assert torch.equal(experts, twin_experts), tokens
+        torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
+        ours = triton_moe.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        twin = reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        error = (ours - twin).norm(dim=1) / twin.norm(dim=1)
+        assert error.max() < (4e-2 if fp8 else 1e-2), f"{tokens} tokens: {error.max():.2e}"
+
+
+@pytest.mark.parametrize("skew", ["even", "one expert", "few experts"])
+def test_any_routing(skew: str) -> None:
+    """Experts with all tokens, with none, and with a block and one more."""
+    num_experts, top_k, hidden, _, gate = SHAPES["qwen3-30b-a3b"]
+    layer = make_layer("qwen3-30b-a3b", fp8=False)
+    for tokens in (4, 17, 129, 513):
+        logits = torch.randn(tokens, num_experts, device=DEVICE)
+        if skew == "one expert":
+            logits[:, 77] += 50
+        elif skew == "few experts":
+            logits[:, 8:] -= 50
+        weights, experts = triton_moe.choose_experts(logits, top_k)
+        x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+        ours = triton_moe.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        twin = reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        assert ((ours - twin).norm(dim=1) / twin.norm(dim=1)).max() < 1e-2
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 4, 24])
+def test_kernels_that_start_early_see_what_they_must(tokens: int, fp8: bool) -> None:
+    """A chain of layers, each routed by the one before: one kernel at a time, all at once, and in a graph give the same
+    bits. (A kernel may start while the one before it runs, and some read the choice of experts before they wait.)"""
+    num_experts, top_k, hidden, _, gate = SHAPES["qwen3-30b-a3b"]
+    layer = make_layer("qwen3-30b-a3b", fp8=fp8)
+    norm = torch.ones(hidden, device=DEVICE).bfloat16()
+    start = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+
+    def chain(pause: Callable[[], None]) -> torch.Tensor:
+        residual = start.clone()
+        pause()
+        for _ in range(40):
+            x = triton_fused.rms_norm(residual, norm, 1e-6)
+            pause()
+            routing = triton_moe.choose_experts(x[:, :num_experts], top_k)  # its scores are its first features
+            pause()
+            triton_moe.routed_experts(x, *routing, *layer, gate=gate, residual=residual)
+            pause()
+        return residual
+
+    expected = chain(torch.cuda.synchronize)
+    assert expected.isfinite().all()
+    for _ in range(20):
+        assert torch.equal(chain(lambda: None), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(lambda: None)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(captured, expected)
