@@ -1,4 +1,4 @@
-"""The physical limit of one stream: every weight crosses the memory bus once a token."""
+"""The physical limit of one stream: every weight crosses the memory bus once a token, every state twice."""
 
 import statistics
 import time
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from engine.bench.random_checkpoint import empty_model
+from engine.core.kv.spec import StateLayer
 from engine.kernels.moe_tiles import Shape
 from engine.layers.activation import Gate
 from engine.models.checkpoint import check_checkpoint
@@ -28,16 +29,18 @@ def bandwidth(device: torch.device, repeats: int = 9) -> dict[str, float]:
 
 
 def bytes_per_token(model_dir: Path) -> int:
-    """Bytes of weights that one decoded token must read: all but tables that are only looked up in (embeddings that are
-    no output head too), and of experts those that one token goes through.
+    """Bytes that one decoded token must move: all weights but tables that are only looked up in (embeddings that are no
+    output head too), of experts those that one token goes through; states of recurrent layers are read and written.
 
     From the checkpoint if there is one, from config.json in bf16 (dummy weights) if not.
     """
     config = ModelConfig.load(model_dir)
     tensors = check_checkpoint(model_dir) if any(model_dir.glob("*.safetensors")) else {}
     tables = ("embed_tokens_per_layer.weight", *(() if config.tie_word_embeddings else ("embed_tokens.weight",)))
+    model = empty_model(model_dir)
+    states = sum(2 * sum(layer.sizes) for layer in model.cache_layers() if isinstance(layer, StateLayer))
     dense, experts = 0, 0
-    for name, target in empty_model(model_dir).weights().items():
+    for name, target in model.weights().items():
         size = tensors[name].num_bytes if name in tensors else 2 * target.numel()
         if ".experts." in name:
             experts += size
@@ -46,7 +49,7 @@ def bytes_per_token(model_dir: Path) -> int:
     if experts:
         shape, _ = read_shape(config.raw)
         experts = experts * shape.top_k // shape.num_experts
-    return dense + experts
+    return dense + experts + states
 
 
 def read_shape(raw: dict[str, Any], itemsize: int = 2) -> tuple[Shape, Gate]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench import delta
+from engine.bench import delta, floor
 from engine.core.kv.spec import StateLayer
 from engine.models.config import ModelConfig
 from engine.models.registry import model_class
@@ -35,3 +35,12 @@ def test_reference_models_have_the_published_sizes(name, tensors, mib):
     assert len(model.weights()) == tensors
     states = [layer for layer in model.cache_layers() if isinstance(layer, StateLayer)]
     assert sum(4 * s[0] * s[1] * s[2] for s in (layer.shapes[0] for layer in states)) == mib << 20
+
+
+def test_the_floor_counts_states_twice(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config = ModelConfig.load(tmp_path)
+    weights = model_class(config)(config, 16).weights()
+    read = sum(2 * t.numel() for name, t in weights.items() if not name.endswith("embed_tokens.weight"))
+    state, newest_inputs = 4 * 4 * 32 * 16, 2 * 4 * (2 * 2 * 16 + 4 * 32)
+    assert floor.bytes_per_token(tmp_path) == read + 3 * 2 * (state + newest_inputs)

@@ -5,7 +5,7 @@ import random
 import oracle
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_oracle import run
 from tiny_llama import save_byte_tokenizer
 
@@ -17,9 +17,11 @@ from engine.errors import ModelError
 from engine.kernels.attention import AttentionBatch
 from engine.layers.context import ForwardContext, StateBatch, forward_context
 from engine.layers.delta import GatedDeltaNet
+from engine.layers.linear import Linear
+from engine.layers.moe import ExpertLinear
 from engine.models.config import ModelConfig
 from engine.models.config_qwen3_5 import read_qwen3_5
-from engine.models.loader import load_weights
+from engine.models.loader import load_weights, quantize
 from engine.models.registry import model_class
 from engine.worker.build import build_engine
 
@@ -140,6 +142,33 @@ def test_both_forms_of_experts_are_tested(qwen_dir):
     stacked, each = (load_file(qwen_dir(s) / "model.safetensors") for s in ("multimodal_experts", "experts"))
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in stacked
     assert "model.layers.0.mlp.experts.0.gate_proj.weight" in each
+
+
+def test_the_drafter_is_left_out_and_the_log_says_so(qwen_dir, tmp_path, caplog):
+    source = qwen_dir("multimodal")
+    weights = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.zeros(64, 128)}
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(weights, tmp_path / "model.safetensors")
+    config = ModelConfig.load(tmp_path)
+    with caplog.at_level("INFO"):
+        load_weights(model_class(config)(config, 16), tmp_path)
+    assert "mtp.fc" in caplog.text
+    assert "model.visual" in caplog.text
+    save_file(weights | {"model.language_model.layers.0.linear_attn.bias": torch.zeros(3)},
+              tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"linear_attn\.bias"):
+        load_weights(model_class(config)(config, 16), tmp_path)
+
+
+def test_what_decides_about_states_and_experts_keeps_its_precision():
+    config = ModelConfig.parse({"architectures": ["Qwen3_5MoeForCausalLM"], **TEXT, **EXPERTS})
+    model = model_class(config)(config, 16)
+    quantize(model, "fp8")
+    kept = {
+        name.split(".", 2)[2] for name, module in model.named_modules()
+        if isinstance(module, Linear | ExpertLinear) and module.quantization is None and name != "lm_head"
+    }  # fmt: skip
+    assert kept == {"mixer.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate"}
 
 
 def test_reference_models_have_the_tensors_of_their_checkpoints():
