@@ -121,8 +121,9 @@ def gemv(
 ) -> torch.Tensor:
     """triton_gemv.gemv."""
     if norm is not None:
-        x = rms_norm(x, *norm)
-        assert isinstance(x, torch.Tensor)
+        normed = rms_norm(x, *norm)
+        assert isinstance(normed, torch.Tensor)
+        x = normed
     y = few_rows(x, weight, bias, scale=scale)
     if gate:
         y = silu_mul(y)
@@ -211,6 +212,56 @@ def rope_and_write_kv(
     out = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
     out.copy_(_rotated(q, cos[at], sin[at]))
     return out
+
+
+def heads_and_write_kv(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    distance: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    offset: float = 0.0,
+    eps: float = 1e-6,
+    v_norm: bool = False,
+    k_eq_v: bool = False,
+    own_kv: bool = True,
+    keep: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """triton_heads.heads_and_write_kv. `k_eq_v` shows in the width of x."""
+    _, page_size, kv_heads, dim = k_cache.shape
+    at, pairs = positions.long(), cos.shape[-1]
+
+    def turned(heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        if norm is not None:
+            heads = (_normed(heads, eps) * (offset + norm.float())).to(heads.dtype)
+        index = torch.arange(pairs, device=x.device)
+        index = torch.cat((index, index + distance))
+        return heads.index_copy(2, index, _rotated(heads[:, :, index], cos[at], sin[at]))
+
+    parts = x.unflatten(-1, (-1, dim))
+    q = turned(parts[:, :num_heads], q_norm)
+    if not own_kv:
+        return q, None
+    k, v = turned(parts[:, num_heads : num_heads + kv_heads], k_norm), parts[:, -kv_heads:]
+    if v_norm:
+        v = _normed(v, eps).to(v.dtype)
+    page, within = slots.long() // page_size, slots.long() % page_size
+    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        _indexable(cache)[page, within] = _indexable(_to_cache(new, scale, cache.dtype))
+    return q, torch.stack((k, v), 1) if keep else None
+
+
+def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

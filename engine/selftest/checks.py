@@ -39,6 +39,7 @@ class Side:
     inputs: ModuleType = reference
     quant: ModuleType = reference
     moe: ModuleType = reference
+    heads: ModuleType = reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
@@ -84,14 +85,16 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
         triton_attention,
         triton_fused,
         triton_gemv,
+        triton_heads,
         triton_inputs,
         triton_moe,
         triton_quant,
     )
 
     return Side(
-        device, dtype, triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant, triton_moe, dry
-    )
+        device, dtype, triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant, triton_moe,
+        triton_heads, dry,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -287,6 +290,26 @@ def rope(side: Side, *, dim: int, heads: int, kv_heads: int, with_norm: bool, is
     return [numbers(q, 3), numbers(keys, 3), *((fp8_kv(kv) if is_fp8 else numbers(kv, 3)) for kv in both)]
 
 
+def heads(side: Side, *, dim: int, pairs: int, distance: int, is_fp8: bool = False, **options: Any) -> list[Result]:
+    """Four heads of q, two of k and v, of what the options say."""
+    tokens, num_heads, kv_heads = 6, 4, 2
+    x = side.strided(tokens, (num_heads + (1 if options.get("k_eq_v") else 2) * kv_heads) * dim)
+    angle = (torch.arange(100.0)[:, None, None] * 10_000 ** (-torch.arange(pairs) / pairs)).to(side.device)
+    positions = side.ints([i * 37 % 100 for i in range(tokens)]).long()
+    slots = side.ints([(i * 29 + 5) % (8 * PAGE) for i in range(tokens)]).long()
+    both = torch.zeros(2, 8, PAGE, kv_heads, dim, device=side.device).to(_FP8 if is_fp8 else side.dtype)
+    if is_fp8:
+        options |= {"k_scale": 0.02, "v_scale": 0.05}
+    q_norm, k_norm = (side.randn(dim) * 0.1 for _ in range(2))
+    with side.clock():
+        q, own = side.heads.heads_and_write_kv(
+            x, angle.cos(), angle.sin(), distance, positions, slots, both[0], both[1], num_heads,
+            q_norm=q_norm, k_norm=k_norm, offset=1.0, keep=True, **options,
+        )  # fmt: skip
+    assert own is not None
+    return [numbers(q, 3), numbers(own, 3), *((fp8_kv(kv) if is_fp8 else numbers(kv, 3)) for kv in both)]
+
+
 # Inputs of a step.
 
 
@@ -352,5 +375,8 @@ CHECKS: list[Check] = [
     Check("rope, KV write", partial(rope, dim=64, heads=7, kv_heads=1, with_norm=False, is_fp8=False)),
     Check("norm, rope, KV write", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, is_fp8=False)),
     Check("norm, rope, KV write fp8", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, is_fp8=True), True),
+    Check("heads d256, partial rope", partial(heads, dim=256, pairs=32, distance=32)),
+    Check("heads d512, keys as values", partial(heads, dim=512, pairs=64, distance=256, v_norm=True, k_eq_v=True)),
+    Check("heads d256 fp8", partial(heads, dim=256, pairs=128, distance=128, is_fp8=True), True),
     Check("step inputs", inputs),
 ]

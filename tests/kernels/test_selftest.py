@@ -11,6 +11,7 @@ from engine.kernels import (
     triton_attention,
     triton_fused,
     triton_gemv,
+    triton_heads,
     triton_inputs,
     triton_moe,
     triton_quant,
@@ -100,6 +101,9 @@ def spoil(monkeypatch, module, name, which=None):
         ("rope, KV write", triton_fused, "rope_and_write_kv", 5),   # keys
         ("norm, rope, KV write", triton_fused, "rope_and_write_kv", 6),  # values
         ("norm, rope, KV write fp8", triton_fused, "rope_and_write_kv", None),
+        ("heads d256, partial rope", triton_heads, "heads_and_write_kv", 6),   # keys
+        ("heads d512, keys as values", triton_heads, "heads_and_write_kv", 7),  # values
+        ("heads d256 fp8", triton_heads, "heads_and_write_kv", None),
         ("step inputs", triton_inputs, "apply_runs", 4),
         ("step inputs", triton_inputs, "gather_inputs", 7),
         ("sampling greedy", triton_sampling, "sample_rows", 4),

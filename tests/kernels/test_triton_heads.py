@@ -1,12 +1,12 @@
-"""Heads of Gemma and Qwen3.5: the one-pass kernel against the layers' plain torch, in the interpreter."""
+"""Heads of Gemma and Qwen3.5: the one-pass kernel and its twin against the layers' plain torch, in the interpreter."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from engine.kernels import reference, triton_heads
 from engine.kernels.attention import write_kv
-from engine.kernels.triton_heads import heads_and_write_kv
 from engine.layers.norm import WideRMSNorm, unit_rms
 from engine.layers.rope import RotaryEmbedding, rotate
 
@@ -24,8 +24,10 @@ def norm_of(dim, offset, dtype):
     return norm
 
 
-def both(dim, heads, kv_heads, rope, *, offset=None, v_norm=False, k_eq_v=False, own_kv=True, dtype=torch.float32,
-         cache=None, keep=True, **scales):  # fmt: skip
+def both(
+    kernels, dim, heads, kv_heads, rope, *, offset=None, v_norm=False, k_eq_v=False, own_kv=True, dtype=torch.float32,
+    cache=None, keep=True, **scales,
+):  # fmt: skip
     """(kernel's, torch's) q, k and v side by side, cache of k, cache of v."""
     torch.manual_seed(0)
     width = (heads + (2 - k_eq_v) * kv_heads if own_kv else heads) * dim
@@ -36,7 +38,7 @@ def both(dim, heads, kv_heads, rope, *, offset=None, v_norm=False, k_eq_v=False,
     pages = torch.zeros(4, 2, PAGE, kv_heads, dim).to(cache or dtype)
     weights = {} if not norms else {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "offset": offset}
     kept = x.clone()
-    q, own = heads_and_write_kv(
+    q, own = kernels.heads_and_write_kv(
         x, table.cos, table.sin, table.distance, POSITIONS, SLOTS, pages[:, 0], pages[:, 1], heads, **weights,
         eps=1e-3, v_norm=v_norm, k_eq_v=k_eq_v, own_kv=own_kv, keep=keep, **scales,
     )  # fmt: skip
@@ -75,9 +77,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_heads(case, dtype):
+@pytest.mark.parametrize("kernels", [triton_heads, reference], ids=["triton", "twin"])
+def test_heads(kernels, case, dtype):
     dim, heads, kv_heads, rope, options = CASES[case]
-    for ours, twin in zip(*both(dim, heads, kv_heads, rope, dtype=dtype, **options), strict=True):
+    for ours, twin in zip(*both(kernels, dim, heads, kv_heads, rope, dtype=dtype, **options), strict=True):
         if twin is None:
             assert ours is None
         else:
@@ -86,14 +89,16 @@ def test_heads(case, dtype):
 
 
 def test_a_decode_step_keeps_nothing_beside_the_cache():
-    ours, twin = both(16, 4, 2, WHOLE, offset=1.0, keep=False)
+    ours, twin = both(triton_heads, 16, 4, 2, WHOLE, offset=1.0, keep=False)
     assert ours[1] is None
     torch.testing.assert_close(ours[2:], twin[2:], rtol=1e-5, atol=1e-5)
 
 
 def test_fp8_cache_holds_scaled_numbers_and_saturates():
-    ours, twin = both(32, 4, 2, PROPORTIONAL, offset=0.0, v_norm=True, cache=torch.float8_e4m3fn, k_scale=0.02,
-                      v_scale=0.004)  # fmt: skip
+    ours, twin = both(
+        triton_heads, 32, 4, 2, PROPORTIONAL, offset=0.0, v_norm=True, cache=torch.float8_e4m3fn, k_scale=0.02,
+        v_scale=0.004,
+    )  # fmt: skip
     for a, b in zip(ours[2:], twin[2:], strict=True):
         assert (a.float() == b.float()).float().mean() > 0.98
         torch.testing.assert_close(a.float(), b.float(), rtol=0.126, atol=2**-9)
