@@ -3,18 +3,21 @@ history it can read through the block tables. If paging, prefix hits, preemption
 history is wrong, and so is every token after it. Runs thousands of steps a second.
 
 Groups of pages and state slots lie in one arena, as on a device: who writes to a page or slot claims its cells, and
-whatever else had claimed one of them has lost its content.
+whatever else had claimed one of them has lost its content. Until a step has been collected, nobody but the sequences
+that it computes may write to the pages and slots that it reads or writes.
 """
 
 import hashlib
 import math
+from collections import defaultdict
 
-from engine.core.batch import SeqResult, StepPlan, StepResult
+from engine.core.batch import ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.spec import CacheMemory
 from engine.core.params import SamplingParams
 
 VOCAB = 97
 PAGE_SIZE = 16
+Unit = tuple[int, int]  # kind, page or slot
 
 
 def next_token(history: list[int], windows: tuple[int | None, ...] = (None,), has_state: bool = False) -> int:
@@ -57,6 +60,7 @@ class PagedMachine:
         self.token_ids = [[-1] * (max_model_len + 1) for _ in range(num_rows)]
         self.block_tables: list[list[list[int]]] = [[[] for _ in range(num_rows)] for _ in memory.windows]
         self.slot = [-1] * num_rows
+        self.in_flight: dict[int, dict[Unit, set[int]]] = {}  # step -> who reads or writes a page or slot
         self.launched = 0
         self.fail_steps: set[int] = set()
 
@@ -67,10 +71,13 @@ class PagedMachine:
         for extent in plan.moved_extents:
             start = extent * self.extent_cells
             self.content[start : start + self.extent_cells] = [-1] * self.extent_cells
+        uids = {seq.row: seq.uid for seq in plan.seqs}
+        touched: dict[Unit, set[int]] = defaultdict(set)
         for init in plan.row_inits:
             self.token_ids[init.row][: len(init.token_ids)] = init.token_ids
             self.slot[init.row] = init.slot
             if init.state_from is not None:
+                touched[len(self.memory.windows), init.state_from].add(uids[init.row])
                 self._copy_state(init.state_from, init.slot)
             for tables in self.block_tables:
                 tables[init.row] = []
@@ -78,6 +85,12 @@ class PagedMachine:
             table = self.block_tables[update.group][update.row]
             assert update.start <= len(table), "the block table has a gap"
             table[update.start : update.start + len(update.pages)] = update.pages
+        for seq in plan.seqs:
+            self._touch(seq, touched)
+        uid_of_slot = {self.slot[seq.row]: seq.uid for seq in plan.seqs}
+        for source, target in plan.state_saves:
+            self._write((len(self.memory.windows), target), uid_of_slot[source], touched)
+        self.in_flight[plan.step_id] = touched
         for seq in plan.seqs:  # all writes before all reads, as in a layer
             for group, tables in enumerate(self.block_tables):
                 for position in range(seq.start, seq.start + seq.num_tokens):
@@ -91,9 +104,28 @@ class PagedMachine:
         return result
 
     def collect(self, handle: StepResult) -> StepResult:
+        del self.in_flight[handle.step_id]
         return handle
 
-    def _answer(self, seq) -> SeqResult:
+    def _touch(self, seq: ScheduledSeq, touched: dict[Unit, set[int]]) -> None:
+        """Note what a sequence reads in this step, and check what it writes."""
+        end = seq.start + seq.num_tokens
+        for group, window in enumerate(self.memory.windows):
+            first = 0 if window is None else max(0, seq.start - window + 1)
+            table = self.block_tables[group][seq.row]
+            for i in range(first // PAGE_SIZE, seq.start // PAGE_SIZE):
+                touched[group, table[i]].add(seq.uid)
+            for i in range(seq.start // PAGE_SIZE, -(-end // PAGE_SIZE)):
+                self._write((group, table[i]), seq.uid, touched)
+        if self.memory.has_state:
+            self._write((len(self.memory.windows), self.slot[seq.row]), seq.uid, touched)
+
+    def _write(self, unit: Unit, uid: int, touched: dict[Unit, set[int]]) -> None:
+        touched[unit].add(uid)
+        for step in self.in_flight.values():
+            assert step.get(unit, {uid}) == {uid}, "a step in flight uses what another sequence writes to"
+
+    def _answer(self, seq: ScheduledSeq) -> SeqResult:
         end = seq.start + seq.num_tokens
         seen = []
         for group, window in enumerate(self.memory.windows):
