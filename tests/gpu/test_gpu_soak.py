@@ -107,7 +107,7 @@ def test_five_thousand_requests_leave_nothing_behind(llm: LLM) -> None:
 
     core.reset_prefix_cache()
     pool = core.kv.pool
-    assert (len(pool._empty), len(pool._cached)) == (pool.capacity, 0), "pages are lost"
+    assert (pool.num_free, len(pool._cached)) == (pool.capacity, 0), "pages are lost"
 
 
 def advance(core: EngineCore, alive: dict, leaving: dict, ends: dict, now: int) -> None:

@@ -176,10 +176,11 @@ class KVManager:
         digest = seq.page_hashes[position // self.page_size - 1]
         if self.slots.find(digest) is not None or not self.arena.fits([*self._watermarks, 1]):
             return
-        (slot,) = self.slots.take(1) or [NO_SLOT]
-        self._saves.append((seq.slot, slot, digest))
-        self._release(seq, self.slots, [slot])
-        seq.saved_slots.append(slot)
+        taken = self.slots.take(1)
+        assert taken, "known to fit"
+        self._saves.append((seq.slot, taken[0], digest))
+        self._release(seq, self.slots, taken)
+        seq.saved_slots += taken
 
     def take_state_saves(self) -> list[tuple[int, int]]:
         """(slot of a sequence, slot for its state) of the step just planned. From now on these states may be found: by

@@ -48,8 +48,12 @@ class Arena:
         # A page may cost an extent, where a cached one of a busy extent would have done. One pool must not take so
         # what another one needs.
         careful = slack < sum(needs)
-        return [pool.take_carefully(need) if careful else pool.take(need) or []
-                for pool, need in zip(self.pools, needs, strict=True)]
+        taken = []
+        for pool, need in zip(self.pools, needs, strict=True):
+            pages = pool.take_carefully(need) if careful else pool.take(need)
+            assert pages is not None, "known to fit"
+            taken.append(pages)
+        return taken
 
     def _slack(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> int:
         """Extents that nobody uses, less those that `needs` will take at best; below zero if they do not fit."""
