@@ -15,10 +15,24 @@ from engine.kernels.delta import (
 from engine.layers.linear import Linear, MergedLinear, empty_parameter
 
 
-class SmallLinear(MergedLinear):
-    """Products with so few outputs that quantising them saves nothing, and which decide what a state keeps."""
+class ByKeyHead(MergedLinear):
+    """Products whose weights may stand on disk key head by key head: all parts of the first, all of the second, ...
 
-    quantizable = False
+    Here they always stand part by part.
+    """
+
+    def __init__(self, in_features: int, out_sizes: list[int], key_heads: int, *, mixed_on_disk: bool) -> None:
+        super().__init__(in_features, out_sizes)
+        self.key_heads = key_heads
+        self.is_mixed = mixed_on_disk
+
+    def finalize(self, *, keep_weight: bool = False) -> None:
+        if self.is_mixed:
+            each = [size // self.key_heads for size in self.out_sizes]
+            parts = self.weight.view(self.key_heads, -1, self.in_features).split(each, 1)
+            self.weight = nn.Parameter(torch.cat([part.flatten(0, 1) for part in parts]), requires_grad=False)
+            self.is_mixed = False
+        super().finalize(keep_weight=keep_weight)
 
 
 class GatedDeltaNet(nn.Module):
@@ -44,6 +58,7 @@ class GatedDeltaNet(nn.Module):
         value_dim: int,
         conv_width: int,
         eps: float,
+        mixed_on_disk: bool = False,
     ) -> None:
         super().__init__()
         self.key_heads, self.value_heads = key_heads, value_heads
@@ -51,8 +66,11 @@ class GatedDeltaNet(nn.Module):
         self.key_size, self.value_size = key_heads * key_dim, value_heads * value_dim
         self.channels = 2 * self.key_size + self.value_size
         self.eps = eps
-        self.in_proj_qkvz = MergedLinear(hidden_size, [self.channels, self.value_size])
-        self.in_proj_ba = SmallLinear(hidden_size, [value_heads, value_heads])
+        self.mixed_on_disk = mixed_on_disk  # Qwen3-Next
+        sizes = [self.key_size, self.key_size, self.value_size, self.value_size]
+        self.in_proj_qkvz = ByKeyHead(hidden_size, sizes, key_heads, mixed_on_disk=mixed_on_disk)
+        self.in_proj_ba = ByKeyHead(hidden_size, [value_heads] * 2, key_heads, mixed_on_disk=mixed_on_disk)
+        self.in_proj_ba.quantizable = False  # few outputs, which decide what a state keeps
         self.conv_weight = empty_parameter(self.channels, 1, conv_width)
         self.a_log = _float_parameter(value_heads)
         self.dt_bias = _float_parameter(value_heads)
@@ -99,11 +117,17 @@ class GatedDeltaNet(nn.Module):
         return triton_delta.gated_rms_norm(out, z, self.norm_weight, self.eps)
 
     def weights(self, prefix: str) -> dict[str, torch.Tensor]:
-        return {
-            f"{prefix}in_proj_qkv.weight": self.in_proj_qkvz.part(0),
-            f"{prefix}in_proj_z.weight": self.in_proj_qkvz.part(1),
-            f"{prefix}in_proj_b.weight": self.in_proj_ba.part(0),
-            f"{prefix}in_proj_a.weight": self.in_proj_ba.part(1),
+        qkvz, ba = self.in_proj_qkvz, self.in_proj_ba
+        if self.mixed_on_disk:
+            projections = {"in_proj_qkvz": qkvz.weight, "in_proj_ba": ba.weight}
+        else:
+            projections = {
+                "in_proj_qkv": qkvz.weight[: self.channels],
+                "in_proj_z": qkvz.part(3),
+                "in_proj_b": ba.part(0),
+                "in_proj_a": ba.part(1),
+            }
+        return {f"{prefix}{name}.weight": weight for name, weight in projections.items()} | {
             f"{prefix}conv1d.weight": self.conv_weight,
             f"{prefix}A_log": self.a_log,
             f"{prefix}dt_bias": self.dt_bias,

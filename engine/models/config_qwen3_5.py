@@ -1,11 +1,11 @@
-"""What Qwen3.5's config.json says beyond ModelConfig: which layers are recurrent, and their shape."""
+"""What the config.json of Qwen3.5 and Qwen3-Next says beyond ModelConfig: which layers are recurrent, their shape."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelError
 from engine.models.fields import get_field, get_size
-from engine.models.moe_config import MoeConfig
+from engine.models.moe_config import MoeConfig, sparse_layers
 
 _KINDS = ("linear_attention", "full_attention")
 _PARTIAL_ROTARY_FACTOR = 0.25
@@ -20,12 +20,14 @@ class Qwen35Config:
     value_dim: int
     conv_width: int
     rope: dict[str, Any]
+    mixed_on_disk: bool    # the projections of a recurrent layer stand key head by key head
+    sparse: list[bool]     # layers with experts
     moe: MoeConfig | None = None
     shared_inner: int = 0  # width of the expert that all tokens share
 
 
-def read_qwen3_5(raw: dict[str, Any], rope: dict[str, Any]) -> Qwen35Config:
-    """`rope` is the checked rope block. Raises ModelError with the field's name."""
+def read_qwen3_5(raw: dict[str, Any], rope: dict[str, Any], *, is_next: bool = False) -> Qwen35Config:
+    """`rope` is the checked rope block; `is_next`: of Qwen3-Next. Raises ModelError with the field's name."""
     if get_field(raw, "attention_bias", bool, False):
         raise ModelError("config.json: attention_bias is not supported for this architecture.")
     if not get_field(raw, "attn_output_gate", bool, True):
@@ -34,12 +36,15 @@ def read_qwen3_5(raw: dict[str, Any], rope: dict[str, Any]) -> Qwen35Config:
     if value_heads % key_heads:
         raise ModelError(f"config.json: linear_num_value_heads ({value_heads}) is not a multiple of "
                          f"linear_num_key_heads ({key_heads}).")
-    moe = None
-    if "num_experts" in raw:
-        moe = MoeConfig.parse(raw, inner="moe_intermediate_size", renormalize=True)
+    moe, layers = None, _layer_kinds(raw)
+    sparse = [False] * len(layers)
+    if raw.get("num_experts"):
+        renormalize = get_field(raw, "norm_topk_prob", bool, True) if is_next else True
+        moe = MoeConfig.parse(raw, inner="moe_intermediate_size", renormalize=renormalize)
+        sparse = sparse_layers(raw, len(layers)) if is_next else [True] * len(layers)
     factor = raw.get("partial_rotary_factor")
     return Qwen35Config(
-        layers=_layer_kinds(raw),
+        layers=layers,
         key_heads=key_heads,
         value_heads=value_heads,
         key_dim=get_size(raw, "linear_key_head_dim", 128),
@@ -47,6 +52,8 @@ def read_qwen3_5(raw: dict[str, Any], rope: dict[str, Any]) -> Qwen35Config:
         conv_width=get_size(raw, "linear_conv_kernel_dim", 4),
         # Sections of mrope turn with the positions of images; in text all positions are one.
         rope={"partial_rotary_factor": _PARTIAL_ROTARY_FACTOR if factor is None else factor} | rope,
+        mixed_on_disk=is_next,
+        sparse=sparse,
         moe=moe,
         shared_inner=get_size(raw, "shared_expert_intermediate_size") if moe else 0,
     )

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6, text: three recurrent layers (Gated DeltaNet), then one of gated attention, and so on.
+"""Qwen3.5, Qwen3.6 (text) and Qwen3-Next: three recurrent layers (Gated DeltaNet), one of gated attention, and so on.
 
     h += mixer(norm(h))        h += mlp(norm(h))        norms multiply by 1 + w
 
@@ -21,7 +21,7 @@ from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
 from engine.layers.attention import Attention
 from engine.layers.context import StateBatch, get_context
-from engine.layers.delta import GatedDeltaNet, SmallLinear
+from engine.layers.delta import GatedDeltaNet
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Linear, MergedLinear
 from engine.layers.moe import SparseMLP
@@ -95,7 +95,8 @@ class SharedExpertMLP(SparseMLP):
         assert moe is not None
         super().__init__(config.hidden_size, moe.inner, moe.num_experts, moe.top_k, renormalize=moe.renormalize)
         self.shared_expert = LlamaMLP(replace(config, intermediate_size=own.shared_inner))
-        self.shared_expert_gate = SmallLinear(config.hidden_size, [1])
+        self.shared_expert_gate = Linear(config.hidden_size, 1)
+        self.shared_expert_gate.quantizable = False
         self.is_stacked = True  # on disk: all experts in a tensor, or a matrix each
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,8 +124,9 @@ class Qwen35Layer(nn.Module):
             self.mixer = GatedDeltaNet(
                 config.hidden_size, key_heads=own.key_heads, value_heads=own.value_heads, key_dim=own.key_dim,
                 value_dim=own.value_dim, conv_width=own.conv_width, eps=config.rms_norm_eps,
+                mixed_on_disk=own.mixed_on_disk,
             )  # fmt: skip
-        self.mlp = LlamaMLP(config) if own.moe is None else SharedExpertMLP(config, own)
+        self.mlp = SharedExpertMLP(config, own) if own.sparse[index] else LlamaMLP(config)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: RecurrentBatch | DeviceRecurrentBatch
@@ -163,7 +165,7 @@ def _recurrent_batch(positions: torch.Tensor, state: StateBatch) -> RecurrentBat
 class Qwen35ForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
-        own = read_qwen3_5(config.raw, config.rope)
+        own = read_qwen3_5(config.raw, config.rope, is_next=config.architecture == "Qwen3NextForCausalLM")
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = [Qwen35Layer(config, own, i) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(self.blocks)

@@ -30,6 +30,7 @@ _ARCHITECTURES: dict[str, type[CausalLM]] = {
     "Qwen3_5MoeForCausalLM": Qwen35ForCausalLM,
     "Qwen3_5MoeForConditionalGeneration": Qwen35ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3NextForCausalLM": Qwen35ForCausalLM,
     "Qwen3VLForConditionalGeneration": Qwen3VLForConditionalGeneration,
 }
 

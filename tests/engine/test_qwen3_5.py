@@ -40,6 +40,9 @@ SHAPES = {
     "multimodal": {"num_hidden_layers": 5, "linear_num_value_heads": 6, "head_dim": 64},
     "experts": EXPERTS,
     "multimodal_experts": EXPERTS,
+    "next": EXPERTS,
+    "next_partly_dense": EXPERTS | {"decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": False,
+                                    "linear_num_value_heads": 6},
 }
 
 
@@ -53,6 +56,7 @@ def qwen_dir(tmp_path_factory):
         if shape not in made:
             settings = TEXT | SHAPES[shape]
             family = "Qwen3_5Moe" if "num_experts" in settings else "Qwen3_5"
+            family = "Qwen3Next" if shape.startswith("next") else family
             torch.manual_seed(2)
             if shape.startswith("multimodal"):
                 vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
@@ -60,7 +64,8 @@ def qwen_dir(tmp_path_factory):
                 config = getattr(transformers, f"{family}Config")(text_config=settings, vision_config=vision)
                 model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
             else:
-                config = getattr(transformers, f"{family}TextConfig")(**settings)
+                config = getattr(transformers, f"{family}Config" if family == "Qwen3Next" else f"{family}TextConfig")
+                config = config(**settings)
                 model = getattr(transformers, f"{family}ForCausalLM")(config)
             with torch.no_grad():  # these start as zeros or ones: dropping them must show
                 for name, parameter in model.named_parameters():
