@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from engine.core.kv.spec import AttentionLayer, CacheLayer, StateLayer
+from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.layers.attention import Attention
 from engine.models.config import ModelConfig
 
@@ -50,14 +50,7 @@ class CausalLM(nn.Module):
         return [m for m in self.modules() if isinstance(m, Attention)]
 
     def cpu_only(self) -> bool:
-        """Whether the GPU's kernels, or its runner, lack something that the model needs.
-
-        The runner has one block table: layers of one window, and no states.
-        """
-        layers = self.cache_layers()
-        windows = {layer.window for layer in layers if isinstance(layer, AttentionLayer)}
-        if len(windows) > 1 or any(isinstance(layer, StateLayer) for layer in layers):
-            return True
+        """Whether the GPU's kernels lack something that the model needs."""
         return any(isinstance(m, Attention) and m.cpu_only for m in self.modules())
 
     def ignores(self, name: str) -> bool:

@@ -165,7 +165,7 @@ def _start_on_gpu(
 
     with torch.inference_mode():
         runner = DeviceRunner(
-            model, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len, page_size=plan.spec.page_size,
+            model, plan.spec, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len,
             max_num_tokens=max_tokens, device=card.device,
         )  # fmt: skip
         runner.bind_cache(cache)

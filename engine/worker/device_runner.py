@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from engine.core.batch import SeqResult, StepPlan, StepResult
-from engine.core.kv.spec import pages_for
+from engine.core.kv.spec import CacheSpec, pages_for
 from engine.core.request import TokenLogprobs
 from engine.kernels import triton_inputs
+from engine.kernels.delta import CHUNK
 from engine.layers.attention import Attention, tile_tokens
-from engine.layers.context import DeviceBatch, ForwardContext, forward_context
+from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.graphs import DecodeGraphs
@@ -47,29 +48,30 @@ class DeviceRunner:
     def __init__(
         self,
         model: CausalLM,
+        spec: CacheSpec,
         *,
         num_rows: int,
         max_model_len: int,
-        page_size: int,
         max_num_tokens: int,
         device: torch.device,
     ) -> None:
         self.model = model
         self.device = device
         self.dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)  # fp8 weights aside
-        self.page_size = page_size
+        self.page_size = spec.page_size
         self.max_model_len = max_model_len
-        width = pages_for(max_model_len, page_size)
+        width = pages_for(max_model_len, self.page_size)
+        num_groups = len(spec.groups)
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_groups, num_rows, width, dtype=torch.int32, device=device)
+        self.state_slots = torch.zeros(num_rows, dtype=torch.int32, device=device) if spec.slot_bytes else None
         self.sampler = DeviceSampler(num_rows, model.config.vocab_size, max_model_len, device)
         self.prompt_len = [0] * num_rows
         self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
-        shape = model.config
-        self.tile_tokens = tile_tokens(shape.num_heads, shape.num_kv_heads, shape.head_dim, device)
+        self.tile_tokens = [0] * num_groups  # of each group: the fewest of its layers'
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         # A token: row, position, up to two words of a tile, itself if it is new. A sequence: columns, lists, runs.
-        words = 6 * max_num_tokens + num_rows * (NUM_COLUMNS + 64) + 8192
+        words = (4 + 2 * num_groups) * max_num_tokens + num_rows * (NUM_COLUMNS + 32 + 32 * num_groups) + 8192
         self.staging = Staging(words, device)
         self._out = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
@@ -77,13 +79,22 @@ class DeviceRunner:
         self._turn = 0
         ints = {"dtype": torch.int64, "device": device}
         size = max(max_num_tokens, num_rows)
-        self._ids, self._positions, self._slots = (torch.zeros(size, **ints) for _ in range(3))
+        self._ids, self._positions = (torch.zeros(size, **ints) for _ in range(2))
+        self._slots = torch.zeros(num_groups, size, **ints)
         self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
         self.graphs: DecodeGraphs | None = None
 
     def bind_cache(self, cache: Cache) -> None:
         """Give the layers their memory."""
+        self.cache = cache
         cache.bind(self.model.cache_modules())
+        for group in range(len(self.tile_tokens)):
+            self.tile_tokens[group] = min(
+                tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim, self.device)
+                for layer in self.attention_layers if layer.group == group
+            )  # fmt: skip
+        if self.state_slots is not None:
+            self.state_slots.fill_(cache.padding_slot)
 
     def capture_graphs(self, max_batch: int) -> None:
         """Record decode steps of the usual sizes; must come after `bind_cache`."""
@@ -93,7 +104,8 @@ class DeviceRunner:
     def warm_up(self) -> None:
         """Compile and load what a request might need that no step so far has used."""
         columns = self.staging.device_words[: NUM_COLUMNS * aligned(1)].view(NUM_COLUMNS, aligned(1))
-        self.sampler.warm_up(self.dtype, columns, self.token_ids)
+        hidden = torch.zeros(1, self.model.config.hidden_size, dtype=self.dtype, device=self.device)
+        self.sampler.warm_up(self.model.logits(hidden).dtype, columns, self.token_ids)
         self.staging.device_words.zero_()  # graphs are recorded on what stands here: row 0, position 0
 
     @torch.inference_mode()
@@ -101,12 +113,16 @@ class DeviceRunner:
         for init in plan.row_inits:
             self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
             self.prompt_len[init.row] = init.prompt_len
+            if init.state_from is not None:
+                self.cache.copy_state(init.state_from, init.slot)
         rows = np.array([s.row for s in plan.seqs])
         starts = np.array([s.start for s in plan.seqs])
         if plan.num_tokens == len(plan.seqs):
             hidden, columns, sampling = self._launch_decode(plan, rows, starts)
         else:
             hidden, columns, sampling = self._launch_mixed(plan, rows, starts)
+        for source, target in plan.state_saves:
+            self.cache.copy_state(source, target)
         return self._finish(plan, rows, starts, hidden, columns, sampling)
 
     def collect(self, handle: DeviceHandle) -> StepResult:
@@ -166,8 +182,12 @@ class DeviceRunner:
         words = self.staging.device_words
         rows, positions = words[:size], words[aligned(size) : aligned(size) + size]
         self._gather(rows, positions, size)
-        batch = DeviceBatch(rows, self._seq_lens[:size], self.block_table, self.multiprocessors)
-        return self._forward(size, batch)
+        batches = [DeviceBatch(rows, self._seq_lens[:size], table, self.multiprocessors) for table in self.block_tables]
+        state = None
+        if self.state_slots is not None:
+            slots = self.state_slots.index_select(0, rows).long()
+            state = StateBatch(slots, rows, rows, rows)  # of a decode step the kernels need the slots only
+        return self._forward(size, batches, state)
 
     def _launch_mixed(
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
@@ -177,13 +197,7 @@ class DeviceRunner:
         q_starts = ends - counts
         total = int(ends[-1])
         sampling = np.flatnonzero([s.samples for s in plan.seqs])
-        tiles_each = -(-counts // self.tile_tokens)
-        owner = np.repeat(np.arange(len(rows)), tiles_each)
-        first = np.cumsum(tiles_each) - tiles_each
-        within = (np.arange(len(owner)) - first[owner]) * self.tile_tokens
-        # The longest chunks' last tiles take longest: start with them, so that none is left running alone.
-        order = np.argsort(-(starts[owner] + within), kind="stable")
-        tiles = np.stack((owner, within), 1)[order]
+        tiles = {size: _tiles(starts, counts, size) for size in set(self.tile_tokens)}
 
         stage = self.staging
         stage.begin()
@@ -194,20 +208,28 @@ class DeviceRunner:
         columns = stage.words[columns_at : columns_at + NUM_COLUMNS * width].reshape(NUM_COLUMNS, width)
         if len(sampling):
             self.sampler.fill(columns, rows[sampling], (starts + counts)[sampling])
-        lists = [stage.put(x) for x in (rows, starts, q_starts, counts, ends[sampling] - 1, tiles.reshape(-1))]
+        lists = [stage.put(x) for x in (rows, starts, q_starts, counts, ends[sampling] - 1)]
+        tiles_at = {size: stage.put(x.reshape(-1)) for size, x in tiles.items()}
         self._put_updates(plan)
 
         words = stage.device_words
         n = len(rows)
         per_seq = [words[at : at + n] for at in lists[:4]]
         sample_index = words[lists[4] : lists[4] + len(sampling)]
-        tiles_on_device = words[lists[5] : lists[5] + tiles.size].view(-1, 2)
+        on_device = {size: words[at : at + tiles[size].size].view(-1, 2) for size, at in tiles_at.items()}
         self._gather(words[row_at : row_at + total], words[position_at : position_at + total], total)
-        batch = DeviceBatch(
-            per_seq[0], self._seq_lens[:n], self.block_table, self.multiprocessors, tiles_on_device, self.tile_tokens,
-            per_seq[1], per_seq[2], per_seq[3],
-        )  # fmt: skip
-        hidden = self._forward(total, batch)
+        batches = [
+            DeviceBatch(
+                per_seq[0], self._seq_lens[:n], table, self.multiprocessors, on_device[size], size, *per_seq[1:]
+            )
+            for table, size in zip(self.block_tables, self.tile_tokens, strict=True)
+        ]
+        state = None
+        if self.state_slots is not None:
+            slots = self.state_slots.index_select(0, per_seq[0]).long()
+            chunks = sum(-(-count // CHUNK) for count in counts.tolist() if count > 1)
+            state = StateBatch(slots, per_seq[1] == 0, per_seq[2], per_seq[3], chunks)
+        hidden = self._forward(total, batches, state)
         self._hidden = hidden if any(s.prompt_logprobs is not None for s in plan.seqs) else None
         column = words[columns_at : columns_at + NUM_COLUMNS * width].view(NUM_COLUMNS, width)
         return hidden.index_select(0, sample_index), column, sampling
@@ -215,8 +237,15 @@ class DeviceRunner:
     def _put_updates(self, plan: StepPlan) -> None:
         """Pack the changes of the request table, send everything, and apply them."""
         stage = self.staging
-        changes = [(triton_inputs.PAGES, self.block_table, u.row, u.start, u.pages) for u in plan.page_updates]
-        changes += [(triton_inputs.TOKENS, self.token_ids, i.row, 0, i.token_ids) for i in plan.row_inits]
+        tables, tokens = self.block_tables.flatten(0, 1), self.token_ids
+        rows = len(tokens)
+        changes = [
+            (triton_inputs.PAGES, tables, u.group * rows + u.row, u.start, u.pages) for u in plan.page_updates
+        ]
+        changes += [(triton_inputs.TOKENS, tokens, i.row, 0, i.token_ids) for i in plan.row_inits]
+        if self.state_slots is not None:
+            slots = self.state_slots.unsqueeze(1)
+            changes += [(triton_inputs.STATES, slots, i.row, 0, [i.slot]) for i in plan.row_inits]
         runs: list[int] = []
         room = stage.room() - 4 * len(changes)
         for which, table, row, start, values in changes:
@@ -228,18 +257,19 @@ class DeviceRunner:
             runs += [which, row * table.shape[1] + start, stage.put(values), len(values)]
         at = stage.put(runs) if runs else 0
         stage.send()
-        triton_inputs.apply_runs(stage.device_words, at, len(runs) // 4, self.token_ids, self.block_table)
+        triton_inputs.apply_runs(stage.device_words, at, len(runs) // 4, tokens, tables, self.state_slots)
 
     # -- the device's part --------------------------------------------------------------------------------------------
 
     def _gather(self, rows: torch.Tensor, positions: torch.Tensor, count: int) -> None:
         triton_inputs.gather_inputs(
-            rows, positions, self.token_ids, self.block_table, self.page_size,
-            self._ids[:count], self._positions[:count], self._slots[:count], self._seq_lens[:count],
+            rows, positions, self.token_ids, self.block_tables, self.page_size,
+            self._ids[:count], self._positions[:count], self._slots[:, :count], self._seq_lens[:count],
         )  # fmt: skip
 
-    def _forward(self, count: int, batch: DeviceBatch) -> torch.Tensor:
-        with forward_context(ForwardContext(self._positions[:count], self._slots[:count], batch)):
+    def _forward(self, count: int, batches: list[DeviceBatch], state: StateBatch | None) -> torch.Tensor:
+        first, *more = zip(self._slots[:, :count].unbind(0), batches, strict=True)
+        with forward_context(ForwardContext(self._positions[:count], *first, more, state)):
             return self.model(self._ids[:count])
 
     def _finish(
@@ -292,3 +322,14 @@ class DeviceRunner:
                     found[i].append(part)
             q_start += seq.num_tokens
         return found
+
+
+def _tiles(starts: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
+    """[n, 2]: (sequence, first token in its chunk) of every `size` tokens of every chunk."""
+    tiles_each = -(-counts // size)
+    owner = np.repeat(np.arange(len(counts)), tiles_each)
+    first = np.cumsum(tiles_each) - tiles_each
+    within = (np.arange(len(owner)) - first[owner]) * size
+    # The longest chunks' last tiles take longest: start with them, so that none is left running alone.
+    order = np.argsort(-(starts[owner] + within), kind="stable")
+    return np.stack((owner, within), 1)[order]

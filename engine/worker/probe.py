@@ -46,8 +46,8 @@ def measure_steps(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     runner = DeviceRunner(
-        model, num_rows=max_num_seqs + 1, max_model_len=longest + 2, page_size=spec.page_size,
-        max_num_tokens=max_num_tokens, device=device,
+        model, spec, num_rows=max_num_seqs + 1, max_model_len=longest + 2, max_num_tokens=max_num_tokens,
+        device=device,
     )  # fmt: skip
     cache = Cache(spec, 1, kv_dtype, device)
     runner.bind_cache(cache)
@@ -55,7 +55,7 @@ def measure_steps(
     prepare(runner, count, steps[0])
     torch.cuda.empty_cache()
     ours = torch.cuda.memory_allocated(device) - before
-    buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_table.nbytes
+    buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_tables.nbytes
 
     reserved = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
