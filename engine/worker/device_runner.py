@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.core.batch import SeqResult, StepPlan, StepResult
+from engine.core.batch import StepPlan, StepResult
 from engine.core.kv.spec import CacheSpec, pages_for
 from engine.core.request import TokenLogprobs
 from engine.kernels import triton_inputs
@@ -22,12 +22,11 @@ from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forwa
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.graphs import DecodeGraphs
-from engine.worker.runner import NAN_ERROR
+from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
 from engine.worker.staging import Staging, aligned
 
 _RING = 4                  # more than the steps in flight
-_PROMPT_LOGITS_ROWS = 256  # prompt logprobs are computed this many positions at a time: [256, V] logits, not [T, V]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +130,7 @@ class DeviceRunner:
         logprobs: dict[int, TokenLogprobs] = {}
         if handle.logprobs is not None:
             logprobs = dict(zip(handle.logprobs.rows, handle.logprobs.unpack(), strict=True))
-        results, at = [], 0
-        for i, seq in enumerate(handle.plan.seqs):
-            prompt = handle.prompt_logprobs.get(i)
-            listed = None if prompt is None else [entry for part in prompt for entry in part.unpack()]
-            if not seq.samples:
-                results.append(SeqResult(prompt_logprobs=listed))
-                continue
-            token = tokens[at]
-            results.append(
-                SeqResult(error=NAN_ERROR) if token < 0 else SeqResult(token, logprobs.get(at), listed)
-            )
-            at += 1
-        return StepResult(handle.plan.step_id, results)
+        return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs)
 
     # -- packing ------------------------------------------------------------------------------------------------------
 
@@ -314,8 +301,8 @@ class DeviceRunner:
                 count = min(seq.num_tokens, self.prompt_len[seq.row] - 1 - seq.start)
                 targets = self.token_ids[seq.row, seq.start + 1 : seq.start + 1 + count]
                 found[i] = []
-                for at in range(0, count, _PROMPT_LOGITS_ROWS):
-                    end = min(at + _PROMPT_LOGITS_ROWS, count)
+                for at in range(0, count, PROMPT_LOGITS_ROWS):
+                    end = min(at + PROMPT_LOGITS_ROWS, count)
                     logits = self.model.logits(hidden[q_start + at : q_start + end])
                     part = self.sampler.prompt_logprobs(logits, targets[at:end], seq.prompt_logprobs)
                     part.begin_copy()

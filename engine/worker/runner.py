@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.batch import SeqResult, StepPlan, StepResult
+from engine.core.batch import StepPlan, StepResult
 from engine.core.kv.pages import TRASH_PAGE
 from engine.core.kv.spec import CacheSpec
 from engine.core.request import TokenLogprobs
@@ -14,13 +14,12 @@ from engine.layers.linear import Linear
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.inputs import StepInputs, build_inputs
+from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
 from engine.worker.sample.sampler import Sampler, SampleResult
 from engine.worker.state import RequestTable
 
-NAN_ERROR = "The model produced values that are not numbers for this request."
 _SMALL_STEP_TOKENS = 256   # up to here, waking a team of CPU threads costs more than it saves (kernels/threads.py)
-_PROMPT_LOGITS_ROWS = 256  # prompt logprobs are computed this many positions at a time: [256, V] floats, not [T, V]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +79,18 @@ class Runner:
     def collect(self, handle: StepHandle) -> StepResult:
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
-        bad: set[int] = set()
         if handle.sampled is not None:
             tokens = handle.sampled.token_ids.tolist()
-            bad = set(handle.sampled.bad_rows)
+            for bad in handle.sampled.bad_rows:
+                tokens[bad] = -1
             if handle.sampled.logprobs is not None:
                 found = handle.sampled.logprobs
                 logprobs = dict(zip(found.rows.tolist(), found.unpack(), strict=True))
-        results = []
-        at = 0
-        for i, seq in enumerate(handle.plan.seqs):
-            prompt = handle.prompt_logprobs.get(i)
-            listed = None if prompt is None else [entry for part in prompt for entry in part.unpack()]
-            if not seq.samples:
-                results.append(SeqResult(prompt_logprobs=listed))
-                continue
-            if at in bad:
+        for seq, token in zip((s for s in handle.plan.seqs if s.samples), tokens, strict=True):
+            if token < 0:
                 for group, table in enumerate(self.table.block_tables):
                     self._scrub(group, table[seq.row])
-                results.append(SeqResult(error=NAN_ERROR))
-            else:
-                results.append(SeqResult(tokens[at], logprobs.get(at), listed))
-            at += 1
-        return StepResult(handle.plan.step_id, results)
+        return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         first, *more = inputs.groups
@@ -138,11 +126,11 @@ class Runner:
                 targets = self.table.token_ids[seq.row, seq.start + 1 : seq.start + 1 + count]
                 found[i] = [
                     prompt_logprobs(
-                        self.model.logits(hidden[q_start + at : q_start + min(at + _PROMPT_LOGITS_ROWS, count)]),
-                        targets[at : at + _PROMPT_LOGITS_ROWS],
+                        self.model.logits(hidden[q_start + at : q_start + min(at + PROMPT_LOGITS_ROWS, count)]),
+                        targets[at : at + PROMPT_LOGITS_ROWS],
                         seq.prompt_logprobs,
                     )
-                    for at in range(0, count, _PROMPT_LOGITS_ROWS)
+                    for at in range(0, count, PROMPT_LOGITS_ROWS)
                 ]
             q_start += seq.num_tokens
         return found

@@ -10,7 +10,7 @@ from gpu_kit import VOCAB, assert_idle, checkpoint, drain, generated, on_gpu, pr
 from engine import LLM, SamplingParams
 from engine.core.request import EngineRequest, FinishReason, StepOutput
 from engine.errors import AtollError
-from engine.worker.runner import NAN_ERROR
+from engine.worker.results import NAN_ERROR
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

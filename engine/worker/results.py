@@ -1,0 +1,37 @@
+"""What a runner answers: the tokens and log-probabilities of a step, by sequence."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from engine.core.batch import SeqResult, StepPlan, StepResult
+from engine.core.request import TokenLogprobs
+
+NAN_ERROR = "The model produced values that are not numbers for this request."
+PROMPT_LOGITS_ROWS = 256  # prompt logprobs are computed this many positions at a time: [256, V] logits, not [T, V]
+
+
+class Packed(Protocol):
+    """Log-probabilities of some positions, as they come from the device."""
+
+    def unpack(self) -> list[TokenLogprobs]: ...
+
+
+def step_result(
+    plan: StepPlan,
+    tokens: Sequence[int],
+    logprobs: Mapping[int, TokenLogprobs],
+    prompt_logprobs: Mapping[int, Sequence[Packed]],
+) -> StepResult:
+    """tokens: one for each sequence that samples, negative where there was nothing to sample from. logprobs: by place
+    in `tokens`. prompt_logprobs: by place in plan.seqs."""
+    results, at = [], 0
+    for i, seq in enumerate(plan.seqs):
+        parts = prompt_logprobs.get(i)
+        listed = None if parts is None else [entry for part in parts for entry in part.unpack()]
+        if not seq.samples:
+            results.append(SeqResult(prompt_logprobs=listed))
+            continue
+        token = tokens[at]
+        results.append(SeqResult(error=NAN_ERROR) if token < 0 else SeqResult(token, logprobs.get(at), listed))
+        at += 1
+    return StepResult(plan.step_id, results)
