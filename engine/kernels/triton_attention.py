@@ -190,8 +190,8 @@ def _merge(
 @kernel
 def _mixed_kernel(
     q_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, out_ptr, tile_ptr, rows_ptr, starts_ptr, q_starts_ptr, counts_ptr,
-    table_ptr, q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap,
-    window, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    table_ptr, q_stride, own_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale,
+    v_scale, softcap, window, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -260,15 +260,15 @@ def _mixed_kernel(
         )  # fmt: skip
     acc = acc * v_scale
     # The chunk itself, from the projections it stands in. Tiles that every query sees whole need no mask.
-    k_new = k_new_ptr + q_start * q_stride + h * D
-    v_new = v_new_ptr + q_start * q_stride + h * D
+    k_new = k_new_ptr + q_start * own_stride + h * D
+    v_new = v_new_ptr + q_start * own_stride + h * D
     begin = 0
     unmasked = (first_q + 1) // TILE * TILE
     if WINDOW:
         begin = tl.maximum(first_q + 1 - window, 0) // TILE * TILE
         unmasked = begin
     for at in range(begin, unmasked, TILE):
-        token = (at + n) * q_stride
+        token = (at + n) * own_stride
         if D == DP:
             k = tl.load(k_new + token[None, :] + d[:, None])
             v = tl.load(v_new + token[:, None] + d[None, :])
@@ -278,7 +278,7 @@ def _mixed_kernel(
         m, total, acc = _attend(q, k, v, m, total, acc, True, scale, softcap, False, SOFTCAP)
     for at in range(unmasked, tl.minimum(first_q + BLOCK_Q, count), TILE):
         live = at + n < count
-        token = (at + n) * q_stride
+        token = (at + n) * own_stride
         k = tl.load(k_new + token[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(v_new + token[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
         visible = (at + n)[None, :] <= token_q[:, None]
@@ -324,8 +324,14 @@ def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple
 @functools.cache
 def query_rows(dim: int, device: torch.device) -> int:
     """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what a multiprocessor holds."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return (256 if hopper else 128) if dim <= 128 else (128 if hopper else 64)
+    return _query_rows(dim, device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
+
+
+def _query_rows(dim: int, hopper: bool) -> int:
+    for most, on_hopper, elsewhere in ((128, 256, 128), (256, 128, 64)):
+        if dim <= most:
+            return on_hopper if hopper else elsewhere
+    return 64 if hopper else 16
 
 
 def decode(
@@ -402,8 +408,8 @@ def mixed(
 ) -> torch.Tensor:
     """Chunks of any length, one token included: q [T, Hq, D] -> out [T, Hq, D], contiguous.
 
-    k and v [T, Hkv, D] are the step's own keys and values, which stand in the caches as well. q, k and v are rows of
-    one fused projection, or at least have the same stride from token to token.
+    k and v [T, Hkv, D] are the step's own keys and values, which stand in the caches as well; rows may be strided, as
+    in a fused projection, both alike.
 
     Sequence i has counts[i] query tokens at positions starts[i] ..., which stand in q from q_starts[i] on. `tiles`
     [n, 2] int32 lists (sequence, first token within its chunk) for every block_q tokens of every chunk; one whose first
@@ -415,15 +421,15 @@ def mixed(
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(dim)
     block_m = max(16, triton.next_power_of_2(block_q * group))
-    assert q.stride(0) == k.stride(0) == v.stride(0)
-    assert q.shape[0] * q.stride(0) < 2**31
+    assert k.stride(0) == v.stride(0)
+    assert q.shape[0] * k.stride(0) < 2**31
     fp8 = k_cache.element_size() == 1
     if not tile:
         tile, num_stages = _mixed_tiles(block_m, padded, fp8, shared_memory(q.device))
         num_warps = 16 if block_m == 256 and not fp8 else 8
     _mixed_kernel(
         (tiles.shape[0], kv_heads), q, k, v, k_cache, v_cache, out, tiles, rows, starts, q_starts, counts, block_table,
-        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        q.stride(0), k.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, PAGE=k_cache.shape[1],
         BLOCK_Q=block_q, BLOCK_M=block_m, TILE=tile, FP8=fp8, SOFTCAP=softcap is not None,

@@ -86,6 +86,7 @@ def run_all(fp8):
     attend(80, 7, BF16, window=100, softcap=30.0)
     attend(128, 4, BF16)
     attend(256, 2, BF16)
+    attend(512, 8, BF16)
     rope(128, BF16, norm=True)
     rope(96, BF16, norm=False)
     heads(256, BF16, 32, 32, offset=1.0)
@@ -108,6 +109,7 @@ def run_all(fp8):
         experts(4, 2, 2816, 704, FP8, 300)
         attend(128, 4, FP8)
         attend(256, 7, FP8, window=100)
+        attend(512, 8, FP8)
         rope(80, FP8, norm=True)
         heads(256, FP8, 128, 128, v_norm=True, keep=True)
         triton_gemv.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
@@ -134,7 +136,7 @@ def main(major, minor, shared):
 
     launch.Kernel.__call__ = compile_only
     triton_attention.shared_memory = triton_gemv.shared_memory = triton_moe.shared_memory = lambda device: shared
-    triton_attention.query_rows = lambda dim, device: (128 if dim <= 128 else 64) * (1 + (major == 9))
+    triton_attention.query_rows = lambda dim, device: triton_attention._query_rows(dim, major == 9)
     run_all(fp8=(major, minor) >= (8, 9))
     print(compiled)
 

@@ -63,7 +63,7 @@ def test_decode_at_every_kind_of_length(group, splits):
     check_decode([1, 2, 15, 16, 17, 63, 64, 65, 129, 200], group, splits=splits)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256, 512])
 def test_decode_head_sizes(dim):
     check_decode([1, 70, 150], 2, splits=2, dim=dim, kv_heads=1)
 
@@ -168,7 +168,7 @@ def test_one_launch_serves_prefill_and_decode_together(group, block_q):
     check_mixed(MIXED, group, block_q=block_q)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256, 512])
 def test_mixed_head_sizes(dim):
     check_mixed([(70, 1), (20, 50)], 2, block_q=16, dim=dim, kv_heads=1)
 
