@@ -64,9 +64,14 @@ def _serve(waiting: "queue.SimpleQueue[str]", errors: list[str]) -> None:
     """Feed one worker until nothing waits."""
     command = [sys.executable, "-m", "engine.kernels.compile_worker"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [_root(), os.environ.get("PYTHONPATH")]))}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, bufsize=1
-    ) as worker:
+    try:
+        started = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, bufsize=1
+        )
+    except OSError as error:  # no memory for another process, say
+        errors.append(str(error))
+        return
+    with started as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
         while True:
