@@ -21,6 +21,7 @@ import triton.language as tl
 
 from engine.kernels.launch import kernel, shared_memory, wait_for_previous
 
+PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a kernel's variant
 VECTOR_ROWS = 4  # more rows: the arithmetic takes longer than reading the weight
 
 

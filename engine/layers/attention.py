@@ -90,7 +90,7 @@ class Attention(nn.Module):
     @property
     def cpu_only(self) -> bool:
         """Whether the GPU's kernels lack something that this layer needs."""
-        return self.head_dim > 256
+        return False
 
     def _on_device(
         self,

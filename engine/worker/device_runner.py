@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from engine.core.batch import StepPlan, StepResult
-from engine.core.kv.spec import CacheSpec, pages_for
+from engine.core.kv.spec import CacheSpec, table_widths
 from engine.core.request import TokenLogprobs
 from engine.kernels import triton_inputs
 from engine.kernels.delta import CHUNK
+from engine.kernels.triton_gemv import PRODUCT_ROWS
 from engine.layers.attention import Attention, tile_tokens
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
 from engine.models.base import CausalLM
@@ -59,9 +60,9 @@ class DeviceRunner:
         self.dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)  # fp8 weights aside
         self.page_size = spec.page_size
         self.max_model_len = max_model_len
-        width = pages_for(max_model_len, self.page_size)
         num_groups = len(spec.groups)
-        self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
+        length, width = table_widths(max_model_len, self.page_size)
+        self.token_ids = torch.zeros(num_rows, length, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(num_groups, num_rows, width, dtype=torch.int32, device=device)
         self.state_slots = torch.zeros(num_rows, dtype=torch.int32, device=device) if spec.slot_bytes else None
         self.sampler = DeviceSampler(num_rows, model.config.vocab_size, max_model_len, device)
@@ -103,8 +104,10 @@ class DeviceRunner:
     def warm_up(self) -> None:
         """Compile and load what a request might need that no step so far has used."""
         columns = self.staging.device_words[: NUM_COLUMNS * aligned(1)].view(NUM_COLUMNS, aligned(1))
-        hidden = torch.zeros(1, self.model.config.hidden_size, dtype=self.dtype, device=self.device)
-        self.sampler.warm_up(self.model.logits(hidden).dtype, columns, self.token_ids)
+        hidden = torch.zeros(max(PRODUCT_ROWS), self.model.config.hidden_size, dtype=self.dtype, device=self.device)
+        for rows in PRODUCT_ROWS:
+            logits = self.model.logits(hidden[:rows])
+        self.sampler.warm_up(logits.dtype, columns, self.token_ids)
         self.staging.device_words.zero_()  # graphs are recorded on what stands here: row 0, position 0
 
     @torch.inference_mode()

@@ -11,10 +11,9 @@ from engine.core.batch import StepPlan
 from engine.kernels.compile_ahead import compile_ahead
 from engine.kernels.launch import recording, shared_memory
 from engine.kernels.triton_attention import SMALL_BATCH, num_splits
+from engine.kernels.triton_gemv import PRODUCT_ROWS
 from engine.layers.moe import kinds_of_steps
 from engine.worker.device_runner import DeviceRunner
-
-_PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a variant of few-row products (triton_gemv)
 
 
 @torch.inference_mode()
@@ -25,7 +24,7 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: StepPlan) -> int:
     """
     with recording() as jobs:
         for size in _decode_sizes(runner, max_batch):
-            runner.model.logits(runner._decode(size))
+            runner._decode(size)
         for size in sorted(kinds_of_steps(runner.model, len(runner._ids), shared_memory(runner.device))):
             runner._decode(size)
         runner.launch(mixed)
@@ -35,7 +34,7 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: StepPlan) -> int:
 
 def _decode_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
     """Batch sizes that stand for all: one for every variant of products, and of decode attention."""
-    sizes = {size for size in _PRODUCT_ROWS if size <= len(runner._ids)}
+    sizes = {size for size in PRODUCT_ROWS if size <= len(runner._ids)}
     for heads in {layer.num_kv_heads for layer in runner.attention_layers}:
         seen = set()
         for batch in range(1, max_batch + 1):

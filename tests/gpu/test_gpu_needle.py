@@ -11,6 +11,7 @@ from gpu_kit import DEVICE
 from engine.kernels import triton_attention
 from engine.layers.attention import Attention, tile_tokens
 from engine.layers.context import DeviceBatch, ForwardContext, forward_context
+from engine.layers.rope import Rope
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -105,7 +106,8 @@ class Haystack:
             )  # fmt: skip
         layer = Attention(KV_HEADS * GROUP, KV_HEADS, DIM, SCALE, None)
         layer.k_cache, layer.v_cache = self.k_cache, self.v_cache
-        rope = torch.ones(LENGTH, 1, DIM // 2, device=DEVICE), torch.zeros(LENGTH, 1, DIM // 2, device=DEVICE)
+        angles = LENGTH, 1, DIM // 2
+        rope = Rope(torch.ones(angles, device=DEVICE), torch.zeros(angles, device=DEVICE), DIM // 2)
         with torch.inference_mode(), forward_context(ForwardContext(at.repeat(batch), slots.flatten(), step)):
             return layer(qkv, rope).view(batch, count, KV_HEADS * GROUP, DIM)
 

@@ -17,7 +17,7 @@ to change: never an out-of-memory error minutes later.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.kv.spec import CacheSpec, pages_for
+from engine.core.kv.spec import CacheSpec, table_widths
 from engine.errors import OutOfMemoryPlanError
 
 GIB = 1 << 30
@@ -190,8 +190,8 @@ def plan_memory(
 
 def request_table_bytes(max_model_len: int, max_num_seqs: int, spec: CacheSpec) -> int:
     """int32 token ids and page ids of every row that a sequence can have, and of the trash row."""
-    pages = pages_for(max_model_len, spec.page_size) * len(spec.groups)
-    return (max_num_seqs + 1) * (max_model_len + pages) * 4
+    tokens, pages = table_widths(max_model_len, spec.page_size)
+    return (max_num_seqs + 1) * (tokens + pages * len(spec.groups)) * 4
 
 
 def gib(num_bytes: int) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 _ALIGN = 256       # bytes: where a page or a slot may begin
 _MOST_UNITS = 8    # an extent holds at most so many of the largest kind
+_ROW_ALIGN = 16    # int32 numbers
 _WASTE = 0.03      # of an extent, at its end, where a size that wastes less exists
 
 
@@ -171,6 +172,16 @@ class CacheMemory:
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages that hold `num_tokens` tokens."""
     return -(-num_tokens // page_size)
+
+
+def table_widths(max_model_len: int, page_size: int) -> tuple[int, int]:
+    """Token ids and page ids in a row of the request table. Rows begin at multiples of 64 bytes, whatever the length:
+    GPU kernels have a variant for aligned rows, and only that one is compiled before the first request."""
+    return _aligned(max_model_len), _aligned(pages_for(max_model_len, page_size))
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ROW_ALIGN) * _ROW_ALIGN
 
 
 def _extent(units: list[int]) -> tuple[int, tuple[int, ...]]:
