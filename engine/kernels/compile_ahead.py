@@ -1,93 +1,71 @@
 """Compiles kernels in several processes, before they are first needed.
 
 One after the other in one process, the kernels of a model take 15 seconds; most of it is Python, so threads help
-little. Each worker is a Python of its own that takes one variant at a time and leaves it in Triton's cache, where this
-process finds it.
+little. What the processes leave in Triton's cache this one finds there (launch.py's source_key says what that takes).
 
-    recording() -> jobs ─► queue ─► worker: engine/kernels/compile_worker.py ─► Triton's cache on disk
-                              └──► worker ...
-
-What was compiled for a set of jobs is remembered by a file in the cache: the next start begins no worker.
+What was compiled for a set of jobs is remembered by a file in the cache: the next start compiles nothing.
 """
 
 import hashlib
 import json
 import logging
 import os
-import queue
-import subprocess
-import sys
-import threading
 from collections.abc import Iterable
-from pathlib import Path
 
 import triton
 
+from engine.kernels import compile_pool
 from engine.kernels.cache_dir import use_cache_dir
-from engine.kernels.launch import Job
+from engine.kernels.launch import Job, source_key
 
 log = logging.getLogger(__name__)
 
-_MOST_WORKERS = 8            # each takes some 400 MB of memory while it works
-_WORTH_WORKERS = 4          # fewer jobs are compiled sooner than a worker has started
+_WORTH_A_POOL = 4  # fewer jobs are compiled sooner than a process has started
 _LONGEST = ("_mixed_kernel", "_decode_kernel", "_filter_kernel")  # these first: the last one decides when all is done
 
 
 def compile_ahead(jobs: Iterable[Job], capability: tuple[int, int]) -> int:
-    """Have every variant in Triton's cache. Returns how many were given to workers: 0 if they were there already.
+    """Have every variant in Triton's cache. Returns how many were given to the pool: 0 if they were there already.
 
-    A variant that a worker cannot compile is left to its first use, which reports the error where it matters.
+    A variant that cannot be compiled is left to its first use, which reports the error where it matters.
     """
-    lines = sorted({_line(job, capability) for job in jobs}, key=lambda line: (_rank(line), line))
-    cpus = len(os.sched_getaffinity(0))
-    done = use_cache_dir() / f"atoll-{_digest(jobs, lines)}.done"
-    if len(lines) < _WORTH_WORKERS or cpus < 2 or done.exists():
-        return 0
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for line in lines:
-        waiting.put(line)
-    errors: list[str] = []
-    count = min(_MOST_WORKERS, cpus, len(lines))
-    threads = [threading.Thread(target=_serve, args=(waiting, errors), daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        log.warning("%d of %d kernels could not be compiled ahead: %s", len(errors), len(lines), errors[0])
-    else:
-        done.touch(mode=0o600)
-    return len(lines)
+    compilation = Compilation(jobs, capability)
+    compilation.finish()
+    return compilation.count
 
 
-def _serve(waiting: "queue.SimpleQueue[str]", errors: list[str]) -> None:
-    """Feed one worker until nothing waits."""
-    command = [sys.executable, "-m", "engine.kernels.compile_worker"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [_root(), os.environ.get("PYTHONPATH")]))}
-    try:
-        started = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, bufsize=1
-        )
-    except OSError as error:  # no memory for another process, say
-        errors.append(str(error))
-        return
-    with started as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        while True:
-            try:
-                line = waiting.get_nowait()
-            except queue.Empty:
-                return  # leaving the block closes the worker's input, which ends it
-            try:
-                worker.stdin.write(line + "\n")
-                answer = worker.stdout.readline().strip()
-            except OSError as error:
-                answer = str(error)
-            if answer != "ok":
-                errors.append(answer or "a worker ended")
-                if worker.poll() is not None or not answer:
-                    return
+class Compilation:
+    """A set of jobs under way. `count` of them were not at hand."""
+
+    def __init__(self, jobs: Iterable[Job], capability: tuple[int, int]) -> None:
+        self._capability = capability
+        self._lines = sorted({_line(job, capability) for job in jobs}, key=lambda line: (_rank(line), line))
+        self._done = use_cache_dir() / f"atoll-{_digest(jobs, self._lines)}.done"
+        alone = len(os.sched_getaffinity(0)) < 2
+        self.count = 0 if len(self._lines) < _WORTH_A_POOL or alone or self._done.exists() else len(self._lines)
+        self._pool = compile_pool.take() if self.count else None
+        if self._pool is None:
+            compile_pool.dismiss()
+        else:
+            self._pool.submit(self._lines)
+
+    def wait(self, jobs: Iterable[Job]) -> None:
+        """Until these are compiled, or known not to be."""
+        if self._pool is not None:
+            self._pool.wait(_line(job, self._capability) for job in jobs)
+
+    def finish(self) -> None:
+        if self._pool is None:
+            return
+        errors = self._pool.wait(self._lines)
+        self._pool.close()
+        self._pool = None
+        if errors:
+            log.warning(
+                "%d of %d kernels could not be compiled ahead: %s", len(errors), self.count, next(iter(errors.values()))
+            )
+        else:
+            self._done.touch(mode=0o600)
 
 
 def _line(job: Job, capability: tuple[int, int]) -> str:
@@ -105,9 +83,5 @@ def _rank(line: str) -> int:
 
 def _digest(jobs: Iterable[Job], lines: list[str]) -> str:
     """Changes with the variants, the kernels' source and Triton."""
-    sources = sorted({job.kernel.jit.cache_key for job in jobs})
+    sources = sorted({source_key(job.kernel) for job in jobs})
     return hashlib.sha256("\n".join([triton.__version__, *sources, *lines]).encode()).hexdigest()[:24]
-
-
-def _root() -> str:
-    return str(Path(__file__).parents[2])

@@ -39,6 +39,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import JITCallable
 
 from engine.kernels.cache_dir import use_cache_dir
 
@@ -171,10 +172,29 @@ def compile_for(
         signature[parameter.name] = kind.removesuffix("!")
         if kind.endswith("!"):
             attributes[(index,)] = [["tt.divisibility", 16]]
+    source_key(kernel)
     source = ASTSource(fn=kernel.jit, signature=signature, constexprs=values, attrs=attributes)
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
     options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
     return triton.compile(source, target=target, options=options)
+
+
+def source_key(kernel: Kernel) -> str:
+    """Changes with the source of the kernel, of the functions it calls, and with the constants they use.
+
+    The same in every process, unlike Triton's own key (3.6, DependenciesFinder._update_hash): that one holds a callee's
+    constants only if the callee's key was known before, so it depends on which kernels came first, and what one process
+    left in the cache another would not find. Here callees come first.
+    """
+    return _settled(kernel.jit)
+
+
+def _settled(function: Any) -> str:
+    for name in function.fn.__code__.co_names:
+        callee = function.fn.__globals__.get(name, getattr(tl, name, None))
+        if isinstance(callee, JITCallable) and callee is not function:
+            _settled(callee)
+    return function.cache_key
 
 
 def _type_of(value: Any, is_stride: bool) -> str | None:

@@ -87,11 +87,6 @@ class Attention(nn.Module):
         """Where a layer without keys of its own finds those of a step's chunks (the cache is bound by the worker)."""
         self._owner = (owner,)  # in a tuple: it is no part of this module
 
-    @property
-    def cpu_only(self) -> bool:
-        """Whether the GPU's kernels lack something that this layer needs."""
-        return False
-
     def _on_device(
         self,
         qkv: torch.Tensor,

@@ -49,10 +49,6 @@ class CausalLM(nn.Module):
         """
         return [m for m in self.modules() if isinstance(m, Attention)]
 
-    def cpu_only(self) -> bool:
-        """Whether the GPU's kernels lack something that the model needs."""
-        return any(isinstance(m, Attention) and m.cpu_only for m in self.modules())
-
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints carry and this family does not need."""
         return name.endswith("rotary_emb.inv_freq")

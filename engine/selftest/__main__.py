@@ -16,6 +16,7 @@ import threading
 import time
 from typing import IO, Any
 
+from engine.kernels import compile_pool
 from engine.selftest.report import Tally, as_text, print_line
 
 _LAST_WORDS = 300  # characters of the child's last error that are shown
@@ -29,9 +30,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.in_process:
         tally = Tally(print_line)  # its clock runs from here: loading torch is part of the time
+        compile_pool.start_early()  # it loads torch while this process does
         from engine.selftest.run import run
 
-        return run(tally)
+        try:
+            return run(tally)
+        finally:
+            compile_pool.dismiss()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`: the child ends too
     command = [sys.executable, "-P", "-m", "engine.selftest", "--in-process"]
     try:

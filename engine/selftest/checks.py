@@ -349,7 +349,6 @@ def _attention_checks() -> Iterator[Check]:
 
 
 CHECKS: list[Check] = [
-    *_attention_checks(),
     Check("product 1 row", partial(gemv, rows=1, out_features=1024, inner=2048)),
     Check("product 16 rows", partial(few_rows, rows=16, out_features=1024, inner=2048)),
     Check("product, odd shape, bias", partial(gemv, rows=3, out_features=1000, inner=1048, bias=True)),
@@ -379,4 +378,5 @@ CHECKS: list[Check] = [
     Check("heads d512, keys as values", partial(heads, dim=512, pairs=64, distance=256, v_norm=True, k_eq_v=True)),
     Check("heads d256 fp8", partial(heads, dim=256, pairs=128, distance=128, is_fp8=True), True),
     Check("step inputs", inputs),
+    *_attention_checks(),  # they take longest to compile
 ]

@@ -29,18 +29,22 @@ def run_checks(
     """Compare every kernel with its twin on `device`, in `dtype`. On a CPU: in Triton's interpreter."""
     every = [*checks.CHECKS, *sampling.CHECKS] if only is None else only
     possible = [check for check in every if with_fp8 or not check.needs_fp8]
+    kernels = None
     if device.type == "cuda":
         tally.see({"kind": "begin", "name": "compilation"})
-        began = time.perf_counter()
-        _compile(possible, device, dtype)
-        seconds = time.perf_counter() - began
-        tally.fact("compilation", f"{seconds:.1f} s (less when kernels are at hand)", round(seconds, 2))
+        kernels = _Kernels(possible, device, dtype)
     for check in every:
-        tally.see({"kind": "begin", "name": check.name})
         if check not in possible:
             tally.see({"kind": "check", "name": check.name, "passed": True, "skipped": True, "reason": "needs fp8"})
-        elif _judge(tally, check, device, dtype) == "lost":
+            continue
+        if kernels is not None:
+            kernels.wait(check)
+        tally.see({"kind": "begin", "name": check.name})
+        if _judge(tally, check, device, dtype) == "lost":
             break  # every later check would fail for this one's reason
+    if kernels is not None:
+        seconds = kernels.finish()
+        tally.fact("compilation", f"{seconds:.1f} s of waiting (none when kernels are at hand)", round(seconds, 2))
     return tally.end()
 
 
@@ -74,16 +78,31 @@ def compare(check: Check, side: Side) -> Difference:
     return max(found, key=lambda d: d.share)
 
 
-def _compile(every: list[Check], device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what the checks will need, side by side. Errors come back when the check itself runs."""
-    from engine.kernels.compile_ahead import compile_ahead
-    from engine.kernels.launch import recording
+class _Kernels:
+    """What the checks will need, compiled side by side while the first of them run. A kernel's error comes back when
+    its check runs."""
 
-    with recording() as jobs:
+    def __init__(self, every: list[Check], device: torch.device, dtype: torch.dtype) -> None:
+        from engine.kernels.compile_ahead import Compilation
+        from engine.kernels.launch import Job, recording
+
+        self._of: dict[str, set[Job]] = {}
+        self._waited = 0.0
         for check in every:
-            with suppress(Exception):
+            with recording() as jobs, suppress(Exception):
                 check.compute(kernel_side(device, dtype, dry=True))
-    compile_ahead(jobs, torch.cuda.get_device_capability(device))
+            self._of[check.name] = jobs
+        self._all = Compilation(set().union(*self._of.values()), torch.cuda.get_device_capability(device))
+
+    def wait(self, check: Check) -> None:
+        began = time.perf_counter()
+        self._all.wait(self._of[check.name])
+        self._waited += time.perf_counter() - began
+
+    def finish(self) -> float:
+        """Seconds that were waited for."""
+        self._all.finish()
+        return self._waited
 
 
 def _fault(error: Exception, device: torch.device) -> Fault:

@@ -1,9 +1,10 @@
 """API keys. The file holds only SHA-256 digests, so reading it gives no one a key::
 
     {"keys": [{"id": "k1", "name": "team a", "sha256": "…64 hex…", "created": "2026-01-01T00:00:00Z",
-               "expires": null, "revoked": false}]}
+               "scopes": ["serve"], "expires": null, "revoked": false}]}
 
-Plain SHA-256 is enough because keys are 256-bit random numbers, not passwords. The file is read again when it changes.
+Plain SHA-256 is enough because keys are 256-bit random numbers, not passwords. The file is read again when it changes,
+so a revoked key is refused from the next request on.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import json
 import logging
 import os
 import re
+import stat
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,6 +28,9 @@ PUBLIC_PATHS = frozenset({"/health", "/livez", "/version"})  # everything else n
 MAX_KEY_CHARACTERS = 512
 MAX_FILE_BYTES = 4 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_UNSCOPED = ("serve", "metrics")  # what keys without "scopes" may do: they are older than scopes
+
+Stamp = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +40,19 @@ class ApiKey:
     digest: bytes                # SHA-256 of the whole key, as hex in ASCII
     expires: float | None = None  # seconds since the epoch
     revoked: bool = False
+    scopes: frozenset[str] = frozenset(_UNSCOPED)
 
     def valid(self, now: float) -> bool:
         return not self.revoked and (self.expires is None or now < self.expires)
+
+    def allows(self, scope: str) -> bool:
+        """Whether it opens what asks for `scope`; `admin` opens all. Names that we do not know open nothing."""
+        return scope in self.scopes or "admin" in self.scopes
+
+
+def required_scope(path: str) -> str:
+    """What a key must be for to use `path`."""
+    return "metrics" if path == "/metrics" else "serve"
 
 
 class KeyFile:
@@ -47,7 +62,7 @@ class KeyFile:
     def __init__(self, path: Path | str) -> None:
         """Raises ConfigError if the file cannot be used now."""
         self._path = Path(path)
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: Stamp | None = None
         self._keys: list[ApiKey] = []
         try:
             self._stamp = self._stat()
@@ -60,17 +75,18 @@ class KeyFile:
 
     def check(self, presented: str) -> ApiKey | None:
         """The valid key that equals `presented`. Every stored digest is compared, in constant time."""
-        self._reload()
+        self.reload()
         if not presented or len(presented) > MAX_KEY_CHARACTERS:
             return None
-        digest = hashlib.sha256(presented.encode()).hexdigest().encode()
+        digest = hashlib.sha256(presented.encode(errors="replace")).hexdigest().encode()
         found = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found if found is not None and found.valid(time.time()) else None
 
-    def _reload(self) -> None:
+    def reload(self) -> None:
+        """Read the file again if it has changed; `check` does so by itself. Never raises."""
         try:
             stamp = self._stat()
             if stamp == self._stamp:
@@ -85,17 +101,24 @@ class KeyFile:
         except (OSError, ValueError) as error:
             log.error("the changed key file %s cannot be used, the last good keys stay in force: %s", self._path, error)
 
-    def _stat(self) -> tuple[int, int, int]:
-        stat = os.stat(self._path)
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    def _stat(self) -> Stamp:
+        """Changes with the content, and with who may read it (the change time)."""
+        info = os.stat(self._path)
+        return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino, info.st_dev
 
     def _read(self) -> list[ApiKey]:
         """Raises OSError, ValueError."""
-        with self._path.open("rb") as file:
+        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not stop the gateway
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError("not a regular file")
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
-        content = json.loads(data)
+        try:
+            content = json.loads(data, parse_constant=_no_constant)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
         entries = content.get("keys") if isinstance(content, dict) else None
         if not isinstance(entries, list):
             raise ValueError('it must hold {"keys": [...]}')
@@ -108,22 +131,31 @@ def bearer_token(authorization: str | None) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
 def _parse(entry: Any, index: int) -> ApiKey:
     where = f"keys[{index}]"
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be an object")
-    digest = str(entry.get("sha256", "")).lower()
-    if not _DIGEST.fullmatch(digest):
+    digest = entry.get("sha256")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest.lower()):
         raise ValueError(f"{where}.sha256 must be 64 hexadecimal digits")
+    digest = digest.lower()
     revoked = entry.get("revoked", False)
     if not isinstance(revoked, bool):
         raise ValueError(f"{where}.revoked must be true or false")
+    scopes = entry.get("scopes", _UNSCOPED)
+    if not isinstance(scopes, list | tuple) or not all(isinstance(scope, str) for scope in scopes):
+        raise ValueError(f"{where}.scopes must be a list of words")
     return ApiKey(
         id=str(entry.get("id") or digest[:8]),
         name=str(entry.get("name") or ""),
         digest=digest.encode(),
         expires=_time(entry.get("expires"), f"{where}.expires"),
         revoked=revoked,
+        scopes=frozenset(scopes),
     )
 
 
@@ -131,10 +163,10 @@ def _time(value: Any, where: str) -> float | None:
     """Seconds since the epoch from a number or an ISO 8601 string (UTC if it names no zone)."""
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
     try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
         moment = datetime.fromisoformat(str(value))
-    except (TypeError, ValueError):
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{where} must be null, seconds since the epoch, or an ISO 8601 date") from None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

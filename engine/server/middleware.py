@@ -9,7 +9,7 @@ from collections.abc import Callable
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.server.auth import PUBLIC_PATHS, KeyFile, bearer_token
+from engine.server.auth import PUBLIC_PATHS, KeyFile, bearer_token, required_scope
 from engine.server.errors import ApiError, internal
 from engine.server.metrics import UNKNOWN, Metrics
 from engine.server.serving import Caller
@@ -59,7 +59,7 @@ class RequestContext:
 
 
 class Authentication:
-    """With a key file, every path but `PUBLIC_PATHS` needs a valid key, also paths that do not exist."""
+    """With a key file, every path but `PUBLIC_PATHS` needs a valid key that is for it, also paths that do not exist."""
 
     def __init__(self, app: ASGIApp, keys: KeyFile) -> None:
         self._app, self._keys = app, keys
@@ -75,6 +75,13 @@ class Authentication:
                 await error.response()(scope, receive, send)
                 return
             scope["caller"].key = key
+            if not key.allows(needed := required_scope(scope["path"])):
+                error = ApiError(
+                    403, f"This API key is not for this: its scopes lack {needed!r}.", type="permission_error",
+                    code="insufficient_scope",
+                )
+                await error.response()(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
 

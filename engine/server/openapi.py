@@ -31,7 +31,8 @@ _ROUTES: dict[str, _Route] = {
     "/metrics": ("get", "Prometheus metrics", None, str, None, ()),
 }
 _MEANING = {
-    400: "The request is not valid", 401: "The API key is missing or not valid", 404: "No such model",
+    400: "The request is not valid", 401: "The API key is missing or not valid",
+    403: "The API key is not for this", 404: "No such model",
     408: "The body did not arrive in time", 413: "The body is too large", 415: "The body is not JSON",
     429: "The key's share is used up", 500: "The server failed", 503: "Loading, overloaded or restarting",
 }
@@ -54,7 +55,7 @@ def openapi_document(version: str, *, authenticated: bool) -> dict[str, Any]:
 def _operation(path: str, route: _Route, authenticated: bool) -> dict[str, Any]:
     method, summary, request, reply, event, errors = route
     locked = authenticated and path not in PUBLIC_PATHS
-    statuses: set[int] = {*errors, 401} if locked else {*errors}
+    statuses: set[int] = {*errors, 401, 403} if locked else {*errors}
     operation: dict[str, Any] = {
         "summary": summary,
         "operationId": f"{method}_{path.strip('/').replace('/', '_').replace('{', '').replace('}', '')}",

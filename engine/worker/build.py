@@ -13,6 +13,7 @@ from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib, plan_memo
 from engine.core.kv.spec import CacheSpec
 from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
+from engine.kernels import compile_pool
 from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.loader import fill_randomly, load_weights, quantize
@@ -60,13 +61,12 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
     finally:
         torch.set_default_dtype(torch.float32)
-    if device.type == "cuda" and model.cpu_only():
-        raise ConfigError(f"{model_config.architecture} does not run on a GPU yet.", "--device", "Use --device cpu.")
     if config.quantization is not None:
         quantize(model, config.quantization)
     card = Card.now(device) if device.type == "cuda" else None
     if card is not None:
         check_weights_fit(model, config, card)
+        compile_pool.start_early()  # it gets ready while weights load
     with torch.inference_mode():
         if config.load_format == "dummy":
             fill_randomly(model, device=device)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from test_gemma import SHAPES, engine, greedy, run, save_tiny_gemma
 
 from engine.errors import ModelError
-from engine.layers.attention import Attention
 from engine.models.config import ModelConfig
 from engine.models.gemma4 import Gemma4ForCausalLM
 from engine.models.registry import model_class
@@ -290,10 +289,3 @@ def test_embeddings_are_scaled_by_a_bf16_number(hidden, scale):
         torch.set_default_dtype(torch.float32)
     assert isinstance(model, Gemma4ForCausalLM)
     assert model.embed_tokens.scale == scale
-
-
-@pytest.mark.parametrize("name", RELEASED)
-def test_models_that_a_gpu_cannot_run_say_so(name):
-    model = empty_model(RELEASED[name])
-    assert model.cpu_only()
-    assert any(m.cpu_only for m in model.modules() if isinstance(m, Attention))

@@ -22,7 +22,25 @@ SHAPE = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
     "eos_token_id": 0,
 }  # fmt: skip
-FAMILIES = {
+GEMMA = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 40,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64, "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
+GEMMA4 = GEMMA | {
+    "architectures": ["Gemma4ForCausalLM"], "head_dim": 256, "global_head_dim": 512, "num_attention_heads": 4,
+    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}},
+}  # fmt: skip
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 256,
+    "num_attention_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "llama-g3": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6},
     "llama-window": {"architectures": ["MistralForCausalLM"], "sliding_window": 40},
@@ -33,7 +51,20 @@ FAMILIES = {
     "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 4,
                   "moe_intermediate_size": 128, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 4},
-}
+    "gemma2": GEMMA | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 5.0},
+    "gemma3": GEMMA | {"architectures": ["Gemma3ForCausalLM"]},
+    "gemma4-31b": GEMMA4 | {"num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "gemma4-26b": GEMMA4 | {
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 4,
+        "top_k_experts": 4, "moe_intermediate_size": 64},
+    "gemma4-e2b": GEMMA4 | {
+        "num_key_value_heads": 1, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": VOCAB, "use_double_wide_mlp": True},
+    "qwen3.5": DELTA | {"architectures": ["Qwen3_5ForCausalLM"]},
+    "qwen3.5-moe": DELTA | {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+}  # fmt: skip
 
 
 def checkpoint(directory: Path, family: str, seed: int = 0) -> Path:

@@ -16,18 +16,18 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, os, sys, time
 import torch
-from engine.kernels import compile_ahead, launch, triton_fused, triton_gemv
+from engine.kernels import compile_ahead, compile_pool, launch, triton_fused, triton_gemv
 from engine.kernels.cache_dir import use_cache_dir
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 started = []
-popen = compile_ahead.subprocess.Popen
+popen = compile_pool.subprocess.Popen
 def counted(command, **options):
     started.append(command)
     return popen(command, **options)
-compile_ahead.subprocess.Popen = counted
+compile_pool.subprocess.Popen = counted
 
 def jobs():
     with launch.recording() as found:
@@ -39,10 +39,12 @@ def jobs():
     return found
 
 found = jobs()
-report = {"jobs": len(found), "first": compile_ahead.compile_ahead(found, (9, 0)), "workers": len(started)}
+report = {"jobs": len(found), "first": compile_ahead.compile_ahead(found, (9, 0)), "started": len(started)}
 started.clear()
+compile_pool.start_early()
 report["again"] = compile_ahead.compile_ahead(jobs(), (9, 0))
-report["workers again"] = len(started)
+report["started again"] = len(started)
+report["dismissed"] = compile_pool._early is None
 report["another card"] = compile_ahead.compile_ahead(jobs(), (8, 0))
 kernels = [str(p) for p in use_cache_dir().rglob("*.cubin")]
 report["compiled"] = len(kernels)
@@ -67,22 +69,69 @@ def test_workers_leave_what_this_process_needs_and_start_once(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
-    workers = min(len(os.sched_getaffinity(0)), 5)
-    if workers < 2:
+    if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one processor: nothing is compiled ahead")
     assert report == {
-        "jobs": 5, "first": 5, "workers": workers, "again": 0, "workers again": 0, "another card": 5, "compiled": 10,
-        "compiled here": 0, "done files": 2,
+        "jobs": 5, "first": 5, "started": 1, "again": 0, "started again": 1, "dismissed": True, "another card": 5,
+        "compiled": 10, "compiled here": 0, "done files": 2,
     }  # fmt: skip
     assert "5 of 5 kernels could not be compiled ahead: AssertionError" in done.stderr
 
 
-def test_a_worker_answers_each_line_and_takes_only_our_kernels(tmp_path):
+def test_a_worker_answers_each_job_and_takes_only_our_kernels(tmp_path):
     lines = '{"module": "os", "name": "system"}\nno json\n'
     done = subprocess.run(
         [sys.executable, "-m", "engine.kernels.compile_worker"], input=lines, capture_output=True, text=True,
         timeout=60, check=True, cwd=ROOT, env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
-    first, second = done.stdout.splitlines()
-    assert first == "ValueError: os is no module of kernels"
-    assert second.startswith("JSONDecodeError")
+    answers = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert answers[0] == "ValueError: os is no module of kernels"
+    assert answers[1].startswith("JSONDecodeError")
+
+
+POOL = """
+import os, signal, sys, time
+from engine.kernels import compile_pool
+assert "torch" not in sys.modules
+pool = compile_pool.CompilePool()
+pool.submit(['{"module": "os"}', '{"module": "sys"}'])
+if sys.argv[1] == "kill":
+    pool._process.kill()
+print(sorted(pool.wait(['{"module": "os"}', '{"module": "sys"}']).values()))
+pool.close()
+"""
+
+
+@pytest.mark.parametrize(("what", "error"), [("work", "no module of kernels"), ("kill", "its process ended")])
+def test_every_job_gets_an_answer_even_from_a_pool_that_died(what, error, tmp_path):
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", POOL, what], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.count(error) == 2
+
+
+KEYS = """
+import hashlib, importlib, pkgutil, random, sys
+import engine.kernels
+from engine.kernels.launch import Kernel, source_key
+kernels = []
+for module in pkgutil.iter_modules(engine.kernels.__path__, "engine.kernels."):
+    if ".triton_" in module.name:
+        kernels += [v for v in vars(importlib.import_module(module.name)).values() if isinstance(v, Kernel)]
+random.Random(int(sys.argv[1])).shuffle(kernels)
+print(hashlib.sha256(str(sorted((k.name, source_key(k)) for k in kernels)).encode()).hexdigest())
+"""
+
+
+def test_a_kernel_has_the_same_key_whichever_came_first():
+    """Else what one process compiled would not be found by the next."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", KEYS, str(seed)], env=environment, capture_output=True, text=True, timeout=60,
+            check=True,
+        ).stdout
+        for seed in range(4)
+    }  # fmt: skip
+    assert len(keys) == 1
