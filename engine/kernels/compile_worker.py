@@ -1,7 +1,7 @@
 """The process behind compile_pool.py: jobs come in, one JSON object a line; [its number, error or null] goes out.
 
-Loads PyTorch and Triton, then reads all jobs, then forks: what is loaded is there for every fork at once, in memory that
-they share. Needs no GPU and never touches one.
+Loads PyTorch and Triton, then reads all jobs, then forks: what is loaded is there for every fork at once, in memory
+that they share. Needs no GPU and never touches one.
 """
 
 import importlib
