@@ -7,6 +7,9 @@
       var/lib/atoll/state/                                journal, audit, approvals, sequence, lock
       etc/atoll/{atoll.toml, trust/*.pub, credentials/}   the operator's; kept by uninstall
       var/cache/atoll   var/log/atoll   run/atoll
+
+The system form adds, outside of these, what systemd reads: etc/systemd/system/atoll*, etc/sysusers.d/atoll.conf,
+etc/tmpfiles.d/atoll.conf, and the command itself, usr/local/bin/atoll.
 """
 
 from dataclasses import dataclass
@@ -15,14 +18,25 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Every path below one prefix."""
+    """Every path below one prefix. `system`: run by systemd, as users of its own; else a supervised process."""
 
     prefix: Path
+    system: bool = False
 
     @classmethod
     def at(cls, prefix: Path | str) -> "Layout":
         """Absolute, without `..` and with links above the prefix resolved, so that all paths stay comparable."""
         return cls(Path(prefix).expanduser().resolve())
+
+    @classmethod
+    def server(cls, root: Path | str = "/") -> "Layout":
+        """The system form. A `root` other than / is a server's tree seen from outside of it."""
+        return cls(Path(root).resolve(), system=True)
+
+    @property
+    def name(self) -> str:
+        """What a person calls this installation."""
+        return "this server" if self.system and self.prefix == Path("/") else str(self.prefix)
 
     @property
     def opt(self) -> Path:
@@ -69,6 +83,11 @@ class Layout:
         return self.state / "lock"
 
     @property
+    def snapshots(self) -> Path:
+        """What each committed release ran with: settings and unit files, one directory a release."""
+        return self.state / "snapshots"
+
+    @property
     def config_backup(self) -> Path:
         return self.state / "before-switch.toml"
 
@@ -93,6 +112,27 @@ class Layout:
         return self.credentials / "api-keys.json"
 
     @property
+    def tls(self) -> Path:
+        return self.etc / "tls"
+
+    @property
+    def units(self) -> Path:
+        return self.prefix / "etc/systemd/system"
+
+    @property
+    def sysusers(self) -> Path:
+        return self.prefix / "etc/sysusers.d/atoll.conf"
+
+    @property
+    def tmpfiles(self) -> Path:
+        return self.prefix / "etc/tmpfiles.d/atoll.conf"
+
+    @property
+    def command(self) -> Path:
+        """The `atoll` that is on the PATH of a server: a link to the live release's."""
+        return self.prefix / "usr/local/bin/atoll"
+
+    @property
     def cache(self) -> Path:
         return self.prefix / "var/cache/atoll"
 
@@ -103,6 +143,11 @@ class Layout:
     @property
     def log(self) -> Path:
         return self.log_dir / "serve.log"
+
+    @property
+    def log_hint(self) -> str:
+        """Where the service's log is, in words for a hint."""
+        return "`atoll logs`" if self.system else str(self.log)
 
     @property
     def run(self) -> Path:
@@ -119,20 +164,28 @@ class Layout:
     @property
     def roots(self) -> tuple[Path, ...]:
         """The directories that are wholly ours: whatever lies in them was put there by Atoll."""
-        return (self.opt, self.lib, self.etc, self.cache, self.log_dir, self.run)
+        ours = (self.opt, self.lib, self.etc, self.cache, self.run)
+        return ours if self.system else (*ours, self.log_dir)
 
     def directories(self) -> list[tuple[Path, int]]:
-        """Every directory of the tree with its mode, parents first. World-readable only where nothing is private."""
-        return [
+        """Every directory of the tree with its mode, parents first. World-readable only where nothing is private.
+
+        In the system form the services' own directories below cache and run are made by systemd, each for its user.
+        """
+        shared = 0o755 if self.system else 0o700
+        tree = [
             (self.opt, 0o755),
             (self.releases, 0o755),
             (self.lib, 0o755),
             (self.models, 0o755),
             (self.state, 0o700),
+            (self.snapshots, 0o700),
             (self.etc, 0o755),
             (self.trust, 0o755),
             (self.credentials, 0o700),
-            (self.cache, 0o700),
-            (self.log_dir, 0o750),
-            (self.run, 0o750),
+            (self.cache, shared),
+            (self.run, 0o755 if self.system else 0o750),
         ]
+        if self.system:
+            return [*tree, (self.tls, 0o755)]
+        return [*tree, (self.log_dir, 0o750)]

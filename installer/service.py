@@ -1,4 +1,4 @@
-"""How the service is run. Today a supervisor process under the prefix; later systemd, behind the same few verbs."""
+"""How the service is run: a supervisor process under a prefix, systemd on a server, behind the same few verbs."""
 
 import json
 import os
@@ -181,6 +181,15 @@ class PrefixService:
     def _supervisor(self) -> ProcessId | None:
         leader = self._leader()
         return leader if leader is not None and leader.alive() else None
+
+
+def service_for(layout: Layout) -> ServiceManager:
+    """Whatever runs the service of this installation."""
+    if not layout.system:
+        return PrefixService(layout)
+    from installer.service_systemd import SystemdService
+
+    return SystemdService(layout)
 
 
 def tail(path: Path, lines: int, limit: int = 1 << 20) -> list[str]:

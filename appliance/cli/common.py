@@ -1,0 +1,65 @@
+"""What the commands about an installation share: which one is meant, how errors are told, how JSON is printed."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from installer.errors import ExitCode, InstallError, io_error
+from installer.layout import Layout
+
+Prefix = Annotated[
+    Path | None,
+    typer.Option(
+        "--prefix", metavar="DIR",
+        help="Below a directory ($ATOLL_PREFIX). Without it: as root this server, else ~/.local/share/atoll.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
+
+
+def layout_for(prefix: Path | None) -> Layout:
+    """The installation that is meant: --prefix, $ATOLL_PREFIX, for root (or where one is) the server, else the user's.
+
+    `--prefix /` is the server too: nobody wants a supervised process among a system's units.
+    """
+    given = prefix or (Path(text) if (text := os.environ.get("ATOLL_PREFIX")) else None)
+    if given is not None:
+        return Layout.server() if given.resolve() == Path("/") else Layout.at(given)
+    if os.geteuid() == 0 or Layout.server().journal.parent.is_dir():
+        return Layout.server()
+    return Layout.at(Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "atoll")
+
+
+@contextlib.contextmanager
+def told(as_json: bool) -> Iterator[None]:
+    """Show errors as they are meant to be read, and leave with their exit code."""
+    from appliance.cli.install_view import print_error
+
+    try:
+        yield
+    except InstallError as error:
+        if as_json:
+            print_json(error.to_json())
+        else:
+            print_error(error)
+        raise typer.Exit(error.exit_code) from None
+    except OSError as error:
+        print_error(io_error("finish this command", error))
+        raise typer.Exit(ExitCode.IO) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+def print_json(facts: Any) -> None:
+    """One JSON object on stdout."""
+    typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+
+
+def examples(*lines: str) -> str:
+    """The epilog of a command's help."""
+    return "Examples:\n\n" + "\n\n".join(lines)
