@@ -20,10 +20,11 @@ _HEADER = """\
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the service listens."""
+    """Where the service listens. `certificate`: the one that it must show; None: it speaks plain HTTP."""
 
     host: str
     port: int
+    certificate: Path | None = None
 
     @property
     def connect_host(self) -> str:
@@ -33,7 +34,7 @@ class Endpoint:
     @property
     def url(self) -> str:
         host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if self.certificate else 'http'}://{host}:{self.port}"
 
 
 def read_text(path: Path) -> str | None:

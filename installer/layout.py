@@ -116,6 +116,26 @@ class Layout:
         return self.etc / "tls"
 
     @property
+    def ca_cert(self) -> Path:
+        return self.tls / "ca.crt"
+
+    @property
+    def server_cert(self) -> Path:
+        return self.tls / "server.crt"
+
+    @property
+    def ca_key(self) -> Path:
+        return self.credentials / "ca.key"
+
+    @property
+    def server_key(self) -> Path:
+        return self.credentials / "server.key"
+
+    @property
+    def verify_state(self) -> Path:
+        return self.state / "verify.json"
+
+    @property
     def units(self) -> Path:
         return self.prefix / "etc/systemd/system"
 
@@ -173,7 +193,7 @@ class Layout:
         In the system form the services' own directories below cache and run are made by systemd, each for its user.
         """
         shared = 0o755 if self.system else 0o700
-        tree = [
+        return [
             (self.opt, 0o755),
             (self.releases, 0o755),
             (self.lib, 0o755),
@@ -185,7 +205,6 @@ class Layout:
             (self.credentials, 0o700),
             (self.cache, shared),
             (self.run, 0o755 if self.system else 0o750),
+            (self.tls, 0o755),
+            *([] if self.system else [(self.log_dir, 0o750)]),
         ]
-        if self.system:
-            return [*tree, (self.tls, 0o755)]
-        return [*tree, (self.log_dir, 0o750)]
