@@ -35,12 +35,17 @@ def make_dir(path: Path, mode: int = 0o755) -> None:
         fsync_dir(directory.parent)
 
 
-def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
-    """Replace `path` in one step: readers and a power cut see the old content or the new, never a mixture."""
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o644, *, group: int | None = None) -> None:
+    """Replace `path` in one step: readers and a power cut see the old content or the new, never a mixture.
+
+    `group`: the id of the group that it shall belong to.
+    """
     temporary = path.with_name(f".{path.name}.partial")
     remove_file(temporary)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
+        if group is not None and group != os.fstat(fd).st_gid:
+            os.fchown(fd, -1, group)
         os.fchmod(fd, mode)
         with os.fdopen(fd, "wb", closefd=False) as file:
             file.write(data.encode() if isinstance(data, str) else data)

@@ -1,22 +1,44 @@
-"""API keys of the endpoint: shown once, stored as SHA-256 only.
+"""API keys of the endpoint: shown once, stored as SHA-256 only, each with a name, scopes and an end.
+
+These open the endpoint. The keys that sign bundles are another thing (`atoll keys`, offline_bundle/keys.py).
 
 The installer needs a key of its own for the smoke test and nobody should know it afterwards: it makes one that expires
 within the hour and removes it when the install ends.
+
+Every change reads, changes and replaces the file under a lock of its own, so an operator may revoke a key while an
+install is at work. The gateway reads the file again when it changes (engine/server/auth.py).
 """
 
+import fcntl
 import hashlib
-import json
+import os
+import re
 import secrets
+import stat
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from installer import fs
 from installer.errors import ExitCode, InstallError
+from offline_bundle.strictjson import StrictJSONError, canonical, loads
 
+SCOPES = {
+    "serve": "chat, completions and the list of models",
+    "metrics": "the figures at /metrics",
+    "admin": "everything, and what is added later for operators",
+}
+DEFAULT_SCOPES = ("serve", "metrics")   # also what keys without scopes have: they were made before scopes
+MAX_FILE_BYTES = 4 << 20                # as in engine/server/auth.py
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")
 _SMOKE = "installer-smoke-test"
+
+Entry = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,66 +49,199 @@ class NewKey:
     text: str
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Entry]:
     """All entries; a missing file has none. A file that is not ours to understand is refused, never overwritten."""
     try:
-        keys = json.loads(path.read_bytes())["keys"]
-        if isinstance(keys, list) and all(isinstance(key, dict) and "sha256" in key and "id" in key for key in keys):
-            return keys
-        raise ValueError
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, TypeError):
+    with os.fdopen(fd, "rb") as file:
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        data = file.read(MAX_FILE_BYTES + 1) if regular else b""
+    try:
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+        content = loads(data)
+        entries = content.get("keys") if isinstance(content, dict) else None
+        if not isinstance(entries, list):
+            raise ValueError('it does not hold {"keys": [...]}')
+        for number, entry in enumerate(entries):
+            if (wrong := _problem(entry)) is not None:
+                raise ValueError(f"entry {number + 1}: {wrong}")
+        return entries
+    except (StrictJSONError, ValueError) as error:
         raise InstallError(
-            f"The key file {path} is damaged.",
+            f"The key file {path} is damaged: {error}.",
             exit_code=ExitCode.IO,
             changed="It was left as it is.",
             hint=f"Restore it from a backup, or move it away for a new key: mv {path} {path}.damaged",
         ) from None
 
 
-def write(path: Path, keys: list[dict[str, Any]]) -> None:
-    fs.write_atomic(path, json.dumps({"keys": keys}, indent=2) + "\n", 0o600)
+def _problem(entry: Any) -> str | None:
+    """What is wrong with one entry, or None."""
+    if not isinstance(entry, dict):
+        return "it is not an object"
+    for name in ("id", "sha256"):
+        if not isinstance(entry.get(name), str) or not entry[name]:
+            return f"{name} is missing"
+    if not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
+        return "sha256 is not 64 hexadecimal digits"
+    if not isinstance(entry.get("name", ""), str):
+        return "name is not a text"
+    if not isinstance(entry.get("revoked", False), bool):
+        return "revoked is neither true nor false"
+    if not isinstance(expires := entry.get("expires"), str | None) or (expires and not _TIME.match(expires)):
+        return f"expires is not a time such as {_now()}"
+    scopes = entry.get("scopes", [])
+    if not isinstance(scopes, list) or not all(isinstance(scope, str) for scope in scopes):
+        return "scopes is not a list of words"
+    return None
 
 
-def add(path: Path, name: str, *, lifetime: float | None = None) -> NewKey:
-    """Make a 256-bit key and store its hash; `lifetime` in seconds, None for ever."""
+def write(path: Path, keys: Sequence[Entry]) -> None:
+    """Replace the file in one step. Where its directory lets a group enter (the gateway's), that group may read it."""
+    directory = path.parent.stat()
+    shared = bool(directory.st_mode & stat.S_IXGRP)
+    text = canonical({"keys": list(keys)}).replace(b"},{", b"},\n{") + b"\n"
+    fs.write_atomic(path, text, 0o640 if shared else 0o600, group=directory.st_gid if shared else None)
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[list[Entry]]:
+    """The entries, to be changed in place; written back when the block ends well."""
+    fd = os.open(path.with_name(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        entries = read(path)
+        before = [dict(entry) for entry in entries]
+        yield entries
+        if entries == before:
+            return
+        if entries:
+            write(path, entries)
+        else:
+            fs.remove_file(path)
+            fs.fsync_dir(path.parent)
+    finally:
+        os.close(fd)
+
+
+def add(
+    path: Path, name: str, *, lifetime: float | None = None, scopes: Sequence[str] = DEFAULT_SCOPES
+) -> NewKey:
+    """Make a 256-bit key and store its hash; `lifetime` in seconds, None for ever. Raises InstallError (usage)."""
+    check_name(name)
+    check_scopes(scopes)
     text = "sk-" + secrets.token_urlsafe(32)
     now = time.time()
-    entry = {
+    entry: Entry = {
         "id": secrets.token_hex(4),
         "name": name,
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "created": time.strftime(_FORMAT, time.gmtime(now)),
-        "expires": None if lifetime is None else time.strftime(_FORMAT, time.gmtime(now + lifetime)),
+        "created": _now(now),
+        "scopes": [scope for scope in SCOPES if scope in scopes],
+        "expires": None if lifetime is None else _now(now + lifetime),
         "revoked": False,
     }
-    write(path, [*read(path), entry])
+    with _changing(path) as entries:
+        entries.append(entry)
     return NewKey(entry["id"], text)
 
 
 def add_smoke(path: Path, lifetime: float) -> NewKey:
-    return add(path, _SMOKE, lifetime=lifetime)
+    return add(path, _SMOKE, lifetime=lifetime, scopes=("serve",))
+
+
+def revoke(path: Path, reference: str) -> Entry:
+    """Refuse a key for good; it stays listed. `reference`: id, the beginning of one (4 characters), or a name."""
+    with _changing(path) as entries:
+        entry = find(entries, reference)
+        if not entry.get("revoked"):
+            entry["revoked"], entry["revoked_at"] = True, _now()
+        return dict(entry)
 
 
 def remove(path: Path, ids: set[str], *, smoke: bool = False) -> None:
     """Drop entries by id, and with `smoke` whatever smoke tests left. The last entry's removal removes the file."""
-    keys = read(path)
-    kept = [key for key in keys if key["id"] not in ids and not (smoke and key.get("name") == _SMOKE)]
-    if len(kept) == len(keys):
+    if not path.parent.is_dir():
         return
-    if kept:
-        write(path, kept)
-    else:
-        fs.remove_file(path)
-        fs.fsync_dir(path.parent)
+    with _changing(path) as entries:
+        entries[:] = [k for k in entries if k["id"] not in ids and not (smoke and k.get("name") == _SMOKE)]
 
 
-def usable(path: Path) -> list[dict[str, Any]]:
+def find(entries: Sequence[Entry], reference: str) -> Entry:
+    """The one entry that is meant. Raises InstallError (usage) for none, or for more than one."""
+    people = [entry for entry in entries if entry.get("name") != _SMOKE]
+    found = [entry for entry in people if entry["id"] == reference]
+    if not found and len(reference) >= 4:
+        found = [entry for entry in people if entry["id"].startswith(reference)]
+    if not found:
+        found = [entry for entry in people if entry.get("name") == reference]
+    if len(found) == 1:
+        return found[0]
+    problem = f"{len(found)} API keys are called '{reference}'" if found else f"There is no API key '{reference}'"
+    raise InstallError(
+        f"{problem}.",
+        exit_code=ExitCode.USAGE,
+        why="A key is named by its id, never by its text: the text is a secret and is stored nowhere.",
+        changed="Nothing was changed.",
+        hint="Give the id of one: atoll apikey list",
+    )
+
+
+def state(entry: Entry, now: float | None = None) -> str:
+    """active, expired or revoked."""
+    if entry.get("revoked"):
+        return "revoked"
+    expires = entry.get("expires")
+    return "expired" if expires is not None and expires <= _now(now) else "active"
+
+
+def people(path: Path) -> list[Entry]:
+    """Entries that were made for a person or a program, whatever their state."""
+    return [entry for entry in read(path) if entry.get("name") != _SMOKE]
+
+
+def usable(path: Path) -> list[Entry]:
     """Entries that a person may hold: not revoked, not expired, not the smoke test's."""
-    now = time.strftime(_FORMAT, time.gmtime())
-    return [
-        key
-        for key in read(path)
-        if not key.get("revoked") and key.get("name") != _SMOKE and (key.get("expires") is None or key["expires"] > now)
-    ]
+    return [entry for entry in people(path) if state(entry) == "active"]
+
+
+def scopes_of(entry: Entry) -> list[str]:
+    return list(entry.get("scopes", DEFAULT_SCOPES))
+
+
+def seconds_left(entry: Entry) -> float | None:
+    """Until it expires; None: never."""
+    if entry.get("expires") is None:
+        return None
+    return datetime.strptime(entry["expires"], _FORMAT).replace(tzinfo=UTC).timestamp() - time.time()
+
+
+def check_name(name: str) -> None:
+    """Raises InstallError (usage) for a name that a listing could not show on one line."""
+    if not name.strip() or not name.isprintable() or len(name) > 64:
+        raise InstallError(
+            "A key's name has 1 to 64 printable characters.",
+            exit_code=ExitCode.USAGE,
+            changed="Nothing was changed.",
+            hint="Say who will use it, for example: atoll apikey new --name 'team a'",
+        )
+
+
+def check_scopes(scopes: Sequence[str]) -> None:
+    """Raises InstallError (usage)."""
+    unknown = [scope for scope in scopes if scope not in SCOPES]
+    if unknown or not scopes:
+        what = "; ".join(f"{name}: {meaning}" for name, meaning in SCOPES.items())
+        raise InstallError(
+            f"There is no scope '{unknown[0]}'." if unknown else "A key without a scope opens nothing.",
+            exit_code=ExitCode.USAGE,
+            changed="Nothing was changed.",
+            hint=f"The scopes are {what}.",
+        )
+
+
+def _now(at: float | None = None) -> str:
+    return time.strftime(_FORMAT, time.gmtime(time.time() if at is None else at))
