@@ -1,0 +1,26 @@
+"""The GPUs of this machine: what NVML and nvidia-smi say, as one set of facts."""
+
+import threading
+
+from installer.gpu import nvml, smi
+from installer.gpu.facts import Gpu, GpuFacts, GpuProcess, merge
+
+
+def collect() -> GpuFacts:
+    """Ask both at once; NVML is believed first. Never raises; done within about seven seconds, hung driver or not."""
+    answers: dict[str, GpuFacts] = {}
+    sources = {"nvml": nvml.query, "smi": smi.query}
+
+    def ask(name: str) -> None:
+        answers[name] = sources[name]()
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(nvml.BUDGET + 1)
+    late = GpuFacts(nvml_error="NVML: no answer", smi_error="nvidia-smi: no answer")
+    return merge(*(answers.get(name, late) for name in sources))
+
+
+__all__ = ["Gpu", "GpuFacts", "GpuProcess", "collect", "merge"]
