@@ -4,6 +4,7 @@
 directory that names it.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -33,6 +34,20 @@ def make_dir(path: Path, mode: int = 0o755) -> None:
             continue
         directory.chmod(mode if directory == path else 0o755)  # whatever the umask says
         fsync_dir(directory.parent)
+
+
+def read_regular(path: Path, limit: int) -> tuple[bytes, os.stat_result]:
+    """At most `limit` bytes of a regular file, and its facts. Raises OSError, also for what is no regular file (and
+    never waits on a FIFO); whether the file holds more, the facts tell."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "It is not a regular file", str(path))
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(limit), info
+    finally:
+        os.close(fd)
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644, *, group: int | None = None) -> None:

@@ -9,6 +9,7 @@ Every change reads, changes and replaces the file under a lock of its own, so an
 install is at work. The gateway reads the file again when it changes (engine/server/auth.py).
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -51,14 +52,18 @@ class NewKey:
 
 def read(path: Path) -> list[Entry]:
     """All entries; a missing file has none. A file that is not ours to understand is refused, never overwritten."""
+    data, problem = b"", ""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        data, _ = fs.read_regular(path, MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         return []
-    with os.fdopen(fd, "rb") as file:
-        regular = stat.S_ISREG(os.fstat(fd).st_mode)
-        data = file.read(MAX_FILE_BYTES + 1) if regular else b""
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        problem = "it is not a regular file"
     try:
+        if problem:
+            raise ValueError(problem)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
         content = loads(data)

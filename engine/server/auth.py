@@ -109,10 +109,13 @@ class KeyFile:
     def _read(self) -> list[ApiKey]:
         """Raises OSError, ValueError."""
         fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not stop the gateway
-        with os.fdopen(fd, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError("not a regular file")
-            data = file.read(MAX_FILE_BYTES + 1)
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+        finally:
+            os.close(fd)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
         try:

@@ -1,0 +1,223 @@
+"""The endpoint's certificate: made here by a local authority, or the customer's.
+
+    etc/atoll/credentials/ca.key       the authority's private key and its certificate   0600, never leaves the host
+    etc/atoll/credentials/server.key   the endpoint's private key and its chain          0600, what the gateway is given
+    etc/atoll/tls/ca.crt, server.crt   public copies of the certificates                 0644, for clients and status
+
+A key and its certificates are one file, replaced by one rename: whatever is cut off in the middle, no half pair is ever
+served. The public copies are made from it, and made again by whatever runs next.
+"""
+
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cryptography import x509
+
+from installer import certificates as x
+from installer import fs
+from installer.certificates import Pair
+from installer.errors import ExitCode, InstallError
+from installer.layout import Layout
+from installer.tls_import import check_import as check_import
+
+RENEW_DAYS = 30      # before its end a certificate of ours is made anew, and one of the customer's is warned of
+_LIMIT = 1 << 20     # bytes of any file read here
+_LOCAL = b"# Atoll: made by the local authority\n"
+_IMPORTED = b"# Atoll: the customer's, imported\n"
+_AUTHORITY = b"# Atoll: the local authority; keep it on this machine\n"
+
+Source = Literal["local", "imported"]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What `ensure` found or did. `uncovered`: names of this machine that the certificate does not hold."""
+
+    source: Source
+    changed: bool = False
+    new_ca: bool = False
+    uncovered: tuple[str, ...] = ()
+
+
+def wanted_names(host: str, given: Sequence[str] = ()) -> list[str]:
+    """Names and addresses that the certificate shall hold: the machine's, the address it listens on, those given.
+
+    Raises InstallError (usage) for a given name that no certificate can hold.
+    """
+    for name in given:
+        if not x.is_name(name):
+            raise InstallError(
+                f"'{name}' is neither a DNS name nor an IP address.",
+                exit_code=ExitCode.USAGE,
+                changed="Nothing was changed.",
+                hint="Give names as clients will type them, without https:// and port.",
+            )
+    return list(dict.fromkeys(name.lower() for name in (*x.machine_names(), *required_names(host, given))))
+
+
+def required_names(host: str, given: Sequence[str] = ()) -> list[str]:
+    """Those that somebody asked for."""
+    specific = [host] if x.is_name(host) and host not in ("0.0.0.0", "::", "") else []  # noqa: S104
+    return [name.lower() for name in (*specific, *given)]
+
+
+def ensure(layout: Layout, names: Sequence[str], *, required: Sequence[str] = ()) -> Made:
+    """A local authority and a certificate for `names`, unless a good one is there. Killed anywhere, run it again.
+
+    An imported pair is left alone. A name that the authority may not vouch for makes a new authority, which every
+    client has to trust anew; so that happens for `required` names only, not because an address has come and gone.
+    Raises InstallError (I/O) for a file that is there and cannot be understood: it is never overwritten.
+    """
+    pair, source = _read(layout.server_key, "the endpoint's private key")
+    if pair is not None and source == "imported":
+        changed = _publish(layout, None, pair)
+        return Made("imported", changed, uncovered=_uncovered(pair, names))
+    ca, _ = _read(layout.ca_key, "the local authority's private key")
+    new_ca = ca is None or x.days_left(ca.leaf) < RENEW_DAYS or not all(x.may_issue(ca.leaf, n) for n in required)
+    if ca is None or new_ca:
+        ca = _make_ca(layout, names)
+    permitted = [name for name in names if x.may_issue(ca.leaf, name)]
+    good = pair is not None and x.issued_by(pair.leaf, ca.leaf) and x.days_left(pair.leaf) >= RENEW_DAYS
+    if pair is None or not good or _uncovered(pair, permitted):
+        held = x.names_of(pair.leaf) if pair is not None else []
+        keep = [name for name in held if x.may_issue(ca.leaf, name)]
+        pair = _issue(layout, ca, list(dict.fromkeys([*permitted, *keep])))
+        good = False
+    changed = _publish(layout, ca, pair)
+    return Made("local", changed or not good, new_ca, _uncovered(pair, names))
+
+
+def renew(layout: Layout, names: Sequence[str], *, new_ca: bool = False) -> Made:
+    """A new key and certificate for `names` now, whatever is left of the old one. Raises InstallError (usage) where
+    the certificate is the customer's, or where `names` need a new authority and `new_ca` does not say so."""
+    pair, source = _read(layout.server_key, "the endpoint's private key")
+    if pair is not None and source == "imported":
+        raise InstallError(
+            "The certificate was not made here, so it cannot be renewed here.",
+            exit_code=ExitCode.USAGE,
+            changed="Nothing was changed.",
+            hint="Import a new one: atoll tls import --cert FILE --key FILE. Or go back to a certificate of our own: "
+            "atoll tls renew --local",
+        )
+    return _renew(layout, names, new_ca)
+
+
+def renew_local(layout: Layout, names: Sequence[str], *, new_ca: bool = False) -> Made:
+    """As `renew`, and in place of an imported pair too."""
+    return _renew(layout, names, new_ca)
+
+
+def _renew(layout: Layout, names: Sequence[str], new_ca: bool) -> Made:
+    ca, _ = _read(layout.ca_key, "the local authority's private key") if not new_ca else (None, "local")
+    if ca is not None and (outside := [name for name in names if not x.may_issue(ca.leaf, name)]):
+        raise InstallError(
+            f"The local authority was made for other names than {', '.join(outside)}.",
+            exit_code=ExitCode.USAGE,
+            why="It may vouch only for what this machine was called when it was made.",
+            changed="Nothing was changed.",
+            hint="Make a new authority, which clients must then trust anew: atoll tls renew --new-ca",
+        )
+    made_ca = ca is None
+    if ca is None:
+        ca = _make_ca(layout, names)
+    pair = _issue(layout, ca, names)
+    _publish(layout, ca, pair)
+    return Made("local", True, made_ca)
+
+
+def install_import(layout: Layout, pair: Pair) -> None:
+    """Put a checked pair (installer/tls_import.py) in place of what is there."""
+    _make_directories(layout)
+    fs.write_atomic(layout.server_key, _IMPORTED + pair.key_pem() + pair.chain_pem(), 0o600)
+    _publish(layout, None, pair)
+
+
+def planned_files(layout: Layout) -> list[tuple[Path, int]]:
+    """(path, bytes) of all that may be written, for the plan."""
+    return [(layout.ca_key, 1100), (layout.server_key, 1200), (layout.ca_cert, 800), (layout.server_cert, 900)]
+
+
+def plan_files(layout: Layout) -> list[tuple[Path, int, str]]:
+    """The same with a word about each."""
+    notes = ("mode 0600", "mode 0600", "for clients", "public")
+    return [(path, size, note) for (path, size), note in zip(planned_files(layout), notes, strict=True)]
+
+
+def settings(layout: Layout) -> dict[str, Any]:
+    """The flags of a server that reads the files itself: one file holds the key and its certificates."""
+    return {"ssl-certfile": str(layout.server_key), "ssl-keyfile": str(layout.server_key)}
+
+
+def ca_file(layout: Layout) -> Path:
+    """What a client must trust to reach this endpoint: our authority, or the served certificate itself."""
+    chain = read_public(layout.server_cert)
+    ca = read_public(layout.ca_cert)
+    return layout.ca_cert if chain and ca and x.issued_by(chain[0], ca[0]) else layout.server_cert
+
+
+def read_public(path: Path) -> tuple[x509.Certificate, ...]:
+    """The certificates of a public copy; none where it is missing or no certificate."""
+    try:
+        return x.parse_certificates(_bytes(path))
+    except OSError:
+        return ()
+
+
+def _make_ca(layout: Layout, names: Sequence[str]) -> Pair:
+    _make_directories(layout)
+    ca = x.make_ca(names)
+    fs.write_atomic(layout.ca_key, _AUTHORITY + ca.key_pem() + ca.chain_pem(), 0o600)
+    return ca
+
+
+def _issue(layout: Layout, ca: Pair, names: Sequence[str]) -> Pair:
+    pair = x.issue(ca, names)
+    fs.write_atomic(layout.server_key, _LOCAL + pair.key_pem() + pair.chain_pem(), 0o600)
+    return pair
+
+
+def _publish(layout: Layout, ca: Pair | None, pair: Pair) -> bool:
+    """The public copies as they should be, and the modes of the private files; returns whether anything was not so."""
+    changed = False
+    fs.make_dir(layout.tls, 0o755)
+    for path, wanted in ((layout.ca_cert, ca), (layout.server_cert, pair)):
+        if wanted is not None and (not path.is_file() or path.is_symlink() or _bytes(path) != wanted.chain_pem()):
+            fs.write_atomic(path, wanted.chain_pem(), 0o644)
+            changed = True
+    for path in (layout.ca_key, layout.server_key):
+        if path.exists() and stat.S_IMODE(path.stat().st_mode) != 0o600:
+            path.chmod(0o600)
+            changed = True
+    return changed
+
+
+def _make_directories(layout: Layout) -> None:
+    fs.make_dir(layout.credentials, 0o700)
+    fs.make_dir(layout.tls, 0o755)
+
+
+def _read(path: Path, what: str) -> tuple[Pair | None, Source]:
+    try:
+        data = _bytes(path)
+    except FileNotFoundError:
+        return None, "local"
+    pair = x.parse_pair(data)
+    if pair is None:
+        raise InstallError(
+            f"{path}, {what}, is damaged: it does not hold a private key and its certificate.",
+            exit_code=ExitCode.IO,
+            changed="It was left as it is.",
+            hint=f"Restore it from a backup, or move it away for a new one: mv {path} {path}.damaged; atoll tls renew",
+        )
+    return pair, "imported" if data.startswith(_IMPORTED) else "local"
+
+
+def _bytes(path: Path) -> bytes:
+    return fs.read_regular(path, _LIMIT)[0]
+
+
+def _uncovered(pair: Pair, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if not x.covers(pair.leaf, name))
