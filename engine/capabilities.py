@@ -5,7 +5,7 @@ Each refusal is one sentence that names the flag, and says what to do instead.
 
 from pathlib import Path
 
-from engine.config import PAGE_SIZES, EngineConfig
+from engine.config import PAGE_SIZES, STATE_DTYPES, EngineConfig
 from engine.errors import ConfigError
 
 # Grows with the code that makes them work.
@@ -47,6 +47,11 @@ def check_capabilities(config: EngineConfig, device: str) -> None:
         raise ConfigError(
             f"--kv-cache-dtype {config.kv_cache_dtype} is not available on {device}.", "--kv-cache-dtype",
             f"Use one of: {', '.join(sorted(kv_dtypes))}.",
+        )
+    if config.mamba_ssm_cache_dtype not in ("auto", *STATE_DTYPES):
+        raise ConfigError(
+            f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype} is not available.", "--mamba-ssm-cache-dtype",
+            f"Use one of: auto, {', '.join(STATE_DTYPES)}.",
         )
     if config.block_size is not None and config.block_size not in PAGE_SIZES:
         raise ConfigError(

@@ -12,10 +12,13 @@ import torch
 from engine.bench import floor, report
 from engine.bench.moe import step_seconds
 from engine.capabilities import resolve_device
+from engine.config import STATE_DTYPES
+from engine.core.kv.spec import StateLayer
 from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
 from engine.layers.delta import GatedDeltaNet
 from engine.models.config import ModelConfig
 from engine.models.config_qwen3_5 import read_qwen3_5
+from engine.models.registry import model_class
 
 _BATCHES = (1, 4, 16, 64, 256)
 _PROMPTS = (64, 1024, 8192)
@@ -26,19 +29,33 @@ _TURNS = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batches", type=int, nargs="*", default=_BATCHES, help="sequences of a decode step")
+    parser.add_argument("--mamba-ssm-cache-dtype", choices=("auto", *STATE_DTYPES), default="auto")
     parser.add_argument("--prompts", type=int, nargs="*", default=_PROMPTS, help="tokens")
 
 
 def run(args: argparse.Namespace) -> Iterator[report.Row]:
     device = torch.device(resolve_device(args.device, torch.cuda.is_available()))
-    layer = make_layer(ModelConfig.load(args.model), device)
-    facts = {"bench": "delta", "engine": "atoll", "model": args.model.name}
+    config = ModelConfig.load(args.model)
+    layer = make_layer(config, device)
+    layer.state_dtype = state_dtype(config, args.mamba_ssm_cache_dtype, device)
+    facts = {"bench": "delta", "engine": "atoll", "model": args.model.name, "state": layer.state_dtype}
     copy = floor.bandwidth(device)["copy"]
     with torch.inference_mode():
         for batch in args.batches:
             yield {**facts, **decode(layer, batch, copy), **report.machine(device)}
         for tokens in args.prompts:
             yield {**facts, **prefill(layer, tokens), **report.machine(device)}
+
+
+def state_dtype(config: ModelConfig, wanted: str, device: torch.device) -> str:
+    """As the engine would choose it for this model in bf16."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = model_class(config)(config, 16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.set_state_dtype(wanted, device.type)
+    return next(layer.dtypes[0] for layer in model.cache_layers() if isinstance(layer, StateLayer))
 
 
 def make_layer(config: ModelConfig, device: torch.device) -> GatedDeltaNet:
@@ -60,7 +77,8 @@ def make_layer(config: ModelConfig, device: torch.device) -> GatedDeltaNet:
 
 def decode(layer: GatedDeltaNet, batch: int, copy: float) -> report.Row:
     """`copy`: GB/s. `of_floor`: the time to copy the rule's states, over the time of a step."""
-    each = 4 * layer.value_heads * layer.value_dim * layer.key_dim
+    _make_states(layer, 1)
+    each = layer.state[0].nbytes
     turns = min(_TURNS, max(2, _STATE_BYTES // (batch * each)))
     _make_states(layer, turns * batch)
     device = layer.a_log.device

@@ -8,8 +8,11 @@ A head keeps a state S [V, K], a linear map from keys to values, which each toke
     S = S + d kᵀ
     o = S q
 
-    state       [slots, HV, V, K] float32     q and k have HK heads; each serves HV / HK value heads that stand together
-    conv_state  [slots, W, C]                 the newest W inputs of the convolution: that of position p in row p mod W
+    state       [slots, HV, V, K]   float32, or bfloat16 for half the traffic: a step computes in float32 and rounds it
+                                    to the nearest when it is put back
+    conv_state  [slots, W, C]       the newest W inputs of the convolution: that of position p in row p mod W
+
+q and k have HK heads; each serves HV / HK value heads that stand together.
 
 The ring has one row more than the convolution looks back, so that on a GPU the row that a token writes is none of those
 that another program may still read.

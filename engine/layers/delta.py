@@ -42,11 +42,12 @@ class GatedDeltaNet(nn.Module):
           ├► b, a ─► how much a token writes and keeps ──┘                          │
           └► z ─────────────────────────────────────────────────────────────────────┘
 
-    The worker binds `state`: the rule's [num_slots, HV, V, K] float32 and the convolution's [num_slots, W, C]; see
-    engine.kernels.delta.
+    The worker binds `state`: the rule's [num_slots, HV, V, K] in `state_dtype`, and the convolution's [num_slots, W, C];
+    see engine.kernels.delta.
     """
 
     state: tuple[torch.Tensor, ...]
+    state_dtype = "float32"  # one of STATE_DTYPES
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class GatedDeltaNet(nn.Module):
     def cache_layer(self) -> StateLayer:
         dtype = str(self.conv_weight.dtype).removeprefix("torch.")
         shapes = (self.value_heads, self.value_dim, self.key_dim), (self.conv_weight.shape[-1], self.channels)
-        return StateLayer(shapes, ("float32", dtype))
+        return StateLayer(shapes, (self.state_dtype, dtype))
 
     def forward(self, x: torch.Tensor, batch: RecurrentBatch | DeviceRecurrentBatch) -> torch.Tensor:
         qkv, z = self.in_proj_qkvz(x).split((self.channels, self.value_size), -1)

@@ -49,6 +49,9 @@ class CausalLM(nn.Module):
         """
         return [m for m in self.modules() if isinstance(m, Attention)]
 
+    def set_state_dtype(self, wanted: str, device: str) -> None:
+        """How recurrent layers keep their states, from now on: --mamba-ssm-cache-dtype, on "cpu" or "cuda"."""
+
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints carry and this family does not need."""
         return name.endswith("rotary_emb.inv_freq")

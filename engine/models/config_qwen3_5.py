@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from engine.config import STATE_DTYPES
 from engine.errors import ModelError
 from engine.models.fields import get_field, get_size
 from engine.models.moe_config import MoeConfig, sparse_layers
@@ -19,6 +20,7 @@ class Qwen35Config:
     key_dim: int
     value_dim: int
     conv_width: int
+    state_dtype: str | None    # of the rule's state, one of STATE_DTYPES; None: not said
     rope: dict[str, Any]
     mixed_on_disk: bool    # the projections of a recurrent layer stand key head by key head
     sparse: list[bool]     # layers with experts
@@ -50,6 +52,7 @@ def read_qwen3_5(raw: dict[str, Any], rope: dict[str, Any], *, is_next: bool = F
         key_dim=get_size(raw, "linear_key_head_dim", 128),
         value_dim=get_size(raw, "linear_value_head_dim", 128),
         conv_width=get_size(raw, "linear_conv_kernel_dim", 4),
+        state_dtype=_state_dtype(raw),
         # Sections of mrope turn with the positions of images; in text all positions are one.
         rope={"partial_rotary_factor": _PARTIAL_ROTARY_FACTOR if factor is None else factor} | rope,
         mixed_on_disk=is_next,
@@ -57,6 +60,13 @@ def read_qwen3_5(raw: dict[str, Any], rope: dict[str, Any], *, is_next: bool = F
         moe=moe,
         shared_inner=get_size(raw, "shared_expert_intermediate_size") if moe else 0,
     )
+
+
+def _state_dtype(raw: dict[str, Any]) -> str | None:
+    name = raw.get("mamba_ssm_dtype")
+    if name is not None and name not in STATE_DTYPES:
+        raise ModelError(f"config.json: mamba_ssm_dtype must be {' or '.join(STATE_DTYPES)}, found {name!r:.60}.")
+    return name
 
 
 def _layer_kinds(raw: dict[str, Any]) -> tuple[str, ...]:

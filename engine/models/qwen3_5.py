@@ -166,6 +166,7 @@ class Qwen35ForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
         own = read_qwen3_5(config.raw, config.rope, is_next=config.architecture == "Qwen3NextForCausalLM")
+        self._state_dtype = own.state_dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = [Qwen35Layer(config, own, i) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(self.blocks)
@@ -173,6 +174,7 @@ class Qwen35ForCausalLM(CausalLM):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.embed_tokens)
+        self.set_state_dtype("auto", "cpu")
         self.rope = RotaryEmbedding(config.head_dim, max_model_len, own.rope)
         self._prefix = _MULTIMODAL if config.architecture.endswith("ForConditionalGeneration") else "model."
 
@@ -198,6 +200,18 @@ class Qwen35ForCausalLM(CausalLM):
     def cache_modules(self) -> list[nn.Module]:
         mixers = [layer.mixer for layer in self.blocks]
         return [m if isinstance(m, GatedDeltaNet) else m.attention for m in mixers]
+
+    def set_state_dtype(self, wanted: str, device: str) -> None:
+        """`auto`: what the checkpoint says; else on a GPU the model's dtype, which halves what a step moves.
+
+        float16 is never taken: nothing bounds a state's numbers.
+        """
+        if wanted == "auto":
+            own = "bfloat16" if device == "cuda" and self.embed_tokens.weight.dtype == torch.bfloat16 else "float32"
+            wanted = self._state_dtype or own
+        for layer in self.blocks:
+            if isinstance(layer.mixer, GatedDeltaNet):
+                layer.mixer.state_dtype = wanted
 
     def adapt(self, names: Iterable[str]) -> None:
         stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)

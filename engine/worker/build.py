@@ -61,6 +61,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
     finally:
         torch.set_default_dtype(torch.float32)
+    model.set_state_dtype(config.mamba_ssm_cache_dtype, device.type)
     if config.quantization is not None:
         quantize(model, config.quantization)
     card = Card.now(device) if device.type == "cuda" else None

@@ -20,10 +20,14 @@ TINY = {
 }  # fmt: skip
 
 
-def test_rows(tmp_path):
+@pytest.mark.parametrize(("state", "size"), [("auto", 4), ("bfloat16", 2)])
+def test_rows(tmp_path, state, size):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    one, prompt = delta.run(argparse.Namespace(device="cpu", model=tmp_path, batches=[3], prompts=[70]))
-    assert one["tb_s"] == pytest.approx(2 * 3 * 4 * 32 * 16 * 4 / (one["us"] / 1e6) / 1e12, abs=6e-4)
+    args = argparse.Namespace(device="cpu", model=tmp_path, batches=[3], prompts=[70])
+    args.mamba_ssm_cache_dtype = state
+    one, prompt = delta.run(args)
+    assert one["state"] == {2: "bfloat16", 4: "float32"}[size]
+    assert one["tb_s"] == pytest.approx(2 * 3 * 4 * 32 * 16 * size / (one["us"] / 1e6) / 1e12, abs=6e-4)
     assert prompt["us_per_1k_tokens"] == pytest.approx(prompt["us"] / 0.07, rel=0.01)
 
 

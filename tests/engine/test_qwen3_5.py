@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.kv.spec import StateLayer
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 from engine.kernels.attention import AttentionBatch
 from engine.layers.context import ForwardContext, StateBatch, forward_context
 from engine.layers.delta import GatedDeltaNet
@@ -84,9 +84,10 @@ def qwen_dir(tmp_path_factory):
 class Steps:
     """A loaded model with caches of its own: runs steps of several sequences, each with a slot and pages."""
 
-    def __init__(self, model_dir, num_seqs):
+    def __init__(self, model_dir, num_seqs, state_dtype="auto"):
         config = ModelConfig.load(model_dir)
         self.model = model_class(config)(config, 512).eval()
+        self.model.set_state_dtype(state_dtype, "cpu")
         with torch.inference_mode():
             load_weights(self.model, model_dir)
         for layer, module in zip(self.model.cache_layers(), self.model.cache_modules(), strict=True):
@@ -143,6 +144,61 @@ def test_logits_equal_transformers(qwen_dir, shape):
         torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-3, atol=5e-4)
 
 
+def test_states_in_bfloat16_change_little(qwen_dir):
+    """A prompt in chunks, then token by token: some 100 times a state is rounded."""
+    model_dir, rng = qwen_dir("dense"), random.Random(1)
+    prompt = [rng.randrange(3, VOCAB) for _ in range(180)]
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        steps, at, logits = Steps(model_dir, 1, dtype), 0, []
+        for count in [64, 20] + [1] * 96:
+            logits += steps.run([(0, at, prompt[at : at + count])])
+            at += count
+        found.append(torch.cat(logits))
+    expected = oracle.logits(model_dir, prompt)
+    torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=5e-4)
+    assert 0 < (found[1] - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted", "device", "dtype", "expected"),
+    [
+        (None, "auto", "cpu", torch.bfloat16, "float32"),
+        (None, "auto", "cuda", torch.bfloat16, "bfloat16"),
+        (None, "auto", "cuda", torch.float16, "float32"),
+        ("float32", "auto", "cuda", torch.bfloat16, "float32"),
+        ("bfloat16", "auto", "cpu", torch.float32, "bfloat16"),
+        ("float32", "bfloat16", "cpu", torch.float32, "bfloat16"),
+        ("bfloat16", "float32", "cuda", torch.bfloat16, "float32"),
+    ],
+)
+def test_the_dtype_of_states(said, wanted, device, dtype, expected):
+    config = ModelConfig.parse({"architectures": ["Qwen3_5ForCausalLM"], **TEXT, "mamba_ssm_dtype": said})
+    torch.set_default_dtype(dtype)
+    try:
+        model = model_class(config)(config, 16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.set_state_dtype(wanted, device)
+    layers = [layer for layer in model.cache_layers() if isinstance(layer, StateLayer)]
+    assert {layer.dtypes for layer in layers} == {(expected, str(dtype).removeprefix("torch."))}
+
+
+def test_the_flag_reaches_memory_and_plan(qwen_dir):
+    found = {}
+    for dtype in ("auto", "bfloat16"):
+        core = engine(qwen_dir("dense"), mamba_ssm_cache_dtype=dtype)
+        spec = core.runner.cache.spec
+        found[dtype] = spec.slot_bytes
+        assert {states[0].dtype for states in core.runner.cache.states.values()} == {
+            getattr(torch, spec.state_dtypes)
+        }
+        assert f"recurrent layers, in {spec.state_dtypes}" in core.info()["memory_plan"]
+    assert found["auto"] - found["bfloat16"] == 3 * 2 * 4 * 16 * 24
+    with pytest.raises(ConfigError, match="--mamba-ssm-cache-dtype fp8 is not available"):
+        engine(qwen_dir("dense"), mamba_ssm_cache_dtype="fp8")
+
+
 def test_both_forms_of_experts_are_tested(qwen_dir):
     stacked, each = (load_file(qwen_dir(s) / "model.safetensors") for s in ("multimodal_experts", "experts"))
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in stacked
@@ -197,6 +253,8 @@ def test_reference_models_have_the_tensors_of_their_checkpoints():
         ({"attention_bias": True}, "attention_bias"),
         ({"attn_output_gate": False}, "attn_output_gate"),
         ({"num_experts": 4}, "num_experts_per_tok"),
+        ({"mamba_ssm_dtype": "float8"}, "mamba_ssm_dtype must be float32 or bfloat16, found 'float8'"),
+        ({"mamba_ssm_dtype": 16}, "mamba_ssm_dtype must be float32 or bfloat16, found 16"),
         (EXPERTS | {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
     ],
 )

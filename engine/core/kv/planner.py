@@ -122,7 +122,8 @@ class MemoryPlan:
             text = f"x {per:,}: {spec.page_size} tokens in {len(group.layers)} layers of {sees}"
             kinds.append((group.page_bytes, text))
         if spec.slot_bytes:
-            kinds.append((spec.slot_bytes, f"x {spec.per_extent[-1]:,}: a sequence's state in the recurrent layers"))
+            text = f"x {spec.per_extent[-1]:,}: a sequence's state in the recurrent layers, in {spec.state_dtypes}"
+            kinds.append((spec.slot_bytes, text))
         return kinds
 
 

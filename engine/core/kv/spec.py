@@ -113,6 +113,11 @@ class CacheSpec:
         return self.extent_bytes // self.per_extent[-1] if self.slot_bytes else 0
 
     @property
+    def state_dtypes(self) -> str:
+        """In which recurrences keep their states (a layer's first tensor): `float32`."""
+        return " and ".join(sorted({layer.dtypes[0] for layer in self.layers if isinstance(layer, StateLayer)}))
+
+    @property
     def fixed_bytes(self) -> int:
         """Beside the extents: a trash page, which all groups share, and a slot for padding."""
         return max(self.page_strides) + self.slot_stride
@@ -177,10 +182,10 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 def table_widths(max_model_len: int, page_size: int) -> tuple[int, int]:
     """Token ids and page ids in a row of the request table. Rows begin at multiples of 64 bytes, whatever the length:
     GPU kernels have a variant for aligned rows, and only that one is compiled before the first request."""
-    return _aligned(max_model_len), _aligned(pages_for(max_model_len, page_size))
+    return _row_width(max_model_len), _row_width(pages_for(max_model_len, page_size))
 
 
-def _aligned(count: int) -> int:
+def _row_width(count: int) -> int:
     return -(-count // _ROW_ALIGN) * _ROW_ALIGN
 
 
