@@ -1,0 +1,103 @@
+"""Tests on machines that boot. They run when they are asked for: `make test-appliance`, or `pytest -m boot tests/boot`.
+
+Without root, systemd-nspawn or a kernel that can count connects they are skipped, and say why.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import rootfs
+from machine import Machine, MachineError, cgroup2
+from rootfs import NoRoot, suites
+
+HERE = Path(__file__).parent
+MEASURES = pytest.StashKey[list[tuple[str, str, float, float | None]]]()
+
+
+def missing() -> str | None:
+    """Why machines cannot be booted here, or None."""
+    if os.geteuid() != 0:
+        return "booting a machine needs root: sudo make test-appliance"
+    for program, package in (("systemd-nspawn", "systemd-container"), ("debootstrap", "debootstrap"),
+                             ("nsenter", "util-linux")):  # fmt: skip
+        if shutil.which(program) is None:
+            return f"{program} is not here: apt-get install {package}"
+    try:
+        top = cgroup2()
+    except MachineError as error:
+        return str(error)
+    if not os.access(top / "cgroup.procs", os.W_OK):
+        return f"{top} cannot be written: this is a container without rights over control groups"
+    return None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path.name.startswith("test_boot_") and "boot" not in (config.option.markexpr or ""):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ours = [item for item in items if HERE in item.path.parents]
+    reason = missing() if ours else None
+    for item in ours:
+        item.add_marker(pytest.mark.boot)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def work() -> Iterator[Path]:
+    """Where machines live."""
+    directory = rootfs.work()
+    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    yield directory
+    with contextlib.suppress(OSError):  # another run may have machines there
+        directory.rmdir()
+
+
+@pytest.fixture(scope="session", params=suites())
+def suite(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def new_machine(work: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Machine]]:
+    """``new_machine(suite)`` → a fresh machine, off; gone at the end of the test, also after Ctrl-C."""
+    made: list[Machine] = []
+
+    def make(suite: str, **options: object) -> Machine:
+        try:
+            made.append(Machine(suite, work, **options).__enter__())  # type: ignore[arg-type]
+        except NoRoot as error:
+            pytest.skip(str(error)) if "ATOLL_BOOT_SUITES" not in os.environ else pytest.fail(str(error))
+        return made[-1]
+
+    yield make
+    for machine in reversed(made):
+        machine.__exit__()
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``measure(what, seconds, limit)``: printed in a table at the end; beyond its limit the test fails."""
+    config = request.config
+
+    def note(what: str, seconds: float, limit: float | None = None) -> None:
+        config.stash.setdefault(MEASURES, []).append((request.node.name, what, seconds, limit))
+        assert limit is None or seconds <= limit, f"{what}: {seconds:.1f} s, and at most {limit:.1f} s are promised"
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = config.stash.get(MEASURES, [])
+    if rows:
+        terminalreporter.section("measured on the booted machines")
+        for test, what, seconds, limit in rows:
+            bound = f"(at most {limit:.0f} s)" if limit is not None else ""
+            terminalreporter.write_line(f"{seconds:7.1f} s  {bound:16} {what}  [{test}]")
