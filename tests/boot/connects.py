@@ -116,7 +116,8 @@ def _program(map_fd: int, *, ipv6: bool) -> bytes:
     assert key % 4 == 0
     code = [_op(MOVE, 6, 1)]
     address = [USER_IP6 + 4 * i for i in range(4)] if ipv6 else [USER_IP4]
-    for at, field in [(0, FAMILY), (4, TYPE), *((8 + 4 * i, field) for i, field in enumerate(address)), (24, USER_PORT)]:
+    fields = [(0, FAMILY), (4, TYPE), *((8 + 4 * i, field) for i, field in enumerate(address)), (24, USER_PORT)]
+    for at, field in fields:
         code += [_op(LOAD_W, 2, 6, field), _op(STORE_W, 10, 2, key + at)]
     if not ipv6:
         code += [_op(0x62, 10, 0, key + at, 0) for at in (12, 16, 20)]

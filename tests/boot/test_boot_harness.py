@@ -1,4 +1,4 @@
-"""The machine is one: it boots, has no network, no compiler and no pip, reboots, survives a power cut, leaves nothing."""
+"""A machine of the tests is one: it boots bare and without a network, reboots, survives power cuts, leaves nothing."""
 
 import os
 import signal
