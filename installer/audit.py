@@ -4,6 +4,7 @@ Each line holds the hash of the line before it. The chain proves order and compl
 copy of the last hash elsewhere to notice a log that was cut short.
 """
 
+import fcntl
 import getpass
 import hashlib
 import json
@@ -59,6 +60,7 @@ def append(path: Path, event: str, **data: Any) -> None:
     the new record then links to the last line as it stands, and `read` keeps reporting the break."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # an operator may revoke a key while an install is at work
         content = os.pread(fd, os.fstat(fd).st_size, 0)
         whole = content.rfind(b"\n") + 1
         if whole != len(content):

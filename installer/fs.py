@@ -50,17 +50,12 @@ def read_regular(path: Path, limit: int) -> tuple[bytes, os.stat_result]:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: bytes | str, mode: int = 0o644, *, group: int | None = None) -> None:
-    """Replace `path` in one step: readers and a power cut see the old content or the new, never a mixture.
-
-    `group`: the id of the group that it shall belong to.
-    """
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
+    """Replace `path` in one step: readers and a power cut see the old content or the new, never a mixture."""
     temporary = path.with_name(f".{path.name}.partial")
     remove_file(temporary)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
-        if group is not None and group != os.fstat(fd).st_gid:
-            os.fchown(fd, -1, group)
         os.fchmod(fd, mode)
         with os.fdopen(fd, "wb", closefd=False) as file:
             file.write(data.encode() if isinstance(data, str) else data)

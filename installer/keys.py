@@ -6,7 +6,8 @@ The installer needs a key of its own for the smoke test and nobody should know i
 within the hour and removes it when the install ends.
 
 Every change reads, changes and replaces the file under a lock of its own, so an operator may revoke a key while an
-install is at work. The gateway reads the file again when it changes (engine/server/auth.py).
+install is at work. The gateway reads the file again when it changes (engine/server/auth.py); under systemd it has a
+copy, which `systemctl reload` replaces (engine/server/credentials.py).
 """
 
 import errno
@@ -15,7 +16,6 @@ import hashlib
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -105,11 +105,8 @@ def _problem(entry: Any) -> str | None:
 
 
 def write(path: Path, keys: Sequence[Entry]) -> None:
-    """Replace the file in one step. Where its directory lets a group enter (the gateway's), that group may read it."""
-    directory = path.parent.stat()
-    shared = bool(directory.st_mode & stat.S_IXGRP)
-    text = canonical({"keys": list(keys)}).replace(b"},{", b"},\n{") + b"\n"
-    fs.write_atomic(path, text, 0o640 if shared else 0o600, group=directory.st_gid if shared else None)
+    """Replace the file in one step, one entry a line."""
+    fs.write_atomic(path, canonical({"keys": list(keys)}).replace(b"},{", b"},\n{") + b"\n", 0o600)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from installer.tls_import import check_import as check_import
 
 RENEW_DAYS = 30      # before its end a certificate of ours is made anew, and one of the customer's is warned of
 _LIMIT = 1 << 20     # bytes of any file read here
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
 _LOCAL = b"# Atoll: made by the local authority\n"
 _IMPORTED = b"# Atoll: the customer's, imported\n"
 _AUTHORITY = b"# Atoll: the local authority; keep it on this machine\n"
@@ -90,11 +91,16 @@ def ensure(layout: Layout, names: Sequence[str], *, required: Sequence[str] = ()
     return Made("local", changed or not good, new_ca, _uncovered(pair, names))
 
 
-def renew(layout: Layout, names: Sequence[str], *, new_ca: bool = False) -> Made:
-    """A new key and certificate for `names` now, whatever is left of the old one. Raises InstallError (usage) where
-    the certificate is the customer's, or where `names` need a new authority and `new_ca` does not say so."""
+def renew(
+    layout: Layout, names: Sequence[str], *, required: Sequence[str] = (), new_ca: bool = False, local: bool = False
+) -> Made:
+    """A new key and certificate now, whatever is left of the old one, for its names and `names`.
+
+    Raises InstallError (usage) where the certificate is the customer's and `local` does not say to replace it, and
+    where `required` names need a new authority and `new_ca` does not say so.
+    """
     pair, source = _read(layout.server_key, "the endpoint's private key")
-    if pair is not None and source == "imported":
+    if pair is not None and source == "imported" and not local:
         raise InstallError(
             "The certificate was not made here, so it cannot be renewed here.",
             exit_code=ExitCode.USAGE,
@@ -102,17 +108,8 @@ def renew(layout: Layout, names: Sequence[str], *, new_ca: bool = False) -> Made
             hint="Import a new one: atoll tls import --cert FILE --key FILE. Or go back to a certificate of our own: "
             "atoll tls renew --local",
         )
-    return _renew(layout, names, new_ca)
-
-
-def renew_local(layout: Layout, names: Sequence[str], *, new_ca: bool = False) -> Made:
-    """As `renew`, and in place of an imported pair too."""
-    return _renew(layout, names, new_ca)
-
-
-def _renew(layout: Layout, names: Sequence[str], new_ca: bool) -> Made:
     ca, _ = _read(layout.ca_key, "the local authority's private key") if not new_ca else (None, "local")
-    if ca is not None and (outside := [name for name in names if not x.may_issue(ca.leaf, name)]):
+    if ca is not None and (outside := [name for name in required if not x.may_issue(ca.leaf, name)]):
         raise InstallError(
             f"The local authority was made for other names than {', '.join(outside)}.",
             exit_code=ExitCode.USAGE,
@@ -120,12 +117,14 @@ def _renew(layout: Layout, names: Sequence[str], new_ca: bool) -> Made:
             changed="Nothing was changed.",
             hint="Make a new authority, which clients must then trust anew: atoll tls renew --new-ca",
         )
+    held = x.names_of(pair.leaf) if pair is not None and source == "local" and not new_ca else []
+    everything = list(dict.fromkeys([*names, *required, *held]))
     made_ca = ca is None
     if ca is None:
-        ca = _make_ca(layout, names)
-    pair = _issue(layout, ca, names)
+        ca = _make_ca(layout, everything)
+    pair = _issue(layout, ca, [name for name in everything if x.may_issue(ca.leaf, name)])
     _publish(layout, ca, pair)
-    return Made("local", True, made_ca)
+    return Made("local", True, made_ca, _uncovered(pair, names))
 
 
 def install_import(layout: Layout, pair: Pair) -> None:
@@ -164,6 +163,33 @@ def read_public(path: Path) -> tuple[x509.Certificate, ...]:
         return x.parse_certificates(_bytes(path))
     except OSError:
         return ()
+
+
+def facts(layout: Layout) -> dict[str, Any] | None:
+    """What is served, from the public copies alone; None where there is no certificate. Ready for JSON."""
+    chain = read_public(layout.server_cert)
+    if not chain:
+        return None
+    leaf, ca = chain[0], next(iter(read_public(layout.ca_cert)), None)
+    local = ca is not None and x.issued_by(leaf, ca)
+    return {
+        "source": "local" if local else "imported",
+        "subject": x.title(leaf.subject),
+        "issuer": x.title(leaf.issuer),
+        "names": x.names_of(leaf),
+        "not_before": f"{leaf.not_valid_before_utc:{_TIME}}",
+        "not_after": f"{leaf.not_valid_after_utc:{_TIME}}",
+        "days_left": x.days_left(leaf),
+        "sha256": x.fingerprint(leaf),
+        "chain": [x.title(certificate.subject) for certificate in chain],
+        "ca": {
+            "file": str(layout.ca_cert),
+            "sha256": x.fingerprint(ca),
+            "not_after": f"{ca.not_valid_after_utc:{_TIME}}",
+            "days_left": x.days_left(ca),
+        } if local and ca is not None else None,
+        "missing_names": [name for name in x.machine_names() if local and not x.covers(leaf, name)],
+    }
 
 
 def _make_ca(layout: Layout, names: Sequence[str]) -> Pair:

@@ -135,17 +135,6 @@ def test_two_at_once_lose_nothing(path: Path) -> None:
     assert len(made) == 12
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="giving a file to a group takes root")
-def test_the_gateways_group_may_read_the_file_where_it_may_enter_the_directory(path: Path) -> None:
-    os.chown(path.parent, 0, 12345)
-    path.parent.chmod(0o710)
-    keys.add(path, "k")
-    info = path.stat()
-    assert (stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid) == (0o640, 0, 12345)
-    keys.add(path, "l")
-    assert path.stat().st_gid == 12345
-
-
 # What an attacker, a broken disk or a hand with an editor may leave in the file.
 DIGEST = hashlib.sha256(b"sk-known").hexdigest()
 JSON = st.recursive(

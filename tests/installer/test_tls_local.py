@@ -138,10 +138,15 @@ def test_renew_makes_a_new_key_under_the_same_authority(layout: Layout) -> None:
     assert layout.server_key.read_bytes() != key
     assert layout.ca_cert.read_bytes() == ca
     with pytest.raises(InstallError, match=r"198\.51\.100\.4") as caught:
-        tls.renew(layout, [*NAMES, "198.51.100.4"])
+        tls.renew(layout, NAMES, required=["198.51.100.4"])
     assert caught.value.exit_code == ExitCode.USAGE
     assert "--new-ca" in caught.value.hint
-    assert tls.renew(layout, [*NAMES, "198.51.100.4"], new_ca=True).new_ca
+    assert tls.renew(layout, [*NAMES, "198.51.100.4"]).uncovered == ("198.51.100.4",)
+    assert tls.renew(layout, NAMES, required=["198.51.100.4"], new_ca=True).new_ca
+    found = tls.facts(layout)
+    assert found is not None
+    assert sorted(found["names"]) == sorted([*NAMES, "198.51.100.4"])
+    assert found["ca"]["sha256"] == x.fingerprint(tls.read_public(layout.ca_cert)[0])
 
 
 @pytest.mark.parametrize("which", ["ca_key", "server_key"])
@@ -227,7 +232,7 @@ def test_an_import_is_left_alone_until_it_is_replaced(layout: Layout, tmp_path: 
         connect(port, "llm.corp.local", data=pem(issuer.root).decode())
     with pytest.raises(InstallError, match="not made here"):
         tls.renew(layout, NAMES)
-    assert tls.renew_local(layout, NAMES).source == "local"
+    assert tls.renew(layout, NAMES, local=True).source == "local"
     assert tls.ca_file(layout) == layout.ca_cert
     with tls_server(layout.server_key, layout.server_key) as port:
         connect(port, "llm.corp.local", layout.ca_cert)
