@@ -4,6 +4,8 @@ Tests and the self-test (engine/selftest) compare each kernel with its twin. Twi
 it. The twin of triton_sampling is the CPU's own sampler, engine/worker/sample/sampler.py.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -116,18 +118,18 @@ def gemv(
     bias: torch.Tensor | None = None,
     *,
     norm: tuple[torch.Tensor, float] | None = None,
-    gate: bool = False,
+    wide_offset: float | None = None,
+    gate: str | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """triton_gemv.gemv."""
     if norm is not None:
-        normed = rms_norm(x, *norm)
+        normed = rms_norm(x, *norm, wide_offset=wide_offset)
         assert isinstance(normed, torch.Tensor)
         x = normed
     y = few_rows(x, weight, bias, scale=scale)
-    if gate:
-        y = silu_mul(y)
-        assert isinstance(y, torch.Tensor)
+    if gate is not None:
+        y = _gated(*y.chunk(2, -1), gate)
     return y if residual is None else residual.copy_(residual.float() + y.float())
 
 
@@ -152,25 +154,34 @@ def few_rows(
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, quantize: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    wide_offset: float | None = None,
+    quantize: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """triton_fused.rms_norm."""
     if residual is not None:
         x = residual.copy_(x.float() + residual.float())
-    wide = x.float()
-    y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    if wide_offset is None:
+        y = _normed(x, eps).to(x.dtype) * weight
+    else:
+        y = _wide_normed(x, weight, wide_offset, eps)
     return quantize_rows(y) if quantize else y
 
 
 def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """triton_fused.silu_mul."""
-    y = _gated(gate_up)
+    y = _gated(*gate_up.chunk(2, -1), "silu")
     return quantize_rows(y) if quantize else y
 
 
-def _gated(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate.float()).to(up.dtype) * up
+def _gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    wide = gate.float()
+    y = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "sigmoid": torch.sigmoid}[kind](wide)
+    return y.to(up.dtype) * up
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,7 +253,7 @@ def heads_and_write_kv(
 
     def turned(heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         if norm is not None:
-            heads = (_normed(heads, eps) * (offset + norm.float())).to(heads.dtype)
+            heads = _wide_normed(heads, norm, offset, eps)
         index = torch.arange(pairs, device=x.device)
         index = torch.cat((index, index + distance))
         return heads.index_copy(2, index, _rotated(heads[:, :, index], cos[at], sin[at]))
@@ -262,6 +273,10 @@ def heads_and_write_kv(
 
 def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+
+
+def _wide_normed(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
+    return (_normed(x, eps) * (offset + weight.float())).to(x.dtype)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

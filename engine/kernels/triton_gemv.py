@@ -6,7 +6,7 @@ the previous kernel's results are waited for, since nobody writes weights. What 
 layer happens in passing, for each kernel less saves as much time as a megabyte of weights takes:
 
     before   RMS norm of x: every program normalises it for itself
-    after    the gate of a gated MLP, y = silu(x Wgᵀ) * (x Wuᵀ), with Wg above Wu;  or the residual, r += x Wᵀ
+    after    the gate of a gated MLP, y = act(x Wgᵀ) * (x Wuᵀ), with Wg above Wu;  or the residual, r += x Wᵀ
 
 More rows: on the matrix units, through a deep asynchronous pipeline. The weight's rows take the wide side, so M needs
 no padding beyond 16.
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, shared_memory, wait_for_previous
+from engine.kernels.triton_gate import Gate, activated
 
 PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a kernel's variant
 VECTOR_ROWS = 4  # more rows: the arithmetic takes longer than reading the weight
@@ -35,14 +36,22 @@ def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_product(sums, w, x_ptr, norm_ptr, scales, M, x_stride, k, K, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+def _add_product(
+    sums, w, x_ptr, norm_ptr, scales, offset, M, x_stride, k, K,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """sums[m] + w x[m, k] for each row m, w [BLOCK_N, BLOCK_K]; with a norm, of x[m, k] scales[m] norm[k]."""
     wide = w.to(tl.float32)
     result = ()
     for m in tl.static_range(ROWS):
         x = _row(x_ptr, M, x_stride, k, K, m, WHOLE)
         if norm_ptr is not None:  # rounded where the norm's own kernel rounds
-            x = (x.to(tl.float32) * scales[m]).to(x.dtype) * tl.load(norm_ptr + k, mask=k < K, other=0.0)
+            scaled = x.to(tl.float32) * scales[m]
+            norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+            if WIDE:
+                x = (scaled * (norm.to(tl.float32) + offset)).to(x.dtype)
+            else:
+                x = scaled.to(x.dtype) * norm
         result = result + (sums[m] + tl.sum(wide * x.to(tl.float32)[None, :], 1),)  # noqa: RUF005 - Triton's tuples
     return result
 
@@ -63,9 +72,9 @@ def _norm_scales(x_ptr, M, x_stride, eps, K: tl.constexpr, ROWS: tl.constexpr, B
 
 @kernel
 def _vector_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = K % BLOCK_K == 0
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -76,7 +85,7 @@ def _vector_kernel(
     mask = n_live[:, None] & (k < K)[None, :]
     w = tl.load(w_at, mask=mask, other=0.0)
     up = w
-    if GATE:
+    if GATE is not None:
         up = tl.load(up_at, mask=mask, other=0.0)
     wait_for_previous(PDL)
     sums = ()
@@ -92,19 +101,20 @@ def _vector_kernel(
         if at + BLOCK_K < K:  # the next block is on its way while this one is multiplied
             mask = n_live[:, None] & (k < K - at - BLOCK_K)[None, :]
             next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
-            if GATE:
+            if GATE is not None:
                 next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
-        sums = _add_product(sums, w, x_ptr, norm_ptr, scales, M, x_stride, at + k, K, ROWS, WHOLE)
+        sums = _add_product(sums, w, x_ptr, norm_ptr, scales, offset, M, x_stride, at + k, K, ROWS, WHOLE, WIDE)
         w = next_w
-        if GATE:
-            up_sums = _add_product(up_sums, up, x_ptr, norm_ptr, scales, M, x_stride, at + k, K, ROWS, WHOLE)
+        if GATE is not None:
+            up_sums = _add_product(
+                up_sums, up, x_ptr, norm_ptr, scales, offset, M, x_stride, at + k, K, ROWS, WHOLE, WIDE
+            )
             up = next_up
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         y = _finish(sums[m], scale_ptr, bias_ptr, n, n_live, SCALED, BIAS).to(dtype)
-        if GATE:  # rounded where separate kernels would round
-            gate = y.to(tl.float32)
-            y = (gate / (1 + tl.exp(-gate))).to(dtype)
+        if GATE is not None:  # rounded where separate kernels would round
+            y = activated(y.to(tl.float32), GATE).to(dtype)
             y = y * _finish(up_sums[m], scale_ptr, bias_ptr, N + n, n_live, SCALED, BIAS).to(dtype)
         if residual_ptr is not None:  # y is the residual stream: each program adds to its own part
             at_residual = residual_ptr + m * y_stride + n
@@ -179,27 +189,29 @@ def gemv(
     bias: torch.Tensor | None = None,
     *,
     norm: tuple[torch.Tensor, float] | None = None,
-    gate: bool = False,
+    wide_offset: float | None = None,
+    gate: Gate | None = None,
     residual: torch.Tensor | None = None,
     tiles: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
     [M, N] in x's dtype.
 
-    norm: (weight [K], eps) of an RMS norm of x before the product.
-    gate: silu of the first half of the outputs times the second, [M, N / 2].
+    norm: (weight [K], eps) of an RMS norm of x before the product; `wide_offset` as in triton_fused.rms_norm.
+    gate: this activation of the first half of the outputs times the second, [M, N / 2].
     residual: [M, N], to which the product is added in place; it is the result.
     """
     rows, inner = x.shape
     assert rows <= VECTOR_ROWS
-    out_features = weight.shape[0] // (2 if gate else 1)
+    out_features = weight.shape[0] // (1 if gate is None else 2)
     y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device) if residual is None else residual
     norm_weight, eps = (None, 0.0) if norm is None else norm
     block_n, block_k, warps = tiles or _vector_tiles(inner, weight.element_size())
     _vector_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
-        x.stride(0), y.stride(0), eps, N=out_features, K=inner, ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n,
-        BLOCK_K=block_k, SCALED=scale is not None, BIAS=bias is not None, GATE=gate, num_warps=warps,
+        x.stride(0), y.stride(0), eps, wide_offset or 0.0, N=out_features, K=inner,
+        ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n, BLOCK_K=block_k, SCALED=scale is not None,
+        BIAS=bias is not None, GATE=gate, WIDE=wide_offset is not None, num_warps=warps,
     )  # fmt: skip
     return y
 

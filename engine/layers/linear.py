@@ -38,6 +38,7 @@ class UnnormedRows(NamedTuple):
     values: torch.Tensor  # [T, K]
     weight: torch.Tensor  # [K] of the norm
     eps: float
+    offset: float | None = None  # of a WideRMSNorm, which multiplies by offset + weight
 
 
 Activations = torch.Tensor | QuantizedRows | UnnormedRows  # what a product reads
@@ -93,7 +94,7 @@ class Linear(nn.Module):
         if isinstance(x, QuantizedRows):
             return self._on_fp8_units(x)
         if isinstance(x, UnnormedRows):
-            return self._in_vector_form(x.values, norm=(x.weight, x.eps))
+            return self._in_vector_form(x.values, norm=(x.weight, x.eps), wide_offset=x.offset)
         return self._product(self, x)
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows) -> torch.Tensor | None:

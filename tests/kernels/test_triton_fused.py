@@ -162,7 +162,7 @@ def test_fp8_cache_holds_scaled_numbers_and_saturates():
     assert (ours[2].float().abs() == 448).sum() >= too_large.sum()
 
 
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize("out_features", [32, 34, 100])
 @pytest.mark.parametrize("rows, inner", [(1, 960), (2, 256), (3, 3072), (4, 2576)])
 def test_gemv(rows, inner, out_features, gate):
@@ -182,7 +182,7 @@ def test_gemv_norm_before_and_residual_after(rows, inner):
     x, weight = x[:, :inner], torch.randn(70, inner) * 0.1
     norm = torch.rand(inner) + 0.5, 1e-2
     close(triton_gemv.gemv(x, weight, norm=norm), reference.gemv(x, weight, norm=norm), 1e-4)
-    gated = {"norm": norm, "gate": True}
+    gated = {"norm": norm, "gate": "silu"}
     close(triton_gemv.gemv(x, weight, **gated), reference.gemv(x, weight, **gated), 2e-4)
     ours, twin = torch.ones(rows, 70), torch.ones(rows, 70)
     assert triton_gemv.gemv(x, weight, norm=norm, residual=ours) is ours
@@ -190,7 +190,16 @@ def test_gemv_norm_before_and_residual_after(rows, inner):
     assert (ours - 1).abs().mean() > 0.3
 
 
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_gemv_wide_norm_is_rounded_once(offset):
+    x, norm, identity = torch.randn(2, 256).half(), (torch.randn(256).half(), 1e-2), torch.eye(256).half()
+    ours = triton_gemv.gemv(x, identity, norm=norm, wide_offset=offset)
+    twin = reference.rms_norm(x, *norm, wide_offset=offset)
+    close(ours, twin, 1e-3)
+    assert (ours == twin).float().mean() > 0.99  # of a norm that rounds twice, a third would differ
+
+
+@pytest.mark.parametrize("gate", [None, "gelu_tanh"])
 def test_gemv_fp8_weight(gate):
     weight = torch.randn(70, 256) * 0.1
     x = strided(3, 256)
