@@ -16,8 +16,13 @@ EPILOG = "Each command explains itself, with examples: atoll install --help"
 # name → (module, attribute, one line for the list). `app` is a typer group, `register` adds commands to a typer app.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("engine.server.cli", "main", "Serve a model directory as an OpenAI endpoint (flags as in 'vllm serve')."),
+    "engine": ("engine.server.engine_process", "main", "Run the engine of one model behind a Unix socket (units do)."),
+    "gateway": ("engine.server.gateway", "main", "Serve HTTP in front of the engines of this server (units do)."),
+    "gpu-ready": ("engine.server.gpu_ready", "main", "Wait until the GPU can be used; exit 0 when it can (units do)."),
     "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles."),
     "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
+    "apikey": ("appliance.cli.apikey", "app", "Make, list and revoke the API keys that open the endpoint."),
+    "tls": ("appliance.cli.tls", "app", "Show, renew or replace the endpoint's certificate; export the local CA."),
     "doctor": ("appliance.cli.doctor", "register", "Check this machine's GPU: each kernel against plain arithmetic."),
     "preflight": ("appliance.cli.install", "register", "Check this machine before installing. Changes nothing."),
     "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),

@@ -1,0 +1,213 @@
+"""`atoll apikey new | list | revoke`: the keys that open the endpoint. (`atoll keys`: those that sign bundles.)"""
+
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from installer import audit, fs, keys
+from installer.errors import ExitCode, InstallError
+from installer.layout import Layout
+from installer.lifecycle import history_of
+from installer.reload import reload_gateway
+
+app = typer.Typer(
+    help="API keys of the endpoint: who may use it, for what, until when. (Keys that sign bundles: atoll keys.)",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_UNITS = {"h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
+_MOST = 10 * 365 * 86400
+_EXIT_CODES = "Exit codes: 0 ok, 2 usage or nothing installed, 30 the key file is damaged or cannot be written."
+
+
+@app.command(epilog=examples(
+    "atoll apikey new --name 'team a'",
+    "atoll apikey new --name grafana --scope metrics --expires 1y",
+    "atoll apikey new --name batch --expires 2027-01-31 --out /root/batch.key",
+) + "\n\n" + _EXIT_CODES)
+def new(
+    name: Annotated[str, typer.Option(help="Who or what will use it.", show_default=False)],
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help="serve, metrics or admin (all); repeatable. Without it: serve.", show_default=False),
+    ] = None,
+    expires: Annotated[
+        str, typer.Option(help="When it ends: 12h, 90d, 8w, 1y, a date such as 2027-01-31 (UTC), or never.")
+    ] = "never",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the key to a new file (0600) and do not show it.")
+    ] = None,
+    prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Make a key. It is shown this once; only its hash is stored."""
+    with told(as_json):
+        layout = _layout(prefix)
+        lifetime = _lifetime(expires)
+        keys.check_name(name)
+        scopes = scope or ["serve"]
+        keys.check_scopes(scopes)
+        if out is not None and out.exists():
+            raise InstallError(
+                f"{out} is there already.", exit_code=ExitCode.USAGE, changed="No key was made.",
+                hint="Give --out a new file: a key is never written over something else.",
+            )
+        key = keys.add(layout.api_keys, name, lifetime=lifetime, scopes=scopes)
+        if out is not None:
+            _write(out, key, layout)
+        audit.append(layout.audit, "api-key-created", key=key.id, name=name, scopes=scopes, expires=expires)
+        note = reload_gateway(layout)
+        entry = keys.find(keys.people(layout.api_keys), key.id)
+    if as_json:
+        shown = {} if out else {"key": key.text}
+        print_json({**_facts(entry), **shown, "file": str(out) if out else None, "note": note})
+        return
+    if out is not None:
+        typer.echo(f"key       written to {out}, which only you can read")
+    else:
+        typer.echo(f"key       {key.text}")
+        typer.echo("          Keep it: it is shown this once, and only its hash is stored.")
+    typer.echo(f"id        {key.id}   (to revoke it: atoll apikey revoke {key.id}{_where(prefix)})")
+    typer.echo(f"may       {', '.join(keys.scopes_of(entry))}; {_until(entry)}")
+    _say_note(note)
+
+
+@app.command(name="list", epilog=examples("atoll apikey list", "atoll apikey list --json") + "\n\n" + _EXIT_CODES)
+def list_(prefix: Prefix = None, as_json: Json = False) -> None:
+    """List the keys: id, name, what they are for, until when. Their text is stored nowhere."""
+    with told(as_json):
+        layout = _layout(prefix)
+        entries = keys.people(layout.api_keys)
+    if as_json:
+        print_json({"keys": [_facts(entry) for entry in entries]})
+        return
+    if not entries:
+        typer.echo("There is no API key: nobody can use the endpoint. Make one: atoll apikey new --name NAME")
+        return
+    rows = [("ID", "STATE", "SCOPES", "MADE", "ENDS", "NAME")]
+    for entry in entries:
+        ends = (entry.get("expires") or "never")[:10]
+        made, scopes = str(entry.get("created", ""))[:10], ",".join(keys.scopes_of(entry))
+        rows.append((entry["id"], keys.state(entry), scopes, made, ends, entry.get("name", "")))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        typer.echo("  ".join([*cells, row[5]]).rstrip())
+
+
+@app.command(epilog=examples("atoll apikey revoke 1f0c9a2e", "atoll apikey revoke 'team a'") + "\n\n" + _EXIT_CODES)
+def revoke(
+    key: Annotated[str, typer.Argument(help="Id, the first 4 or more characters of one, or name.", show_default=False)],
+    prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Refuse a key from now on, for good. It stays in the list."""
+    with told(as_json):
+        layout = _layout(prefix)
+        _not_a_key(key)
+        before = keys.find(keys.people(layout.api_keys), key)
+        entry = keys.revoke(layout.api_keys, before["id"])
+        if not before.get("revoked"):
+            audit.append(layout.audit, "api-key-revoked", key=entry["id"], name=entry.get("name", ""))
+        note = reload_gateway(layout)
+        left = len(keys.usable(layout.api_keys))
+    if as_json:
+        print_json({**_facts(entry), "changed": not before.get("revoked"), "active_keys_left": left, "note": note})
+        return
+    done = "was revoked already" if before.get("revoked") else "is revoked"
+    typer.echo(f"The key {entry['id']} ({entry.get('name', '')}) {done}.")
+    if not left:
+        typer.echo("No active key is left: nobody can use the endpoint. Make one: atoll apikey new --name NAME")
+    _say_note(note)
+
+
+def _layout(prefix: Path | None) -> Layout:
+    """The installation, if this user may manage its keys."""
+    layout = layout_for(prefix)
+    try:
+        history_of(layout)
+        if layout.api_keys.exists():
+            layout.api_keys.open("rb").close()
+        fs.make_dir(layout.credentials, 0o700)
+    except (PermissionError, InstallError) as error:
+        if isinstance(error, InstallError) and error.exit_code != ExitCode.IO:
+            raise
+        raise InstallError(
+            f"The keys of {layout.name} belong to another user.",
+            exit_code=ExitCode.IO,
+            changed="Nothing was changed.",
+            hint="Run it as root: sudo atoll apikey …",
+        ) from None
+    return layout
+
+
+def _write(out: Path, key: keys.NewKey, layout: Layout) -> None:
+    """A key that cannot be handed over must not stay valid."""
+    try:
+        fs.write_atomic(out, key.text + "\n", 0o600)
+    except OSError:
+        keys.remove(layout.api_keys, {key.id})
+        raise
+
+
+def _lifetime(text: str) -> float | None:
+    """Seconds from now; None for never. Raises InstallError (usage)."""
+    if text == "never":
+        return None
+    seconds = 0.0
+    if match := re.fullmatch(r"([1-9][0-9]{0,4})([hdwy])", text):
+        seconds = float(int(match[1]) * _UNITS[match[2]])
+    else:
+        try:
+            end = datetime.fromisoformat(text)
+            seconds = (end if end.tzinfo else end.replace(tzinfo=UTC)).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            seconds = -1.0
+    if not 0 < seconds <= _MOST:
+        raise InstallError(
+            f"'{text}' is not a time from now on, within 10 years.",
+            exit_code=ExitCode.USAGE,
+            changed="No key was made.",
+            hint="Say --expires 90d, 12h, 8w, 1y, 2027-01-31, or never.",
+        )
+    return seconds
+
+
+def _not_a_key(text: str) -> None:
+    """A key on the command line is in the shell's history and in the list of processes."""
+    if text.startswith("sk-") and len(text) > 20:
+        raise InstallError(
+            "That looks like a key itself, not its id.",
+            exit_code=ExitCode.USAGE,
+            why="On a command line other users may have seen it.",
+            changed="Nothing was changed.",
+            hint="Find its id with `atoll apikey list` and revoke that.",
+        )
+
+
+def _facts(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": entry["id"], "name": entry.get("name", ""), "state": keys.state(entry), "scopes": keys.scopes_of(entry),
+        "created": entry.get("created"), "expires": entry.get("expires"), "revoked_at": entry.get("revoked_at"),
+    }
+
+
+def _until(entry: dict[str, Any]) -> str:
+    return f"ends {entry['expires']}" if entry.get("expires") else "never ends by itself"
+
+
+def _say_note(note: str | None) -> None:
+    if note:
+        typer.echo(note, err=True)
+
+
+def _where(prefix: Path | None) -> str:
+    return f" --prefix {prefix}" if prefix else ""
+
+

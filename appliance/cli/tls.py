@@ -1,0 +1,203 @@
+"""`atoll tls show | renew | import | export-ca`: the endpoint's certificate."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from installer import audit, config, fs, tls
+from installer import tls_import as imports
+from installer.errors import ExitCode, InstallError
+from installer.layout import Layout
+from installer.lifecycle import history_of
+from installer.lock import InstallLock
+from installer.reload import reload_gateway
+from installer.service import PrefixService
+
+app = typer.Typer(
+    help="The endpoint's certificate: look at it, renew it, use your own, give clients what they must trust.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_EXIT_CODES = "Exit codes: 0 ok, 2 usage or not accepted, 30 a file cannot be used, 75 another command works."
+Name = Annotated[
+    list[str] | None,
+    typer.Option("--name", metavar="NAME", help="A name or address that clients will type; repeatable.",
+                 show_default=False),
+]
+
+
+@app.command(epilog=examples("atoll tls show", "atoll tls show --json") + "\n\nExit code 1 if it has expired.")
+def show(prefix: Prefix = None, as_json: Json = False) -> None:
+    """Show the served certificate: for whom, by whom, until when, and its fingerprint."""
+    with told(as_json):
+        found = _facts(layout_for(prefix))
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+    if found["days_left"] < 0:
+        raise typer.Exit(1)
+
+
+@app.command(epilog=examples(
+    "atoll tls renew", "atoll tls renew --name llm.corp.local", "atoll tls renew --new-ca --name 10.1.2.3",
+) + "\n\n" + _EXIT_CODES)
+def renew(
+    name: Name = None,
+    new_ca: Annotated[
+        bool, typer.Option("--new-ca", help="Make a new authority too; every client must then trust it anew.")
+    ] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Put a certificate made here in place of an imported one.")
+    ] = False,
+    prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Make a new key and certificate by the local authority, for all names of this machine and those given."""
+    with told(as_json):
+        layout = _installed(prefix)
+        with InstallLock(layout.lock, "tls renew"):
+            host = config.standing(layout).host
+            names = tls.wanted_names(host, name or [])
+            made = tls.renew(layout, names, required=tls.required_names(host, name or []), new_ca=new_ca, local=local)
+            note = _apply(layout)
+            found = _facts(layout)
+            audit.append(layout.audit, "certificate-renewed", sha256=found["sha256"], new_ca=made.new_ca)
+    _done(found, note, as_json, new_ca=made.new_ca)
+
+
+@app.command(name="import", epilog=examples(
+    "atoll tls import --cert server-chain.pem --key server.key",
+    "atoll tls import --cert server-chain.pem --key server.key --name llm.corp.local",
+) + "\n\n" + _EXIT_CODES)
+def import_(
+    cert: Annotated[Path, typer.Option(metavar="FILE", help="PEM: the server's certificate, then its issuers'.")],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="PEM: its private key, not readable by everybody.")],
+    name: Name = None,
+    prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Use a certificate of your own issuer. Checked first: its key, dates, the order of the chain, the names."""
+    with told(as_json):
+        layout = _installed(prefix)
+        pair = imports.check_import(cert, key, tls.required_names(config.standing(layout).host, name or []))
+        with InstallLock(layout.lock, "tls import"):
+            tls.install_import(layout, pair)
+            note = _apply(layout)
+            found = _facts(layout)
+            audit.append(layout.audit, "certificate-imported", sha256=found["sha256"], file=str(cert))
+    _done(found, note, as_json)
+
+
+@app.command(name="export-ca", epilog=examples(
+    "atoll tls export-ca > atoll-ca.crt", "atoll tls export-ca --out /media/usb/atoll-ca.crt",
+) + "\n\n" + _EXIT_CODES)
+def export_ca(
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of to stdout.")] = None,
+    prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Give out the certificate that clients must trust (no secret), with its fingerprint to compare."""
+    with told(as_json):
+        layout = layout_for(prefix)
+        found = _facts(layout)
+        if found["ca"] is None:
+            raise InstallError(
+                "The served certificate was not made here: clients need its issuer's root, not ours.",
+                exit_code=ExitCode.USAGE,
+                why=f"Its issuer is {found['issuer']}.",
+                hint="Most clients of your organisation trust that root already; else ask its issuer for it.",
+            )
+        text = tls.ca_file(layout).read_text()
+        if out is not None:
+            fs.write_atomic(out, text, 0o644)
+    if as_json:
+        print_json({"file": str(out) if out else None, "pem": text, "sha256": found["ca"]["sha256"],
+                    "not_after": found["ca"]["not_after"]})
+        return
+    if out is None:
+        typer.echo(text, nl=False)
+    typer.echo(f"SHA-256 fingerprint, to compare by phone or on paper: {found['ca']['sha256']}", err=True)
+    where = out or "atoll-ca.crt"
+    for line in (
+        f"  curl, Python        curl --cacert {where} …   SSL_CERT_FILE={where}",
+        f"  Debian, Ubuntu      sudo cp {where} /usr/local/share/ca-certificates/ && sudo update-ca-certificates",
+        f"  Red Hat, Rocky      sudo cp {where} /etc/pki/ca-trust/source/anchors/ && sudo update-ca-trust",
+        f"  Windows             certutil -addstore Root {where}",
+    ):
+        typer.echo(line, err=True)
+
+
+def _installed(prefix: Path | None) -> Layout:
+    layout = layout_for(prefix)
+    try:
+        history_of(layout)
+        fs.make_dir(layout.credentials, 0o700)
+        next(layout.credentials.iterdir(), None)
+    except PermissionError:
+        raise InstallError(
+            f"The certificate of {layout.name} belongs to another user.",
+            exit_code=ExitCode.IO,
+            changed="Nothing was changed.",
+            hint="Run it as root: sudo atoll tls …",
+        ) from None
+    return layout
+
+
+def _facts(layout: Layout) -> dict[str, Any]:
+    found = tls.facts(layout)
+    if found is None:
+        history_of(layout)
+        raise InstallError(
+            "The endpoint has no certificate: it speaks plain HTTP, on loopback only.",
+            exit_code=ExitCode.USAGE,
+            hint="Make one: atoll tls renew. Or use your own: atoll tls import --cert FILE --key FILE",
+        )
+    return found
+
+
+def _apply(layout: Layout) -> str | None:
+    """Have the new certificate served; returns what is left to do."""
+    if layout.system:
+        return reload_gateway(layout)
+    text = config.read_text(layout.config)
+    if text is not None:
+        changed = config.render(text, tls.settings(layout), layout.config)
+        if changed != text:
+            fs.write_atomic(layout.config, changed, 0o644)
+    if PrefixService(layout).state().up:
+        return f"To serve it: atoll stop --prefix {layout.prefix}; atoll start --prefix {layout.prefix}"
+    return None
+
+
+def _done(found: dict[str, Any], note: str | None, as_json: bool, *, new_ca: bool = False) -> None:
+    if as_json:
+        print_json({**found, "new_ca": new_ca, "note": note})
+        return
+    _print(found)
+    if new_ca:
+        typer.echo("The authority is new: every client must trust it. Give it out: atoll tls export-ca")
+    if note:
+        typer.echo(note)
+
+
+def _print(found: dict[str, Any]) -> None:
+    left = found["days_left"]
+    ends = f"{found['not_after']}  ({'EXPIRED' if left < 0 else f'{left} days left'})"
+    rows = [
+        ("made", "here, by the local authority" if found["source"] == "local" else "elsewhere, and imported"),
+        ("issuer", found["issuer"]),
+        ("names", ", ".join(found["names"])),
+        ("ends", ends),
+        ("SHA-256", found["sha256"]),
+    ]
+    if found["ca"]:
+        rows.append(("CA SHA-256", found["ca"]["sha256"]))
+        rows.append(("CA ends", f"{found['ca']['not_after']}; clients trust {found['ca']['file']}"))
+    if found["missing_names"]:
+        rows.append(("missing", f"{', '.join(found['missing_names'])}: to add them, atoll tls renew --new-ca"))
+    for name, text in rows:
+        typer.echo(f"{name:10}  {text}")
