@@ -134,6 +134,11 @@ def recording() -> Iterator[set[Job]]:
         _recorded = None
 
 
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return _INTERPRET
+
+
 def kernel(function: Callable) -> Kernel:
     """Decorator: a Triton function that is started as `f(grid, *arguments, num_warps=, num_stages=, **constants)`."""
     return Kernel(function)

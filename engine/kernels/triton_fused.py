@@ -11,14 +11,17 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, wait_for_previous
+from engine.kernels.prefetch import prefetch_share, shares
 from engine.kernels.triton_quant import empty_rows, row_to_fp8, warps_for
 
 
 @kernel
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, H, eps, offset,
-    ADD: tl.constexpr, HP: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, next_ptr, x_stride, H, eps, offset, next_share,
+    ADD: tl.constexpr, HP: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    prefetch_share(next_ptr, next_share, tl.program_id(0), THREADS, PDL)
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HP)
     mask = h < H
@@ -46,12 +49,12 @@ def _rms_norm_kernel(
 @overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
-    *, wide_offset: float | None = None, quantize: Literal[False] = False,
+    *, wide_offset: float | None = None, quantize: Literal[False] = False, upcoming: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
-    *, wide_offset: float | None = None, quantize: Literal[True],
+    *, wide_offset: float | None = None, quantize: Literal[True], upcoming: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -63,23 +66,26 @@ def rms_norm(
     *,
     wide_offset: float | None = None,
     quantize: bool = False,
+    upcoming: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H].
 
     With `wide_offset`: (offset + w) * norm(x), in float32 and rounded once. With `quantize`: (e4m3 [T, H], scale [T]),
-    see triton_quant.
+    see triton_quant. `upcoming` is the weight that the result meets next (prefetch.py).
     """
     rows, size = x.shape
     padded = triton.next_power_of_2(size)
+    warps = warps_for(padded)
+    upcoming, share = shares(upcoming, rows, rows * warps * 32)
     scale = None
     if quantize:
         out, scale = empty_rows(rows, size, x.device)
     else:
         out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     _rms_norm_kernel(
-        (rows,), x, residual, weight, out, scale, x.stride(0), size, eps, wide_offset or 0.0,
-        ADD=residual is not None, HP=padded, WIDE=wide_offset is not None, QUANTIZE=quantize,
-        num_warps=warps_for(padded),
+        (rows,), x, residual, weight, out, scale, upcoming, x.stride(0), size, eps, wide_offset or 0.0, share,
+        ADD=residual is not None, HP=padded, WIDE=wide_offset is not None, QUANTIZE=quantize, THREADS=warps * 32,
+        num_warps=warps,
     )  # fmt: skip
     return out if scale is None else (out, scale)
 
@@ -93,7 +99,12 @@ def _silu_mul(x_ptr, i, inner, mask):
 
 
 @kernel
-def _silu_mul_kernel(x_ptr, out_ptr, inner, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(
+    x_ptr, out_ptr, next_ptr, inner, x_stride, next_share, BLOCK: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    prefetch_share(next_ptr, next_share, program, THREADS, PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -102,7 +113,11 @@ def _silu_mul_kernel(x_ptr, out_ptr, inner, x_stride, BLOCK: tl.constexpr, PDL: 
 
 
 @kernel
-def _silu_mul_fp8_kernel(x_ptr, out_ptr, scale_ptr, inner, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_fp8_kernel(
+    x_ptr, out_ptr, scale_ptr, next_ptr, inner, x_stride, next_share, BLOCK: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    prefetch_share(next_ptr, next_share, tl.program_id(0), THREADS, PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -113,27 +128,40 @@ def _silu_mul_fp8_kernel(x_ptr, out_ptr, scale_ptr, inner, x_stride, BLOCK: tl.c
 
 
 @overload
-def silu_mul(gate_up: torch.Tensor, *, quantize: Literal[False] = False) -> torch.Tensor: ...
+def silu_mul(
+    gate_up: torch.Tensor, *, quantize: Literal[False] = False, upcoming: torch.Tensor | None = None
+) -> torch.Tensor: ...
 @overload
-def silu_mul(gate_up: torch.Tensor, *, quantize: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]: ...
+def silu_mul(
+    gate_up: torch.Tensor, *, quantize: Literal[True], upcoming: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """[T, 2 I] (gate, up) -> silu(gate) * up [T, I]; with `quantize` (e4m3 [T, I], scale [T]), see triton_quant."""
+def silu_mul(
+    gate_up: torch.Tensor, *, quantize: bool = False, upcoming: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """[T, 2 I] (gate, up) -> silu(gate) * up [T, I]; with `quantize` (e4m3 [T, I], scale [T]), see triton_quant.
+    `upcoming` is the weight that the result meets next (prefetch.py)."""
     rows, width = gate_up.shape
     inner = width // 2
     padded = triton.next_power_of_2(inner)
     if quantize:  # the scale needs the whole row: one program each
         quantized, scale = empty_rows(rows, inner, gate_up.device)
+        warps = warps_for(padded)
+        upcoming, share = shares(upcoming, rows, rows * warps * 32)
         _silu_mul_fp8_kernel(
-            (rows,), gate_up, quantized, scale, inner, gate_up.stride(0), BLOCK=padded, num_warps=warps_for(padded)
-        )
+            (rows,), gate_up, quantized, scale, upcoming, inner, gate_up.stride(0), share, BLOCK=padded,
+            THREADS=warps * 32, num_warps=warps,
+        )  # fmt: skip
         return quantized, scale
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, padded)
+    blocks, warps = triton.cdiv(inner, block), 4
+    upcoming, share = shares(upcoming, rows, rows * blocks * warps * 32)
     _silu_mul_kernel(
-        (rows, triton.cdiv(inner, block)), gate_up, out, inner, gate_up.stride(0), BLOCK=block, num_warps=4
-    )
+        (rows, blocks), gate_up, out, upcoming, inner, gate_up.stride(0), share, BLOCK=block, THREADS=warps * 32,
+        num_warps=warps,
+    )  # fmt: skip
     return out
 
 

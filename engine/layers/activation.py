@@ -19,24 +19,27 @@ class GatedLinear(MergedLinear):
 
     def gated(self, x: Activations, consumer: Linear) -> torch.Tensor | QuantizedRows:
         """[T, in] -> [T, inner], in the form that `consumer`, the product after it, reads."""
-        if self.gate == "gelu_tanh":
-            return gelu_tanh_mul(self(x))
         if isinstance(x, UnnormedRows):
-            return self._in_vector_form(x.values, norm=(x.weight, x.eps), gate=True)
+            return self._in_vector_form(x.values, norm=(x.weight, x.eps), wide_offset=x.offset, gate=self.gate)
         if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
-            return self._in_vector_form(x, gate=True)
+            return self._in_vector_form(x, gate=self.gate)
         gate_up = self(x)
-        return silu_mul(gate_up, quantize=consumer.wants_fp8(gate_up.shape[0]))
+        if self.gate == "gelu_tanh":
+            return gelu_tanh_mul(gate_up)
+        return silu_mul(gate_up, quantize=consumer.wants_fp8(gate_up.shape[0]), upcoming=consumer.weight)
 
 
-def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor | QuantizedRows:
-    """silu(gate) * up of [T, 2 I] (gate beside up) -> [T, I]; `quantize` only on a GPU."""
+def silu_mul(
+    gate_up: torch.Tensor, *, quantize: bool = False, upcoming: torch.Tensor | None = None
+) -> torch.Tensor | QuantizedRows:
+    """silu(gate) * up of [T, 2 I] (gate beside up) -> [T, I]; `quantize` only on a GPU. `upcoming`: the weight that it
+    meets next."""
     if gate_up.is_cuda:
         from engine.kernels import triton_fused
 
         if quantize:
-            return QuantizedRows(*triton_fused.silu_mul(gate_up, quantize=True), gate_up.dtype)
-        return triton_fused.silu_mul(gate_up)
+            return QuantizedRows(*triton_fused.silu_mul(gate_up, quantize=True, upcoming=upcoming), gate_up.dtype)
+        return triton_fused.silu_mul(gate_up, upcoming=upcoming)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

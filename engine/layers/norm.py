@@ -15,12 +15,14 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(size)
         self.eps = eps
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """norm(x), or norm(x + residual) with the sum left in `residual`."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, upcoming: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """norm(x), or norm(x + residual) with the sum left in `residual`. `upcoming`: the weight that it meets next."""
         if x.is_cuda:
             from engine.kernels.triton_fused import rms_norm
 
-            return rms_norm(x, self.weight, self.eps, residual)
+            return rms_norm(x, self.weight, self.eps, residual, upcoming=upcoming)
         if residual is not None:
             x = residual.add_(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -42,8 +44,9 @@ class RMSNorm(nn.Module):
         if consumer.wants_fp8(x.shape[0]):
             from engine.kernels.triton_fused import rms_norm
 
-            return QuantizedRows(*rms_norm(x, self.weight, self.eps, residual, quantize=True), x.dtype), kept
-        return self(x, residual), kept
+            rows = rms_norm(x, self.weight, self.eps, residual, quantize=True, upcoming=consumer.weight)
+            return QuantizedRows(*rows, x.dtype), kept
+        return self(x, residual, consumer.weight), kept
 
 
 class WideRMSNorm(RMSNorm):
@@ -56,11 +59,13 @@ class WideRMSNorm(RMSNorm):
         super().__init__(size, eps)
         self.offset = offset
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, upcoming: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if x.is_cuda and x.ndim == 2:
             from engine.kernels.triton_fused import rms_norm
 
-            return rms_norm(x, self.weight, self.eps, residual, wide_offset=self.offset)
+            return rms_norm(x, self.weight, self.eps, residual, wide_offset=self.offset, upcoming=upcoming)
         if residual is not None:
             x = residual.add_(x)
         weight = self.weight.float() + self.offset if self.offset else self.weight.float()
@@ -72,7 +77,7 @@ class WideRMSNorm(RMSNorm):
         if x is None or residual is None:
             x, residual = x if residual is None else residual, None
             assert x is not None
-        return self(x, residual), x if residual is None else residual
+        return self(x, residual, consumer.weight), x if residual is None else residual
 
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

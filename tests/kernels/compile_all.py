@@ -35,7 +35,7 @@ def attend(dim, group, cache, **options):
     q, kv = zeros(4, group, dim), zeros(2, 16, 1, dim, dtype=cache)
     n, table = numbers(4), numbers(4, 4)
     options = {"scale": 0.1, **options}
-    triton_attention.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
+    triton_attention.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, upcoming=q, **options)
     block_q = triton_attention.query_rows(dim, q.device) // group
     own, tiles = q[:, :1], numbers(4, 2)
     triton_attention.mixed(
@@ -93,13 +93,13 @@ def run_all(fp8):
     heads(512, BF16, 64, 256, v_norm=True, k_eq_v=True, keep=True)
     heads(512, BF16, 64, 256, own_kv=False)
     triton_gemv.gemv(zeros(1, 1024), zeros(96, 1024))
-    triton_gemv.gemv(zeros(4, 960), zeros(100, 960), None, zeros(100), gate=True)
-    triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096), norm=(zeros(4096), 1e-6), gate=True)
+    triton_gemv.gemv(zeros(4, 960), zeros(100, 960), None, zeros(100), gate="silu")
+    triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096), norm=(zeros(4096), 1e-6), gate="silu")
     triton_gemv.gemv(zeros(2, 3072), zeros(1024, 3072), residual=zeros(2, 1024))
     triton_gemv.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
-    triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
-    triton_fused.silu_mul(zeros(3, 3000))
+    triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096), upcoming=zeros(64, 4096))
+    triton_fused.silu_mul(zeros(3, 3000), upcoming=zeros(64, 1500))
     experts(4, 2, 2048, 768, BF16, 2)
     experts(4, 2, 2816, 704, BF16, 9, gate="gelu_tanh")
     experts(4, 2, 2048, 768, BF16, 4100)
@@ -114,12 +114,13 @@ def run_all(fp8):
         heads(256, FP8, 128, 128, v_norm=True, keep=True)
         triton_gemv.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
         norm = zeros(4096), 1e-6
-        triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096, dtype=FP8), torch.zeros(24576), norm=norm, gate=True)
+        triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096, dtype=FP8), torch.zeros(24576), norm=norm, gate="silu")
         scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
         triton_gemv.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
         triton_quant.quantize_rows(zeros(3, 960))
-        triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096), quantize=True)
-        triton_fused.silu_mul(zeros(3, 24576), quantize=True)
+        norm = zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096)
+        triton_fused.rms_norm(*norm, quantize=True, upcoming=zeros(64, 4096))
+        triton_fused.silu_mul(zeros(3, 24576), quantize=True, upcoming=zeros(64, 12288))
 
 
 def main(major, minor, shared):
