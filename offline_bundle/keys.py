@@ -144,6 +144,11 @@ def public_of(key: ec.EllipticCurvePrivateKey) -> PublicKey:
     return _wrap(key.public_key(), None)
 
 
+def public_pem(key: PublicKey) -> bytes:
+    """The key's PEM text, whose SHA-256 is its fingerprint."""
+    return _spki_pem(key.key)
+
+
 def _wrap(key: ec.EllipticCurvePublicKey, path: Path | None) -> PublicKey:
     return PublicKey(key, hashlib.sha256(_spki_pem(key)).hexdigest(), path)
 

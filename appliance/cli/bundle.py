@@ -10,8 +10,10 @@ from offline_bundle.build import build_bundle
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.keys import is_encrypted
 from offline_bundle.manifest import BundleManifest
+from offline_bundle.runtime_verify import is_runtime
 from offline_bundle.verify import inspect_bundle, verify_bundle
 
+from . import bundle_runtime
 from .byte_progress import byte_progress, size
 from .json_output import emit, json_errors
 
@@ -27,6 +29,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Bundle = Annotated[Path, typer.Argument(help="The bundle's directory.", show_default=False)]
 
 
+class TorchChoice(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class AcceptanceChoice(StrEnum):
     none = "none"
     click = "click"
@@ -35,17 +42,21 @@ class AcceptanceChoice(StrEnum):
 
 @app.command(epilog=_EXIT_CODES)
 def build(
-    model: Annotated[Path, typer.Argument(help="Model directory: config.json, *.safetensors, tokenizer.")],
     key: Annotated[Path, typer.Option(help="Private signing key (made by 'atoll keys new').", show_default=False)],
-    version: Annotated[str, typer.Option(help="Version of this bundle, such as 1.2.0.", show_default=False)],
     sequence: Annotated[
         int, typer.Option(help="A number that grows with every release of one name.", show_default=False)
     ],
+    model: Annotated[
+        Path | None, typer.Argument(help="Model directory: config.json, *.safetensors, tokenizer.", show_default=False)
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option(help="Version of this bundle, such as 1.2.0.", show_default=False)
+    ] = None,
     license_id: Annotated[
-        str, typer.Option("--license", help="SPDX identifier, such as Apache-2.0.", show_default=False)
-    ],
-    source_repo: Annotated[str, typer.Option(help="Where the model came from.", show_default=False)],
-    source_revision: Annotated[str, typer.Option(help="Its exact revision there.", show_default=False)],
+        str | None, typer.Option("--license", help="SPDX identifier, such as Apache-2.0.", show_default=False)
+    ] = None,
+    source_repo: Annotated[str | None, typer.Option(help="Where the model came from.", show_default=False)] = None,
+    source_revision: Annotated[str | None, typer.Option(help="Its exact revision there.", show_default=False)] = None,
     license_file: Annotated[Path | None, typer.Option(help="The licence's text.", show_default="MODEL/LICENSE")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the bundle.", show_default="MODEL's name")] = None,
     out: Annotated[Path, typer.Option(help="Directory that receives NAME-VERSION.")] = Path("."),
@@ -56,21 +67,51 @@ def build(
     exclude: Annotated[
         list[str] | None, typer.Option(help="Shell pattern of files to leave out; repeatable.", show_default=False)
     ] = None,
+    runtime: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MEDIUM", help="Build the code instead: install.sh and runtime/ in MEDIUM.", show_default=False
+        ),
+    ] = None,
+    torch: Annotated[
+        TorchChoice, typer.Option(help="With --runtime: for servers with or without a GPU.")
+    ] = TorchChoice.cuda,
+    python: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --runtime: a Python of the servers' version; repeatable.", show_default="this one"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a model directory into a new signed bundle.
+    """Make a signed bundle of a model directory, or (--runtime) of the code that serves it.
 
-    Only safetensors weights, tokenizer data and text go in; code, pickles and links are refused. An encrypted key
-    asks for its passphrase on the terminal.
+    A model's bundle: only safetensors weights, tokenizer data and text go in; code, pickles and links are refused.
+    A runtime: our wheel, every package it needs (fetched by pip with your pip settings), pip itself, documents and
+    licences, and install.sh, which a server needs nothing but a shell and python3 for.
+    An encrypted key asks for its passphrase on the terminal.
 
     \b
-    Example:
+    Examples:
       atoll bundle build ./Qwen3-4B --name qwen3-4b --version 1.0.0 \\
         --sequence 1 --license Apache-2.0 --source-repo Qwen/Qwen3-4B \\
         --source-revision 1cfa9a7 --key ~/.config/atoll/keys/vendor.key \\
         --exclude '.git*' --out /mnt/usb
+      atoll bundle build --runtime /mnt/usb --torch cuda --sequence 7 \\
+        --key ~/.config/atoll/keys/vendor.key --python /usr/bin/python3.12
     """
     with json_errors(as_json):
+        if runtime is not None:
+            if model is not None:
+                raise BundleError("Give a model or --runtime, not both.", "Build the two one after the other.", USAGE)
+            passphrase = _ask_passphrase(key) if is_encrypted(key) else None
+            bundle_runtime.build(runtime, key, sequence, torch.value, python or [], passphrase, as_json=as_json)
+            return
+        needed = {"MODEL": model, "--version": version, "--license": license_id}
+        bundle_runtime.require(needed | {"--source-repo": source_repo, "--source-revision": source_revision})
+        assert model is not None
+        assert version is not None
+        assert license_id is not None
+        assert source_repo is not None
+        assert source_revision is not None
         passphrase = _ask_passphrase(key) if is_encrypted(key) else None
         with byte_progress(_LABELS, quiet=as_json) as progress:
             path = build_bundle(
@@ -112,6 +153,9 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
       atoll bundle inspect /mnt/usb/qwen3-4b-1.0.0
     """
     with json_errors(as_json):
+        if is_runtime(bundle):
+            bundle_runtime.inspect(bundle, as_json=as_json)
+            return
         found = inspect_bundle(bundle)
         if as_json:
             emit(
@@ -157,6 +201,9 @@ def verify(
       atoll bundle verify /mnt/usb/qwen3-4b-1.0.0 --key vendor.pub --full --json
     """
     with json_errors(as_json):
+        if is_runtime(bundle):
+            bundle_runtime.verify(bundle, key, min_sequence, as_json=as_json)
+            return
         with byte_progress(_LABELS, quiet=as_json) as progress:
             found = verify_bundle(bundle, key, full=full, min_sequence=min_sequence, progress=progress)
         if as_json:

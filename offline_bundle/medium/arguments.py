@@ -1,0 +1,108 @@
+"""What the operator says to install.sh, and which of it is for `atoll install`. A part of install.sh."""
+
+import json
+import os
+import re
+import tomllib
+
+from offline_bundle.medium.check import FINGERPRINT_DIGITS, MAX_SMALL, USAGE, Refused
+
+HELP = """\
+Install Atoll from this medium.
+
+  sudo sh install.sh --fingerprint "1f2e 3d4c ..."    first install; the digits come from the vendor, not from the disk
+  sudo sh install.sh --trust-key vendor.pub           the same, with the vendor's key file, brought by another way
+  sudo sh install.sh                                  upgrade: the keys of the first install are trusted
+
+Options:
+  --fingerprint HEX      the vendor's key, by 32 or more digits of its fingerprint
+  --trust-key FILE       the vendor's key, as a file that is not on the medium; repeatable
+  --prefix DIR           install below DIR, without root; otherwise root is needed, and / is used
+  --medium DIR           where the medium is (default: the directory of install.sh)
+  --python DIR           a Python >= 3.11 (default: the server's python3)
+  --verify-only          check the medium and stop; nothing is written
+  --dry-run              show what would be done and stop; nothing is kept
+  --allow-downgrade WHY  accept an older runtime than the installed one
+  --answers FILE         an answers file of `atoll install` for an unattended install
+  --help                 this text; `atoll install --help` explains all other options, which are passed on
+
+Do not let the medium vouch for itself: compare `sha256sum install.sh` with the vendor's letter, or bring install.sh
+by another way and point it at the disk with --medium.
+
+Exit codes: 0 ok, 2 usage, 3 the server lacks something, 10 not trusted, 11 content differs, 12 older than installed,
+13 something is missing, 30 space or I/O, 75 another install runs, 130 interrupted; others: `atoll install --help`.
+"""
+OWN = ("--fingerprint", "--medium", "--python", "--allow-downgrade")  # with a value, not passed on
+SHARED = ("--prefix", "--trust-key", "--answers", "--bundle")  # with a value, passed on
+
+
+class Options:
+    """The arguments: what this part needs of them, and what goes on to `atoll install`."""
+
+    def __init__(self, script, arguments):
+        self.values = {name: [] for name in (*OWN, *SHARED)}
+        self.rest, self.verify_only, self.dry_run, self.help = [], False, False, False
+        left = list(arguments)
+        while left:
+            word = left.pop(0)
+            name, equals, value = word.partition("=")
+            if name in self.values:
+                if not equals:
+                    if not left:
+                        raise Refused(USAGE, f"{name} needs a value.", "Help: sh install.sh --help")
+                    value = left.pop(0)
+                self.values[name].append(value)
+                if name in ("--answers", "--bundle"):
+                    self.rest += [name, os.path.abspath(value) if name == "--answers" else value]
+            elif word in ("-h", "--help"):
+                self.help = True
+            elif word == "--verify-only":
+                self.verify_only = True
+            else:
+                self.dry_run = self.dry_run or word == "--dry-run"
+                self.rest.append(word)
+        self.answers = self._answers()
+        self.medium = os.path.realpath(self.last("--medium") or os.path.dirname(os.path.abspath(script)))
+        self.trust = [os.path.abspath(p) for p in self.values["--trust-key"] or self.answers.get("trust_keys", [])]
+        self.fingerprint = self._fingerprint()
+        prefix = self.last("--prefix") or self.answers.get("prefix") or os.environ.get("ATOLL_PREFIX")
+        self.prefix = os.path.realpath(os.path.expanduser(prefix)) if prefix else None
+
+    def last(self, name):
+        return self.values[name][-1] if self.values[name] else None
+
+    def _answers(self):
+        path = self.last("--answers")
+        if path is None:
+            return {}
+        try:
+            with open(path, "rb") as file:
+                data = file.read(MAX_SMALL).decode()
+            answers = json.loads(data) if data.lstrip().startswith("{") else tomllib.loads(data)
+            keys, prefix = answers.get("trust_keys", []), answers.get("prefix", "")
+            if not isinstance(prefix, str) or not all(isinstance(key, str) for key in keys):
+                raise ValueError("prefix or trust_keys is odd")
+            return answers
+        except (OSError, ValueError, TypeError, AttributeError) as e:
+            raise Refused(USAGE, f"The answers file {path} cannot be used: {e}.", "Correct it and run again.") from None
+
+    def _fingerprint(self):
+        text = self.last("--fingerprint")
+        return digits(text) if text is not None else None
+
+    @property
+    def root(self):
+        """The directory that /opt and /etc are below."""
+        return self.prefix or "/"
+
+
+def digits(text):
+    """A fingerprint as typed -> lower-case hex. Spaces, colons and capitals do not matter."""
+    plain = re.sub(r"[\s:]", "", text).lower()
+    if not (FINGERPRINT_DIGITS <= len(plain) <= 64 and re.match(r"[0-9a-f]+\Z", plain)):
+        raise Refused(
+            USAGE,
+            f"A fingerprint has 64 hex digits; give at least the first {FINGERPRINT_DIGITS} of them.",
+            "The vendor sees it with: atoll keys fingerprint vendor.pub",
+        )
+    return plain

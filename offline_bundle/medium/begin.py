@@ -1,0 +1,338 @@
+"""The last part of install.sh: which key the operator trusts, what the server must have, and the order of things.
+
+Runs as `python3 -I -S -B /dev/fd/3 PATH-OF-INSTALL.SH ARGUMENTS...`, with the other parts in front of it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import types
+
+from offline_bundle.medium.arguments import HELP, Options, digits
+from offline_bundle.medium.check import (
+    BUSY,
+    CONTENT,
+    DIRECTORY,
+    INTERRUPTED,
+    MAX_KEY,
+    MAX_MANIFEST,
+    MAX_SIGNATURE,
+    MAX_SMALL,
+    MISSING,
+    ODD,
+    PREFLIGHT,
+    REPLAY,
+    SPACE_IO,
+    UNTRUSTED,
+    USAGE,
+    Progress,
+    Refused,
+    check_file_set,
+    copy_hashed,
+    open_envelope,
+    parse_manifest,
+    read_small,
+    say,
+    show,
+    signed_resources,
+)
+from offline_bundle.medium.p256 import KeyFormatError, load_public
+
+# -- whom to trust ----------------------------------------------------------------------------------------------------
+
+
+def read_key(path):
+    """(point, fingerprint, text) of a public key file."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_KEY)
+        return (*load_public(text), text)
+    except OSError as e:
+        raise Refused(MISSING, f"The key {show(path)} cannot be read: {e.strerror}.", "Check --trust-key.") from None
+    except KeyFormatError as e:
+        raise Refused(UNTRUSTED, f"{show(path)} is not a key that can be trusted: {e}.", "Give vendor.pub.") from None
+
+
+def trusted_keys(options):
+    """fingerprint -> (point, text, named by the operator now). A key that lies on the medium is refused."""
+    found = {}
+    folder = os.path.join(options.root, "etc/atoll/trust")
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    for path in (os.path.join(folder, name) for name in names if name.endswith(".pub")):
+        if os.path.isfile(path) and not os.path.islink(path):
+            point, fingerprint, text = read_key(path)
+            found[fingerprint] = (point, text, False)
+    for path in options.trust:
+        if os.path.commonpath([os.path.realpath(path), options.medium]) == options.medium != "/":
+            raise Refused(
+                UNTRUSTED,
+                f"The key {show(path)} lies on the medium; whoever changed the medium could have changed it too.",
+                "Bring the vendor's key by another way, or compare its fingerprint: --fingerprint HEX",
+            )
+        point, fingerprint, text = read_key(path)
+        found[fingerprint] = (point, text, True)
+    return found
+
+
+def choose_key(options, claimed):
+    """The trusted key that the signature claims to be made by: (point, text, fingerprint, named now)."""
+    keys = trusted_keys(options)
+    if claimed in keys:
+        point, text, now = keys[claimed]
+        return point, text, claimed, now
+    said = options.fingerprint
+    if said is None and not keys:
+        said = ask_fingerprint()
+    if said is not None and claimed.startswith(said):
+        path = os.path.join(options.medium, "vendor.pub")  # worth nothing unless its fingerprint is the one said
+        point, fingerprint, text = read_key(path)
+        if fingerprint == claimed:
+            return point, text, claimed, True
+        raise Refused(UNTRUSTED, "vendor.pub on the medium is not the key that signed it.", ODD)
+    if said is not None:
+        raise Refused(
+            UNTRUSTED,
+            f"The medium is signed by the key {claimed}, not by the one you named ({said}).",
+            "Compare digit by digit with the vendor's letter. If they differ, do not use this medium.",
+        )
+    raise Refused(
+        UNTRUSTED,
+        f"The medium is signed by the key {claimed}, which is not trusted here.",
+        "Trusted: "
+        + ", ".join(f"{f[:16]}..." for f in keys)
+        + ". If the vendor has announced a new key: --fingerprint "
+        "HEX, with the digits from his letter.",
+    )
+
+
+def ask_fingerprint():
+    """From the terminal. What the medium claims is not shown: the digits must come from elsewhere."""
+    nobody = Refused(
+        UNTRUSTED,
+        "Nothing says whose medium this should be: this server trusts no key yet.",
+        "Give the vendor's key, got by another way than this disk: --fingerprint HEX or --trust-key FILE",
+    )
+    try:
+        with open("/dev/tty", "rb+", buffering=0) as terminal:
+            terminal.write(
+                b"First install: type the fingerprint of the vendor's key, from his letter or by phone, not from this\n"
+                b"disk (64 hex digits; the first 32 are enough): "
+            )
+            text = terminal.readline(1024).decode("ascii", "replace")
+    except OSError:
+        raise nobody from None
+    if not text.strip():
+        raise nobody
+    return digits(text)
+
+
+# -- what the server must have ----------------------------------------------------------------------------------------
+
+
+def check_server(requires):
+    """This processor, this Python, this libc: told before gigabytes are copied."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    arch = platform.machine()
+    if arch != requires["arch"]:
+        raise Refused(PREFLIGHT, f"The medium is for {requires['arch']}; this is {arch}.", "Ask for the other one.")
+    if here not in requires["python"]:
+        made = ", ".join(requires["python"])
+        raise Refused(
+            PREFLIGHT,
+            f"The medium is for Python {made}; {sys.executable} is Python {here}.",
+            "Name another one with --python DIR, or have the medium built for this one.",
+        )
+    libc, version = platform.libc_ver()
+    have = tuple(int(part) for part in version.split(".")[:2]) if libc == "glibc" else (0, 0)
+    if have < tuple(int(part) for part in requires["glibc"].split(".")):
+        raise Refused(
+            PREFLIGHT,
+            f"The medium needs glibc {requires['glibc']} or newer; this one has {version or 'another libc'}.",
+            "Use a newer release of the distribution (Debian 12, Ubuntu 22.04, RHEL 9 or newer).",
+        )
+
+
+def check_sequence(options, manifest):
+    """No older runtime than the one that runs here or ever did."""
+    known = 0
+    for path, dig in (
+        ("var/lib/atoll/state/sequence.json", lambda d: d["sequences"].get("runtime/atoll", 0)),
+        ("opt/atoll/current/lib/../runtime.json", lambda d: d["sequence"]),
+    ):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            try:
+                with open(os.path.join(options.root, path), "rb") as file:
+                    known = max(known, dig(json.loads(file.read(MAX_SMALL))))
+            except (ValueError, KeyError, TypeError, AttributeError, PermissionError) as e:
+                raise Refused(SPACE_IO, f"/{path} cannot be read: {show(e)}.", "Restore it, or run as root.") from None
+    if manifest["sequence"] < known and not options.last("--allow-downgrade"):
+        raise Refused(
+            REPLAY,
+            f"This runtime has sequence {manifest['sequence']}, but {known} was installed here already: it is older.",
+            "Use the newest medium. To go back: atoll rollback. To insist: --allow-downgrade 'the reason'",
+        )
+
+
+# -- the order of things ----------------------------------------------------------------------------------------------
+
+
+def verify_signature(root, options):
+    """(manifest, its bytes, digest, key) once signature and bundle.json hold."""
+    signature = read_small(root, "model.sig", MAX_SIGNATURE)
+    claimed, payload, raw = open_envelope(signature)
+    point, text, fingerprint, now = choose_key(options, claimed)
+    resources = signed_resources(payload, raw, point)
+    data = read_small(root, "bundle.json", MAX_MANIFEST)
+    digest = hashlib.sha256(data).hexdigest()
+    if resources.pop("bundle.json", None) != digest:
+        raise Refused(CONTENT, "runtime/bundle.json is not the file that was signed.", ODD)
+    manifest = parse_manifest(data, resources)
+    sizes = {f["path"]: f["size"] for f in manifest["files"]}
+    check_file_set(root, {**sizes, "bundle.json": len(data), "model.sig": len(signature)})
+    return manifest, data, signature, {"fingerprint": fingerprint, "pem": text, "new": now}
+
+
+def check_space(where, need):
+    """`need` bytes are free at `where`, or at its nearest parent that is there."""
+    while not os.path.isdir(where):
+        where = os.path.dirname(where)
+    info = os.statvfs(where)
+    if info.f_bavail * info.f_frsize < need:
+        free = info.f_bavail * info.f_frsize >> 20
+        message = f"{where} has {free} MiB free; the code takes {need >> 20} MiB while it is installed."
+        raise Refused(SPACE_IO, message, "Free some space (df -h), then run again.")
+
+
+def own_directory(path):
+    """Make `path`, refusing one that others could write to."""
+    os.makedirs(path, 0o755, exist_ok=True)
+    info = os.lstat(path)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
+        raise Refused(SPACE_IO, f"{path} is a link, or others may write to it.", f"Look who made it: ls -ld {path}")
+    return os.open(path, DIRECTORY)
+
+
+def take_copy(root, signed, incoming, only=""):
+    """The signed files (whose path begins with `only`), hashed as they were written, in a private directory."""
+    manifest, data, signature, _ = signed
+    os.makedirs(incoming, 0o700, exist_ok=True)
+    if os.lstat(incoming).st_uid != os.geteuid() or os.path.islink(incoming):
+        raise Refused(SPACE_IO, f"{incoming} belongs to somebody else.", "Remove it and run again.")
+    os.chmod(incoming, 0o700)
+    files = [f for f in manifest["files"] if f["path"].startswith(only)]
+    progress = Progress("Copying and checking", sum(f["size"] for f in files))
+    for entry in files:
+        copy_hashed(root, entry, os.path.join(incoming, entry["path"]), progress)
+    for name, content in (("bundle.json", data), ("model.sig", signature)):
+        with open(os.path.join(incoming, name), "wb") as file:
+            file.write(content)
+    progress.end(f"Checked: {len(files)} files, {progress.total >> 20} MiB, each as it was signed.")
+
+
+def load_setup(incoming, manifest):
+    """setup_release.py as a module, from bytes that are hashed once more in memory."""
+    path = "setup/setup_release.py"
+    with open(os.path.join(incoming, path), "rb") as file:
+        text = file.read()
+    expected = next((f["sha256"] for f in manifest["files"] if f["path"] == path), None)
+    if hashlib.sha256(text).hexdigest() != expected:
+        raise Refused(CONTENT, f"{path} changed after it was checked.", ODD)
+    module = types.ModuleType("setup_release")
+    exec(compile(text, path, "exec"), module.__dict__)  # noqa: S102  signed, hashed, and from our own copy
+    return module
+
+
+def run(script, arguments):
+    """Everything; returns the exit code, or becomes `atoll install`."""
+    options = Options(script, arguments)
+    if options.help:
+        print(HELP, end="")
+        return 0
+    if not options.verify_only and options.prefix is None and os.geteuid() != 0:
+        raise Refused(USAGE, "Installing on the server needs root.", "sudo sh install.sh, or --prefix DIR for a trial.")
+    try:
+        root = os.open(os.path.join(options.medium, "runtime"), DIRECTORY)
+    except OSError as e:
+        message = f"There is no {show(options.medium)}/runtime ({e.strerror})."
+        raise Refused(MISSING, message, "Is the disk mounted? Name it: --medium DIR") from None
+    signed = verify_signature(root, options)
+    manifest, data, _, key = signed
+    digest = hashlib.sha256(data).hexdigest()
+    say(
+        f"Atoll {manifest['version']} (sequence {manifest['sequence']}), signed by the key {key['fingerprint'][:32]}..."
+    )
+    check_sequence(options, manifest)
+    if options.verify_only:
+        progress = Progress("Checking", sum(f["size"] for f in manifest["files"]))
+        for entry in manifest["files"]:
+            copy_hashed(root, entry, None, progress)
+        progress.end(f"Good: {len(manifest['files'])} files, each as it was signed. Nothing was changed.")
+        return 0
+    check_server(manifest["requires"])
+    return make_release(options, root, signed, f"{manifest['version']}-{digest[:12]}")
+
+
+def make_release(options, root, signed, name):
+    """Copy, build the tree beside what runs, hand over to it."""
+    manifest = signed[0]
+    base = os.path.join(options.root, "opt/atoll/code")
+    if options.dry_run:
+        place = os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  mkdtemp makes it private
+        base = tempfile.mkdtemp(prefix="atoll-dry-run-", dir=place)
+    tree, incoming = os.path.join(base, name), os.path.join(base, f".incoming-{name}")
+    here = os.path.isfile(os.path.join(tree, "runtime.json"))
+    if not here:
+        check_space(base, manifest["requires"]["disk_bytes"])
+    try:
+        lock = own_directory(base)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(BUSY, "Another install is working here.", "Wait until it is done, then run again.") from None
+        try:
+            take_copy(root, signed, incoming, only="setup/" if here else "")
+            setup = load_setup(incoming, manifest)
+            facts = {"manifest": manifest, "key": signed[3], "base": base, "name": name, "incoming": incoming}
+            setup.make_tree(facts, say, Progress, Refused)
+        except BaseException as e:
+            if not isinstance(e, Refused) or e.code != SPACE_IO:  # what is good of the copy serves the next run
+                shutil.rmtree(incoming, ignore_errors=True)
+            raise
+        shutil.rmtree(incoming, ignore_errors=True)
+    except OSError as e:
+        message = f"Writing below {base} failed: {e.strerror} ({e.filename})."
+        raise Refused(SPACE_IO, message, "Correct it, then run again.") from None
+    return setup.hand_over(facts, options, lock)
+
+
+def stop_politely(*_):
+    """SIGTERM does what Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def main(argv):
+    os.umask(0o022)
+    signal.signal(signal.SIGTERM, stop_politely)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a dropped connection must not stop an install half-way
+    try:
+        return run(argv[0], argv[1:])
+    except Refused as e:
+        say(f"\nerror: {e.message}")
+        if e.hint:
+            say(f"  {e.hint}")
+        return e.code
+    except KeyboardInterrupt:
+        say("\nInterrupted. What was half-done is removed, and what ran before still runs. Run the same command again.")
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""Verify a runtime on a machine that has Atoll: signature, bundle.json, the exact set of files, every byte."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import limits, media, names, oms
+from .errors import CONTENT, REPLAY, SPACE_IO, UNTRUSTED, BundleError
+from .keys import PublicKey
+from .manifest import MANIFEST, SIGNATURE
+from .progress import Progress, silent
+from .runtime_manifest import RuntimeManifest
+
+_TAMPERED = "Do not use this medium. Get it again from its vendor."
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRuntime:
+    """A runtime whose signature held, and whose bytes did too unless only the signature was asked for."""
+
+    path: Path
+    manifest: RuntimeManifest
+    digest: str
+    key_fingerprint: str
+
+
+def is_runtime(path: Path) -> bool:
+    """Whether the directory says that it is a runtime. Proves nothing."""
+    try:
+        with media.open_root(path) as root:
+            return b'"kind":"runtime"' in media.read_small(root, MANIFEST, limits.MAX_MANIFEST)
+    except BundleError:
+        return False
+
+
+def inspect_runtime(path: Path) -> RuntimeManifest:
+    """What a runtime says about itself. Nothing of it is verified."""
+    with media.open_root(path) as root:
+        return RuntimeManifest.parse(media.read_small(root, MANIFEST, limits.MAX_MANIFEST))
+
+
+def verify_runtime(
+    path: Path,
+    trusted: Mapping[str, PublicKey],
+    *,
+    min_sequence: int | None = None,
+    signature_only: bool = False,
+    progress: Progress = silent,
+) -> VerifiedRuntime:
+    """Hold the directory `path` against the pinned keys. Progress stage: ``verify``.
+
+    Raises BundleError with exit code 10 (signature or key), 11 (content), 12 (sequence below `min_sequence`), 13
+    (path or file missing), 30 (read error).
+    """
+    with media.open_root(path) as root:
+        signature, resources, key = _signature(root, trusted)
+        text = media.read_small(root, MANIFEST, limits.MAX_MANIFEST)
+        digest = hashlib.sha256(text).hexdigest()
+        if resources.pop(MANIFEST, None) != digest:
+            raise BundleError("bundle.json is not the file that was signed.", _TAMPERED, CONTENT)
+        manifest = RuntimeManifest.parse(text)
+        if {f.path: f.sha256 for f in manifest.files} != resources:
+            raise BundleError("bundle.json and the signature name different files.", _TAMPERED, CONTENT)
+        if min_sequence is not None and manifest.sequence < min_sequence:
+            raise BundleError(
+                f"This runtime has sequence {manifest.sequence}, but {min_sequence} was already accepted here.",
+                "Use the newest medium. To go back on purpose: atoll rollback",
+                REPLAY,
+            )
+        if not signature_only:
+            sizes = {f.path: f.size for f in manifest.files}
+            _check_file_set(root, {**sizes, MANIFEST: len(text), SIGNATURE: len(signature)})
+            _check_bytes(root, manifest, progress)
+    return VerifiedRuntime(path, manifest, digest, key.fingerprint)
+
+
+def _signature(root: int, trusted: Mapping[str, PublicKey]) -> tuple[bytes, dict[str, str], PublicKey]:
+    try:
+        signature = media.read_small(root, SIGNATURE, limits.MAX_SIGNATURE)
+    except BundleError as e:
+        if e.exit_code == SPACE_IO:
+            raise
+        message = f"The runtime has no usable signature: {e.message}"
+        raise BundleError(message, "An unsigned one is never accepted; get it again from its vendor.", UNTRUSTED) from e
+    return signature, *oms.verify(signature, trusted)
+
+
+def _check_file_set(root: int, sizes: Mapping[str, int]) -> None:
+    tree = media.walk(root)
+    directories = {path[:i] for path in sizes for i, c in enumerate(path) if c == "/"}
+    for path in sorted((tree.files.keys() - sizes.keys()) | (tree.directories - directories)):
+        raise BundleError(f"{names.show(path)} is not part of the signed runtime.", names.litter_hint(path), CONTENT)
+    for path, size in sizes.items():
+        if path not in tree.files:
+            raise media.missing(path)
+        if tree.files[path] != size:
+            raise BundleError(
+                f"{names.show(path)} has {tree.files[path]} bytes, not the {size} signed.", _TAMPERED, CONTENT
+            )
+
+
+def _check_bytes(root: int, manifest: RuntimeManifest, progress: Progress) -> None:
+    done, buffer = 0, bytearray(limits.MIB)
+    for entry in manifest.files:
+        digest = hashlib.sha256()
+        with media.open_file(root, entry.path) as fd:
+            try:
+                while count := os.readv(fd, [buffer]):
+                    digest.update(memoryview(buffer)[:count])
+                    done += count
+                    progress("verify", min(done, manifest.total_bytes), manifest.total_bytes)
+            except OSError as e:
+                raise media.read_failed(entry.path, e) from e
+        if digest.hexdigest() != entry.sha256:
+            raise BundleError(f"{names.show(entry.path)} differs from what was signed.", _TAMPERED, CONTENT)

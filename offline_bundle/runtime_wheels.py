@@ -1,0 +1,262 @@
+"""The wheelhouse of a runtime, made on the connected side: our own wheel, every dependency, pip, and what they need."""
+
+import base64
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from importlib import metadata
+from pathlib import Path
+
+from .errors import CONTENT, MISSING, USAGE, BundleError
+
+ROOMS = ("appliance", "engine", "installer", "offline_bundle", "systemd", "tui")
+PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# Lowest driver branch for a CUDA major version: https://docs.nvidia.com/deploy/cuda-compatibility/
+DRIVER_MIN = {"12": "525", "13": "580"}
+_MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_")
+_OLD_TAGS = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One wheel of the house, by its own metadata."""
+
+    path: Path
+    name: str  # normalised, as in an index
+    version: str
+    sha256: str
+    unpacked: int  # bytes
+    licence: str  # as its metadata says it
+    homepage: str
+
+    @property
+    def pin(self) -> str:
+        """Its line of the requirements file."""
+        return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
+
+
+def code_root() -> Path:
+    """The directory that our packages lie in: a checkout, or site-packages."""
+    return Path(__file__).resolve().parent.parent
+
+
+def checkout() -> Path | None:
+    """The checkout that this code runs from, or None when it was installed from a wheel."""
+    root = code_root()
+    return root if (root / "pyproject.toml").is_file() and (root / "appliance").is_dir() else None
+
+
+def requirements() -> list[str]:
+    """What our wheel depends on to run, without extras."""
+    if (root := checkout()) is not None:
+        return tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    return [r for r in metadata.requires("atoll") or [] if "extra ==" not in r]
+
+
+def build_own_wheel(out: Path, python: Path) -> Path:
+    """Our own wheel, from the checkout, or put together again from the installed files."""
+    root = checkout()
+    if root is None:
+        return _repack(out)
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        source = Path(scratch) / "atoll"  # a copy: building leaves directories behind
+        source.mkdir()
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copyfile(root / name, source / name)
+        for name in (*ROOMS, "docs"):
+            if (root / name).is_dir():
+                shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", ".*"))
+        _pip(
+            python,
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            str(out),
+            str(source),
+            deed="build Atoll's own wheel",
+        )
+    return next(out.glob("atoll-*.whl"))
+
+
+def _repack(out: Path) -> Path:
+    """A wheel of the installed distribution: the files of its RECORD, without what an installer added."""
+    own = metadata.distribution("atoll")
+    info = f"atoll-{own.version}.dist-info"
+    path = out / f"atoll-{own.version}-py3-none-any.whl"
+    record: list[str] = []
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for file in sorted(own.files or [], key=str):
+            name = str(file)
+            if name.startswith("../") and "/share/" not in name:
+                continue  # the console script
+            if name.endswith(".pyc") or name in {
+                f"{info}/{n}" for n in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
+            }:
+                continue
+            if "share/doc/" in name:
+                name = f"atoll-{own.version}.data/data/share/doc/" + name.split("share/doc/", 1)[1]
+            data = Path(str(own.locate_file(file))).read_bytes()
+            wheel.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+            digest = hashlib.sha256(data).digest()
+            record.append(f"{name},sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()},{len(data)}")
+        record.append(f"{info}/RECORD,,")
+        wheel.writestr(zipfile.ZipInfo(f"{info}/RECORD"), "\n".join(record) + "\n", zipfile.ZIP_DEFLATED)
+    return path
+
+
+def download(python: Path, wanted: Sequence[str], out: Path, *, torch: str) -> None:
+    """Every wheel that `wanted` needs under `python`, into `out`, with the user's own pip settings.
+
+    `torch` is "cpu" or "cuda": which build of the pinned torch to take. Source distributions are refused: the server
+    has no compiler.
+    """
+    pins = [_torch_pin(r, torch) for r in wanted]
+    common = ["download", "--quiet", "--only-binary", ":all:", "--dest", str(out), *pins]
+    if torch == "cpu" and any(p.startswith("torch") for p in pins):
+        try:
+            _pip(python, *common, deed="collect the packages")
+            return
+        except BundleError:
+            # PyPI has the CUDA build only; the CPU build is on PyTorch's own index.
+            common += ["--extra-index-url", PYTORCH_INDEX]
+    _pip(python, *common, deed="collect the packages")
+
+
+def _torch_pin(requirement: str, build: str) -> str:
+    match = re.fullmatch(r"torch==([0-9.]+)", requirement.replace(" ", ""))
+    if match is None:
+        return requirement
+    version = match[1]
+    # A local version sorts above the plain one, so for CUDA the CPU build must be ruled out by name.
+    return f"torch=={version}+cpu" if build == "cpu" else f"torch=={version},!={version}+cpu"
+
+
+def download_pip(python: Path, out: Path) -> Path:
+    """pip itself, as a wheel: it is run from there on the server."""
+    _pip(
+        python,
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(out),
+        "pip>=25",
+        deed="get pip",
+    )
+    return next(out.glob("pip-*.whl"))
+
+
+def python_version(python: Path) -> str:
+    """'3.11' of an interpreter."""
+    ask = "import sys; print('%d.%d' % sys.version_info[:2])"
+    try:
+        done = subprocess.run([python, "-I", "-c", ask], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as e:
+        raise BundleError(f"{python} does not run as a Python.", "Give the path of one: --python", USAGE) from e
+    return done.stdout.strip()
+
+
+def _pip(python: Path, *arguments: str, deed: str) -> None:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    except OSError as e:
+        raise BundleError(f"Could not {deed}: {python}: {e.strerror}.", "Give another --python.", MISSING) from e
+    if done.returncode:
+        errors = [line.strip() for line in done.stderr.splitlines() if "ERROR" in line or "error" in line]
+        words = " / ".join((errors or done.stderr.strip().splitlines())[-3:])[:600]
+        raise BundleError(
+            f"Could not {deed} with pip: {words}",
+            "Check that this machine reaches a package index (pip config list), that --python has pip, and the disk.",
+            MISSING,
+        )
+
+
+def read_wheel(path: Path) -> Wheel:
+    """Name, version, licence and sizes of a wheel. Raises BundleError (content) if it is not a sound one."""
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            info = next(n for n in wheel.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n))
+            headers = HeaderParser().parsestr(wheel.read(info).decode("utf-8", "replace"))
+            unpacked = sum(item.file_size for item in wheel.infolist())
+    except (OSError, zipfile.BadZipFile, StopIteration, KeyError) as e:
+        raise BundleError(
+            f"{path.name} is not a sound wheel.", "Delete it from pip's cache and build again.", CONTENT
+        ) from e
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    name = re.sub(r"[-_.]+", "-", headers["Name"] or "").lower()
+    classifiers = [
+        c.rsplit("::", 1)[-1].strip() for c in headers.get_all("Classifier", []) if c.startswith("License ::")
+    ]
+    told = headers["License-Expression"] or (headers["License"] or "").strip().splitlines()[:1] or classifiers[:1]
+    licence = told if isinstance(told, str) else (told[0] if told else "")
+    links = [u.split(",", 1)[1].strip() for u in headers.get_all("Project-URL", []) if "," in u]
+    homepage = headers["Home-page"] or (links[0] if links else "")
+    return Wheel(path, name, headers["Version"] or "", digest, unpacked, licence[:120], homepage)
+
+
+def texts(own: Path) -> Iterator[tuple[str, bytes]]:
+    """(path in the runtime, content) of the documents and unit templates that our own wheel carries."""
+    with zipfile.ZipFile(own) as wheel:
+        for name in sorted(wheel.namelist()):
+            document = re.fullmatch(r"[^/]+\.data/data/share/doc/atoll/(.+\.md)", name)
+            if document or re.fullmatch(r"systemd/[^.].*", name):
+                yield f"docs/{document[1]}" if document else "units/" + name.removeprefix("systemd/"), wheel.read(name)
+
+
+def glibc_floor(paths: Sequence[Path]) -> str:
+    """The oldest glibc that all these wheels run on, by the lowest platform tag that each carries."""
+    floor = (2, 17)
+    for path in paths:
+        tags = path.name.removesuffix(".whl").split("-")[-1].split(".")
+        found = [tuple(int(n) for n in m.groups()) for t in tags if (m := _MANYLINUX.match(t))]
+        found += [old for t in tags for name, old in _OLD_TAGS.items() if t.startswith(name + "_")]
+        if found:
+            floor = max(floor, min(found))
+    return f"{floor[0]}.{floor[1]}"
+
+
+def check_arch(paths: Sequence[Path], arch: str) -> None:
+    """Every wheel is for Linux of this processor, or for any."""
+    for path in paths:
+        tags = path.name.removesuffix(".whl").split("-")[-1]
+        if tags != "any" and not all(t.endswith(arch) and "linux" in t for t in tags.split(".")):
+            raise BundleError(
+                f"{path.name} is not for Linux on {arch}.", "Build on a machine like the server.", CONTENT
+            )
+
+
+def torch_facts(wheels: Sequence[Wheel]) -> tuple[str | None, str | None, str | None]:
+    """(version of torch, CUDA it was built with, lowest driver) by the wheel's own torch/version.py."""
+    torch = next((w for w in wheels if w.name == "torch"), None)
+    if torch is None:
+        return None, None, None
+    with zipfile.ZipFile(torch.path) as wheel:
+        text = wheel.read("torch/version.py").decode()
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([0-9]+\.[0-9]+)", text, re.MULTILINE)
+    cuda = match[1] if match else None
+    if cuda and cuda.split(".")[0] not in DRIVER_MIN:
+        raise BundleError(
+            f"{torch.path.name} is built for CUDA {cuda}, of which Atoll does not know the lowest driver.",
+            "Add it to DRIVER_MIN in offline_bundle/runtime_wheels.py.",
+            CONTENT,
+        )
+    return torch.version, cuda, DRIVER_MIN[cuda.split(".")[0]] if cuda else None
+
+
+def default_python() -> Path:
+    """The interpreter that runs this; its version is what the servers are expected to have."""
+    return Path(os.path.abspath(sys.executable))
