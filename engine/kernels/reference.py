@@ -161,6 +161,7 @@ def rms_norm(
     *,
     wide_offset: float | None = None,
     quantize: bool = False,
+    plain: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """triton_fused.rms_norm."""
     if residual is not None:
@@ -169,12 +170,21 @@ def rms_norm(
         y = _normed(x, eps).to(x.dtype) * weight
     else:
         y = _wide_normed(x, weight, wide_offset, eps)
+    if plain is not None:
+        plain.copy_(y)
     return quantize_rows(y) if quantize else y
 
 
 def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """triton_fused.silu_mul."""
-    y = _gated(*gate_up.chunk(2, -1), "silu")
+    return gate_mul(*gate_up.chunk(2, -1), "silu", quantize=quantize)
+
+
+def gate_mul(
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """triton_fused.gate_mul."""
+    y = _gated(gate, up, kind)
     return quantize_rows(y) if quantize else y
 
 

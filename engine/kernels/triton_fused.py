@@ -12,38 +12,57 @@ import triton.language as tl
 
 from engine.kernels.launch import kernel, wait_for_previous
 from engine.kernels.prefetch import prefetch_share, shares
-from engine.kernels.triton_quant import empty_rows, row_to_fp8, warps_for
+from engine.kernels.triton_gate import Gate, activated
+from engine.kernels.triton_quant import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
+
+
+@triton.jit
+def add_rows(x, y):
+    """x + y, two rows of blocks, in float32 and rounded to x's dtype."""
+    result = ()
+    for i in tl.static_range(len(x)):
+        result = result + ((x[i].to(tl.float32) + y[i].to(tl.float32)).to(x[i].dtype),)  # noqa: RUF005
+    return result
+
+
+@triton.jit
+def normed_row(x, weight, eps, offset, N: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The norm of a row of blocks, as rms_norm has it."""
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(len(x)):
+        squares += x[i].to(tl.float32) * x[i].to(tl.float32)
+    scale = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    result = ()
+    for i in tl.static_range(len(x)):
+        scaled = x[i].to(tl.float32) * scale
+        if WIDE:
+            result = result + ((scaled * (weight[i].to(tl.float32) + offset)).to(x[i].dtype),)  # noqa: RUF005
+        else:
+            result = result + (scaled.to(x[i].dtype) * weight[i],)  # noqa: RUF005
+    return result
 
 
 @kernel
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, next_ptr, x_stride, H, eps, offset, next_share,
-    ADD: tl.constexpr, HP: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, plain_ptr, next_ptr, x_stride, eps, offset, next_share,
+    N: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     prefetch_share(next_ptr, next_share, tl.program_id(0), THREADS, PDL)
     row = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, HP)
-    mask = h < H
-    weight = tl.load(weight_ptr + h, mask=mask, other=0.0)
+    weight = load_row(weight_ptr, N, BLOCK)
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + row * x_stride + h, mask=mask, other=0.0)
-    if ADD:
+    x = load_row(x_ptr + row * x_stride, N, BLOCK)
+    if residual_ptr is not None:
         # The sum is rounded to the residual's dtype before the statistics, as it is stored.
-        x = (x.to(tl.float32) + tl.load(residual_ptr + row * H + h, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
-        tl.store(residual_ptr + row * H + h, x, mask=mask)
-    x32 = x.to(tl.float32)
-    scaled = x32 * tl.rsqrt(tl.sum(x32 * x32, 0) / H + eps)
-    if WIDE:
-        y = (scaled * (weight.to(tl.float32) + offset)).to(x.dtype)
+        x = add_rows(x, load_row(residual_ptr + row * N, N, BLOCK))
+        store_row(x, residual_ptr + row * N, N, BLOCK)
+    y = normed_row(x, weight, eps, offset, N, BLOCK, WIDE)
+    if scale_ptr is not None:
+        store_row_as_fp8(y, out_ptr + row * N, scale_ptr + row, N, BLOCK)
+        if plain_ptr is not None:
+            store_row(y, plain_ptr + row * N, N, BLOCK)
     else:
-        y = scaled.to(x.dtype) * weight
-    if QUANTIZE:
-        quantized, scale = row_to_fp8(y.to(tl.float32))
-        tl.store(out_ptr + row * H + h, quantized, mask=mask)
-        tl.store(scale_ptr + row, scale)
-    else:
-        tl.store(out_ptr + row * H + h, y, mask=mask)
+        store_row(y, out_ptr + row * N, N, BLOCK)
 
 
 @overload
@@ -54,7 +73,8 @@ def rms_norm(
 @overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
-    *, wide_offset: float | None = None, quantize: Literal[True], upcoming: torch.Tensor | None = None,
+    *, wide_offset: float | None = None, quantize: Literal[True], plain: torch.Tensor | None = None,
+    upcoming: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -66,16 +86,17 @@ def rms_norm(
     *,
     wide_offset: float | None = None,
     quantize: bool = False,
+    plain: torch.Tensor | None = None,
     upcoming: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H].
 
     With `wide_offset`: (offset + w) * norm(x), in float32 and rounded once. With `quantize`: (e4m3 [T, H], scale [T]),
-    see triton_quant. `upcoming` is the weight that the result meets next (prefetch.py).
+    see triton_quant; `plain` [T, H] then takes what was quantised. `upcoming` is the weight that the result meets next
+    (prefetch.py).
     """
     rows, size = x.shape
-    padded = triton.next_power_of_2(size)
-    warps = warps_for(padded)
+    block, warps = blocks_for(size)
     upcoming, share = shares(upcoming, rows, rows * warps * 32)
     scale = None
     if quantize:
@@ -83,48 +104,84 @@ def rms_norm(
     else:
         out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     _rms_norm_kernel(
-        (rows,), x, residual, weight, out, scale, upcoming, x.stride(0), size, eps, wide_offset or 0.0, share,
-        ADD=residual is not None, HP=padded, WIDE=wide_offset is not None, QUANTIZE=quantize, THREADS=warps * 32,
-        num_warps=warps,
+        (rows,), x, residual, weight, out, scale, plain, upcoming, x.stride(0), eps, wide_offset or 0.0, share,
+        N=size, BLOCK=block, WIDE=wide_offset is not None, THREADS=warps * 32, num_warps=warps,
     )  # fmt: skip
     return out if scale is None else (out, scale)
 
 
 @triton.jit
-def _silu_mul(x_ptr, i, inner, mask):
-    gate = tl.load(x_ptr + i, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + inner + i, mask=mask, other=0.0)
-    silu = gate / (1 + tl.exp(-gate))
-    return silu.to(up.dtype) * up
+def _gated(gate, up, KIND: tl.constexpr):
+    return activated(gate.to(tl.float32), KIND).to(up.dtype) * up
 
 
 @kernel
-def _silu_mul_kernel(
-    x_ptr, out_ptr, next_ptr, inner, x_stride, next_share, BLOCK: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+def _gate_mul_kernel(
+    gate_ptr, up_ptr, out_ptr, next_ptr, gate_stride, up_stride, next_share,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     prefetch_share(next_ptr, next_share, program, THREADS, PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < inner
-    tl.store(out_ptr + row * inner + i, _silu_mul(x_ptr + row * x_stride, i, inner, mask), mask=mask)
+    gate = tl.load(gate_ptr + row * gate_stride + i, mask=i < N, other=0.0)
+    up = tl.load(up_ptr + row * up_stride + i, mask=i < N, other=0.0)
+    tl.store(out_ptr + row * N + i, _gated(gate, up, KIND), mask=i < N)
 
 
 @kernel
-def _silu_mul_fp8_kernel(
-    x_ptr, out_ptr, scale_ptr, next_ptr, inner, x_stride, next_share, BLOCK: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+def _gate_mul_fp8_kernel(
+    gate_ptr, up_ptr, out_ptr, scale_ptr, next_ptr, gate_stride, up_stride, next_share,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     prefetch_share(next_ptr, next_share, tl.program_id(0), THREADS, PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    mask = i < inner
-    quantized, scale = row_to_fp8(_silu_mul(x_ptr + row * x_stride, i, inner, mask).to(tl.float32))
-    tl.store(out_ptr + row * inner + i, quantized, mask=mask)
-    tl.store(scale_ptr + row, scale)
+    gate = load_row(gate_ptr + row * gate_stride, N, BLOCK)
+    up = load_row(up_ptr + row * up_stride, N, BLOCK)
+    y = ()
+    for at in tl.static_range(len(gate)):
+        y = y + (_gated(gate[at], up[at], KIND),)  # noqa: RUF005
+    store_row_as_fp8(y, out_ptr + row * N, scale_ptr + row, N, BLOCK)
+
+
+@overload
+def gate_mul(
+    gate: torch.Tensor, up: torch.Tensor, kind: Gate, *, quantize: Literal[False] = False,
+    upcoming: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def gate_mul(
+    gate: torch.Tensor, up: torch.Tensor, kind: Gate, *, quantize: Literal[True], upcoming: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def gate_mul(
+    gate: torch.Tensor, up: torch.Tensor, kind: Gate, *, quantize: bool = False, upcoming: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """act(gate) * up, both [T, N] with rows that may be strided -> [T, N]; with `quantize` (e4m3 [T, N], scale [T]),
+    see triton_quant. `upcoming` is the weight that the result meets next (prefetch.py)."""
+    rows, size = gate.shape
+    strides = gate.stride(0), up.stride(0)
+    if quantize:  # the scale needs the whole row: one program each
+        quantized, scale = empty_rows(rows, size, gate.device)
+        block, warps = blocks_for(size)
+        upcoming, share = shares(upcoming, rows, rows * warps * 32)
+        _gate_mul_fp8_kernel(
+            (rows,), gate, up, quantized, scale, upcoming, *strides, share,
+            N=size, BLOCK=block, KIND=kind, THREADS=warps * 32, num_warps=warps,
+        )  # fmt: skip
+        return quantized, scale
+    out = torch.empty(rows, size, dtype=gate.dtype, device=gate.device)
+    block = min(1024, triton.next_power_of_2(size))
+    blocks, warps = triton.cdiv(size, block), 4
+    upcoming, share = shares(upcoming, rows, rows * blocks * warps * 32)
+    _gate_mul_kernel(
+        (rows, blocks), gate, up, out, upcoming, *strides, share,
+        N=size, BLOCK=block, KIND=kind, THREADS=warps * 32, num_warps=warps,
+    )  # fmt: skip
+    return out
 
 
 @overload
@@ -140,29 +197,11 @@ def silu_mul(
 def silu_mul(
     gate_up: torch.Tensor, *, quantize: bool = False, upcoming: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """[T, 2 I] (gate, up) -> silu(gate) * up [T, I]; with `quantize` (e4m3 [T, I], scale [T]), see triton_quant.
-    `upcoming` is the weight that the result meets next (prefetch.py)."""
-    rows, width = gate_up.shape
-    inner = width // 2
-    padded = triton.next_power_of_2(inner)
-    if quantize:  # the scale needs the whole row: one program each
-        quantized, scale = empty_rows(rows, inner, gate_up.device)
-        warps = warps_for(padded)
-        upcoming, share = shares(upcoming, rows, rows * warps * 32)
-        _silu_mul_fp8_kernel(
-            (rows,), gate_up, quantized, scale, upcoming, inner, gate_up.stride(0), share, BLOCK=padded,
-            THREADS=warps * 32, num_warps=warps,
-        )  # fmt: skip
-        return quantized, scale
-    out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, padded)
-    blocks, warps = triton.cdiv(inner, block), 4
-    upcoming, share = shares(upcoming, rows, rows * blocks * warps * 32)
-    _silu_mul_kernel(
-        (rows, blocks), gate_up, out, upcoming, inner, gate_up.stride(0), share, BLOCK=block, THREADS=warps * 32,
-        num_warps=warps,
-    )  # fmt: skip
-    return out
+    """`gate_mul` of [T, 2 I] (gate beside up)."""
+    gate, up = gate_up.chunk(2, -1)
+    if quantize:
+        return gate_mul(gate, up, "silu", quantize=True, upcoming=upcoming)
+    return gate_mul(gate, up, "silu", upcoming=upcoming)
 
 
 @triton.jit

@@ -95,6 +95,7 @@ def run_all(fp8):
     triton_gemv.gemv(zeros(1, 1024), zeros(96, 1024))
     triton_gemv.gemv(zeros(4, 960), zeros(100, 960), None, zeros(100), gate="silu")
     triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096), norm=(zeros(4096), 1e-6), gate="silu")
+    triton_gemv.gemv(zeros(2, 5376), zeros(512, 5376), norm=(zeros(5376), 1e-6), wide_offset=1.0, gate="gelu_tanh")
     triton_gemv.gemv(zeros(2, 3072), zeros(1024, 3072), residual=zeros(2, 1024))
     triton_gemv.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
@@ -118,6 +119,10 @@ def run_all(fp8):
         scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
         triton_gemv.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
         triton_quant.quantize_rows(zeros(3, 960))
+        triton_quant.quantize_rows(zeros(3, 6144))
+        triton_fused.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
+        triton_fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
+        triton_fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
         norm = zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096)
         triton_fused.rms_norm(*norm, quantize=True, upcoming=zeros(64, 4096))
         triton_fused.silu_mul(zeros(3, 24576), quantize=True, upcoming=zeros(64, 12288))

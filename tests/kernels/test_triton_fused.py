@@ -35,7 +35,7 @@ def close_fp8(ours, twin):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("size", [8, 576, 960])
+@pytest.mark.parametrize("size", [8, 576, 960, 2816, 5376])
 def test_rms_norm(size, dtype):
     x, weight = strided(5, size, dtype), torch.randn(size).to(dtype)
     close(triton_fused.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), CLOSE[dtype])
@@ -81,6 +81,13 @@ def test_rms_norm_quantised(residual):
         assert torch.equal(ours_residual, twin_residual)
 
 
+def test_rms_norm_quantised_and_plain():
+    x, weight, plain = strided(5, 2816), torch.randn(2816), torch.empty(5, 2816)
+    ours = triton_fused.rms_norm(x, weight, 1e-5, quantize=True, plain=plain, wide_offset=1.0)
+    close(plain, reference.rms_norm(x, weight, 1e-5, wide_offset=1.0), 1e-5)
+    close_fp8(ours, reference.quantize_rows(plain))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("inner", [16, 1000, 1536])
 def test_silu_mul(inner, dtype):
@@ -93,13 +100,22 @@ def test_silu_of_large_numbers_is_no_nan():
     close(triton_fused.silu_mul(x), torch.tensor([[0.0, 1e4, 0.0, 200.0]]), 1e-6)
 
 
-@pytest.mark.parametrize("inner", [16, 1000, 1536])
+@pytest.mark.parametrize("kind", ["gelu_tanh", "sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gate_mul_of_two_tensors(dtype, kind):
+    gate, up = strided(5, 1000, dtype) * 4, strided(5, 1200, dtype)[:, :1000]
+    close(triton_fused.gate_mul(gate, up, kind), reference.gate_mul(gate, up, kind), CLOSE[dtype])
+    quantised = triton_fused.gate_mul(gate, up, kind, quantize=True)
+    close_fp8(quantised, reference.gate_mul(gate, up, kind, quantize=True))
+
+
+@pytest.mark.parametrize("inner", [16, 1000, 1536, 10240])
 def test_silu_mul_quantised(inner):
     x = strided(5, 2 * inner) * 4
     close_fp8(triton_fused.silu_mul(x, quantize=True), reference.silu_mul(x, quantize=True))
 
 
-@pytest.mark.parametrize("inner", [16, 576, 1000])
+@pytest.mark.parametrize("inner", [16, 576, 1000, 5120])
 def test_quantize_rows(inner):
     x = strided(6, inner) * torch.tensor([1e-4, 1.0, 1e4, 3.0, 0.0, 50.0])[:, None]
     quantized, scale = triton_quant.quantize_rows(x)
