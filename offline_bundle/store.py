@@ -73,16 +73,20 @@ def verify_model(
     trusted_keys: Sequence[Path],
     *,
     deep: bool = True,
+    full: bool = True,
     progress: Progress | None = None,
 ) -> VerifiedBundle:
     """Re-verify an entry: signature and file set always; every byte when `deep`, else that no stamp has changed.
+
+    A deep check is against the signed hashes of the chunks, on all cores; `full` adds those of whole files, each of
+    which takes one core.
 
     Raises BundleError as `verify.verify_bundle` does; 11 also when a stamp differs (a deep check tells whether
     the content does), and when a file could be written to by its owner's group or others.
     """
     path = _entry(store, digest)
     if deep:
-        verified = verify_bundle(path, trusted_keys, full=True, progress=progress)
+        verified = verify_bundle(path, trusted_keys, full=full, progress=progress)
     else:
         with media.open_root(path) as root:
             signed = verify.check_signed_manifest(root, keys.load_trusted(trusted_keys, path), None)

@@ -1,0 +1,91 @@
+"""`atoll verify`: the deep check of what is installed."""
+
+from typing import Annotated
+
+import typer
+
+from appliance.cli.byte_progress import byte_progress, size
+from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from installer.verify import Report, Target, verify
+
+_HELP = """Read every byte of the installed models and code again and compare it with what was signed.
+
+Changes nothing, and disturbs a running service only by reading. The result is shown by `atoll status`. Interrupted, the
+same command goes on behind the models it had finished.
+"""
+_EXIT_CODES = (
+    "Exit codes: 0 all is as signed, 10 signature missing or not trusted, 11 content differs, 12 older than allowed, "
+    "13 something is missing, 30 cannot be read, 75 another check is at work, 130 interrupted."
+)
+_LABELS = {"verify": "Reading and comparing"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the `atoll` command tree."""
+    lines = ("atoll verify", "atoll verify --gentle --json")
+    app.command(name="verify", help=_HELP, epilog=f"{examples(*lines)}\n\n{_EXIT_CODES}")(command)
+
+
+def command(
+    prefix: Prefix = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also read again what an interrupted check had finished.")
+    ] = False,
+    gentle: Annotated[
+        bool, typer.Option("--gentle", help="Take disk and processor only when nobody else wants them.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the result.")] = False,
+    as_json: Json = False,
+) -> None:
+    with told(as_json):
+        if gentle:
+            _be_gentle()
+        with byte_progress(_LABELS, quiet=as_json or quiet) as progress:
+            said = _quietly if as_json else _say
+            report = verify(layout_for(prefix), progress=progress, said=said, everything=everything)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _sum_up(report)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
+
+
+def _quietly(target: Target) -> None:
+    return
+
+
+def _say(target: Target) -> None:
+    word = "FAIL" if target.exit_code else "kept" if target.kept else "ok"
+    what = f"{target.kind:8} {target.name}" + (f"  {target.digest[:12]}" if target.digest else "")
+    how = f"  {size(target.bytes)} in {target.seconds:.1f} s" if target.bytes and not target.kept else ""
+    note = f"  found good at {target.at}" if target.kept else ""
+    typer.echo(f"{word:>6}  {what}{how}{note}")
+    for line in (target.error, target.hint):
+        if line:
+            typer.echo(f"        {line}")
+
+
+def _sum_up(report: Report) -> None:
+    rate = f", {size(int(report.bytes / report.seconds))}/s" if report.seconds > 1 else ""
+    done = f"{size(report.bytes)} in {report.seconds:.1f} s{rate}"
+    if report.exit_code:
+        typer.echo(f"NOT as it was signed ({done}); exit code {report.exit_code}.")
+    else:
+        typer.echo(f"All is as it was signed ({done}).")
+    if not report.recorded:
+        typer.echo("The result was not recorded: that takes the installation's owner (sudo).")
+
+
+def _be_gentle() -> None:
+    """The lowest priority there is for processor and disk; a machine that knows no such thing goes on without."""
+    import contextlib
+    import os
+
+    import psutil
+
+    os.nice(19)
+    with contextlib.suppress(OSError, psutil.Error, AttributeError):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+
+

@@ -1,0 +1,306 @@
+"""The deep check: every byte of the model store and of the code again, against what was signed.
+
+It reads only, and holds no lock that an install needs: a model that an upgrade removes meanwhile is left out. What it
+found is recorded in state/verify.json for `atoll status`; a check that was cut off goes on behind the models that it
+had finished, as long as these have not been touched since.
+"""
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from installer import fs, release, sequence, trust
+from installer.errors import ExitCode, InstallError
+from installer.journal import History, replay
+from installer.layout import Layout
+from offline_bundle.errors import BundleError
+from offline_bundle.progress import Progress, silent
+from offline_bundle.store import is_sealed, verify_model
+
+GO_ON_WITHIN = 24 * 3600.0   # seconds: how long what an interrupted check had finished counts
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+# Of several failures the gravest names the exit code.
+_GRAVITY = (ExitCode.UNTRUSTED, ExitCode.CONTENT_MISMATCH, ExitCode.DOWNGRADE, ExitCode.MEDIA, ExitCode.IO)
+
+Kind = Literal["release", "code", "model"]
+
+
+@dataclass(slots=True)
+class Target:
+    """One thing that was checked. `exit_code` 0: as it was signed."""
+
+    kind: Kind
+    name: str
+    digest: str = ""
+    exit_code: int = 0
+    error: str = ""
+    hint: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+    at: str = ""
+    kept: bool = False      # found good by the check before, which was cut off; not read again
+
+
+@dataclass(slots=True)
+class Report:
+    """A whole check. `outcome`: good, bad, or interrupted (what is listed was finished)."""
+
+    started: str
+    outcome: Literal["good", "bad", "interrupted"] = "interrupted"
+    exit_code: int = int(ExitCode.INTERRUPTED)
+    finished: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+    targets: list[Target] = field(default_factory=list)
+    recorded: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema_version": 1, **asdict(self)}
+
+
+def verify(
+    layout: Layout,
+    *,
+    progress: Progress = silent,
+    said: Callable[[Target], None] = lambda target: None,
+    everything: bool = False,
+    trusted_keys: list[Path] | None = None,
+) -> Report:
+    """Check all; `said` hears of each target when it is done. `everything`: also what a cut-off check had finished.
+
+    Raises InstallError: nothing installed (2), another check at work (75). Findings are not raised but reported.
+    """
+    began = time.monotonic()
+    report = Report(started=_now())
+    known = {} if everything else _finished_before(layout)
+    with _alone(layout) as recording:
+        report.recorded = recording
+        trusted = trusted_keys if trusted_keys is not None else trust.installed_keys(layout)
+        history, readable = _history(layout)
+        try:
+            for target, check in _targets(layout, history, readable, trusted, progress):
+                _run(target, check, known)
+                report.targets.append(target)
+                said(target)
+            codes = [target.exit_code for target in report.targets if target.exit_code]
+            report.exit_code = min(codes, key=_gravity) if codes else 0
+            report.outcome = "bad" if codes else "good"
+        finally:
+            report.finished, report.seconds = _now(), round(time.monotonic() - began, 2)
+            report.bytes = sum(target.bytes for target in report.targets)
+            if recording:
+                fs.write_atomic(layout.verify_state, json.dumps(report.to_json(), indent=1) + "\n", 0o644)
+    return report
+
+
+def last(layout: Layout) -> dict[str, Any] | None:
+    """What the last check found, as it was recorded; None if there was none, or it cannot be read."""
+    try:
+        found = json.loads(fs.read_regular(layout.verify_state, 1 << 20)[0])
+        return found if isinstance(found, dict) and isinstance(found.get("targets"), list) else None
+    except (OSError, ValueError):
+        return None
+
+
+Check = Callable[[Target], None]
+"""Sets `bytes` of its target. Raises BundleError, InstallError or OSError for what is wrong."""
+
+
+def _targets(
+    layout: Layout, history: History, readable: bool, trusted: list[Path], progress: Progress
+) -> Iterator[tuple[Target, Check]]:
+    """Everything there is to check, and what should be there and is not."""
+    name = release.live(layout)
+    yield Target("release", name or "none"), lambda target: _check_release(layout, history, readable, target)
+    for tree in sorted((layout.opt / "code").glob("*/files.json")):
+        yield Target("code", tree.parent.name), lambda target, at=tree.parent: _check_code(at, target)
+    info = release.read_info(layout, name) if name else {}
+    expected = {str(bundle.get("digest")): str(bundle.get("name")) for bundle in release.bundles_of(info)}
+    there = {path.name for path in _entries(layout.models)}
+    names = {**_names(layout), **expected}
+    for digest in sorted(there | expected.keys(), key=lambda d: (d not in expected, names.get(d, ""), d)):
+        yield Target("model", names.get(digest, "unknown"), digest), lambda target: _check_model(
+            layout, history if readable else None, trusted, progress, target, wanted=target.digest in expected
+        )
+
+
+def _check_release(layout: Layout, history: History, readable: bool, target: Target) -> None:
+    """`current` leads to the release that was committed, and that says what its name says."""
+    again = "Install it again from its medium: atoll install MEDIUM"
+    if target.name == "none":
+        raise InstallError("No release is live.", exit_code=ExitCode.MEDIA, hint=again)
+    info = release.read_info(layout, target.name)
+    wrapper = layout.releases / target.name / "bin/atoll"
+    if not info or not wrapper.is_file():
+        message = f"The release {target.name} is not whole: release.json or bin/atoll is missing."
+        raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
+    target.bytes = fs.tree_size(wrapper.parent.parent)
+    if info.get("release") != target.name:
+        message = f"The release {target.name} says of itself that it is {str(info.get('release'))[:80]}."
+        raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
+    committed = history.committed
+    if readable and committed and history.open_switch is None and committed["release"] != target.name:
+        raise InstallError(
+            f"`current` leads to {target.name}, but {committed['release']} is what was installed.",
+            exit_code=ExitCode.CONTENT_MISMATCH,
+            why="Somebody has changed it by hand.",
+            hint="Go back to what was installed: atoll rollback, or atoll install MEDIUM",
+        )
+
+
+def _check_code(tree: Path, target: Target) -> None:
+    from installer.code_tree import verify_code
+
+    differing = verify_code(tree)
+    target.bytes = fs.tree_size(tree)
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise InstallError(
+            f"The code differs from what was signed: {', '.join(differing[:3])}{more}.",
+            exit_code=ExitCode.CONTENT_MISMATCH,
+            hint="Stop the service (atoll stop) and install again from its medium.",
+        )
+
+
+def _check_model(
+    layout: Layout, history: History | None, trusted: list[Path], progress: Progress, target: Target, *, wanted: bool
+) -> None:
+    try:
+        found = verify_model(layout.models, target.digest, trusted, full=False, progress=progress)
+    except BundleError:
+        if not wanted and not (layout.models / target.digest).exists():
+            return  # an upgrade has just removed it
+        raise
+    target.bytes = found.manifest.total_bytes
+    target.name = found.manifest.name
+    if history is None:
+        return
+    newest = sequence.last_sequence(layout, found.manifest.name)
+    committed = history.committed or {}
+    previous = release.read_info(layout, committed["previous"]) if committed.get("previous") else {}
+    known = {bundle.get("digest") for facts in (committed, previous) for bundle in release.bundles_of(facts)}
+    if newest is not None and found.manifest.sequence < newest and target.digest not in known:
+        raise InstallError(
+            f"The store holds {target.name} of sequence {found.manifest.sequence}, older than {newest} which was "
+            "installed here, and no install has put it there.",
+            exit_code=ExitCode.DOWNGRADE,
+            why="An old model may bring back what a newer one has mended; an attacker may have copied it there.",
+            hint="Install the newest bundle: atoll install MEDIUM. It removes what no release uses.",
+        )
+
+
+def _run(target: Target, check: Check, known: dict[str, Target]) -> None:
+    """Run one check; what it finds wrong goes into the target."""
+    began = time.monotonic()
+    earlier = known.get(target.digest) if target.kind == "model" else None
+    if earlier is not None:
+        target.kept, target.bytes, target.at, target.seconds = True, earlier.bytes, earlier.at, earlier.seconds
+        target.name = earlier.name
+        return
+    try:
+        check(target)
+    except (BundleError, InstallError) as error:
+        target.exit_code, target.error, target.hint = int(error.exit_code), error.message, error.hint
+    except OSError as error:
+        target.exit_code, target.error = int(ExitCode.IO), f"It could not be read: {error.strerror or error}."
+        target.hint = "As another user than root not everything can be read. Else look at the disk: dmesg"
+    target.at, target.seconds = _now(), round(time.monotonic() - began, 2)
+
+
+def _finished_before(layout: Layout) -> dict[str, Target]:
+    """Models that a check which was cut off lately had found good, and that nobody has touched since."""
+    before = last(layout)
+    if before is None or before.get("outcome") != "interrupted":
+        return {}
+    found: dict[str, Target] = {}
+    for entry in before["targets"]:
+        try:
+            target = Target(**entry)
+            fresh = 0 <= time.time() - _seconds(target.at) < GO_ON_WITHIN
+        except (TypeError, ValueError):
+            continue
+        if target.kind == "model" and not target.exit_code and fresh and is_sealed(layout.models, target.digest):
+            found[target.digest] = target
+    return found
+
+
+def _history(layout: Layout) -> tuple[History, bool]:
+    """What the journal says, and whether this user may read it."""
+    try:
+        records = replay(layout.journal).records
+    except PermissionError:
+        records, readable = [], False
+    else:
+        readable = True
+    if not records and release.live(layout) is None:
+        raise InstallError(
+            f"There is no Atoll installation at {layout.name}.",
+            exit_code=ExitCode.USAGE,
+            changed="Nothing was changed.",
+            hint="Give the right directory with --prefix or ATOLL_PREFIX, or install: atoll install --help",
+        )
+    return History(records), readable
+
+
+@contextmanager
+def _alone(layout: Layout) -> Iterator[bool]:
+    """One check at a time; yields whether its result can be recorded (only by the installation's owner)."""
+    try:
+        path = layout.verify_state.with_suffix(".lock")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise InstallError(
+            "Another verification is at work.",
+            exit_code=ExitCode.BUSY,
+            changed="Nothing was changed.",
+            hint="Wait until it has finished; `atoll status` then shows what it found.",
+        ) from None
+    try:
+        yield True
+    finally:
+        os.close(fd)
+
+
+def _entries(store: Path) -> list[Path]:
+    try:
+        return [path for path in store.iterdir() if _DIGEST.match(path.name) and not path.is_symlink()]
+    except OSError:
+        return []
+
+
+def _names(layout: Layout) -> dict[str, str]:
+    """Digest → name, as the releases say it."""
+    try:
+        releases = [path.name for path in layout.releases.iterdir()]
+    except OSError:
+        return {}
+    bundles = [bundle for name in releases for bundle in release.bundles_of(release.read_info(layout, name))]
+    return {str(bundle.get("digest")): str(bundle.get("name")) for bundle in bundles}
+
+
+def _gravity(code: int) -> int:
+    return _GRAVITY.index(code) if code in _GRAVITY else len(_GRAVITY)
+
+
+def _now() -> str:
+    return time.strftime(_FORMAT, time.gmtime())
+
+
+def _seconds(text: str) -> float:
+    import calendar
+
+    return float(calendar.timegm(time.strptime(text, _FORMAT)))
