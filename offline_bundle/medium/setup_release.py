@@ -158,7 +158,7 @@ def _compile(partial, final, refused):
 def _add_rest(facts, partial, final):
     """Launcher, documents, the signed description, and the key if it is new."""
     incoming = facts["incoming"]
-    for name in ("docs", "licenses", "sbom", "units"):
+    for name in ("docs", "licenses", "sbom", "units", "setup"):
         if os.path.isdir(os.path.join(incoming, name)):
             shutil.copytree(os.path.join(incoming, name), os.path.join(partial, "share", name))
     for name in ("bundle.json", "model.sig"):
