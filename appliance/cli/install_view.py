@@ -10,16 +10,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from appliance.cli.preflight_view import print_checks
 from installer.errors import InstallError
 from installer.frontend import StepStatus
 from installer.licence import LicenceRequest
 from installer.plan import Plan
 from installer.preflight import CheckRecord
 
-_STATUS_WORDS = {"pass": "PASS", "warn": "WARN", "fail": "FAIL"}
-_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 _MARKS = {"done": "ok", "skipped": "--", "failed": "FAILED"}
 
 
@@ -125,25 +123,6 @@ class Terminal:
             with contextlib.suppress(OSError):
                 self._progress.stop()
         self._progress = self._task = None
-
-
-def print_checks(records: list[CheckRecord], *, everything: bool, console: Console | None = None) -> None:
-    """The table of checks; without `everything` only what needs attention."""
-    console = console or Console(highlight=False)
-    shown = [record for record in records if everything or record.status != "pass"]
-    if not shown:
-        return
-    table = Table("STAT", "CHECK", "SEEN", "NEEDED", box=None, pad_edge=False, header_style="bold")
-    for record in shown:
-        word = "WAIV" if record.waived else _STATUS_WORDS[record.status]
-        table.add_row(
-            f"[{_STYLES[record.status]}]{word}[/]", record.id, escape(record.observed), escape(record.required)
-        )
-    with contextlib.suppress(OSError):
-        console.print(table)
-        for record in shown:
-            if record.status != "pass" and record.fix and not record.waived:
-                console.print(f"  {record.id}: {escape(record.why)} {escape(record.fix)}")
 
 
 def print_plan(plan: Plan, console: Console, prefix: Path) -> None:

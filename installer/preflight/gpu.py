@@ -1,31 +1,155 @@
-"""Accelerators. This form of the installer runs on the CPU; it only says whether a GPU was seen."""
+"""Is there a GPU, does its driver answer, and can it run what the bundle brings?"""
 
-from pathlib import Path
+import re
 
-from installer.preflight.record import CheckRecord, PreflightContext
+from installer.gpu import Gpu, GpuFacts
+from installer.i18n import Text, joined, t
+from installer.preflight.record import PreflightContext, Seen, check, gpu_check
+from installer.preflight.torch_build import DRIVER_FLOORS
 
-_PCI = Path("/sys/bus/pci/devices")
-_NVIDIA = "0x10de"
-_DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers
-
-
-def nvidia_pci_devices(root: Path = _PCI) -> list[str]:
-    """PCI addresses of NVIDIA display controllers, from sysfs: works without any driver."""
-    found = []
-    for device in sorted(root.glob("*")):
-        try:
-            vendor = (device / "vendor").read_text().strip()
-            kind = (device / "class").read_text().strip()
-        except OSError:
-            continue
-        if vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASSES):
-            found.append(device.name)
-    return found
+CAPABILITY_MIN = (8, 0)     # Ampere: bfloat16, and what the kernels are written for
+CAPABILITY_TRIED = (12, 1)  # the newest that the kernels are compiled for
+_CPU_INSTEAD = t("Without a GPU, choose the CPU: --device cpu.")
 
 
-def gpu(context: PreflightContext) -> CheckRecord:
-    """Whether there is a GPU on the bus; its absence is not a fault."""
-    devices = nvidia_pci_devices()
-    observed = f"NVIDIA GPU at {', '.join(devices)}" if devices else "no GPU found: the CPU device is used"
-    why = "For information: without a GPU the model answers on the CPU, more slowly."
-    return CheckRecord("gpu", "pass", observed, "nothing", why, evidence="/sys/bus/pci/devices")
+def selected(context: PreflightContext, facts: GpuFacts) -> tuple[Gpu, ...]:
+    """The GPUs that the models are assigned to; all of them where nothing is assigned."""
+    wanted = {choice for need in context.needs for choice in need.gpus} | set(context.gpus)
+    return tuple(gpu for gpu in facts.gpus if not wanted or any(is_named(gpu, choice) for choice in wanted))
+
+
+def is_named(gpu: Gpu, choice: str | int) -> bool:
+    """Whether an operator's index or UUID (or the start of one) means this GPU."""
+    text = str(choice)
+    return str(gpu.index) == text or bool(gpu.uuid and len(text) >= 8 and gpu.uuid.startswith(text))
+
+
+@check(
+    5, "gpu", t("GPU on the PCI bus"), strict=True, timeout=9.0,
+    required=t("at least one NVIDIA GPU"), why=t("The models compute on it."),
+)  # fmt: skip
+def gpu(context: PreflightContext) -> Seen:
+    """The bus is asked, so that a GPU without a driver is seen too."""
+    addresses = context.machine.gpu_addresses()
+    reason = context.no_gpu_needed()
+    if reason is not None:
+        if addresses and context.device == "auto" and context.system:
+            fix = t("Use the medium with the CUDA build, or choose the CPU on purpose: --device cpu.")
+            return Seen("warn", t("{count} GPU, but {reason}", count=len(addresses), reason=reason), fix)
+        return Seen("pass", reason)
+    evidence = "/sys/bus/pci/devices: vendor 0x10de"
+    facts = context.machine.gpus()
+    if not addresses and not facts.gpus:
+        fix = t("Check the seat and power of the card, and in a virtual machine the pass-through. {else_}",
+                else_=_CPU_INSTEAD)  # fmt: skip
+        return Seen("fail", t("no NVIDIA GPU"), fix, "lspci -d 10de:", evidence)
+    observed = joined([gpu.label for gpu in facts.gpus] or addresses)
+    if "nouveau" in context.machine.modules():
+        fix = t("Block nouveau, install NVIDIA's driver and restart.")
+        command = "echo 'blacklist nouveau' > /etc/modprobe.d/atoll-nouveau.conf && update-initramfs -u && reboot"
+        why = t("nouveau holds the GPU, and NVIDIA's driver cannot take it.")
+        return Seen("warn", t("{gpus}; nouveau is loaded", gpus=observed), fix, command, "/proc/modules", why=why)
+    return Seen("pass", observed, evidence=evidence)
+
+
+@gpu_check(
+    6, "nvml", t("Driver answers"), strict=True,
+    required=t("NVML answers; library and kernel module of one version"),
+    why=t("Without the driver there is no GPU, and the service would not start."),
+)  # fmt: skip
+def nvml(context: PreflightContext) -> Seen:
+    """NVML first; nvidia-smi answers through it, so its answer proves the same."""
+    facts, module = context.machine.gpus(), context.machine.kernel_driver()
+    said = "; ".join(error for error in (facts.nvml_error, facts.smi_error) if error)
+    evidence = said or "NVML"
+    if facts.answered and not ("NVML" in facts.sources and facts.nvml_error):
+        if module and facts.driver and module != facts.driver:
+            return _mismatch(t("library {library}, kernel module {module}", library=facts.driver, module=module))
+        sources = joined(facts.sources, " + ")
+        return Seen("pass", t("driver {driver}, by {sources}", driver=facts.driver or "?", sources=sources),
+                    evidence=evidence)  # fmt: skip
+    if "mismatch" in said.lower():
+        return _mismatch(said)
+    if "no answer" in said:
+        fix = t("The driver hangs. Look for Xid lines, then restart the machine.")
+        return Seen("fail", said, fix, "dmesg | grep -i xid; reboot", evidence)
+    if not module:
+        fix = t("Install NVIDIA's driver (R580 or newer) and restart. {else_}", else_=_CPU_INSTEAD)
+        return Seen("fail", t("no NVIDIA driver is loaded ({said})", said=said), fix, "modprobe nvidia", evidence)
+    fix = t("Look at the driver's messages, then restart the machine.")
+    return Seen("fail", said or t("no GPU answered"), fix, "dmesg | grep -iE 'nvrm|xid'; reboot", evidence)
+
+
+def _mismatch(said: str) -> Seen:
+    fix = t("An update changed the driver under the running one. Restart, then keep updates from doing it again.")
+    command = "reboot  # then: apt-mark hold $(dpkg-query -Wf '${Package}\\n' 'nvidia-*' 'libnvidia-*')"
+    return Seen("fail", said, fix, command, "/proc/driver/nvidia/version")
+
+
+@gpu_check(
+    7, "driver", t("Driver's age"), strict=True,
+    required=t("580 for CUDA 13, 525 for CUDA 12"), why=t("An older driver cannot load the bundled CUDA libraries."),
+)  # fmt: skip
+def driver(context: PreflightContext) -> Seen:
+    """The floor follows from the CUDA build of the PyTorch that will run, and from what the bundle asks for."""
+    facts, build = context.machine.gpus(), context.torch_build()
+    version = facts.driver or context.machine.kernel_driver()
+    cuda = build.cuda or _numbers(context.cuda) or (13, 0)
+    floor = max((DRIVER_FLOORS.get(cuda[0], max(DRIVER_FLOORS.values())),), _numbers(context.driver_min) or (0,))
+    needed = t("{floor} or newer, for {build}", floor=".".join(map(str, floor)), build=build.label)
+    if not version:
+        return Seen("fail", t("unknown"), t("Install NVIDIA's driver and restart."), "nvidia-smi", required=needed)
+    speaks = f", CUDA {facts.cuda[0]}.{facts.cuda[1]}" if facts.cuda else ""
+    evidence = "nvidia-smi --query-gpu=driver_version --format=csv"
+    if tuple(map(int, version.split("."))) < floor:
+        fix = t("Install driver {floor} or newer and restart.", floor=floor[0])
+        command = f"apt-get install nvidia-driver-{floor[0]}-server"
+        return Seen("fail", f"{version}{speaks}", fix, command, evidence, needed)
+    if cuda[0] not in DRIVER_FLOORS and not context.driver_min:
+        fix = t("Ask the bundle's maker which driver it needs.")
+        return Seen("warn", t("{version}; nothing is known about CUDA {cuda}", version=version, cuda=cuda[0]), fix)
+    if build.cuda and facts.cuda and facts.cuda[0] == cuda[0] and facts.cuda < cuda:
+        why = t("Code that the driver must compile (PTX) may be refused with error 222; bundled kernels are not.")
+        fix = t("Update the driver when you can.")
+        needed = t("a driver for CUDA {cuda}", cuda=f"{cuda[0]}.{cuda[1]}")
+        return Seen("warn", f"{version}{speaks}", fix, "nvidia-smi", evidence, needed, why)
+    return Seen("pass", f"{version}{speaks}", evidence=evidence, required=needed)
+
+
+@gpu_check(
+    8, "compute-capability", t("Compute capability"),
+    required=t("{least} or newer", least="8.0"), why=t("The kernels use what older GPUs do not have."),
+)  # fmt: skip
+def compute_capability(context: PreflightContext) -> Seen:
+    """Every GPU that is meant must be new enough; different ones are told, since they cannot share a model."""
+    gpus = selected(context, context.machine.gpus())
+    least = (_numbers(context.compute_cap) or CAPABILITY_MIN)[:2]
+    needed = t("{least} or newer", least=".".join(map(str, least)))
+    if not gpus:
+        return Seen("fail", t("no GPU answered"), t("See the check '{id}'.", id="nvml"), required=needed)
+    observed = joined([f"{gpu.label}: {'.'.join(map(str, gpu.compute_cap or ('?',)))}" for gpu in gpus])
+    evidence = "nvidia-smi --query-gpu=compute_cap --format=csv"
+    known = [gpu.compute_cap for gpu in gpus if gpu.compute_cap]
+    if any(capability < least for capability in known):
+        fix = t("Use a newer GPU (A100, L40S, H100, …), or another one for this model: gpus in the answers file.")
+        return Seen("fail", observed, fix, evidence=evidence, required=needed)
+    if len(known) < len(gpus):
+        return Seen("warn", observed, t("Update the driver: it does not tell."), evidence=evidence, required=needed)
+    if any(capability > CAPABILITY_TRIED for capability in known):
+        fix = t("Run the self-test after the install.")
+        why = t("The kernels were never tried on one so new.")
+        return Seen("warn", observed, fix, "atoll doctor", evidence, needed, why)
+    if len({gpu.name for gpu in gpus}) > 1:
+        return Seen("warn", t("different GPUs: {gpus}", gpus=observed), _name_one(gpus), "nvidia-smi -L", evidence,
+                    t("GPUs of one kind"), t("One model cannot be spread over different GPUs."))  # fmt: skip
+    return Seen("pass", observed, evidence=evidence, required=needed)
+
+
+def _name_one(gpus: tuple[Gpu, ...]) -> Text:
+    return t("Give each model its GPU in the answers file: gpus = [\"{uuid}\"].", uuid=gpus[0].uuid or gpus[0].index)
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    """The first version in what a maker wrote: `>=580.65,<600` → (580, 65)."""
+    found = re.search(r"\d{1,4}(?:\.\d{1,4}){0,3}", text or "")
+    return tuple(map(int, found[0].split("."))) if found else None

@@ -1,95 +1,221 @@
-"""The machine itself: processor, C library, Python, memory, clock."""
+"""The machine itself: rights, processor, system, C library, Python, memory, clock."""
 
+import ctypes
+import os
 import platform
+import re
 import sys
 import time
-from pathlib import Path
+from importlib import metadata
+from itertools import islice
+from typing import Any
 
-import psutil
-
-from installer.preflight.record import CheckRecord, PreflightContext, gib
+from installer import lock
+from installer.gpu.command import run
+from installer.i18n import t
+from installer.preflight.record import PreflightContext, Seen, check, gib
+from installer.preflight.torch_build import MAX_FILES
 
 _V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}
 _V3 = _V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 GLIBC_MIN = (2, 28)        # the manylinux_2_28 wheels of torch
 PYTHON_MIN = (3, 11)
 RAM_OVERHEAD = 1 << 30     # interpreter, libraries, a small cache
+RAM_SERVER = 16 * 10**9    # "16 GB": firmware keeps some of it, so not GiB
+SYSTEMD_GOOD, SYSTEMD_LEAST = 252, 249
+_MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_")
 
 
-def cpu(context: PreflightContext) -> CheckRecord:
+@check(
+    1, "rights", t("Rights and lock"),
+    required=t("root for a server; no other Atoll command at work"),
+    why=t("Users, units and /opt belong to root; two installs at once would overwrite each other."),
+)  # fmt: skip
+def rights(context: PreflightContext) -> Seen:
+    """Root is needed for the server form only. The lock is looked at, not taken."""
+    uid = os.geteuid()
+    if context.system and uid != 0:
+        fix = t("Run it as root, or install under a directory of your own with --prefix DIR.")
+        return Seen("fail", t("user id {uid}", uid=uid), fix, "sudo ./install.sh", "id -u")
+    holder = lock.holder(context.layout.lock)
+    if holder is not None and f"process {os.getpid()}," not in holder:
+        fix = t("Wait until it has finished, then run this again.")
+        evidence = str(context.layout.lock)
+        return Seen("fail", t("the lock is held by {who}", who=holder), fix, "atoll status", evidence)
+    return Seen("pass", t("user id {uid}, no other Atoll command", uid=uid), evidence="id -u")
+
+
+@check(
+    2, "cpu", t("Processor"),
+    required=t("x86-64 with AVX2 (x86-64-v3) and SHA instructions"),
+    why=t("The bundled libraries are built for it."),
+)  # fmt: skip
+def cpu(context: PreflightContext) -> Seen:
     """x86-64-v3 runs everything; v2 runs slowly; SHA instructions make verification four times as fast."""
     machine = platform.machine()
-    required = "x86-64 with AVX2 (x86-64-v3)"
-    why = "The bundled libraries are built for it."
     if machine != "x86_64":
-        return CheckRecord("cpu", "fail", machine, required, why, "Use an x86-64 server.", "uname -m", strict=True)
-    info = Path("/proc/cpuinfo").read_text()
-    flags = set(next((line.split(":", 1)[1].split() for line in info.splitlines() if line.startswith("flags")), []))
-    name = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), machine)
-    evidence = "/proc/cpuinfo flags"
-    if _V2 - flags:
-        missing = " ".join(sorted(_V2 - flags))
-        return CheckRecord(
-            "cpu", "fail", f"{name}, without {missing}", required, why, "Use a newer processor, or pass its features "
-            "through to the virtual machine (CPU type 'host').", evidence, strict=True,
-        )
-    if _V3 - flags:
-        missing = " ".join(sorted(_V3 - flags))
-        why, fix = "It will run, but slowly.", "In a virtual machine, set the CPU type to 'host'."
-        return CheckRecord("cpu", "warn", f"{name}, without {missing}", required, why, fix, evidence)
+        return Seen("fail", machine, t("Use an x86-64 server."), evidence="uname -m")
+    lines = context.machine.read("/proc/cpuinfo").splitlines()
+    flags = set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), machine)
+    evidence = "/proc/cpuinfo: flags"
+    virtual = t("In a virtual machine, pass the processor's features through (CPU type 'host').")
+    if missing := " ".join(sorted(_V2 - flags)):
+        fix = t("Use a newer processor. {else_}", else_=virtual)
+        return Seen("fail", t("{name}, without {missing}", name=name, missing=missing), fix, "lscpu", evidence)
+    if missing := " ".join(sorted(_V3 - flags)):
+        seen = t("{name}, without {missing}", name=name, missing=missing)
+        return Seen("warn", seen, virtual, "lscpu", evidence, why=t("It will run, but slowly."))
     if "sha_ni" not in flags:
-        why = "Without SHA instructions verification takes about four times as long."
-        return CheckRecord("cpu", "warn", f"{name}, without sha_ni", "SHA instructions", why, "", evidence)
-    return CheckRecord("cpu", "pass", name, required, why, evidence=evidence)
+        why = t("Without SHA instructions verification takes about four times as long.")
+        seen = t("{name}, without {missing}", name=name, missing="sha_ni")
+        return Seen("warn", seen, virtual, "lscpu", evidence, why=why)
+    return Seen("pass", name, evidence=evidence)
 
 
-def glibc(context: PreflightContext) -> CheckRecord:
-    """The C library must be as new as the one that the wheels were built against."""
+@check(
+    3, "systemd", t("Operating system and systemd"),
+    required=t("systemd 252 or newer, cgroup v2"),
+    why=t("systemd starts the service, confines it and keeps it running."),
+)  # fmt: skip
+def systemd(context: PreflightContext) -> Seen:
+    """Only the server form needs systemd."""
+    release = context.machine.read("/etc/os-release")
+    found = re.search(r'^PRETTY_NAME="?([^"\n]*)', release, re.MULTILINE)
+    system = found[1] if found else "Linux"
+    if not context.system:
+        return Seen("pass", t("{system}; systemd is not needed under a prefix", system=system))
+    if not context.machine.at("/run/systemd/system").is_dir():
+        fix = t("Use a system that systemd has booted, or install with --prefix DIR.")
+        return Seen("fail", t("{system}, not booted by systemd", system=system), fix, evidence="/run/systemd/system")
+    version = re.match(r"systemd (\d+)", run(["systemctl", "--version"], 3).stdout)
+    number = int(version[1]) if version else 0
+    seen, evidence = t("{system}, systemd {number}", system=system, number=number), "systemctl --version"
+    upgrade = t("Use Debian 12, Ubuntu 24.04, RHEL 10 or newer.")
+    if number < SYSTEMD_LEAST:
+        return Seen("fail", seen, upgrade, "systemctl --version", evidence)
+    if not context.machine.at("/sys/fs/cgroup/cgroup.controllers").is_file():
+        fix = t("Boot with cgroup v2: add systemd.unified_cgroup_hierarchy=1 to the kernel's command line.")
+        return Seen("fail", t("{seen}, cgroup v1", seen=seen), fix, "stat -fc %T /sys/fs/cgroup", "/sys/fs/cgroup")
+    if number < SYSTEMD_GOOD:
+        why = t("Some limits of the units are not known to it and stay without effect.")
+        return Seen("warn", seen, upgrade, "systemctl --version", evidence, why=why)
+    return Seen("pass", seen, evidence=evidence)
+
+
+@check(
+    4, "glibc", t("C library"),
+    required=t("glibc {version} or newer", version="2.28"),
+    why=t("The bundled libraries are linked against it."),
+)  # fmt: skip
+def glibc(context: PreflightContext) -> Seen:
+    """The C library must be as new as the newest that a wheel of the runtime was built against."""
     library, version = platform.libc_ver()
-    required = f"glibc ≥ {'.'.join(map(str, GLIBC_MIN))}"
-    why = "The bundled libraries are linked against it."
-    observed = f"{library or 'unknown C library'} {version}".strip()
-    good = library == "glibc" and tuple(int(part) for part in version.split(".")[:2]) >= GLIBC_MIN
-    fix = "" if good else "Use a distribution from 2019 or later with glibc (Debian 11, RHEL 8, Ubuntu 20.04 or newer)."
-    return CheckRecord("glibc", "pass" if good else "fail", observed, required, why, fix, "ldd --version", strict=True)
+    need = max(GLIBC_MIN, _newest_manylinux(context))
+    required = t("glibc {version} or newer", version=f"{need[0]}.{need[1]}")
+    observed = f"{library or 'libc ?'} {version}".strip()
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if library == "glibc" and numbers and (int(numbers[1]), int(numbers[2])) >= need:
+        return Seen("pass", observed, evidence="ldd --version", required=required)
+    fix = t("Use a newer distribution with glibc (Debian 12, Ubuntu 24.04, RHEL 9 or newer).")
+    return Seen("fail", observed, fix, "ldd --version", "ldd --version", required)
 
 
-def python(context: PreflightContext) -> CheckRecord:
+def _newest_manylinux(context: PreflightContext) -> tuple[int, int]:
+    """The newest glibc that a wheel asks for. A wheel with several tags runs on the oldest of them."""
+    if context.runtime is not None:
+        texts = [wheel.name for wheel in islice(context.runtime.rglob("*.whl"), MAX_FILES)]
+    else:
+        texts = [_wheel_tags(name) for name in ("torch", "triton", "numpy")]
+    newest = (0, 0)
+    for text in texts:
+        tags = [(int(major), int(minor)) for major, minor in _MANYLINUX.findall(text)]
+        newest = max(newest, min(tags, default=(0, 0)))
+    return newest
+
+
+def _wheel_tags(name: str) -> str:
+    """What an installed package's wheel was built for; empty if it is not there."""
+    try:
+        return metadata.distribution(name).read_text("WHEEL") or ""
+    except (metadata.PackageNotFoundError, OSError):
+        return ""
+
+
+@check(
+    14, "memory", t("Main memory"),
+    required=t("room for the weights"), why=t("Weights pass through main memory on their way, or live in it."),
+)  # fmt: skip
+def memory(context: PreflightContext) -> Seen:
+    """With a GPU: the largest shard and 16 GB. On the CPU the weights live in main memory, with room to work."""
+    table = dict(re.findall(r"^(\w+):\s+(\d+) kB", context.machine.read("/proc/meminfo"), re.MULTILINE))
+    total, available = (int(table.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
+    observed = t("{total} in all, {available} available", total=gib(total), available=gib(available))
+    add = t("Add memory, or choose a smaller model.")
+    asked = context.host_ram_bytes or 0
+    if context.no_gpu_needed() is not None:
+        need = max(int(context.weight_bytes * 1.25) + RAM_OVERHEAD, asked)
+        least, why = need, t("On the CPU the weights and the cache of conversations are held in main memory.")
+        required = t("{need} (1.25 × weights + 1 GiB, or what the bundle asks for)", need=gib(need))
+    else:
+        shard = context.shard_bytes or context.weight_bytes
+        need, least = max(int(shard * 1.25) + RAM_SERVER, asked), max(RAM_SERVER, asked)
+        required = t("{need} (1.25 × the largest file of weights + 16 GB)", need=gib(need))
+        why = t("Weights pass through main memory; what stays in the page cache makes the next start fast.")
+    said: dict[str, Any] = {"evidence": "/proc/meminfo", "required": required, "why": why}
+    if total < least:
+        return Seen("fail", observed, add, "free -h", **said)
+    if total < need or total < context.weight_bytes:
+        return Seen("warn", observed, add, "free -h", **said)
+    if available < need:
+        fix = t("Stop other programs.")
+        return Seen("warn", observed, fix, "ps aux --sort=-rss | head", **said)
+    return Seen("pass", observed, **said)
+
+
+@check(
+    20, "clock", t("Clock"),
+    required=t("not before the bundle was made, and kept in step"),
+    why=t("Certificates, expiry of keys and logs depend on it."),
+)  # fmt: skip
+def clock(context: PreflightContext) -> Seen:
+    """A clock before the bundle's date is wrong; one that nothing keeps in step will be."""
+    now = time.time()
+    observed = _date(now)
+    if context.bundle_created is not None and now < context.bundle_created:
+        created = _date(context.bundle_created)
+        status = "fail" if now < context.bundle_created - 86400 else "warn"
+        required = t("not before {created}, when the bundle was made", created=created)
+        command = "timedatectl set-time 'YYYY-MM-DD HH:MM:SS'"
+        return Seen(status, observed, t("Set the clock."), command, "date -u", required)
+    if context.system and not _synchronised():
+        fix = t("Name the site's time server in /etc/chrony/chrony.conf or /etc/systemd/timesyncd.conf.")
+        seen = t("{now}, but nothing keeps the clock in step", now=observed)
+        return Seen("warn", seen, fix, "timedatectl timesync-status", "adjtimex(2): STA_UNSYNC")
+    return Seen("pass", observed, evidence="date -u")
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+
+
+def _synchronised() -> bool:
+    """Whether the kernel's clock is steered. Asks the kernel only."""
+    buffer = ctypes.create_string_buffer(512)  # struct timex: modes, offset, freq, maxerror, esterror, status
+    if ctypes.CDLL(None, use_errno=True).adjtimex(buffer) < 0:
+        return True  # a sandbox that hides it is no fault of the clock
+    status = ctypes.c_int.from_buffer(buffer, 5 * ctypes.sizeof(ctypes.c_long)).value
+    return not status & 0x40
+
+
+@check(
+    26, "python", t("Python"),
+    required=t("Python {version} or newer, 64 bit", version="3.11"), why=t("The service runs on it."),
+)  # fmt: skip
+def python(context: PreflightContext) -> Seen:
     """The interpreter that will run the service is the one that runs this."""
     good = sys.version_info[:2] >= PYTHON_MIN and sys.maxsize > 2**32
-    required = f"Python ≥ {'.'.join(map(str, PYTHON_MIN))}, 64 bit"
-    fix = "" if good else "Run the installer with a newer python3."
-    observed = f"{platform.python_version()} at {sys.executable}"
-    why = "The service runs on it."
-    return CheckRecord("python", "pass" if good else "fail", observed, required, why, fix, strict=True)
-
-
-def memory(context: PreflightContext) -> CheckRecord:
-    """On the CPU the weights live in main memory, with room to work."""
-    memory = psutil.virtual_memory()
-    need = max(int(context.weight_bytes * 1.25) + RAM_OVERHEAD, context.host_ram_bytes or 0)
-    observed = f"{gib(memory.total)} in all, {gib(memory.available)} available"
-    required = f"{gib(need)} (1.25 × weights + 1 GiB, or what the bundle asks for)"
-    why = "The model's weights and the cache of its conversations are held in memory."
-    fix = ""
-    status = "pass"
-    if memory.total < need:
-        status, fix = "fail", "Add memory, or install a bundle with a smaller model."
-    elif memory.available < need:
-        status, fix = "warn", "Stop other programs; see which use most with: ps aux --sort=-rss | head"
-    return CheckRecord("memory", status, observed, required, why, fix, "/proc/meminfo", strict=True)
-
-
-def clock(context: PreflightContext) -> CheckRecord:
-    """A clock before the bundle's date makes certificates, key expiry and logs wrong."""
-    now = time.time()
-    observed = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
-    if context.bundle_created is None:
-        return CheckRecord("clock", "pass", observed, "not before the bundle", "Expiry dates and logs depend on it.")
-    created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(context.bundle_created))
-    good = now >= context.bundle_created - 86400
-    fix = "" if good else "Set the clock: timedatectl set-time 'YYYY-MM-DD HH:MM:SS'"
-    return CheckRecord(
-        "clock", "pass" if good else "fail", observed, f"not before {created}, when the bundle was made",
-        "Expiry dates and logs depend on it.", fix, "date -u",
-    )
+    observed = f"{platform.python_version()}  {sys.executable}"
+    fix = "" if good else t("Run the installer with a newer Python.")
+    command = "" if good else "sudo ./install.sh --python /path/to/python3.12"
+    return Seen("pass" if good else "fail", observed, fix, command, "python3 --version")

@@ -1,16 +1,22 @@
-"""The disk under the prefix: room, inodes, and a file system that can hold a service."""
+"""The disk under the tree: room, inodes, and a file system that can hold a service."""
 
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from installer import fs
-from installer.preflight.record import CheckRecord, PreflightContext, gib
+from installer.i18n import Text, joined, t
+from installer.preflight.machine import Machine
+from installer.preflight.record import PreflightContext, Seen, check, gib
 
-SLACK = 256 << 20   # journal, logs, caches
+SLACK = 256 << 20          # journal, logs, caches
+SERVER_SLACK = 20 * 10**9  # a server shall run for years, and hold the next release beside the last
+INODES = 1000
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre"}
+_ANOTHER = t("Choose another --prefix, or mount a larger disk there.")
 
 
 def existing_parent(path: Path) -> Path:
@@ -20,66 +26,126 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def disk(context: PreflightContext) -> CheckRecord:
-    """Room for what is still to be copied, with a tenth to spare; inodes too."""
-    at = existing_parent(context.layout.lib)
+@check(
+    15, "disk", t("Disk space"), strict=True,
+    required=t("room for what is copied"),
+    why=t("Models and code are copied once; nothing is unpacked anywhere else."),
+)  # fmt: skip
+def disk(context: PreflightContext) -> Seen:
+    """Models and code may lie on two disks; each must hold its part."""
+    model_at, code_at = existing_parent(context.layout.lib), existing_parent(context.layout.opt)
+    parts = {os.stat(model_at).st_dev: (model_at, context.copy_bytes)}
+    device = os.stat(code_at).st_dev
+    at, size = parts.get(device, (code_at, 0))
+    parts[device] = (at, size + context.code_bytes)
+    seen = [_room(context, at, size) for at, size in parts.values()]
+    return min(seen, key=lambda one: ("fail", "warn", "pass").index(one.status))
+
+
+def _room(context: PreflightContext, at: Path, size: int) -> Seen:
     usage = os.statvfs(at)
     free = usage.f_bavail * usage.f_frsize
-    need = context.copy_bytes + (SLACK if context.copy_bytes else SLACK // 4)
-    comfortable = int(context.copy_bytes * 1.1) + 2 * SLACK
-    observed = f"{gib(free)} free at {at}"
-    required = f"{gib(need)} ({gib(context.copy_bytes)} of model still to copy, and room for logs)"
-    why = "The model is copied once into a read-only store; nothing is unpacked anywhere else."
+    used = 1 - usage.f_bfree / usage.f_blocks if usage.f_blocks else 0.0
+    need = size + (SLACK if size else SLACK // 4)
+    comfortable = int(size * 1.1) + (SERVER_SLACK if context.system else 2 * SLACK)
+    observed = t("{free} free at {at}, {used} % used", free=gib(free), at=at, used=round(used * 100))
+    required = t("{need} ({size} to copy, and room for logs)", need=gib(need), size=gib(size))
     evidence = f"df -B1 {at}"
     if free < need:
-        fix = "Free some space, or choose a --prefix on a larger disk."
-        return CheckRecord("disk", "fail", observed, required, why, fix, evidence, strict=True)
-    if usage.f_files and usage.f_favail < 1000:
-        observed = f"{usage.f_favail} inodes free at {at}"
-        fix = "Remove small files, or choose another --prefix."
-        return CheckRecord("disk", "fail", observed, "1000 inodes", why, fix, f"df -i {at}", strict=True)
+        return Seen("fail", observed, t("Free some space. {else_}", else_=_ANOTHER), f"df -h {at}", evidence, required)
+    if usage.f_files and usage.f_favail < INODES:
+        seen = t("{count} inodes free at {at}", count=usage.f_favail, at=at)
+        fix = t("Remove small files. {else_}", else_=_ANOTHER)
+        return Seen("fail", seen, fix, f"df -i {at}", f"df -i {at}", t("{count} inodes", count=INODES))
     if free < comfortable:
-        fix = "Plan for a larger disk: upgrades keep the previous model until the new one has proved itself."
-        return CheckRecord("disk", "warn", observed, f"{gib(comfortable)} to be comfortable", why, fix, evidence)
-    return CheckRecord("disk", "pass", observed, required, why, evidence=evidence)
+        fix = t("Plan for a larger disk: an upgrade keeps the previous model until the new one has proved itself.")
+        required = t("{need} to be comfortable", need=gib(comfortable))
+        return Seen("warn", observed, fix, f"df -h {at}", evidence, required)
+    if context.system and used >= 0.8:
+        fix = t("Free some space before the disk is full.")
+        return Seen("warn", observed, fix, f"du -xh {at} | sort -h | tail", evidence, t("less than 80 % used"))
+    return Seen("pass", observed, evidence=evidence, required=required)
 
 
-def filesystem(context: PreflightContext) -> CheckRecord:
-    """Writable, not noexec, and no symlinks inside the tree that could lead a write elsewhere."""
-    at = existing_parent(context.layout.prefix)
-    required = "a local, writable file system without noexec; no symlinks inside the tree"
-    why = "The release is run from there, and the journal relies on its fsync."
-    for root in context.layout.roots:
-        if link := fs.symlink_on_the_way(context.layout.prefix, root):
-            fix = f"Move it away, or give the real directory as --prefix: {link.resolve()}"
-            observed = f"{link} is a symlink"
-            return CheckRecord("filesystem", "fail", observed, required, why, fix, f"ls -ld {link}", strict=True)
+@check(
+    16, "filesystem", t("File system"),
+    required=t("local (ext4, xfs, btrfs), writable, without noexec; no symlinks inside the tree"),
+    why=t("The release is run from there, and the journal relies on its fsync."),
+)  # fmt: skip
+def filesystem(context: PreflightContext) -> Seen:
+    """No symlinks that could lead a write elsewhere; code and caches may be executed; all is writable and local."""
+    layout = context.layout
+    for root in layout.roots:
+        if link := fs.symlink_on_the_way(layout.prefix, root):
+            fix = t("Make it a directory, and mount the other disk on it.")
+            command = f"rm {link} && mkdir {link} && mount --bind {link.resolve()} {link}"
+            return Seen("fail", t("{link} is a symlink", link=link), fix, command, f"ls -ld {link}")
+    kinds: list[str] = []
+    for root, runs in ((layout.opt, True), (layout.cache, True), (layout.lib, False)):
+        at = existing_parent(root)
+        mount = mount_of(at)
+        kind, mountpoint = (mount.fstype, mount.mountpoint) if mount else ("?", str(at))
+        if (problem := _unfit(at, kind, mountpoint, runs)) is not None:
+            return problem
+        kinds.append(f"{kind} {mountpoint}")
+    observed = joined(dict.fromkeys(kinds))
+    evidence = f"findmnt -T {layout.lib}"
+    if any(text.split()[0] in _NETWORK for text in kinds):
+        fix, why = t("Use a local disk."), t("Locks and fsync are weaker on a network disk.")
+        return Seen("warn", observed, fix, f"findmnt -T {layout.lib}", evidence, why=why)
+    device = block_device(context.machine, existing_parent(layout.lib))
+    if context.system and device is not None and ext4_without_verity(device):
+        fix = t("Switch it on; it needs no unmounting.")
+        seen = t("{kinds}; fs-verity is off", kinds=observed)
+        why = t("With fs-verity the kernel itself would check each page of a model that it reads.")
+        return Seen("warn", seen, fix, f"tune2fs -O verity {device}", f"tune2fs -l {device}", why=why)
+    return Seen("pass", observed, evidence=evidence)
+
+
+def _unfit(at: Path, kind: str, mountpoint: str, runs: bool) -> Seen | None:
     flags = os.statvfs(at).f_flag
-    mount = _mount_of(at)
-    kind = mount.fstype if mount else "unknown"
-    mountpoint = mount.mountpoint if mount else at
-    observed = f"{kind} at {mountpoint}"
-    evidence = f"findmnt -T {at}"
-    fail = fix = ""
+    where = f"{kind} {mountpoint}"
+    seen: Text | None = None
+    fix, command = _ANOTHER, f"findmnt -T {at}"
     if not at.is_dir():
-        fail, fix = f"{at} is not a directory", "Choose another --prefix."
+        seen = t("{at} is not a directory", at=at)
     elif flags & os.ST_RDONLY:
-        fail = f"{observed} is read-only"
-        fix = f"Remount it (mount -o remount,rw {mountpoint}) or choose another --prefix."
-    elif flags & os.ST_NOEXEC:
-        fail, fix = f"{observed} is mounted noexec", "Choose a --prefix on another file system."
+        seen, fix = t("{where} is read-only", where=where), t("Mount it writable, or choose another --prefix.")
+        command = f"mount -o remount,rw {mountpoint}"
+    elif runs and flags & os.ST_NOEXEC:
+        seen, fix = t("{where} is mounted noexec", where=where), t("Mount it with exec, or choose another --prefix.")
+        command = f"mount -o remount,exec {mountpoint}"
     elif not os.access(at, os.W_OK | os.X_OK):
-        fail, fix = f"{at} is not writable by this user", "Choose a --prefix that you own, or run as its owner."
-    if fail:
-        return CheckRecord("filesystem", "fail", fail, required, why, fix, evidence, strict=True)
-    if kind in _NETWORK:
-        fix = "Choose a --prefix on a local disk."
-        return CheckRecord("filesystem", "warn", observed, required, "Locks and fsync are weaker there.", fix, evidence)
-    return CheckRecord("filesystem", "pass", observed, required, why, evidence=evidence, strict=True)
+        seen = t("{at} is not writable by this user", at=at)
+        fix = t("Choose a --prefix of your own, or run this as its owner.")
+    return None if seen is None else Seen("fail", seen, fix, command, f"findmnt -T {at}")
 
 
-def _mount_of(path: Path) -> Any:
-    """psutil's entry of the mount that holds `path`; None in odd containers."""
+def mount_of(path: Path) -> Any:
+    """psutil's entry of the mount that holds `path`; None in odd containers. The last one mounted there counts."""
     real = path.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
-    return max(mounts, key=lambda part: len(part.mountpoint), default=None)
+    longest = max((len(part.mountpoint) for part in mounts), default=0)
+    return next((part for part in reversed(mounts) if len(part.mountpoint) == longest), None)
+
+
+def block_device(machine: Machine, path: Path) -> Path | None:
+    """The block device that holds `path`, or None (a network disk, memory, an overlay, btrfs)."""
+    number = os.stat(path).st_dev
+    table = machine.read(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/uevent")
+    name = next((line.partition("=")[2] for line in table.splitlines() if line.startswith("DEVNAME=")), "")
+    device = machine.at(f"/dev/{name}") if name and ".." not in name else None
+    return device if device is not None and device.exists() else None
+
+
+def ext4_without_verity(device: Path) -> bool:
+    """Whether it is ext4 without the verity feature: its superblock (at 1024) has the flags at 0x64, magic at 0x38."""
+    try:
+        with device.open("rb") as file:
+            file.seek(1024)
+            block = file.read(1024)
+    except OSError:
+        return False
+    if len(block) < 1024 or block[0x38:0x3A] != b"\x53\xef":
+        return False
+    return not struct.unpack_from("<I", block, 0x64)[0] & 0x8000

@@ -1,0 +1,96 @@
+"""How the preflight looks: a table on a terminal, plain lines elsewhere, Korean or English. Markup is never read from
+data, and a status is always a word, not only a colour."""
+
+import contextlib
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from installer.i18n import joined, language_of, t, told
+from installer.preflight import CheckRecord
+from installer.preflight.report import verdict
+
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "waived": "magenta"}
+_WORDS = {"pass": "PASS", "warn": "WARN", "fail": "FAIL", "waived": "WAIV"}
+
+
+def print_checks(
+    records: Sequence[CheckRecord], *, everything: bool, console: Console | None = None, language: str | None = None
+) -> None:
+    """The checks in their order; without `everything` only what needs attention. Each of these with its remedy."""
+    console = console or Console(highlight=False)
+    language = language or language_of()
+    shown = [record for record in records if everything or record.status != "pass"]
+    if not shown:
+        return
+    with contextlib.suppress(OSError):  # a terminal that is gone is no reason to stop
+        if console.is_terminal:
+            console.print(_table(shown, language))
+        else:
+            for record in shown:
+                console.print(_line(record, language), markup=False, soft_wrap=True)
+        for record in shown:
+            if record.status != "pass":
+                _remedy(record, language, console)
+
+
+def print_verdict(records: Sequence[CheckRecord], seconds: float, console: Console, language: str) -> None:
+    """How many of each, and what that means."""
+    counts = {word: sum(_state(record) == word for record in records) for word in _STYLES}
+    numbers = t("{good} passed, {warn} warnings, {fail} failed, {waived} waived, in {seconds} s",
+                seconds=f"{seconds:.1f}", good=counts["pass"], warn=counts["warn"], fail=counts["fail"],
+                waived=counts["waived"])  # fmt: skip
+    if counts["fail"]:
+        hard = [record.id for record in records if record.status == "fail" and record.strict]
+        meaning = t("This machine is not ready. Nothing was changed.")
+        if hard:
+            strict = t("These cannot be waived: {names}.", names=", ".join(hard))
+            meaning = joined([meaning, strict], " ")
+    elif counts["warn"]:
+        meaning = t("This machine can be used; read the warnings first.")
+    else:
+        meaning = t("This machine is ready.")
+    style = "bold red" if verdict(records) else "yellow" if counts["warn"] else "green"
+    with contextlib.suppress(OSError):
+        console.print(f"\n{escape(told(numbers, language))}", soft_wrap=True)
+        console.print(told(meaning, language), style=style, markup=False, soft_wrap=True)
+
+
+def _state(record: CheckRecord) -> str:
+    return "waived" if record.waived is not None else record.status
+
+
+def _table(records: Sequence[CheckRecord], language: str) -> Table:
+    heads = [told(head, language) for head in ("", "#", t("CHECK"), t("SEEN"), t("NEEDED"))]
+    table = Table(*heads, box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    table.columns[1].justify = "right"
+    table.columns[3].overflow = table.columns[4].overflow = "fold"
+    for record in records:
+        state = _state(record)
+        name = f"{escape(told(record.title, language) or record.id)}\n[dim]{record.id}[/]"
+        if record.strict:
+            name += f" [dim]({escape(told(t('strict'), language))})[/]"
+        observed, required = (escape(told(text, language)) for text in (record.observed, record.required))
+        table.add_row(f"[{_STYLES[state]}]{_WORDS[state]}[/]", str(record.number or ""), name, observed, required)
+    return table
+
+
+def _line(record: CheckRecord, language: str) -> str:
+    return f"{_WORDS[_state(record)]}  {record.number:>2}  {record.id:18}  {told(record.observed, language)}"
+
+
+def _remedy(record: CheckRecord, language: str, console: Console) -> None:
+    """Why it matters, what is needed, what to do; or whose word it was to go on."""
+    state = _state(record)
+    console.print(f"\n[{_STYLES[state]}]{_WORDS[state]}[/] {record.id}: {escape(told(record.observed, language))}",
+                  soft_wrap=True)  # fmt: skip
+    rows = [(t("needed"), record.required), (t("why"), record.why), (t("do"), record.fix)]
+    if record.waived is not None:
+        rows = [(t("why"), record.why), (t("waived"), record.waived)]
+    for name, text in rows:
+        if text:
+            console.print(f"  {told(name, language)}: {told(text, language)}", markup=False, soft_wrap=True)
+    if record.command and record.waived is None:
+        console.print(f"    $ {record.command}", markup=False, soft_wrap=True)

@@ -1,0 +1,134 @@
+"""What a medium asks of a machine: sizes and requirements of the bundles on it, told by their signed manifests.
+
+Without a trusted key nothing on the medium is parsed: the lengths of the files say enough for a first look.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from installer.errors import ExitCode, InstallError
+from installer.i18n import t
+from installer.layout import Layout
+from installer.preflight.record import ModelNeed
+from offline_bundle import media
+from offline_bundle.errors import BundleError
+from offline_bundle.keys import load_trusted
+from offline_bundle.manifest import MANIFEST, BundleManifest
+from offline_bundle.verify import check_signed_manifest
+
+RUNTIME = "runtime"
+MAX_FILES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """`values` are arguments of PreflightContext. `verified`: they come from signed manifests, not file lengths."""
+
+    values: dict[str, Any]
+    names: tuple[str, ...]
+    verified: bool
+
+
+def bundles_on(medium: Path) -> list[Path]:
+    """The model bundles of a medium: the directory itself, or those right below it."""
+    if (medium / MANIFEST).is_file():
+        return [medium]
+    return sorted(path.parent for path in medium.glob(f"*/{MANIFEST}") if path.parent.name != RUNTIME)
+
+
+def runtime_on(medium: Path) -> Path | None:
+    """The runtime's directory on a medium, or beside a bundle of it."""
+    return next((path for path in (medium / RUNTIME, medium.parent / RUNTIME) if path.is_dir()), None)
+
+
+def read_needs(medium: Path, keys: Sequence[Path], layout: Layout) -> Needs:
+    """Raises InstallError: no bundle there (13), or one whose signature does not hold (10, 11)."""
+    bundles = bundles_on(medium)
+    runtime = runtime_on(medium)
+    if not bundles and runtime is None:
+        raise InstallError(
+            t("There is no bundle at {path}.", path=medium),
+            exit_code=ExitCode.MEDIA,
+            why=t("The medium may not be mounted, or the path may be another."),
+            changed=t("Nothing was changed."),
+            hint=t("Give the directory that holds bundle.json, or the mounted disk: --bundle DIR"),
+        )
+    values: dict[str, Any] = {"runtime": runtime, "bundle": medium, "code_bytes": _length(runtime) if runtime else 0}
+    if not keys:
+        return Needs({**values, **_by_length(bundles)}, tuple(path.name for path in bundles), not bundles)
+    signed = [_signed(path, keys) for path in bundles]
+    in_store = [manifest for manifest, digest in signed if (layout.models / digest).is_dir()]
+    values |= of_manifests({manifest.name: manifest for manifest, _ in signed}, in_store)
+    return Needs(values, tuple(manifest.name for manifest, _ in signed), True)
+
+
+def of_manifests(
+    models: Mapping[str, BundleManifest],
+    in_store: Sequence[BundleManifest] = (),
+    gpus: Mapping[str, Sequence[str | int] | None] | None = None,
+) -> dict[str, Any]:
+    """Arguments of PreflightContext for the models that shall run, by instance name, some with GPUs of their own."""
+    chosen = {name: tuple((gpus or {}).get(name) or ()) for name in models}
+    manifests = list({id(manifest): manifest for manifest in models.values()}.values())
+    weights = {id(m): [file.size for file in m.files if file.role == "weights"] for m in manifests}
+
+    def most(name: str) -> Any:
+        """The largest requirement of its kind; versions are compared as the numbers in them."""
+        given = [value for m in manifests if (value := getattr(m.requires, name)) is not None]
+        return max(given, key=_order, default=None)
+
+    return {
+        "model_bytes": sum(m.total_bytes for m in manifests),
+        "weight_bytes": sum(sum(weights[id(m)]) for m in models.values()),
+        "copy_bytes": sum(m.total_bytes for m in manifests if m not in in_store),
+        "shard_bytes": max((size for sizes in weights.values() for size in sizes), default=0),
+        "host_ram_bytes": most("host_ram_bytes"),
+        "bundle_created": max((datetime.fromisoformat(m.created).timestamp() for m in manifests), default=None),
+        "driver_min": most("driver_min"),
+        "cuda": most("cuda"),
+        "compute_cap": most("compute_cap"),
+        "vram_gib": most("vram_gib"),
+        "models": tuple(
+            ModelNeed(name, sum(weights[id(m)]), m.requires.vram_gib, chosen[name]) for name, m in models.items()
+        ),
+    }
+
+
+def _order(value: Any) -> Any:
+    if isinstance(value, int):
+        return value
+    numbers = "".join(c if c.isdigit() else " " for c in value).split()
+    return [int(number) for number in numbers[:4]]
+
+
+def _signed(path: Path, keys: Sequence[Path]) -> tuple[BundleManifest, str]:
+    try:
+        with media.open_root(path) as root:
+            signed = check_signed_manifest(root, load_trusted(list(keys), path), None)
+    except BundleError as error:
+        raise InstallError(error.message, exit_code=error.exit_code, changed=t("Nothing was changed."),
+                           hint=error.hint) from None  # fmt: skip
+    return signed.manifest, signed.digest
+
+
+def _by_length(bundles: Sequence[Path]) -> dict[str, Any]:
+    shards = [_length(file) for path in bundles for file in (path / "model").glob("*.safetensors")]
+    total = sum(_length(path) for path in bundles)
+    sizes = {"model_bytes": total, "copy_bytes": total}
+    return {**sizes, "weight_bytes": sum(shards), "shard_bytes": max(shards, default=0)}
+
+
+def _length(path: Path) -> int:
+    """Bytes of a file, or of all files below a directory; links are not followed."""
+    if path.is_file() and not path.is_symlink():
+        return path.stat().st_size
+    total = 0
+    for count, file in enumerate(path.rglob("*")):
+        if count >= MAX_FILES:
+            break
+        if file.is_file() and not file.is_symlink():
+            total += file.stat().st_size
+    return total

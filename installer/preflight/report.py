@@ -1,0 +1,39 @@
+"""The preflight as one JSON object: for `--json`, for the report file, and for the support bundle."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from installer.errors import ExitCode
+from installer.preflight.record import CheckRecord, PreflightContext
+
+SCHEMA_VERSION = 1
+
+
+def verdict(records: Sequence[CheckRecord], *, strict: bool = False) -> ExitCode:
+    """0, 3 (something fails and is not waived) or 4 (warnings, and `strict`)."""
+    if any(record.status == "fail" and record.waived is None for record in records):
+        return ExitCode.PREFLIGHT_FAIL
+    if strict and any(record.status == "warn" for record in records):
+        return ExitCode.PREFLIGHT_WARN
+    return ExitCode.OK
+
+
+def report(
+    records: Sequence[CheckRecord], context: PreflightContext, *, language: str, seconds: float, strict: bool = False
+) -> dict[str, Any]:
+    """Keys and ids stay as they are within one schema version; texts are in `language`."""
+    counts = Counter("waived" if record.waived is not None else record.status for record in records)
+    code = verdict(records, strict=strict)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "ok": code == ExitCode.OK,
+        "exit_code": int(code),
+        "lang": language,
+        "form": "server" if context.system else "prefix",
+        "device": "cpu" if context.no_gpu_needed() is not None else "cuda",
+        "seconds": round(seconds, 2),
+        "counts": {name: counts[name] for name in ("pass", "warn", "fail", "waived")},
+        "checks": [record.to_json(language) for record in records],
+        "gpu": context.machine.gpus().to_json(),
+    }

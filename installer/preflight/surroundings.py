@@ -1,0 +1,148 @@
+"""What else is on this machine: security policies, compilers that are not needed, and things in the way."""
+
+import importlib.util
+import os
+import re
+import sys
+from itertools import islice
+from pathlib import Path
+
+import psutil
+
+from installer.i18n import joined, t
+from installer.preflight.owners import Owner
+from installer.preflight.record import PreflightContext, Seen, check
+from installer.preflight.torch_build import MAX_FILES
+
+_OTHER_SERVERS = {"ollama", "vllm", "llama-server", "text-generation-launcher", "text-generation-server",
+                  "tritonserver", "sglang", "lmdeploy"}  # fmt: skip
+
+
+@check(
+    22, "security-policy", t("SELinux, AppArmor, fapolicyd"),
+    required=t("nothing that forbids programs below {place}", place="/opt/atoll"),
+    why=t("A policy that does not know Atoll stops it from starting."),
+)  # fmt: skip
+def security_policy(context: PreflightContext) -> Seen:
+    """What enforces, and whether it knows our place."""
+    machine, place = context.machine, str(context.layout.opt)
+    if _fapolicyd(context):
+        fix = t("Trust Atoll's files.")
+        command = f"fapolicyd-cli --file add {place} --trust-file atoll && fapolicyd-cli --update"
+        seen = t("fapolicyd is active and does not know {place}", place=place)
+        return Seen("fail", seen, fix, command, "/etc/fapolicyd/{rules.d,trust.d}, fapolicyd.trust")
+    enforce = machine.read("/sys/fs/selinux/enforce").strip()
+    if enforce == "1":
+        seen, why = t("SELinux enforces"), t("Files copied from a disk may keep a label that services may not read.")
+        return Seen("warn", seen, t("Give the labels after the install."), f"restorecon -RF {place}",
+                    "/sys/fs/selinux/enforce", why=why)  # fmt: skip
+    found = [t("SELinux is permissive")] if enforce == "0" else []
+    if machine.read("/sys/module/apparmor/parameters/enabled").strip() == "Y":
+        found.append(t("AppArmor is on, without a profile for Atoll"))
+    return Seen("pass", joined(found) or t("none"), evidence="/sys/fs/selinux, /sys/module/apparmor")
+
+
+def _fapolicyd(context: PreflightContext) -> bool:
+    """Whether fapolicyd runs, enforces, and no rule or trusted file of it names our directory."""
+    machine = context.machine
+    if not any(process.info["name"] == "fapolicyd" for process in psutil.process_iter(["name"])):
+        return False
+    if re.search(r"^\s*permissive\s*=\s*1", machine.read("/etc/fapolicyd/fapolicyd.conf"), re.MULTILINE):
+        return False
+    known = [machine.at("/etc/fapolicyd/fapolicyd.trust"), machine.at("/etc/fapolicyd/compiled.rules")]
+    for directory in ("rules.d", "trust.d"):
+        known += machine.at(f"/etc/fapolicyd/{directory}").glob("*")
+    place = str(context.layout.opt)
+    return not any(place in machine.read(f"/{path.relative_to(machine.root)}", 64 << 20) for path in known)
+
+
+@check(
+    23, "compiler", t("C compiler"),
+    required=t("none needed: all is prebuilt"),
+    why=t("A closed server has no compiler; whatever is built must come with the runtime."),
+)  # fmt: skip
+def compiler(context: PreflightContext) -> Seen:
+    """Kernels are compiled by Triton with the assembler that it brings, and started through the driver: no C is built.
+
+    What must be there is Triton for this very Python, and its assembler.
+    """
+    reason = context.no_gpu_needed()
+    if reason is not None:
+        return Seen("pass", reason)
+    abi = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    other = t("Use the Python that the runtime was built for, or another medium.")
+    wheels = [path.name for path in islice(context.runtime.rglob("triton-*.whl"), MAX_FILES)] if context.runtime else []
+    if wheels:
+        evidence = ", ".join(wheels[:3])
+        if any(f"-{abi}-" in name for name in wheels):
+            return Seen("pass", t("not needed: Triton is prebuilt for {abi}", abi=abi), evidence=evidence)
+        seen = t("Triton is prebuilt for another Python, this one is {abi}", abi=abi)
+        return Seen("fail", seen, other, "sudo ./install.sh --python /path/to/python3", evidence)
+    home = triton_home()
+    if home is None:
+        return Seen("fail", t("Triton is missing from the runtime"), other, "sudo ./install.sh", "triton")
+    assembler = home / "backends/nvidia/bin/ptxas"
+    library = home / "_C/libtriton.so"
+    for part in (library, assembler):
+        if not part.is_file():
+            fix = t("The installation is damaged: install it again.")
+            return Seen("fail", t("{part} is missing", part=part), fix, "sudo ./install.sh", str(part))
+    return Seen("pass", t("not needed: Triton brings its assembler"), evidence=str(assembler))
+
+
+def triton_home() -> Path | None:
+    """The directory of the Triton that this interpreter would import. It is not imported."""
+    try:
+        spec = importlib.util.find_spec("triton")
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+@check(
+    25, "conflicts", t("Other installations and servers"),
+    required=t("no unknown installation of Atoll, no other model server"),
+    why=t("Uninstall removes only what the journal says was made here; other servers compete for the GPU."),
+)  # fmt: skip
+def conflicts(context: PreflightContext) -> Seen:
+    """Our directories without our journal must not be taken over; other model servers compete."""
+    if not context.layout.journal.exists():
+        unknown = [root for root in context.layout.roots if root.is_dir() and _is_strange(context, root)]
+        if unknown:
+            fix = t("Move it away, or choose another --prefix.")
+            seen = t("{places} without a journal", places=", ".join(map(str, unknown)))
+            return Seen("fail", seen, fix, f"mv {unknown[0]} {unknown[0]}.old", f"ls -la {unknown[0]}")
+    found = _other_servers(context)
+    if found:
+        seen = joined([owner.text for owner in found[:6]], "; ")
+        why = t("They would compete for memory and GPU.")
+        fix = t("Stop it, if it is not needed.")
+        return Seen("warn", seen, fix, found[0].stop_command, "ps -e; nvidia-smi", why=why)
+    return Seen("pass", t("none"), evidence="ps -e")
+
+
+def _other_servers(context: PreflightContext) -> list[Owner]:
+    """Known model servers by name, and whatever in a container holds GPU memory."""
+    found: dict[int, Owner] = {}
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"] in _OTHER_SERVERS and process.pid not in context.own_pids:
+            found[process.pid] = Owner.of(context.machine, process.pid, process.info["name"])
+    if context.no_gpu_needed() is None:
+        for gpu in context.machine.gpus().gpus:
+            for used in gpu.processes:
+                owner = Owner.of(context.machine, used.pid, used.name)
+                if owner.container and used.pid not in context.own_pids:
+                    found[used.pid] = owner
+    return list(found.values())
+
+
+def _is_strange(context: PreflightContext, root: Path) -> bool:
+    """Whether more is there than empty directories, which an uninstall may leave, and code that install.sh unpacks."""
+    if root != context.layout.opt:
+        return has_files(root)
+    return any(has_files(child) if child.is_dir() else True for child in root.iterdir() if child.name != "code")
+
+
+def has_files(root: Path) -> bool:
+    """Whether anything but directories is below."""
+    return any(files for _, _, files in os.walk(root))
