@@ -27,11 +27,16 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("appliance.cli.doctor", "register", "Check this machine's GPU: each kernel against plain arithmetic."),
     "preflight": ("appliance.cli.preflight", "register", "Check this machine before installing. Changes nothing."),
     "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),
-    "status": ("appliance.cli.install", "register", "Show what is installed, whether it serves, and its endpoint."),
-    "start": ("appliance.cli.install", "register", "Start the installed service."),
-    "stop": ("appliance.cli.install", "register", "Stop the service; everything stays installed."),
-    "logs": ("appliance.cli.install", "register", "Show the service's log."),
-    "uninstall": ("appliance.cli.install", "register", "Stop the service and remove what was installed."),
+    "upgrade": ("appliance.cli.install", "register", "Install a newer release beside the one that runs, and switch."),
+    "rollback": ("appliance.cli.lifecycle", "register", "Go back to the release before; no medium is needed."),
+    "answers": ("appliance.cli.answers", "app", "Check or begin an answers file for an unattended install."),
+    "status": ("appliance.cli.status", "register", "Show what is installed, whether it serves, and its endpoint."),
+    "start": ("appliance.cli.lifecycle", "register", "Start the installed service."),
+    "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
+    "restart": ("appliance.cli.lifecycle", "register", "Start the service anew, so that changed settings apply."),
+    "logs": ("appliance.cli.status", "register", "Show the service's log."),
+    "uninstall": ("appliance.cli.lifecycle", "register", "Stop the service and remove what was installed."),
+    "journal": ("appliance.cli.lifecycle", "register", "Check or repair the installer's journal."),
 }
 
 

@@ -1,7 +1,7 @@
 """The gateway as one ASGI application."""
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -47,15 +47,18 @@ def create_app(
     limits: Limits | None = None,
     metrics: Metrics | None = None,
     allowed_origins: Sequence[str] = (),
+    broken: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """The application that serves `models` (every name a client may use, aliases included).
 
     `auth` None means that anyone who can connect may use it. Its lifespan starts and closes the engines' clients.
-    Browsers of other origins are refused unless listed in `allowed_origins`.
+    Browsers of other origins are refused unless listed in `allowed_origins`. `broken` names models that should be here
+    and cannot be served, and why.
     """
     limits = limits or Limits()
     metrics = metrics or Metrics({name: model.client for name, model in models.items()})
-    gateway = Gateway(models, limits=limits, metrics=metrics, keys=auth, version=package_version())
+    gateway = Gateway(models, limits=limits, metrics=metrics, keys=auth, version=package_version(),
+                      broken=broken)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

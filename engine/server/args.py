@@ -24,6 +24,7 @@ from engine.server.flag_parser import (
 )
 from engine.server.flags import IGNORED_SWITCHES, IGNORED_VALUES, ONLY_ONE, REFUSED_SWITCHES, REFUSED_VALUES
 from engine.server.logs import LEVELS, LogFormat
+from engine.server.settings import check_gpus, engine_argv_of
 
 DTYPES = {"auto": "auto", "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32",
           "float32": "float32"}
@@ -44,6 +45,14 @@ serve.toml:
   enable-prefix-caching = false
 
 Flags are those of `vllm serve`; dashes and underscores are the same. Sizes may be written 32k (32000), 32K (32768), 1M.
+"""
+
+ENGINE_EXAMPLES = """\
+examples:
+  atoll engine --model ./SmolLM2-135M-Instruct --uds /tmp/engine.sock
+  atoll engine --model chat --config /etc/atoll/atoll.toml --uds /run/atoll/engine/chat/engine.sock
+
+On a server, systemd runs the second form, one for each model: systemctl status 'atoll-engine@*'
 """
 
 
@@ -77,6 +86,7 @@ class EngineOptions:
     allow_user: list[str] = field(default_factory=list)
     allow_group: list[str] = field(default_factory=list)
     parent_pid: int = 0
+    gpus: str = ""                      # CUDA_VISIBLE_DEVICES; "": all
     log_format: LogFormat = "auto"
     log_level: str = "info"
 
@@ -100,23 +110,41 @@ def parse_serve(argv: Sequence[str]) -> ServeOptions:
 
 
 def parse_engine(argv: Sequence[str]) -> EngineOptions:
-    """Flags of `python -m engine.server.engine_process`. Raises ConfigError."""
-    parser = FlagParser(prog="atoll engine", usage="atoll engine --uds SOCKET --model MODEL_DIR [flags]",
-                     description="Run one engine behind a Unix socket, without HTTP and without a network.")
+    """Flags of `atoll engine`, and of the engine process of `atoll serve`. Raises ConfigError; exits after `--help`."""
+    parser = FlagParser(prog="atoll engine", usage="atoll engine --model MODEL_DIR --uds SOCKET [flags]",
+                        epilog=ENGINE_EXAMPLES,
+                        description="Run one engine behind a Unix socket, without HTTP and without a network.")
     _add_engine_flags(parser)
     group = parser.add_argument_group("process")
     group.add_argument("--uds", type=Path, metavar="SOCKET", help="the Unix socket to listen on (required)")
+    group.add_argument("--gpus", nargs="+", metavar="GPU", help="the GPUs to use, by index or UUID (all)")
     group.add_argument("--allow-user", action="append", metavar="USER", help="may connect, besides our own user")
     group.add_argument("--allow-group", action="append", metavar="GROUP", help="members may connect")
+    group.add_argument("--config", type=Path, metavar="TOML",
+                       help="take flags from [engine] and [models.NAME] of this file, where NAME is given by --model")
     group.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
-    _add_log_flags(group)
+    add_log_flags(group)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text")
 
-    given, _ = parser.parse(argv)
+    def from_file(given: dict[str, Any]) -> list[str]:
+        return engine_argv_of(given.pop("model", ""), given["config"])
+
+    given, _ = parser.parse(argv, from_file)
     if "uds" not in given:
         raise ConfigError("--uds is required: the Unix socket to listen on.", "--uds")
     names = ("uds", "allow_user", "allow_group", "parent_pid", "log_format", "log_level")
-    return EngineOptions(engine=_engine_config(given), **{name: given[name] for name in names if name in given})
+    config = _engine_config(given)
+    gpus = check_gpus(given.get("gpus", []))
+    if gpus and config.device == "cpu":
+        raise ConfigError("--gpus and --device cpu exclude each other.", "--gpus")
+    if gpus:
+        config.device = "cuda"  # who names a GPU does not want to fall back to the CPU
+    return EngineOptions(engine=config, gpus=gpus, **{name: given[name] for name in names if name in given})
+
+
+def model_config(name: str, path: Path) -> EngineConfig:
+    """What the engine of [models.`name`] of a settings file runs, for its gateway. Raises ConfigError."""
+    return parse_engine(["--model", name, "--config", str(path), "--uds", "/"]).engine
 
 
 def engine_argv(config: EngineConfig) -> list[str]:
@@ -196,14 +224,14 @@ def _add_http_flags(parser: FlagParser) -> None:
     http.add_argument("--max-restarts", type=int, metavar="N", help="restarts of a crashed engine in 10 minutes (5)")
 
     logs = parser.add_argument_group("logging and configuration")
-    _add_log_flags(logs)
+    add_log_flags(logs)
     logs.add_argument("--uvicorn-log-level", dest="log_level", choices=LEVELS, help=argparse.SUPPRESS)
     logs.add_argument("--disable-uvicorn-access-log", "--disable-access-log", dest="access_log", action="store_const",
                       const=False, help="no log line for each HTTP request")
     logs.add_argument("--config", type=Path, metavar="TOML", help="take flags from the [serve] table of this file")
 
 
-def _add_log_flags(group: argparse._ArgumentGroup) -> None:
+def add_log_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-level", choices=LEVELS, metavar="LEVEL", help=f"{', '.join(LEVELS)} (info)")
     group.add_argument("--log-format", choices=("auto", "text", "json"),
                        help="text, json, or auto: text on a terminal, else JSON lines")

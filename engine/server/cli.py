@@ -7,7 +7,6 @@ Exit status: 0 stopped, 2 a flag cannot be honoured, 11 the model's files are da
 import logging
 import signal
 import socket
-import ssl
 import sys
 import time
 from types import FrameType
@@ -17,13 +16,13 @@ from engine.errors import ConfigError, ModelError
 from engine.server import ipc, logs
 from engine.server.args import ServeOptions, parse_serve
 from engine.server.auth import KeyFile
+from engine.server.listening import BACKLOG, bind_tcp, check_tls
 
 log = logging.getLogger("atoll.serve")
 
 EXIT_CONFIG = 2
 EXIT_MODEL = 11
 EXIT_INTERRUPTED = 130
-BACKLOG = 2048
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> int:
         for note in options.notes:
             log.warning("%s", note)
         _check_model(options)
-        _check_tls(options)
+        check_tls(options.ssl_certfile, options.ssl_keyfile)
         if options.api_key_file is not None:
             KeyFile(options.api_key_file)  # raises for a file that cannot be used
         listener = _bind(options)
@@ -81,37 +80,11 @@ def _check_model(options: ServeOptions) -> None:
         check_checkpoint(options.engine.model)
 
 
-def _check_tls(options: ServeOptions) -> None:
-    if options.ssl_certfile is None or options.ssl_keyfile is None:
-        return
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            options.ssl_certfile, options.ssl_keyfile, password=lambda: "")  # never ask on the terminal
-    except (ssl.SSLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used together: {reason}.", "--ssl-certfile",
-                          "Both must be PEM, belong to each other, and the key must not be encrypted.") from None
-
-
 def _bind(options: ServeOptions) -> socket.socket:
     """The listening socket, bound before the engine starts: a taken port is known at once. Raises ConfigError."""
     if options.uds is not None:
         return ipc.listen(options.uds, shared_with_group=True, backlog=BACKLOG)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            options.host or None, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {options.host}: {getattr(error, 'strerror', None) or error}.", "--host") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"Cannot listen on {options.host}:{options.port}: {error.strerror}.", "--port",
-                          "Choose another with --port, or stop what uses it.") from None
-    listener.setblocking(False)
+    listener = bind_tcp(options.host, options.port)
     options.port = listener.getsockname()[1]  # --port 0 took a free one
     return listener
 

@@ -27,6 +27,7 @@ from engine.errors import AtollError, ConfigError, InvalidRequestError, ModelErr
 from engine.server import messages as m
 from engine.server.ipc_server import Connected, Connection, Disconnected, Incoming, IpcServer
 from engine.server.notify import Notifier
+from engine.server.pulse import Pulse
 
 log = logging.getLogger("atoll.engine")
 
@@ -35,6 +36,7 @@ EXIT_MODEL = 11
 IDLE_SECONDS = 30.0       # longest block in `poll` when idle; the watchdog may ask for less
 DRAIN_SECONDS = 10.0      # what SIGTERM leaves to running requests
 PROGRESS_SECONDS = 0.1    # between two progress messages
+LOAD_PATIENCE_SECONDS = 300.0  # silence while loading that systemd accepts: a cold import, one large kernel
 WARMUP_TOKENS = 3
 MAX_IDLE_TURNS = 8
 
@@ -94,7 +96,7 @@ class EngineService:
         if not changed and done < total and now - self._progress_sent < PROGRESS_SECONDS:
             return
         self._progress, self._progress_sent = m.Progress(stage, done, total), now
-        self._notifier.loading(str(self._progress))
+        self._notifier.loading(str(self._progress), LOAD_PATIENCE_SECONDS)
         self._notifier.watchdog()
         self._server.broadcast(self._progress)
         self._serve(self._server.poll(0))
@@ -104,6 +106,7 @@ class EngineService:
         assert self._core is not None, "load first"
         core, server = self._core, self._server
         pause = min(IDLE_SECONDS, self._notifier.watchdog_seconds / 3 or IDLE_SECONDS)
+        pulse = Pulse(self._notifier)
         told_stopping = False
         idle_turns = 0  # steps in a row that moved nothing: waiting must not become spinning
         while True:
@@ -113,15 +116,22 @@ class EngineService:
                 timeout = pause if self._stop_at is None else 0  # told to stop while the model loaded: do not sleep
             self._serve(server.poll(timeout))
             if core.has_work():
-                before = core.stats().steps
+                steps, failures = core.stats().steps, core.stats().step_failures
                 outputs = core.step()
                 self._send_outputs(outputs, core)
                 self._idle_told = False
-                idle_turns = 0 if outputs or core.stats().steps != before else idle_turns + 1
+                stats = core.stats()
+                moved = bool(outputs) or stats.steps != steps
+                pulse.worked(moved=moved, failed=stats.step_failures != failures, succeeded=stats.steps != steps)
+                idle_turns = 0 if moved else idle_turns + 1
+            if pulse.doubtful and not core.has_work():
+                log.error("steps fail one after another; asking the device for a token")
+                _warm_up(core)  # raises if none comes: this process ends, and a new one gets the device afresh
+                pulse.proved()
             if not core.has_work() and not self._idle_told:
                 self._idle_told = True  # aborts and ends change gauges without an output for everyone
                 server.broadcast(m.Outputs([], core.stats()))
-            self._notifier.watchdog()
+            pulse.beat(idle=not core.has_work())
             if self._stop_at is not None:
                 if not told_stopping:
                     told_stopping = True
@@ -302,6 +312,9 @@ def main(argv: list[str] | None = None) -> int:
         logs.setup(options.log_format, options.log_level)
         if options.parent_pid:
             die_with_parent(options.parent_pid)
+        if options.gpus:  # before any library asks for the devices
+            os.environ["CUDA_VISIBLE_DEVICES"] = options.gpus
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the indices of nvidia-smi
         policy = PeerPolicy.parse(options.allow_user, options.allow_group)
         shared = bool(options.allow_user or options.allow_group)
         server = IpcServer(listen(options.uds, shared_with_group=shared), policy, pid=os.getpid())

@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -92,13 +92,19 @@ class FlagParser(argparse.ArgumentParser):
         flag = re.match(r"argument (?:-\w+/)?(--[\w-]+)", message)
         raise ConfigError(message.removeprefix("argument ").rstrip(".") + ".", flag and flag.group(1))
 
-    def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """(flags that were given, notes). The one positional argument is the model."""
+    def parse(
+        self, argv: Sequence[str], from_file: "Callable[[dict[str, Any]], list[str]] | None" = None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """(flags that were given, notes). The one positional argument is the model.
+
+        With `--config`, `from_file` turns the given flags into those of the file (by default its [serve] table); what
+        the line says wins. It may take away from the dictionary what only names a part of the file.
+        """
         line = [_dashes(arg) for arg in argv]
         given = vars(self._parse(line))
         if "config" in given:
-            from_file = vars(self._parse(_toml_argv(given["config"])))
-            given = from_file | given
+            more = (from_file or _serve_table)(given)
+            given = vars(self._parse(more)) | given
         given.pop("_compatibility", None)
         return given, list(dict.fromkeys(self.notes))
 
@@ -136,28 +142,37 @@ def _dashes(arg: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _toml_argv(path: Path) -> list[str]:
-    """The [serve] table as flags, so that one set of rules reads both."""
+def _serve_table(given: dict[str, Any]) -> list[str]:
+    path = given["config"]
+    table = read_toml(path).get("serve")
+    if not isinstance(table, dict):
+        raise ConfigError(f"--config {path} has no [serve] table.", "--config")
+    return table_argv(table, f"--config {path}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("serve")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}.", "--config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not TOML: {error}.", "--config") from None
-    if not isinstance(table, dict):
-        raise ConfigError(f"--config {path} has no [serve] table.", "--config")
+
+
+def table_argv(table: dict[str, Any], where: str) -> list[str]:
+    """A table as flags, so that one set of rules reads both. Raises ConfigError, which begins with `where`."""
     argv: list[str] = []
     for key, value in table.items():
         flag = "--" + key.replace("_", "-")
         if flag == "--config":
-            raise ConfigError(f"--config {path}: a configuration file cannot name another one.", "--config")
+            raise ConfigError(f"{where}: a configuration file cannot name another one.", "--config")
         if isinstance(value, bool):
             argv.append(flag if value else f"--no-{flag[2:]}")
-        elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-            argv += [flag, *value]
+        elif isinstance(value, list) and value and all(isinstance(item, str | int) for item in value):
+            argv += [flag, *map(str, value)]
         elif isinstance(value, str | int | float):
             argv.append(f"{flag}={value}")
         else:
-            raise ConfigError(f"--config {path}: {key} must be a string, a number, a boolean or a list of strings.",
-                              "--config")
+            raise ConfigError(f"{where}: {key} must be a string, a number, a boolean or a list of strings.", "--config")
     return argv

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -43,7 +44,7 @@ def run_http(options: ServeOptions, listener: socket.socket, engine: EngineChild
         return runner.run(_serve(options, listener, engine, url, started))
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn, with the signals left to us: we also have an engine to stop."""
 
     @contextlib.contextmanager
@@ -108,18 +109,23 @@ async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineC
     return 0
 
 
-def _server(options: ServeOptions, client: EngineClient, limits: Limits) -> _Server:
+def _server(options: ServeOptions, client: EngineClient, limits: Limits) -> HttpServer:
     """Raises ModelError (tokenizer) and ConfigError (key file)."""
     config = options.engine
     keys = KeyFile(options.api_key_file) if options.api_key_file else None
     model = ServedModel.load(config.model_name, config.model, client)
     models = dict.fromkeys(config.served_model_name, model)
-    app: ASGIApp = create_app(models, auth=keys, limits=limits, metrics=Metrics(dict.fromkeys(models, client)),
-                              allowed_origins=options.allowed_origins)
-    if options.access_log:
-        app = AccessLog(app)
-    return _Server(uvicorn.Config(
-        app,
+    app = create_app(models, auth=keys, limits=limits, metrics=Metrics(dict.fromkeys(models, client)),
+                     allowed_origins=options.allowed_origins)
+    return make_server(app, limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
+                       ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile)
+
+
+def make_server(app: ASGIApp, limits: Limits, *, access_log: bool, shutdown_timeout: float,
+                ssl_certfile: Path | None, ssl_keyfile: Path | None) -> HttpServer:
+    """uvicorn with our bounds, and none of its own logs."""
+    return HttpServer(uvicorn.Config(
+        AccessLog(app) if access_log else app,
         http=BoundedHttpProtocol.with_limits(limits),
         ws="none",
         lifespan="on",
@@ -128,13 +134,13 @@ def _server(options: ServeOptions, client: EngineClient, limits: Limits) -> _Ser
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=max(1, round(options.shutdown_timeout)),
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
+        timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
     ))
 
 
-async def _narrate(server: _Server, client: EngineClient, notifier: Notifier, options: ServeOptions, url: str,
+async def _narrate(server: HttpServer, client: EngineClient, notifier: Notifier, options: ServeOptions, url: str,
                    started: float) -> None:
     """Loading progress, the banner once a token came out, and a word whenever the engine comes back."""
     terminal = sys.stderr.isatty() and options.log_format != "json"

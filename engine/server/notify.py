@@ -25,6 +25,9 @@ class Notifier:
     def ready(self, status: str) -> None:
         self._send(f"READY=1\nSTATUS={status}")
 
+    def status(self, status: str) -> None:
+        self._send(f"STATUS={status}")
+
     def loading(self, status: str, patience_seconds: float = 60) -> None:
         """Say what start-up is at, and that it needs up to `patience_seconds` until the next such word."""
         self._send(f"STATUS={status}\nEXTEND_TIMEOUT_USEC={int(patience_seconds * 1e6)}")

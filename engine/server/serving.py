@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ class Gateway:
     """State that all requests share. `models` maps every served name (aliases too) to its model."""
 
     def __init__(self, models: dict[str, ServedModel], *, limits: Limits, metrics: Metrics,
-                 keys: KeyFile | None = None, version: str = "") -> None:
+                 keys: KeyFile | None = None, version: str = "", broken: Mapping[str, str] | None = None) -> None:
         if not models:
             raise ValueError("a gateway needs at least one model")
         self.models = models
@@ -84,6 +84,7 @@ class Gateway:
         self.metrics = metrics
         self.keys = keys
         self.version = version
+        self.broken = dict(broken or {})  # names that are configured and cannot be served, and why
         self._text = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
         self._in_flight: Counter[str] = Counter()
 
@@ -99,6 +100,9 @@ class Gateway:
                 return next(iter(self.models.values()))
             raise invalid(f"model is required: this server serves {', '.join(self.models)}.", "model")
         model = self.models.get(name)
+        if model is None and name in self.broken:
+            raise overloaded(f"The model {shortened(name)!r} is not served at the moment; its operator knows why from "
+                             "the log.", self.limits.retry_after_seconds, code="model_unavailable")
         if model is None:
             raise ApiError(
                 404, f"The model {shortened(name)!r} does not exist; see /v1/models.", param="model",

@@ -7,16 +7,23 @@ from engine.server.endpoint import gateway_of, json_reply
 from engine.server.errors import overloaded, shortened
 from engine.server.openapi import openapi_document
 from engine.server.replies import StatusReply, VersionReply
+from engine.server.serving import ServedModel
 
 
 async def health(request: Request) -> Response:
-    """200 with an empty body only if every engine has produced a real token and its steps progress."""
+    """200 with an empty body only if every engine has produced a real token and its steps progress.
+
+    With `?model=NAME`, only that model's engine is asked.
+    """
     gateway = gateway_of(request)
-    sick = [client for client in gateway.clients if not client.healthy()]
-    if not sick:
+    name = request.query_params.get("model")
+    models = [gateway.model(name)] if name else _one_for_each_engine(gateway.models)
+    sick = [model for model in models if not model.client.healthy()]
+    words = [f"{shortened(model.name)}: {shortened(model.client.progress) or model.client.state}" for model in sick]
+    words += [] if name else [f"{shortened(broken)}: not served" for broken in gateway.broken]
+    if not words:
         return Response(status_code=200)
-    words = "; ".join(f"{c.state}{f' ({shortened(c.progress)})' if c.progress else ''}" for c in sick)
-    raise overloaded(f"Not ready: {words}.", gateway.limits.retry_after_seconds, code="not_ready")
+    raise overloaded(f"Not ready: {'; '.join(words)}.", gateway.limits.retry_after_seconds, code="not_ready")
 
 
 async def livez(request: Request) -> Response:
@@ -36,3 +43,7 @@ async def metrics(request: Request) -> Response:
 async def openapi(request: Request) -> Response:
     gateway = gateway_of(request)
     return json_reply(openapi_document(gateway.version, authenticated=gateway.keys is not None))
+
+
+def _one_for_each_engine(models: dict[str, ServedModel]) -> list[ServedModel]:
+    return list({id(model.client): model for model in models.values()}.values())
