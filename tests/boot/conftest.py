@@ -15,6 +15,7 @@ from machine import Machine, MachineError, cgroup2
 from rootfs import NoRoot, suites
 
 HERE = Path(__file__).parent
+FAILED = pytest.StashKey[dict[str, str]]()
 MEASURES = pytest.StashKey[list[tuple[str, str, float, float | None]]]()
 
 
@@ -35,6 +36,10 @@ def missing() -> str | None:
     return None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "incremental: a story in chapters; it ends with the first that fails")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if collection_path.name.startswith("test_boot_") and "boot" not in (config.option.markexpr or ""):
         return True
@@ -48,6 +53,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.boot)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """The chapters of a story (marked `incremental`) end with the first that fails."""
+    if item.get_closest_marker("incremental") and call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
+        item.session.stash.setdefault(FAILED, {}).setdefault(_story(item), item.name)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if failed := item.session.stash.get(FAILED, {}).get(_story(item)):
+        pytest.skip(f"the story ended with {failed}")
+
+
+def _story(item: pytest.Item) -> str:
+    parameters = getattr(item, "callspec", None)
+    return f"{item.parent.nodeid if item.parent else ''} {parameters.id if parameters else ''}"
 
 
 @pytest.fixture(scope="session")

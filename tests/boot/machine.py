@@ -175,8 +175,11 @@ class Machine:
 
     def beside(self, words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """A program of the *host* whose only network is the machine's: how somebody on its LAN sees it."""
-        command = ["nsenter", f"--target={self._leader()}", "--net", "--", *words]
-        return subprocess.run(command, text=True, capture_output=True, **options)
+        return subprocess.run(self.beside_command(words), text=True, capture_output=True, **options)
+
+    def beside_command(self, words: list[str]) -> list[str]:
+        """The command line that `beside` runs."""
+        return ["nsenter", f"--target={self._leader()}", "--net", "--", *words]
 
     def path(self, inside: str | Path) -> Path:
         """Where a path of the machine lies on the host."""

@@ -1,0 +1,249 @@
+"""A server's whole life with Atoll, on a machine that boots and has no network: from the medium to the last file gone.
+
+The tests of the class are chapters of one story on one machine, in this order; after one fails, the rest is skipped.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from desk import CLIENT, NAME, URL, Desk, Watcher, facts
+from machine import Machine
+from rootfs import ensure_root
+from snapshot import differences, snapshot
+from test_boot_harness import prove_bare, prove_no_network
+from vendor import ensure_vendor
+
+INSTALL_LIMIT, PREFLIGHT_LIMIT = 90.0, 10.0
+USERS = "/etc/passwd", "/etc/shadow", "/etc/group", "/etc/gshadow"
+Measure = Callable[..., None]
+
+
+@pytest.fixture(scope="class")
+def desk(suite: str, work: Path) -> Iterator[Desk]:
+    with Machine(suite, work) as machine:
+        machine.boot()
+        desk = Desk(machine, ensure_vendor())
+        desk.prepare()
+        if suite != "bookworm":  # the packages on the medium are for Debian 12's Python: bring it along
+            carried = machine.path("/opt/python311")
+            _carry_python(ensure_root("bookworm"), carried)
+            desk.python = "--python /opt/python311"
+        yield desk
+
+
+def _carry_python(root: Path, to: Path) -> None:
+    """A Python as an operator would unpack it on a server whose own is too old or too new: DIR/bin/python3."""
+    (to / "bin").mkdir(parents=True)
+    shutil.copy2(root / "usr/bin/python3.11", to / "bin/python3")
+    shutil.copytree(root / "usr/lib/python3.11", to / "lib/python3.11", symlinks=True)
+
+
+@pytest.fixture(scope="class")
+def memory() -> dict[str, object]:
+    """What later chapters need of earlier ones."""
+    return {}
+
+
+@pytest.mark.incremental
+class TestLife:
+    def test_it_is_bare_and_alone(self, desk: Desk, memory: dict) -> None:
+        prove_no_network(desk.machine)
+        prove_bare(desk.machine)
+        desk.proved = {f"{a.kind} {a.address}:{a.port}" for a in desk.machine.connects.outbound()}
+        assert len(desk.proved) == 4
+        memory["before"] = snapshot(desk.machine.root)
+        memory["users"] = {path: desk.machine.path(path).read_text() for path in USERS}
+
+    def test_a_dry_run_leaves_nothing(self, desk: Desk, memory: dict) -> None:
+        desk.plug(desk.vendor.first)
+        shown = desk.machine.run(desk.command("--dry-run"), timeout=300).check()
+        for word in ("atoll-engine@", "atoll-gateway", "8443", "/opt/atoll", "/var/lib/atoll"):
+            assert word in shown.out, (word, shown.out)
+        assert differences(memory["before"], snapshot(desk.machine.root)) == []
+
+    def test_install(self, desk: Desk, memory: dict, suite: str, measure: Measure) -> None:
+        if desk.python:
+            refused = desk.machine.run("sh /media/atoll/install.sh --answers /root/answers.toml").check(3)
+            assert "--python" in refused.err, refused.err
+        done = desk.install().check()
+        memory["first"] = desk.live()
+        assert desk.key.startswith("atoll-"), done.out.replace(desk.key, "…")
+        state = desk.status()
+        assert state["state"] == "serving", desk.trouble()
+        copied = _seconds_of_the_copy(desk)
+        measure(f"{suite}: install from the medium, without the model's copy", done.seconds - copied, INSTALL_LIMIT)
+
+    def test_what_runs_is_what_was_meant(self, desk: Desk) -> None:
+        run = desk.machine.run
+        for unit in ("atoll.target", f"atoll-engine@{NAME}.service", "atoll-gateway.socket", "atoll-gateway.service"):
+            assert run(f"systemctl is-active {unit}").out == "active\n", desk.trouble()
+        assert run("systemctl --failed --no-legend").out == ""
+        for unit, user in ((f"atoll-engine@{NAME}", "atoll-engine"), ("atoll-gateway", "atoll-gateway")):
+            pid = run(f"systemctl show -P MainPID {unit}").out.strip()
+            assert run(f"ps -o user:32= -p {pid}").out.strip() == user
+        engine = run(f"systemctl show -P MainPID atoll-engine@{NAME}").out.strip()
+        assert run(f"readlink /proc/{engine}/ns/net").out != run("readlink /proc/1/ns/net").out
+        listening = run("ss -H -tln").out.split()
+        assert [word for word in listening if word.endswith(":8443")], listening
+        assert run("find /etc/atoll/credentials -type f -perm /0007").out == ""
+
+    def test_preflight_is_quick(self, desk: Desk, suite: str, measure: Measure) -> None:
+        done = desk.atoll("preflight --json")
+        assert done.code in (0, 3, 4), str(done)
+        assert len(facts(done)["checks"]) >= 20
+        measure(f"{suite}: preflight", done.seconds, PREFLIGHT_LIMIT)
+
+    def test_chat_over_tls(self, desk: Desk) -> None:
+        assert desk.ask(list=True)["models"] == [NAME]
+        desk.assert_serves()
+        streamed = desk.ask(stream=True)
+        assert "Paris" in streamed["text"]
+        assert streamed["pieces"] > 2
+        assert desk.ask(key="atoll-not-a-key")["status"] == 401
+        assert "CERTIFICATE_VERIFY_FAILED" in desk.ask(ca="")["error"]
+        assert desk.ask(url="http://127.0.0.1:8443/v1")["status"] in (0, 400)
+
+    def test_daemon_reload_while_serving(self, desk: Desk) -> None:
+        """A stream that is under way when systemd reads its units again goes on to its end."""
+        asked = {"url": f"{URL}/v1", "key": desk.key, "model": NAME, "prompt": "Count from one to a hundred.",
+                 "ca": desk.ca, "stream": True, "max_tokens": 200, "extra": {"ignore_eos": True}}  # fmt: skip
+        client = subprocess.Popen(
+            desk.machine.beside_command([sys.executable, str(CLIENT)]), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert client.stdin is not None
+        assert client.stderr is not None
+        client.stdin.write(json.dumps(asked))
+        client.stdin.close()
+        assert client.stderr.readline() == "first piece\n"
+        for _ in range(3):
+            desk.machine.run("systemctl daemon-reload").check()
+        assert client.poll() is None, "the answer was over too soon to show anything"
+        assert client.stdout is not None
+        answer = json.loads(client.stdout.read())
+        assert (answer.get("finish"), answer.get("pieces", 0) > 100) == ("length", True), answer
+        desk.machine.run("systemctl daemon-reexec").check()
+        desk.assert_serves()
+
+    def test_reboot(self, desk: Desk, suite: str, measure: Measure) -> None:
+        pid = desk.machine.run(f"systemctl show -P MainPID atoll-engine@{NAME}").out
+        measure(f"{suite}: reboot until every unit is up, engine included", desk.machine.reboot(timeout=240))
+        assert desk.machine.run(f"systemctl show -P MainPID atoll-engine@{NAME}").out != pid
+        desk.assert_serves(wait=60)
+        assert desk.status()["state"] == "serving"
+
+    def test_power_cut_while_serving(self, desk: Desk) -> None:
+        desk.machine.power_cut()
+        desk.machine.boot(timeout=240)
+        desk.assert_serves(wait=60)
+        assert desk.install().check().code == 0
+        assert "already" in facts(desk.install().check())["outcome"]
+
+    def test_upgrade(self, desk: Desk, memory: dict, suite: str, measure: Measure) -> None:
+        """The medium of a later release; the key of the first install is still trusted, the old API key still good."""
+        desk.plug(desk.vendor.later)
+        watcher = Watcher(desk.machine)
+        done = desk.install().check()
+        downtime = watcher.stop()
+        desk.assert_serves()
+        memory["later"] = desk.live()
+        assert desk.live().startswith(desk.vendor.later.version)
+        assert desk.atoll("--version").out.strip() == desk.vendor.later.version
+        releases = {path.name for path in desk.machine.path("/opt/atoll/releases").iterdir()}
+        assert releases == {memory["first"], memory["later"]}
+        startup = _startup(desk)
+        memory["startup"] = startup
+        measure(f"{suite}: engine start-up", startup)
+        measure(f"{suite}: downtime of the upgrade", downtime, startup + 1.0)
+        measure(f"{suite}: upgrade in all", done.seconds)
+
+    def test_a_bad_release_is_rolled_back(self, desk: Desk, memory: dict, suite: str, measure: Measure) -> None:
+        desk.plug(desk.vendor.bad)
+        watcher = Watcher(desk.machine)
+        refused = desk.install("--start-timeout 60").check(40)
+        measure(f"{suite}: longest silence around a bad release", watcher.stop())
+        assert desk.live() == memory["later"]
+        desk.assert_serves()
+        assert desk.status()["state"] == "serving", desk.trouble()
+        text = refused.out + refused.err
+        assert "smoke" in text or "500" in text, text
+
+    def test_an_older_medium_is_refused(self, desk: Desk, memory: dict) -> None:
+        desk.plug(desk.vendor.first)
+        refused = desk.machine.run(desk.command()).check(12)
+        assert "allow-downgrade" in refused.err + refused.out
+        assert desk.live() == memory["later"]
+        desk.assert_serves()
+
+    def test_rollback_without_a_medium(self, desk: Desk, memory: dict) -> None:
+        desk.vendor.unplug(desk.machine.media)
+        desk.atoll("rollback --yes").check()
+        assert desk.live() == memory["first"]
+        desk.assert_serves()
+        desk.plug(desk.vendor.later)
+        desk.install().check()
+        assert desk.live() == memory["later"]
+        desk.assert_serves()
+
+    def test_uninstall_keeps_data(self, desk: Desk) -> None:
+        kept = [*desk.machine.path("/var/lib/atoll/models").iterdir()]
+        assert kept
+        desk.atoll("uninstall --yes").check()
+        assert not desk.machine.path("/opt/atoll/current").is_symlink()
+        assert desk.machine.run("systemctl list-units --all --no-legend 'atoll*'").out == ""
+        assert desk.machine.run("systemctl list-unit-files --no-legend 'atoll*'").out == ""
+        assert [path for path in kept if path.exists()] == kept
+        assert desk.machine.path("/etc/atoll/atoll.toml").exists()
+        assert desk.ask()["status"] == 0
+
+    def test_reinstall_finds_its_data(self, desk: Desk) -> None:
+        before = {path: path.stat().st_ino for path in desk.machine.path("/var/lib/atoll/models").rglob("*.safetensors")}
+        key = desk.key
+        desk.install().check()
+        assert desk.key == key, "the old key is still good: no new one was to be made"
+        desk.assert_serves()
+        assert {path: path.stat().st_ino for path in before} == before
+
+    def test_purge_leaves_nothing(self, desk: Desk, memory: dict) -> None:
+        assert desk.atoll("uninstall --purge --confirm somebody-else").code == 2
+        desk.assert_serves()
+        desk.atoll(f"uninstall --purge --confirm {desk.machine.hostname}").check()
+        assert differences(memory["before"], snapshot(desk.machine.root)) == []
+        assert {path: desk.machine.path(path).read_text() for path in USERS} == memory["users"]
+        for look in ("list-units --all", "list-unit-files", "list-timers --all", "list-sockets --all"):
+            assert "atoll" not in desk.machine.run(f"systemctl {look} --no-legend --no-pager").out
+        for look in ("find /run /tmp /dev/shm -name '*atoll*'", "getent passwd atoll-engine atoll-gateway",
+                     "getent group atoll-api", "pgrep -u atoll-engine", "ss -H -tlnx | grep atoll"):  # fmt: skip
+            assert desk.machine.run(look).out == "", look
+        desk.machine.reboot()
+        assert desk.machine.state == "running"
+        assert differences(memory["before"], snapshot(desk.machine.root)) == []
+
+    def test_nothing_ever_tried_to_leave(self, desk: Desk) -> None:
+        """All that time no process tried to reach an address outside; and the counter counts still."""
+        assert desk.outbound() == []
+        try_once = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect_ex((\"198.51.100.7\", 53))"
+        desk.machine.run(f"python3 -c '{try_once}'").check()
+        assert desk.outbound() == ["UDP 198.51.100.7:53"]
+
+
+def _seconds_of_the_copy(desk: Desk) -> float:
+    """What the model's copy took, as the journal tells it; a small model's copy is within the stage step."""
+    for record in reversed(desk.journal()):
+        if "copy_s" in record:
+            return float(record["copy_s"])
+    return 0.0
+
+
+def _startup(desk: Desk) -> float:
+    """How long the engine takes from its start until it is ready, as systemd saw it."""
+    text = desk.machine.run(
+        f"systemctl show -p ExecMainStartTimestampMonotonic -p ActiveEnterTimestampMonotonic atoll-engine@{NAME}"
+    ).out
+    times = dict(line.split("=") for line in text.split())
+    return (int(times["ActiveEnterTimestampMonotonic"]) - int(times["ExecMainStartTimestampMonotonic"])) / 1e6
