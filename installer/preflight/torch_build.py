@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-_TORCH_WHEEL = re.compile(r"torch-(\d+\.\d+\.\d+[^-+]*)(?:(?:\+|%2B)([A-Za-z0-9.]+))?-cp", re.IGNORECASE)
+_TORCH_WHEEL = re.compile(r"torch-(\d+\.\d+\.\d+[^-+%]*)(?:(?:\+|%2B)([A-Za-z0-9.]+))?-cp", re.IGNORECASE)
 _CUDA_WHEEL = re.compile(r"nvidia_cuda_runtime(?:_cu\d+)?-(\d+)\.(\d+)\.", re.IGNORECASE)
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'(\d+)\.(\d+)|None)", re.MULTILINE)
 MAX_FILES = 20_000
