@@ -13,7 +13,7 @@ import triton.language as tl
 
 from engine.kernels.launch import interpreted
 
-AHEAD = 12 << 20     # bytes asked for: what the memory brings while a norm or a gate runs
+AHEAD = 0     # bytes asked for: what the memory brings while a norm or a gate runs
 _MOST_ROWS = 512     # of the product; more keep the arithmetic busy, not the memory
 _ALIGN = 16          # bytes
 

@@ -32,10 +32,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, shared_memory, wait_for_previous
-from engine.kernels.prefetch import prefetch_share, shares
 
 SMALL_BATCH = 8  # sequences
-_LATE = 512      # programs of decode attention that ask for the next weight
 
 
 @triton.jit
@@ -108,12 +106,11 @@ def _for_cache(q, FP8: tl.constexpr):
 
 @kernel
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr, next_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
-    next_share, late_programs,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -149,10 +146,6 @@ def _decode_kernel(
         m, total, acc = _attend(
             q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
         )
-    # The last programs to start: what the first ones asked for would be gone again before it is needed.
-    late = b + (h + split * HKV) * tl.num_programs(0) - (tl.num_programs(0) * HKV * SPLITS - late_programs)
-    if late >= 0:
-        prefetch_share(next_ptr, next_share, late, THREADS, PDL)
     out = acc * v_scale / total[:, None]
     used = tl.cdiv(seq_len - aligned, per_split * TILE)  # slices that hold something
     if SPLITS == 1 or used == 1:
@@ -356,7 +349,6 @@ def decode(
     v_scale: float = 1.0,
     window: int | None = None,
     softcap: float | None = None,
-    upcoming: torch.Tensor | None = None,
     shortest: int = 0,
     tile: int = 0,
     num_warps: int = 4,
@@ -367,7 +359,6 @@ def decode(
     `splits`, a power of two (see `num_splits`), is the number of programs that share a sequence and a key head. With
     more than one, float32 scratch of B Hq splits (D + 1) is taken from torch's allocator, also inside a CUDA graph.
     Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice is at least `shortest` keys.
-    `upcoming` is the weight that the result meets next (prefetch.py).
     """
     batch, num_heads, dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -380,16 +371,13 @@ def decode(
         assert batch * kv_heads <= len(arrived)
         part = torch.empty(batch * num_heads * splits, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
-    late = min(batch * kv_heads * splits, _LATE)
-    upcoming, share = shares(upcoming, batch, late * num_warps * 32)
     _decode_kernel(
-        (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table, upcoming,
+        (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
-        scale, k_scale, v_scale, softcap or 1.0, window or 0, share, late,
+        scale, k_scale, v_scale, softcap or 1.0, window or 0,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
         DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
-        SOFTCAP=softcap is not None, WINDOW=window is not None, THREADS=num_warps * 32, num_warps=num_warps,
-        num_stages=num_stages,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
 

@@ -19,10 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import kernel, shared_memory, wait_for_previous
-from engine.kernels.triton_gate import Gate, activated
+from engine.kernels.launch import interpreted, kernel, shared_memory, wait_for_previous
+from engine.kernels.triton_gate import activated
 
 PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a kernel's variant
+_AHEAD = 1024    # bytes of each of a program's rows that it asks for before it waits for its input
+_MATRIX_THREADS = tl.constexpr(128)
 VECTOR_ROWS = 4  # more rows: the arithmetic takes longer than reading the weight
 
 
@@ -131,12 +133,27 @@ def _finish(y, scale_ptr, bias_ptr, n, n_live, SCALED: tl.constexpr, BIAS: tl.co
     return y
 
 
+@triton.jit
+def _ask_for_rows(w_ptr, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
+    """The first AHEAD bytes of rows first ... of W are to come into the L2 cache: the kernel before this one is still
+    at work and leaves the memory idle. Cards that know dependent launch know this too."""
+    thread = tl.arange(0, _MATRIX_THREADS)
+    share: tl.constexpr = AHEAD * BLOCK_N // _MATRIX_THREADS
+    row = tl.minimum(first + thread % BLOCK_N, N - 1).to(tl.int64)
+    size: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    address = w_ptr.to(tl.int64) + row * (K * size) + thread // BLOCK_N * share
+    ask: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(ask, "=r,l,r", [address, tl.full([_MATRIX_THREADS], share, tl.int32)], tl.int32, False, 1)
+
+
 @kernel
 def _matrix_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, M, x_stride, y_stride,
     N: tl.constexpr, K: tl.constexpr, MP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FP8: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL and AHEAD > 0:
+        _ask_for_rows(w_ptr, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, AHEAD)
     wait_for_previous(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, MP)
@@ -176,6 +193,12 @@ def _vector_tiles(inner: int, itemsize: int) -> tuple[int, int, int]:
     return block_n, block_k, max(1, min(8, block_n * block_k * itemsize // (64 * 32)))
 
 
+def _ahead(row_bytes: int, block_n: int) -> int:
+    """Bytes of each row to ask for: as many for each thread, in units of 16."""
+    bytes_each = min(_AHEAD, row_bytes)
+    return 0 if interpreted() or row_bytes % 16 or bytes_each * block_n % (16 * 128) else bytes_each
+
+
 def _matrix_tiles(padded_rows: int, fp8: bool, shared: int) -> tuple[int, int, int]:
     """(BLOCK_N, BLOCK_K, stages), all with 4 warps: what a search on an H100 found for the shapes of an 8B model, less
     deep where shared memory is small."""
@@ -190,7 +213,7 @@ def gemv(
     *,
     norm: tuple[torch.Tensor, float] | None = None,
     wide_offset: float | None = None,
-    gate: Gate | None = None,
+    gate: str | None = None,
     residual: torch.Tensor | None = None,
     tiles: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -239,6 +262,7 @@ def few_rows(
     _matrix_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, x_scale, scale, bias, y, rows, x.stride(0), y.stride(0),
         N=out_features, K=inner, MP=padded, BLOCK_N=block_n, BLOCK_K=block_k,
-        FP8=fp8, BIAS=bias is not None, STAGES=stages, num_warps=4, num_stages=stages,
+        FP8=fp8, BIAS=bias is not None, STAGES=stages, AHEAD=_ahead(inner * weight.element_size(), block_n),
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return y

@@ -53,15 +53,12 @@ class Attention(nn.Module):
         self.k_eq_v = k_eq_v
         self.own_kv = own_kv
 
-    def forward(self, qkv: torch.Tensor, rope: Rope, upcoming: torch.Tensor | None = None) -> torch.Tensor:
-        """qkv [T, (Hq + 2 Hkv) D] (or the parts there are), which it may overwrite -> [T, Hq D].
-
-        `upcoming` is the weight that the result meets next: a GPU may fetch its beginning meanwhile.
-        """
+    def forward(self, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """qkv [T, (Hq + 2 Hkv) D] (or the parts there are), which it may overwrite -> [T, Hq D]."""
         context = get_context()
         slot_mapping, batch = context.of_group(self.group)
         if isinstance(batch, DeviceBatch):
-            return self._on_device(qkv, rope, context.positions, slot_mapping, batch, upcoming)
+            return self._on_device(qkv, rope, context.positions, slot_mapping, batch)
         return self._on_cpu(qkv, rope, slot_mapping, batch)
 
     def _on_cpu(
@@ -97,7 +94,6 @@ class Attention(nn.Module):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
         batch: DeviceBatch,
-        upcoming: torch.Tensor | None,
     ) -> torch.Tensor:
         from engine.kernels import triton_attention
 
@@ -111,7 +107,7 @@ class Attention(nn.Module):
             splits = triton_attention.num_splits(tokens, self.num_kv_heads, batch.multiprocessors)
             triton_attention.decode(
                 q, self.k_cache, self.v_cache, batch.rows, batch.seq_lens, batch.block_table, out,
-                splits=splits, scale=self.scale, window=self.window, softcap=self.softcap, upcoming=upcoming,
+                splits=splits, scale=self.scale, window=self.window, softcap=self.softcap,
             )  # fmt: skip
         else:
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018

@@ -32,7 +32,7 @@ class LlamaAttention(nn.Module):
 
     def heads(self, x: Activations, rope: Rope) -> torch.Tensor:
         """All before the output projection: [T, H] -> [T, Hq D]."""
-        return self.attention(self.qkv_proj(x), rope, self.o_proj.weight)
+        return self.attention(self.qkv_proj(x), rope)
 
     def weights(self, prefix: str) -> Weights:
         found: dict[str, torch.Tensor] = {}

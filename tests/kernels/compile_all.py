@@ -35,7 +35,7 @@ def attend(dim, group, cache, **options):
     q, kv = zeros(4, group, dim), zeros(2, 16, 1, dim, dtype=cache)
     n, table = numbers(4), numbers(4, 4)
     options = {"scale": 0.1, **options}
-    triton_attention.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, upcoming=q, **options)
+    triton_attention.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
     block_q = triton_attention.query_rows(dim, q.device) // group
     own, tiles = q[:, :1], numbers(4, 2)
     triton_attention.mixed(
@@ -100,7 +100,7 @@ def run_all(fp8):
     triton_gemv.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096), upcoming=zeros(64, 4096))
-    triton_fused.silu_mul(zeros(3, 3000), upcoming=zeros(64, 1500))
+    triton_fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu", upcoming=zeros(64, 1500))
     experts(4, 2, 2048, 768, BF16, 2)
     experts(4, 2, 2816, 704, BF16, 9, gate="gelu_tanh")
     experts(4, 2, 2048, 768, BF16, 4100)
@@ -125,7 +125,7 @@ def run_all(fp8):
         triton_fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
         norm = zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096)
         triton_fused.rms_norm(*norm, quantize=True, upcoming=zeros(64, 4096))
-        triton_fused.silu_mul(zeros(3, 24576), quantize=True, upcoming=zeros(64, 12288))
+        triton_fused.gate_mul(*zeros(3, 24576).chunk(2, -1), "silu", quantize=True, upcoming=zeros(64, 12288))
 
 
 def main(major, minor, shared):
