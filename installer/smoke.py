@@ -1,9 +1,12 @@
-"""Proof that the service serves: a real chat completion, streamed token by token over HTTP with a real key."""
+"""Proof that the service serves: a real chat completion, streamed token by token over HTTP(S) with a real key."""
 
+import hmac
 import http.client
 import json
+import ssl
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from installer.config import Endpoint
 
@@ -29,9 +32,35 @@ class SmokeResult:
         return asdict(self)
 
 
+class _Pinned(http.client.HTTPSConnection):
+    """TLS with exactly the certificate that is installed here: stricter than any authority, and it asks no clock."""
+
+    def __init__(self, host: str, port: int, timeout: float, certificate: Path) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        super().__init__(host, port, timeout=timeout, context=context)
+        self._certificate = certificate
+
+    def connect(self) -> None:
+        text = self._certificate.read_text()
+        first = text[text.index("-----BEGIN") : text.index("-----END CERTIFICATE-----") + 25]
+        super().connect()
+        served = self.sock.getpeercert(binary_form=True) or b""
+        if not hmac.compare_digest(served, ssl.PEM_cert_to_DER_cert(first)):
+            self.close()
+            raise OSError(f"the endpoint serves another certificate than {self._certificate}; restart the service")
+
+
+def connect(endpoint: Endpoint, timeout: float) -> http.client.HTTPConnection:
+    """A connection to the endpoint of this machine; over TLS, only to the holder of the installed certificate."""
+    if endpoint.certificate is None:
+        return http.client.HTTPConnection(endpoint.connect_host, endpoint.port, timeout=timeout)
+    return _Pinned(endpoint.connect_host, endpoint.port, timeout, endpoint.certificate)
+
+
 def health(endpoint: Endpoint, timeout: float = 5.0) -> tuple[bool, str]:
     """Whether /health says 200 (a token came from the engine), and what it said."""
-    connection = http.client.HTTPConnection(endpoint.connect_host, endpoint.port, timeout=timeout)
+    connection = connect(endpoint, timeout)
     try:
         connection.request("GET", "/health")
         response = connection.getresponse()
@@ -39,7 +68,7 @@ def health(endpoint: Endpoint, timeout: float = 5.0) -> tuple[bool, str]:
         return response.status == 200, f"HTTP {response.status} {body[:200]}".strip()
     except ConnectionRefusedError:
         return False, "not listening yet"
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return False, str(error) or type(error).__name__
     finally:
         connection.close()
@@ -55,7 +84,7 @@ def smoke_test(endpoint: Endpoint, model: str, key: str, timeout: float) -> Smok
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    connection = http.client.HTTPConnection(endpoint.connect_host, endpoint.port, timeout=timeout)
+    connection = connect(endpoint, timeout)
     try:
         started = time.monotonic()
         connection.request(
@@ -69,7 +98,7 @@ def smoke_test(endpoint: Endpoint, model: str, key: str, timeout: float) -> Smok
             said = response.read(2000).decode(errors="replace").strip()
             raise SmokeFailure(f"the endpoint answered HTTP {response.status}: {said[:500]}")
         return _read_stream(response, started, started + timeout)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise SmokeFailure(f"the connection failed: {error or type(error).__name__}") from error
     finally:
         connection.close()

@@ -1,48 +1,57 @@
-"""One screen about an installation: what it is, whether it serves, who allowed it. Reads only; holds no lock."""
+"""One screen about an installation: what it is, whether it serves, who allowed it, what is wrong and what to do next.
 
+Reads only; holds no lock. As another user than the installation's owner it tells what it can and lists what it could
+not see.
+"""
+
+import calendar
+import contextlib
 import os
 import time
+from pathlib import Path
 from typing import Any
 
-from installer import audit, config, fs, keys, licence, lock, release
-from installer.errors import InstallError
-from installer.journal import replay
+from installer import audit, config, fs, keys, licence, lock, release, tls, unit_state
+from installer import verify as deep
+from installer.exposure import check_exposure
+from installer.findings import Findings
+from installer.journal import History, Replay, replay
 from installer.layout import Layout
 from installer.lifecycle import history_of
 from installer.service import PrefixService, ServiceManager
 from installer.smoke import health
+from installer.unit_state import UnitState
+
+VERIFY_DAYS = 15       # a weekly check that did not run twice
+KEY_DAYS = 14          # before a key's end, its holder should have a new one
+_FEW_BYTES = 2 << 30
+
+Facts = dict[str, Any]
 
 
-def status(layout: Layout, *, service: ServiceManager | None = None) -> dict[str, Any]:
-    """All facts, ready for JSON. `state` is serving, starting, stopped, failed, interrupted, busy or not-installed.
+def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
+    """All facts, ready for JSON. `state` is serving, starting, stopped, failed, interrupted, busy or not-installed;
+    `healthy` says that it serves and nothing is wrong.
 
     Raises InstallError (usage) where nothing of ours is.
     """
-    service = service or PrefixService(layout)
-    history = history_of(layout)
-    running = service.state()
-    problems: list[str] = []
-    try:
-        endpoint = config.endpoint(config.read_text(layout.config), layout.config)
-        healthy, said = health(endpoint, timeout=3.0) if running.up else (False, "not running")
-    except InstallError as error:
-        problems.append(error.message)
-        endpoint, healthy, said = None, False, "unknown"
-    committed = history.committed or {}
-    bundle = committed.get("bundle", {})
-    key_entries = _guarded(problems, lambda: keys.usable(layout.api_keys)) or []
-    log = replay(layout.journal)
-    if log.damaged_lines:
-        problems.append(f"the journal is damaged at line {log.damaged_lines[0]}; the next install repairs it")
-    if broken := audit.read(layout.audit)[1]:
-        problems.append(broken)
-    if history.last_failure is not None:
-        failure = history.last_failure
-        problems.append(f"the last install failed in step {failure['step']} at {failure['at']}: {failure['error']}")
-    verified = next((r for r in reversed(log.records) if r["event"] == "done" and r.get("step") == "verify"), None)
+    found = Findings()
+    log, history = _history(layout, found)
+    committed = _committed(layout, history)
+    bundles = release.bundles_of(committed)
+    endpoint = found.look("the settings", lambda: config.standing(layout), None)
+    settings = found.look("the settings", lambda: _settings(layout), {})
+    running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
+    healthy, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, "not running")
     holder = lock.holder(layout.lock)
+    state = _state(history, committed, running, healthy, busy=holder is not None)
+    _tell_state(layout, state, running, said, units, history, found)
+    verified = _last_verify(layout, log, committed, found)
+    certificate = _certificate(layout, endpoint, found)
     return {
-        "state": _state(history, running.phase, running.up, healthy, busy=holder is not None),
+        "state": state,
+        "healthy": state == "serving" and found.healthy,
+        "form": "system" if layout.system else "prefix",
         "prefix": str(layout.prefix),
         "busy": holder,
         "release": {
@@ -50,55 +59,262 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> dict[str
             "committed": committed.get("release"),
             "at": committed.get("at"),
             "previous": committed.get("previous"),
+            "atoll": release.read_info(layout, str(committed.get("release"))).get("atoll"),
         },
-        "model": {name: bundle.get(name) for name in ("name", "version", "sequence", "digest", "key_fingerprint")},
-        "licences": [
-            {name: entry.get(name) for name in ("spdx", "sha256", "how", "who", "when")}
-            for entry in licence.load_approvals(layout.approvals)
-            if entry.get("bundle_digest") == bundle.get("digest")
-        ],
+        "model": _model(bundles[0]) if bundles else _model({}),
+        "models": [_model(bundle) for bundle in bundles],
+        "licences": found.look("the licences' approvals", lambda: _licences(layout, bundles), []),
         "endpoint": f"{endpoint.url}/v1" if endpoint and committed else None,
-        "service": {
-            "phase": running.phase,
-            "pid": running.pid,
-            "uptime_s": int(time.time() - running.since) if running.since and running.up else None,
-            "restarts": running.restarts,
-            "last_exit": running.last_exit,
-        },
+        "endpoints": _endpoints(endpoint, certificate) if endpoint and committed else [],
+        "units": [unit.to_json() for unit in units],
+        "service": {name: running[name] for name in ("phase", "pid", "uptime_s", "restarts", "last_exit")},
         "health": {"ok": healthy, "said": said},
         "smoke": committed.get("smoke"),
-        "last_verify": {"at": verified["at"], "detail": verified["detail"]} if verified else None,
-        "keys": [{name: key.get(name) for name in ("id", "name", "created", "expires")} for key in key_entries],
-        "disk": _disk(layout),
-        "problems": problems,
+        "gpu": _gpu(settings, found),
+        "last_verify": verified,
+        "certificate": certificate,
+        "keys": found.look("the API keys", lambda: _keys(layout, found, serving=bool(committed)), []),
+        "disk": found.look("the disk", lambda: _disk(layout, found), None),
+        "problems": found.to_json(),
+        "unseen": list(dict.fromkeys(found.unseen)),
     }
 
 
-def _state(history: Any, phase: str, up: bool, healthy: bool, *, busy: bool) -> str:
+def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
+    log = found.look("the install journal", lambda: replay(layout.journal), Replay())
+    if not log.records and release.live(layout) is None and "the install journal" not in found.unseen:
+        history_of(layout)  # says that there is no installation
+    if log.damaged_lines:
+        found.error(f"The install journal is damaged at line {log.damaged_lines[0]}.", "atoll journal repair")
+    broken = found.look("the audit log", lambda: audit.read(layout.audit)[1], None)
+    if broken:
+        found.error(f"{broken[0].upper()}{broken[1:]}.", "Compare it with a copy that you keep elsewhere")
+    return log, History(log.records)
+
+
+def _committed(layout: Layout, history: History) -> Facts:
+    """The release that counts, as the journal says; to a user who cannot read that, as `current` and the release do."""
+    if history.committed is not None or history.last_run is not None:
+        return history.committed or {}
+    name = release.live(layout)
+    return {**release.read_info(layout, name), "release": name} if name else {}
+
+
+def _settings(layout: Layout) -> Facts:
+    """Every table of atoll.toml that says how it runs: {"serve" or "gateway": …, "models": {name: …}}."""
+    text = config.read_text(layout.config) or ""
+    if not layout.system:
+        return {"serve": config.parse(text, layout.config), "models": {}}
+    return {"gateway": config.parse(text, layout.config, "gateway"),
+            "models": config.model_tables(text, layout.config)}
+
+
+def _running(
+    layout: Layout, service: ServiceManager | None, models: list[str], settings: Facts, found: Findings
+) -> tuple[Facts, list[UnitState]]:
+    """How the service runs: phase (running, starting, restarting, stopped, failed, dead), and its units if it has."""
+    if layout.system and service is None:
+        gpu = any(table.get("device") != "cpu" for table in settings.get("models", {}).values()) or not settings
+        units = found.look("the units", lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
+        return _from_units(units), units
+    state = (service or PrefixService(layout)).state()
+    up_for = int(time.time() - state.since) if state.since and state.up else None
+    return {
+        "phase": state.phase, "up": state.up, "pid": state.pid, "uptime_s": up_for, "restarts": state.restarts,
+        "last_exit": state.last_exit,
+    }, []
+
+
+def _from_units(units: list[UnitState]) -> Facts:
+    """The services that must run for an answer, as one."""
+    ours = [u for u in units if u.name.startswith(("atoll-gateway.service", "atoll-engine@"))]
+    gateway = next((u for u in ours if u.name.startswith("atoll-gateway")), None)
+    phases = {unit.active for unit in ours}
+    if "failed" in phases:
+        phase = "failed"
+    elif phases and phases <= {"active"}:
+        phase = "running"
+    elif phases & {"activating", "reloading", "active"}:
+        phase = "restarting" if any(u.sub == "auto-restart" for u in ours) else "starting"
+    else:
+        phase = "stopped"
+    began = gateway.since if gateway and gateway.active == "active" else None
+    failed = next((u for u in ours if u.failed), None)
+    return {
+        "phase": phase,
+        "up": bool(phases & {"active", "activating", "reloading"}),
+        "pid": gateway.pid if gateway else None,
+        "uptime_s": int(unit_state.seconds_since_boot() - began) if began else None,
+        "restarts": sum(unit.restarts for unit in ours),
+        "last_exit": failed.exit_status if failed else None,
+    }
+
+
+def _state(history: History, committed: Facts, running: Facts, healthy: bool, *, busy: bool) -> str:
     if history.open_switch is not None:
         return "busy" if busy else "interrupted"
-    if history.committed is None:
+    if not committed:
         return "busy" if busy else "not-installed"
     if healthy:
         return "serving"
-    if up:
-        return "starting"
-    return "failed" if phase in ("failed", "dead") else "stopped"
+    if running["phase"] in ("failed", "dead"):
+        return "failed"
+    return "starting" if running["up"] else "stopped"
 
 
-def _disk(layout: Layout) -> dict[str, int]:
-    space = os.statvfs(layout.prefix)
+def _tell_state(
+    layout: Layout, state: str, running: Facts, said: str, units: list[UnitState], history: History, found: Findings
+) -> None:
+    where = "" if layout.system else f" --prefix {layout.prefix}"
+    failed = [unit for unit in units if unit.failed]
+    for unit in failed:
+        short = unit.name.removeprefix("atoll-").removesuffix(".service")
+        code = f", exit status {unit.exit_status}" if unit.exit_status else ""
+        found.error(f"{unit.name} has failed ({unit.result}{code}).", f"atoll logs --unit {short}")
+    if state == "interrupted":
+        found.error("An install was cut off.", f"Run the same install again, or go back: atoll start{where}")
+    elif state == "failed" and not failed:
+        code = "" if running["last_exit"] is None else f" (exit status {running['last_exit']})"
+        found.error(f"The service has ended{code}.", f"atoll logs{where}; then atoll start{where}")
+    elif state == "starting" and running["phase"] == "running":
+        found.error(f"The service runs but is not ready: {said}.", f"atoll logs{where}")
+    if history.last_failure is not None:
+        failure = history.last_failure
+        message = f"the last install failed in step {failure['step']} at {failure['at']}: {failure['error']}"
+        found.warn(message, "Correct it and run the same install again")
+
+
+def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings) -> Facts | None:
+    """The last time that every byte was read: by `atoll verify`, or else by the install."""
+    record = found.look("the last verification", lambda: _read_verify(layout), None)
+    installed = next((r for r in reversed(log.records) if r["event"] == "done" and r.get("step") == "verify"), None)
+    if record is None:
+        if "the last verification" in found.unseen:
+            return None
+        at = (installed or committed).get("at")
+        if at and _age_days(at) > VERIFY_DAYS:
+            found.warn(f"Nothing was verified since the install at {at}.", "atoll verify")
+        if installed is None:
+            return None
+        return {"at": at, "by": "install", "outcome": "good", "exit_code": 0, "detail": installed["detail"]}
+    if record["outcome"] == "bad":
+        for target in (target for target in record["targets"] if target.get("exit_code")):
+            found.error(f"Verification of {record['finished']}: {target['error']}", target.get("hint", ""))
+    elif record["outcome"] == "interrupted":
+        found.warn(f"The verification begun at {record['started']} was cut off.", "atoll verify")
+    elif _age_days(record["finished"]) > VERIFY_DAYS:
+        found.warn(f"The last verification was {_age_days(record['finished'])} days ago.", "atoll verify")
+    count = len(record["targets"])
+    detail = f"{count} parts, {record['bytes'] / 2**30:.2f} GiB in {record['seconds']:.0f} s"
+    return {"at": record["finished"], "by": "verify", "outcome": record["outcome"], "exit_code": record["exit_code"],
+            "detail": detail}
+
+
+def _read_verify(layout: Layout) -> Facts | None:
+    os.stat(layout.state)
+    if not os.access(layout.state, os.X_OK):
+        raise PermissionError
+    return deep.last(layout)
+
+
+def _certificate(layout: Layout, endpoint: config.Endpoint | None, found: Findings) -> Facts | None:
+    facts = tls.facts(layout)
+    if endpoint is None or endpoint.certificate is None:
+        if endpoint is not None and not layout.system:
+            text = config.read_text(layout.config) or ""
+            found.look("the settings", lambda: check_exposure(config.parse(text, layout.config), layout.config), None)
+        return facts
+    if facts is None:
+        found.error(f"The certificate {layout.server_cert} is missing.", "atoll tls renew")
+        return None
+    fix = "atoll tls renew" if facts["source"] == "local" else "atoll tls import --cert FILE --key FILE"
+    if facts["days_left"] < 0:
+        found.error(f"The certificate expired at {facts['not_after']}: clients refuse it.", fix)
+    elif facts["days_left"] < tls.RENEW_DAYS:
+        found.warn(f"The certificate ends in {facts['days_left']} days, at {facts['not_after']}.", fix)
+    if facts["ca"] and facts["ca"]["days_left"] < 3 * tls.RENEW_DAYS:
+        found.warn(f"The local authority ends in {facts['ca']['days_left']} days.", "atoll tls renew --new-ca")
+    return facts
+
+
+def _keys(layout: Layout, found: Findings, *, serving: bool) -> list[Facts]:
+    if not layout.api_keys.exists() and not os.access(layout.credentials, os.X_OK) and layout.credentials.exists():
+        raise PermissionError
+    entries = keys.people(layout.api_keys)
+    active = [entry for entry in entries if keys.state(entry) == "active"]
+    if serving and not any({"serve", "admin"} & set(keys.scopes_of(entry)) for entry in active):
+        found.error("No active API key is left: nobody can use the endpoint.", "atoll apikey new --name NAME")
+    for entry in active:
+        left = keys.seconds_left(entry)
+        if left is not None and left < KEY_DAYS * 86400:
+            days = int(left // 86400)
+            found.warn(f"The API key {entry['id']} ({entry.get('name', '')}) ends in {days} days.",
+                       "atoll apikey new --name NAME, give it out, then revoke the old one")
+    return [
+        {**{name: entry.get(name) for name in ("id", "name", "created", "expires")},
+         "scopes": keys.scopes_of(entry), "state": keys.state(entry)}
+        for entry in entries if keys.state(entry) != "revoked"
+    ]
+
+
+def _licences(layout: Layout, bundles: list[Facts]) -> list[Facts]:
+    if not os.access(layout.state, os.X_OK) and layout.state.exists():
+        raise PermissionError
+    digests = {bundle.get("digest") for bundle in bundles}
+    fields = ("spdx", "sha256", "how", "who", "when", "bundle_digest")
+    approvals = licence.load_approvals(layout.approvals)
+    return [{name: entry.get(name) for name in fields} for entry in approvals if entry.get("bundle_digest") in digests]
+
+
+def _gpu(settings: Facts, found: Findings) -> Facts | None:
+    """What the driver says; None where every engine runs on the CPU, or no driver is there."""
+    tables = list(settings.get("models", {}).values()) or [settings.get("serve", {})]
+    if all(table.get("device") == "cpu" for table in tables):
+        return None
+    from installer.gpu import collect
+
+    facts = collect()
+    if not facts.answered:
+        if any(Path("/dev").glob("nvidia[0-9]*")):
+            found.error(f"The GPU does not answer: {facts.nvml_error}.", "nvidia-smi; atoll logs --unit gpu-ready")
+        return None
+    for gpu in facts.gpus:
+        if gpu.ecc_uncorrected:
+            message = f"{gpu.label} has {gpu.ecc_uncorrected} uncorrected memory errors."
+            found.error(message, "Reboot, then atoll preflight")
+        if gpu.remap_failed:
+            found.error(f"{gpu.label} can no longer replace bad memory.", "Have the GPU replaced")
+    return facts.to_json()
+
+
+def _model(bundle: Facts) -> Facts:
+    return {name: bundle.get(name) for name in ("instance", "name", "version", "sequence", "digest", "key_fingerprint")}
+
+
+def _endpoints(endpoint: config.Endpoint, certificate: Facts | None) -> list[str]:
+    """What clients on other machines type, for an endpoint that they can reach."""
+    if certificate is None or endpoint.host not in ("0.0.0.0", "::", ""):  # noqa: S104
+        return []
+    names = [name for name in certificate["names"] if name not in ("localhost", "127.0.0.1", "::1")]
+    return [f"https://{f'[{name}]' if ':' in name else name}:{endpoint.port}/v1" for name in names]
+
+
+def _disk(layout: Layout, found: Findings) -> Facts:
+    space = os.statvfs(layout.lib if layout.lib.exists() else layout.prefix)
+    free = space.f_bavail * space.f_frsize
+    if free < _FEW_BYTES:
+        found.warn(f"Only {free / 2**30:.1f} GiB of disk are free below {layout.lib}.", "df -h; atoll support-bundle")
     return {
         "models_bytes": fs.tree_size(layout.models),
         "logs_bytes": fs.tree_size(layout.log_dir),
         "cache_bytes": fs.tree_size(layout.cache),
-        "free_bytes": space.f_bavail * space.f_frsize,
+        "free_bytes": free,
     }
 
 
-def _guarded(problems: list[str], read: Any) -> Any:
-    try:
-        return read()
-    except InstallError as error:
-        problems.append(error.message)
-        return None
+def _age_days(at: str) -> int:
+    with contextlib.suppress(ValueError):
+        return int((time.time() - calendar.timegm(time.strptime(at, "%Y-%m-%dT%H:%M:%SZ"))) // 86400)
+    return 0
+
+

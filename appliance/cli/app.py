@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "start": ("appliance.cli.lifecycle", "register", "Start the installed service."),
     "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
     "restart": ("appliance.cli.lifecycle", "register", "Start the service anew, so that changed settings apply."),
-    "logs": ("appliance.cli.status", "register", "Show the service's log."),
+    "logs": ("appliance.cli.logs", "register", "Show the service's log."),
     "uninstall": ("appliance.cli.lifecycle", "register", "Stop the service and remove what was installed."),
     "journal": ("appliance.cli.lifecycle", "register", "Check or repair the installer's journal."),
 }

@@ -137,7 +137,9 @@ def _installed(prefix: Path | None) -> Layout:
         history_of(layout)
         fs.make_dir(layout.credentials, 0o700)
         next(layout.credentials.iterdir(), None)
-    except PermissionError:
+    except (PermissionError, InstallError) as error:
+        if isinstance(error, InstallError) and error.exit_code != ExitCode.IO:
+            raise
         raise InstallError(
             f"The certificate of {layout.name} belongs to another user.",
             exit_code=ExitCode.IO,

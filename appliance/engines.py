@@ -1,0 +1,81 @@
+"""What the running engines say about themselves: the memory plan, the context, the device."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from installer.layout import Layout
+from installer.service import tail
+
+TIMEOUT = 2.0
+_LOG_LINES = 4000   # of a prefix installation's log, in which its last plan stands
+_ENGINE_USER = "atoll-engine"
+
+
+def engine_facts(layout: Layout, models: list[str]) -> dict[str, dict[str, Any]]:
+    """Instance → what its engine says: memory_plan (a table), max_model_len, cache_tokens, max_num_seqs, device, dtype.
+
+    Over the engine's socket in the system form (root, or the group atoll-api); in the prefix form the plan alone, from
+    the log. An engine that does not answer is left out.
+    """
+    if not layout.system:
+        plan = _plan_in(tail(layout.log, _LOG_LINES, limit=4 << 20))
+        return {name: {"memory_plan": plan} for name in models[:1]} if plan else {}
+    sockets = {name: layout.run / "engine" / name / "engine.sock" for name in models}
+    return asyncio.run(_ask_all({name: path for name, path in sockets.items() if _is_there(path)}))
+
+
+async def _ask_all(sockets: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    answers = await asyncio.gather(*(_ask(path) for path in sockets.values()))
+    return {name: answer for name, answer in zip(sockets, answers, strict=True) if answer}
+
+
+async def _ask(path: Path) -> dict[str, Any] | None:
+    from engine.server.client import EngineClient
+
+    client = EngineClient(path, name="status", policy=_policy())
+    await client.start()
+    try:
+        info = await client.wait_ready(TIMEOUT)
+    except TimeoutError:
+        return {"state": client.state, "progress": client.progress} if client.progress else None
+    finally:
+        await client.close()
+    return {
+        "state": "ready",
+        "device": info.device,
+        "dtype": info.dtype,
+        "max_model_len": info.max_model_len,
+        "max_num_seqs": info.max_num_seqs,
+        "cache_tokens": max(0, info.num_pages - 1) * info.page_size,
+        "memory_plan": info.memory_plan,
+        "load_seconds": info.load_seconds,
+    }
+
+
+def _policy() -> Any:
+    from engine.errors import ConfigError
+    from engine.server.ipc import PeerPolicy
+
+    with contextlib.suppress(ConfigError):
+        return PeerPolicy.parse([_ENGINE_USER], [])
+    return PeerPolicy()
+
+
+def _plan_in(lines: list[str]) -> str:
+    """The last memory plan that was logged."""
+    for line in reversed(lines):
+        if "Memory plan" in line:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return str(json.loads(line)["message"])
+    return ""
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_socket()
+    except OSError:
+        return False
