@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from installer.certificates import Pair
 from installer.config import Endpoint
 from installer.errors import InstallError
 from installer.frontend import Frontend
@@ -11,14 +13,43 @@ from installer.journal import History, Journal
 from installer.keys import NewKey
 from installer.layout import Layout
 from installer.licence import Approval
-from installer.options import InstallOptions
+from installer.options import InstallOptions, ModelChoice
 from installer.plan import Plan
 from installer.preflight import CheckRecord
 from installer.release import Release
 from installer.service import ServiceManager
 from installer.smoke import SmokeResult
+from installer.snapshots import Snapshot
+from installer.units import UnitFile
 from offline_bundle.errors import BundleError
 from offline_bundle.manifest import BundleManifest
+
+
+@dataclass(slots=True)
+class Model:
+    """One model that shall run when the install is done."""
+
+    instance: str                         # its name in the API, and of its unit
+    choice: ModelChoice
+    source: Path                          # where the verified bytes are: the medium, or the store
+    manifest: BundleManifest
+    digest: str
+    key_fingerprint: str
+    kept: bool = False                    # it runs already, and nobody brought another bundle for it
+    in_store: bool = False
+    approval: Approval | None = None      # of its licence, given in this run
+
+    def facts(self) -> dict[str, Any]:
+        """What a release and the journal say of it."""
+        return {
+            "instance": self.instance,
+            "name": self.manifest.name,
+            "version": self.manifest.version,
+            "sequence": self.manifest.sequence,
+            "digest": self.digest,
+            "key_fingerprint": self.key_fingerprint,
+            "spdx": self.manifest.license.spdx,
+        }
 
 
 @dataclass(slots=True)
@@ -33,28 +64,32 @@ class Context:
     journal: Journal
     before: History                       # as the journal told it when this run began
     seen: int = 0                         # how many records it had then
+    kind: str = "install"                 # or "rollback": what a switch that stays open was meant to be
 
     # discover
     trusted_keys: list[Path] = field(default_factory=list)
     base_config: str | None = None        # the settings that stand, or stood before an interrupted switch
     endpoint: Endpoint = field(default_factory=lambda: Endpoint("127.0.0.1", 0))
     own_pids: frozenset[int] = frozenset()
+    tls_names: list[str] = field(default_factory=list)    # what the certificate shall hold; none: plain HTTP
+    tls_import: Pair | None = None                        # the customer's, checked
     # verify
-    source: Path = Path()                 # where the verified bytes are: the medium, or the store
-    manifest: BundleManifest | None = None
-    digest: str = ""
-    key_fingerprint: str = ""
-    in_store: bool = False
+    models: list[Model] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)      # instances that will no longer run
+    downgrades: list[dict[str, Any]] = field(default_factory=list)
     release: Release | None = None
     config_text: str = ""
-    # preflight, licence, plan
+    units: list[UnitFile] = field(default_factory=list)   # system form: every file that systemd reads
+    # preflight, plan
     checks: list[CheckRecord] = field(default_factory=list)
-    approval: Approval | None = None
     plan: Plan | None = None
-    # start, smoke
+    # units, switch, start, smoke
+    resumed: bool = False                 # the switch was opened by a run that was killed
     new_key: NewKey | None = None         # the operator's, made by this run
     smoke_key: NewKey | None = None
-    smoke: SmokeResult | None = None
+    smoke: SmokeResult | None = None      # of the first model
+    startup_s: float | None = None        # from the start of the processes to the first token of an engine
+    downtime_s: float | None = None       # from the end of the old service to that; None: nothing ran before
 
     @property
     def history(self) -> History:
@@ -62,15 +97,22 @@ class Context:
         return History(self.journal.records)
 
     @property
-    def model_dir(self) -> Path:
-        """The directory that the engine loads."""
-        return self.layout.models / self.digest / "model"
+    def names(self) -> list[str]:
+        """The instances that shall run."""
+        return [model.instance for model in self.models]
 
-    def require(self) -> tuple[BundleManifest, Release]:
-        """The verified manifest and the release made of it; a bug if asked for before `verify`."""
-        assert self.manifest is not None
+    def snapshot(self) -> Snapshot:
+        """What the way back to this release will need."""
+        return Snapshot(self.config_text, self.units, self.names)
+
+    def model_dir(self, model: Model) -> Path:
+        """The directory that its engine loads."""
+        return self.layout.models / model.digest / "model"
+
+    def target(self) -> Release:
+        """The release that this run leads to; a bug if asked for before `verify`."""
         assert self.release is not None
-        return self.manifest, self.release
+        return self.release
 
 
 Step = Callable[[Context], str]

@@ -1,8 +1,8 @@
 """The journal: an append-only JSONL file that says what was about to be done and what was done.
 
 Each record is one line with a checksum, written and fsynced before the deed it announces. A power cut can tear only the
-last line, which is then ignored: what it announced had not begun. Damage anywhere else is set aside, never guessed at;
-every step checks the disk itself, so a lost record costs work, not correctness.
+last line, which is then ignored: what it announced had not begun. Damage anywhere else is no crash of ours: nothing
+goes on until somebody has looked and said `repair`, which keeps the intact records and the damaged file.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from installer import fs
+from installer.errors import ExitCode, InstallError
 
 Record = dict[str, Any]
 
@@ -41,6 +42,20 @@ class Replay:
     records: list[Record] = field(default_factory=list)
     torn_bytes: int = 0                                      # a last line cut short by a crash: harmless
     damaged_lines: list[int] = field(default_factory=list)   # 1-based; not explained by a crash
+
+
+def intact(path: Path) -> list[Record]:
+    """The records of a journal. Raises InstallError (30) where it is damaged other than by a torn last line."""
+    found = replay(path)
+    if found.damaged_lines:
+        raise InstallError(
+            f"The journal {path} is damaged at line {', '.join(map(str, found.damaged_lines))}.",
+            exit_code=ExitCode.IO,
+            why="A power cut tears only its last line. This is the disk, or somebody's hand.",
+            changed="Nothing was changed.",
+            hint="Look at the disk (dmesg) and the file; then keep its intact records: atoll journal repair",
+        )
+    return found.records
 
 
 def replay(path: Path) -> Replay:
@@ -92,19 +107,15 @@ class Journal:
             self._write([record])
         return record
 
-    def open(self, path: Path) -> str | None:
-        """Start writing to `path`; returns a sentence if the file had to be repaired."""
-        found = replay(path)
-        note = None
-        if found.damaged_lines:
-            note = _set_aside(path, found)
-        elif found.torn_bytes:
-            os.truncate(path, path.stat().st_size - found.torn_bytes)
+    def open(self, path: Path) -> None:
+        """Start writing to `path`, without the torn last line of a crash. Raises InstallError (30) if it is damaged."""
+        intact(path)
+        if torn := replay(path).torn_bytes:
+            os.truncate(path, path.stat().st_size - torn)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fs.fsync_dir(path.parent)
         pending, self._pending = self._pending, []
         self._write(pending)
-        return note
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -126,15 +137,21 @@ class Journal:
             raise
 
 
-def _set_aside(path: Path, found: Replay) -> str:
+def repair(path: Path) -> str | None:
+    """Keep the intact records of a damaged journal and the damaged file beside it; a sentence about it, None if whole.
+
+    Every step checks the disk itself, so a lost record costs work. What may be lost with it is the way back: an install
+    is run again, or a rollback finds nothing to go back to.
+    """
+    found = replay(path)
+    if not found.damaged_lines:
+        return None
     copy = path.with_name(f"journal.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.jsonl")
     fs.write_atomic(copy, path.read_bytes(), 0o600)
     fs.write_atomic(path, b"".join(_line(record) for record in found.records), 0o600)
     lines = ", ".join(str(number) for number in found.damaged_lines)
-    return (
-        f"The journal was damaged at line {lines}. Its {len(found.records)} intact records were kept, the damaged file "
-        f"was saved as {copy}, and every step is checked against the disk again."
-    )
+    kept = len(found.records)
+    return f"The journal was damaged at line {lines}. Its {kept} intact records were kept, the damaged file is {copy}."
 
 
 class History:
@@ -148,6 +165,7 @@ class History:
         self.last_failure: Record | None = None
         self.created: set[str] = set()            # paths below the prefix that did not exist before us
         self.unshown_keys: set[str] = set()       # keys made but never shown to anyone
+        self.uninstalling = False                 # an uninstall began and did not end
         for record in records:
             self._take(record)
 
@@ -167,10 +185,14 @@ class History:
                 self.open_switch = self.open_switch or record
             case "commit":
                 self.committed, self.open_switch, self.last_step, self.last_failure = record, None, None, None
+                self.uninstalling = False
             case "rolled-back":
                 self.open_switch, self.last_step = None, None
+            case "uninstall":
+                self.uninstalling = True
             case "uninstalled":
                 self.committed = self.open_switch = self.last_step = self.last_failure = None
+                self.uninstalling = False
             case "key-created":
                 self.unshown_keys.add(record["key"])
             case "key-shown" | "key-removed":

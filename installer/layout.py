@@ -51,6 +51,11 @@ class Layout:
         return self.opt / "current"
 
     @property
+    def code(self) -> Path:
+        """Unpacked code, one directory a runtime bundle; releases point into it."""
+        return self.opt / "code"
+
+    @property
     def lib(self) -> Path:
         return self.prefix / "var/lib/atoll"
 
@@ -90,6 +95,11 @@ class Layout:
     @property
     def config_backup(self) -> Path:
         return self.state / "before-switch.toml"
+
+    @property
+    def key_backup(self) -> Path:
+        """The endpoint's key and certificate from before an import that is not committed yet."""
+        return self.credentials / "server.key.before"
 
     @property
     def etc(self) -> Path:
@@ -196,6 +206,7 @@ class Layout:
         return [
             (self.opt, 0o755),
             (self.releases, 0o755),
+            (self.code, 0o755),
             (self.lib, 0o755),
             (self.models, 0o755),
             (self.state, 0o700),

@@ -6,16 +6,16 @@ from installer import config
 from installer.context import Context
 from installer.errors import ExitCode, InstallError, io_error
 from installer.frontend import Frontend
-from installer.journal import History, Journal, replay
+from installer.journal import History, Journal, intact, replay
 from installer.layout import Layout
 from installer.lock import InstallLock
 from installer.options import InstallOptions
 from installer.preflight import PreflightContext, judge
 from installer.preflight.network import address, port
 from installer.ready import wait_ready
-from installer.service import PrefixService, ServiceManager
+from installer.service import ServiceManager, service_for
 from installer.smoke import health
-from installer.steps.activate import roll_back
+from installer.steps.rollback import roll_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,21 @@ class LifecycleResult:
 
 
 def history_of(layout: Layout) -> History:
-    """What the journal of an installation tells. Raises InstallError (usage) where none of ours is."""
+    """What the journal of an installation tells, as far as it can be read: for looking, and for stopping.
+
+    Raises InstallError (usage) where none of ours is. Whatever changes an installation asks `journal.intact` instead.
+    """
     try:
         records = replay(layout.journal).records
     except OSError as error:
         raise io_error("read the installation's journal", error) from error
     if not records:
         raise InstallError(
-            f"There is no Atoll installation at {layout.prefix}.",
+            f"There is no Atoll installation {'on' if layout.system else 'at'} {layout.name}.",
             exit_code=ExitCode.USAGE,
             why="Its journal, var/lib/atoll/state/journal.jsonl, is not there.",
             changed="Nothing was changed.",
-            hint="Give the right directory with --prefix or ATOLL_PREFIX, or install: atoll install --help",
+            hint="Give the right directory with --prefix or ATOLL_PREFIX, or install: atoll install MEDIUM",
         )
     return History(records)
 
@@ -55,21 +58,21 @@ def start(
     After an install that was cut off behind its switch this first goes back to the release that had proved itself.
     Raises InstallError: nothing installed (2), port taken (3), not healthy (40), another command at work (75).
     """
-    service = service or PrefixService(layout)
+    service = service or service_for(layout)
     history_of(layout)
     with InstallLock(layout.lock, "start"):
-        history = history_of(layout)
+        history = History(intact(layout.journal))
         went_back = history.open_switch is not None
         if went_back:
             _go_back(layout, frontend, service, history, timeout)
         if history.committed is None:
             raise InstallError(
-                f"No release is installed at {layout.prefix}.",
+                f"No release is installed {'on' if layout.system else 'at'} {layout.name}.",
                 exit_code=ExitCode.USAGE,
                 changed="Nothing was changed.",
-                hint="Install one: atoll install --bundle DIR",
+                hint="Install one: atoll install MEDIUM",
             )
-        endpoint = config.endpoint(config.read_text(layout.config), layout.config)
+        endpoint = config.standing(layout)
         if service.state().up:
             if health(endpoint)[0]:
                 return LifecycleResult(went_back, "already running", f"{endpoint.url}/v1")
@@ -84,19 +87,28 @@ def start(
 
 def stop(layout: Layout, *, service: ServiceManager | None = None) -> LifecycleResult:
     """Stop the service and all it started; running requests get the grace period of `atoll serve`."""
-    service = service or PrefixService(layout)
+    service = service or service_for(layout)
     history_of(layout)
     with InstallLock(layout.lock, "stop"):
         stopped = service.stop()
     return LifecycleResult(stopped, "stopped" if stopped else "was not running")
 
 
+def restart(
+    layout: Layout, frontend: Frontend, *, service: ServiceManager | None = None, timeout: float = 900.0
+) -> LifecycleResult:
+    """Stop, start, wait until it is ready: what changed in the settings applies. Raises as `start` does."""
+    service = service or service_for(layout)
+    stop(layout, service=service)
+    return start(layout, frontend, service=service, timeout=timeout)
+
+
 def _go_back(layout: Layout, frontend: Frontend, service: ServiceManager, history: History, timeout: float) -> None:
     frontend.note("An install was cut off before it had proved its release; going back to the one before.")
-    journal = Journal("start", replay(layout.journal).records)
+    journal = Journal("start", intact(layout.journal))
     journal.open(layout.journal)
     try:
-        options = InstallOptions(layout.prefix, layout.prefix, start_timeout=timeout)
+        options = InstallOptions(prefix=layout.prefix, start_timeout=timeout)
         context = Context(options, layout, frontend, service, (), journal, history)
         outcome = roll_back(context, InstallError("An install was cut off."))
         if outcome.exit_code == ExitCode.ROLLBACK_FAILED:

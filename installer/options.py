@@ -1,20 +1,48 @@
-"""What the operator decided: flags, or an answers file for an unattended install."""
+"""What the operator decided, whoever asked: flags, an answers file, a front end."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from installer.errors import ExitCode, InstallError
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """One model that shall run: which bundle, under which name, on which GPUs.
+
+    `bundle` is a directory, or the name of a bundle on the medium; None keeps the model that is installed under `name`.
+    `gpus` are indices or UUIDs, None leaves the choice as it is. `settings` are long engine flags without dashes.
+    """
+
+    bundle: Path | str | None = None
+    name: str | None = None
+    gpus: tuple[int | str, ...] | None = None
+    device: str | None = None
+    settings: dict[str, int | float | str | bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsChoice:
+    """A certificate of the customer's own, or further names in the one that is made here."""
+
+    certificate: Path | None = None
+    private_key: Path | None = None
+    names: tuple[str, ...] = ()
+    wanted: bool = False     # also on loopback, where plain HTTP would do
+
+    @property
+    def asked(self) -> bool:
+        """Whether the operator said anything about it."""
+        return self.wanted or bool(self.names) or self.certificate is not None or self.private_key is not None
 
 
 @dataclass(slots=True)
 class InstallOptions:
-    """The answers to every question an install may ask. None: decide from what is installed, or the default."""
+    """The answers to every question an install may ask. None: decide from what is installed, or the default.
 
-    bundle: Path
-    prefix: Path
+    `bundle` is short for one entry of `models`. `prefix` None means the server itself, by systemd.
+    """
+
+    bundle: Path | None = None
+    prefix: Path | None = None
     trust_keys: list[Path] = field(default_factory=list)
     accept_licenses: list[str] = field(default_factory=list)
     host: str | None = None
@@ -22,44 +50,13 @@ class InstallOptions:
     waivers: dict[str, str] = field(default_factory=dict)
     strict: bool = False
     dry_run: bool = False
-    confirmed: bool = False           # the plan needs no further question
-    start_timeout: float = 900.0      # seconds until the service must be ready
+    confirmed: bool = False                # the plan needs no further question
+    start_timeout: float = 900.0           # seconds until the service must be ready
     smoke_timeout: float = 300.0
-
-
-class Answers(BaseModel):
-    """The answers file (JSON). Secrets have no place in it. Flags on the command line win over it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    schema_version: Literal[1]
-    bundle: Path | None = None
-    prefix: Path | None = None
-    trust_keys: list[Path] = []
-    accept_licenses: list[str] = []
-    host: Annotated[str, Field(min_length=1, max_length=255)] | None = None
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    waivers: dict[str, Annotated[str, Field(min_length=3, max_length=500)]] = {}
-    strict: bool = False
-    confirm_plan: bool = False
-
-
-def read_answers(path: Path) -> Answers:
-    """Read and check an answers file. Raises InstallError (usage) that names the wrong field."""
-    try:
-        data = path.read_bytes()
-        if len(data) > 1 << 20:
-            raise ValueError("it is larger than 1 MiB")
-        return Answers.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        problem = f"{where}: {first['msg']}"
-    except (OSError, ValueError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
-    raise InstallError(
-        f"The answers file {path} cannot be used: {problem}.",
-        exit_code=ExitCode.USAGE,
-        changed="Nothing was changed.",
-        hint=f"Known fields: {', '.join(Answers.model_fields)}.",
-    )
+    media: list[Path] = field(default_factory=list)         # looked through for the runtime and for bundles
+    models: list[ModelChoice] = field(default_factory=list)
+    only_these: bool = False               # models not named here are removed from the service
+    remove: list[str] = field(default_factory=list)         # instances that shall no longer run
+    device: str | None = None              # for every model that does not name its own
+    tls: TlsChoice = field(default_factory=TlsChoice)
+    allow_downgrade: str | None = None     # the reason for taking an older bundle; audited

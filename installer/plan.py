@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["directory", "file", "symlink", "model", "process", "port", "user"]
-Deed = Literal["create", "replace", "keep", "start", "restart"]
+Kind = Literal["directory", "file", "symlink", "model", "process", "port", "user", "group", "unit"]
+Deed = Literal["create", "replace", "keep", "start", "restart", "remove"]
 
 
 @dataclass(frozen=True, slots=True)

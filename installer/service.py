@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,8 +45,28 @@ class ServiceManager(Protocol):
         """Start the release that `current` points at; returns when its process exists, not when it is ready."""
         ...
 
-    def stop(self) -> bool:
-        """Stop it and everything it started; returns whether it was running."""
+    def stop(self, names: Collection[str] | None = None) -> bool:
+        """Stop it and everything it started, or only these parts (instances, "gateway"); whether anything ran."""
+        ...
+
+    def apply_units(self, models: Sequence[str]) -> None:
+        """The unit files on the disk are new: make users and directories, reload, enable exactly these instances."""
+        ...
+
+    def remove_units(self) -> None:
+        """Stop and disable everything, before the unit files are removed."""
+        ...
+
+    def reload(self) -> None:
+        """Forget unit files that are no longer there."""
+        ...
+
+    def remove_users(self) -> None:
+        """The users and the group that `apply_units` made."""
+        ...
+
+    def reload_keys(self) -> None:
+        """The file of API keys has changed."""
         ...
 
     def state(self) -> ServiceState: ...
@@ -132,7 +152,22 @@ class PrefixService:
             log_tail=self.log_tail(10),
         )
 
-    def stop(self) -> bool:
+    def apply_units(self, models: Sequence[str]) -> None:
+        """Nothing of systemd is used here."""
+
+    def remove_units(self) -> None:
+        self.stop()
+
+    def reload(self) -> None:
+        """No units."""
+
+    def remove_users(self) -> None:
+        """No users."""
+
+    def reload_keys(self) -> None:
+        """The server looks at the file by itself."""
+
+    def stop(self, names: Collection[str] | None = None) -> bool:
         leader = self._leader()
         if leader is None:
             return False

@@ -3,37 +3,42 @@
 Only what the journal says was made here is removed, and no symlink is ever followed on the way.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from installer import audit, fs
+from installer import audit, fs, units
 from installer.errors import ExitCode, InstallError, io_error
-from installer.journal import History, Journal, replay
+from installer.journal import History, Journal, intact
 from installer.layout import Layout
 from installer.lifecycle import history_of
 from installer.lock import InstallLock
-from installer.service import PrefixService, ServiceManager
+from installer.service import ServiceManager, service_for
 
 
 @dataclass(slots=True)
 class UninstallPlan:
-    """What goes and what stays, with the bytes of each."""
+    """What goes and what stays, with the bytes of each; `units` and `users` are of the system form."""
 
     purge: bool
     remove: list[tuple[Path, int]] = field(default_factory=list)
     keep: list[tuple[Path, int]] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
+    users: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
         return {
             "purge": self.purge,
             "remove": [{"path": str(path), "bytes": size} for path, size in self.remove],
             "keep": [{"path": str(path), "bytes": size} for path, size in self.keep],
+            "units": self.units,
+            "users": self.users,
         }
 
 
 def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
     """Raises InstallError (usage) when the prefix is not ours, or a symlink stands where a directory of ours was."""
-    history_of(layout)
+    history = history_of(layout)
     for root in layout.roots:
         if link := fs.symlink_on_the_way(layout.prefix, root):
             raise InstallError(
@@ -44,10 +49,17 @@ def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
                 hint=f"Look where it leads (ls -l {link}); remove the link itself, then run this again.",
             )
     plan = UninstallPlan(purge)
-    for path in (layout.opt, layout.run, layout.cache):
-        plan.remove.append((path, fs.tree_size(path)))
-    for path in (layout.models, layout.state, layout.etc, layout.log_dir):
+    gone, stays = (layout.opt, layout.run, layout.cache), [layout.models, layout.state, layout.etc]
+    if not layout.system:
+        stays.append(layout.log_dir)
+    for path in (*gone, *_system_files(layout, purge=purge)):
+        plan.remove.append((path, fs.tree_size(path) if path.is_dir() else _size(path)))
+    for path in stays:
         (plan.remove if purge else plan.keep).append((path, fs.tree_size(path)))
+    if layout.system:
+        bundles = (history.committed or {}).get("bundles", [])
+        plan.units = units.enabled(facts["instance"] for facts in bundles)
+        plan.users = [units.ENGINE_USER, units.GATEWAY_USER] if purge else []
     return plan
 
 
@@ -56,20 +68,24 @@ def uninstall(layout: Layout, *, purge: bool, service: ServiceManager | None = N
 
     Raises InstallError: not ours (2), another command at work (75), a file that cannot be removed (30).
     """
-    service = service or PrefixService(layout)
+    service = service or service_for(layout)
     plan = plan_uninstall(layout, purge=purge)
     with InstallLock(layout.lock, "uninstall"):
-        records = replay(layout.journal).records
+        records = intact(layout.journal)
         journal = Journal("uninstall", records)
         journal.open(layout.journal)
         try:
             journal.add("uninstall", purge=purge)
             audit.append(layout.audit, "uninstall", purge=purge)
-            service.stop()
-            # `current` first: from then on nothing can be started from what is half gone.
+            service.remove_units()
+            # `current` next: from then on nothing can be started from what is half gone.
             fs.remove_file(layout.current)
+            units.remove(_system_files(layout, purge=purge))
+            service.reload()
             for root in (layout.opt, layout.run, layout.cache):
                 fs.remove_tree(layout.prefix, root)
+            if purge:
+                service.remove_users()
             journal.add("uninstalled", purge=purge)
             if purge:
                 _purge(layout, History(records))
@@ -80,9 +96,30 @@ def uninstall(layout: Layout, *, purge: bool, service: ServiceManager | None = N
     return plan
 
 
+def _system_files(layout: Layout, *, purge: bool) -> Sequence[Path]:
+    """Files of ours outside of our directories. The operator's drop-ins and the users go only with a purge."""
+    if not layout.system:
+        return ()
+    users = {layout.sysusers}
+    found = [path for path in units.owned_files(layout) if path.exists() and (purge or path not in users)]
+    if layout.command.is_symlink() and "opt/atoll/" in str(layout.command.readlink()):
+        found.append(layout.command)
+    return found
+
+
+def _drop_ins(layout: Layout) -> list[Path]:
+    """What an operator has laid beside our units."""
+    return sorted(path for path in layout.units.glob("atoll*.d") if path.is_dir() and not path.is_symlink())
+
+
+def _size(path: Path) -> int:
+    return path.lstat().st_size
+
+
 def _purge(layout: Layout, history: History) -> None:
     """The rest, the journal last, so that a purge that was cut off can be told from a stranger's directory."""
-    for root in (layout.etc, layout.log_dir, layout.models):
+    drop_ins = _drop_ins(layout) if layout.system else []
+    for root in (layout.etc, layout.log_dir, layout.models, *drop_ins):
         fs.remove_tree(layout.prefix, root)
     for entry in layout.state.iterdir():
         if entry != layout.journal:

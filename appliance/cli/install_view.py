@@ -11,10 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from appliance.cli.common import layout_for, print_json
 from appliance.cli.preflight_view import print_checks
 from installer.errors import InstallError
 from installer.frontend import StepStatus
+from installer.layout import Layout
 from installer.licence import LicenceRequest
+from installer.machine import InstallResult
 from installer.plan import Plan
 from installer.preflight import CheckRecord
 
@@ -130,18 +133,55 @@ def print_plan(plan: Plan, console: Console, prefix: Path) -> None:
     kept = 0
     with contextlib.suppress(OSError):
         replaced = f", in place of {plan.previous}" if plan.previous and plan.previous != plan.release else ""
-        console.print(f"\nPlan: release {plan.release}{replaced}. Under {prefix}:", markup=False)
+        where = "On this server" if prefix == Path("/") else f"Under {prefix}"
+        console.print(f"\nPlan: release {plan.release}{replaced}. {where}:", markup=False)
         for item in plan.items:
             if item.deed == "keep" and item.kind != "user":
                 kept += 1
                 continue
             path = Path(item.what)
-            what = str(path.relative_to(prefix)) if path.is_relative_to(prefix) else item.what
+            below = prefix != Path("/") and path.is_relative_to(prefix)
+            what = str(path.relative_to(prefix)) if below else item.what
             size = human_bytes(item.bytes) if item.bytes else ""
             note = f"  {item.note}" if item.note else ""
             console.print(f"  {item.deed:8}{item.kind:10} {size:>9}  {what}{note}", markup=False)
         rest = f"; {kept} more stay as they are" if kept else ""
         console.print(f"  {human_bytes(plan.bytes)} to write{rest}.\n", markup=False)
+
+
+_DONE = {
+    "installed": "Installed",
+    "already-installed": "Already installed and healthy",
+    "rolled-back": "Gone back",
+}
+
+
+def print_result(result: InstallResult, layout: Layout, as_json: bool) -> None:
+    """What came of an install or a rollback; the key once."""
+    if as_json:
+        print_json(result.to_json())
+        return
+    if result.outcome == "dry-run":
+        typer.echo("\nDry run: nothing was changed. The same command without --dry-run does what is listed above.")
+        return
+    typer.echo(f"\n{_DONE[result.outcome]} in {result.seconds:.1f} s.\n")
+    typer.echo(f"  endpoint  {result.url}")
+    if result.certificate:
+        trusted = layout.ca_cert if layout.ca_cert.exists() else result.certificate
+        typer.echo(f"            clients must trust {trusted}")
+    typer.echo(f"  release   {result.release}" + (f", before it {result.previous}" if result.previous else ""))
+    for model in result.models:
+        typer.echo(f"  model     {model['instance']}  ({model['name']} {model['version']})")
+    if result.api_key:
+        typer.echo(f"  key       {result.api_key}")
+        typer.echo("            Keep it: it is shown this once, and only its hash is stored.")
+    else:
+        typer.echo(f"  key       the one shown when it was made (id {', '.join(result.key_ids)})")
+    if result.downtime_s is not None:
+        started = f", its start took {result.startup_s:.1f} s" if result.startup_s is not None else ""
+        typer.echo(f"  switch    {result.downtime_s:.1f} s without service{started}")
+    where = "" if layout == layout_for(None) else f" --prefix {result.prefix}"
+    typer.echo(f"\nNext: atoll status{where} · atoll logs{where} · atoll stop{where}")
 
 
 def print_error(error: InstallError) -> None:

@@ -1,39 +1,76 @@
-"""The steps that touch what runs: switch, start, smoke, commit; and their way back.
+"""The steps that touch what runs: units, switch, start, smoke, commit. Their way back is in `steps.rollback`.
 
-`switch` journals what it replaces before it replaces it. Until `commit` is journalled, that record stays open and says
-how to go back; a run that finds one open goes on from there, whatever killed the run before it.
+The first of them journals what it replaces before it replaces it. Until `commit` is journalled, that record stays open
+and says how to go back; a run that finds one open goes on from there, whatever killed the run before it.
 """
 
-import contextlib
 import time
+from pathlib import Path
 
-from installer import audit, config, fs, keys, release
+from installer import audit, changes, config, fs, keys, migrate, release, snapshots, tls, units
 from installer.context import Context
-from installer.errors import ExitCode, InstallError
 from installer.preflight.record import gib
+from installer.prune import prune
 from installer.ready import unhealthy, wait_ready
 from installer.sequence import raise_sequence
 from installer.smoke import SmokeFailure, smoke_test
-from offline_bundle.errors import BundleError
-from offline_bundle.store import remove_model
+
+
+def open_switch(context: Context) -> dict[str, object]:
+    """The journal's record of what is about to be replaced; that of a killed run stands."""
+    opened = context.history.open_switch
+    if opened is not None:
+        context.resumed = context.resumed or opened["run"] != context.journal.run
+        return opened
+    layout = context.layout
+    before = config.read_text(layout.config)
+    if before is not None:
+        fs.write_atomic(layout.config_backup, before, 0o600)
+    if context.tls_import is not None and layout.server_key.is_file():
+        fs.write_atomic(layout.key_backup, layout.server_key.read_bytes(), 0o600)
+    committed = context.history.committed
+    return context.journal.add(
+        "switch",
+        previous=committed["release"] if committed else None,
+        to=context.target().name,
+        kind=context.kind,
+        had_config=before is not None,
+        had_key=context.tls_import is not None and layout.key_backup.is_file(),
+        was_running=context.service.state().up,
+    )
+
+
+def write_units(context: Context) -> str:
+    """System form: unit files, users, directories, the command on the PATH. A running service does not notice."""
+    layout = context.layout
+    open_switch(context)
+    written = units.write(context.units)
+    wanted = {unit.path for unit in context.units}
+    gone = units.remove(path for path in units.owned_files(layout) if path not in wanted)
+    link_command(context)
+    context.service.apply_units(context.names)
+    return f"{len(written)} files written, {len(gone)} removed, {len(context.units) - len(written)} as they were"
+
+
+def link_command(context: Context) -> None:
+    """`atoll` for the operators; a file of somebody else's with that name is left alone."""
+    layout = context.layout
+    target = str(Path("/") / layout.current.relative_to(layout.prefix) / "bin/atoll")
+    here = layout.command
+    if here.exists() and not here.is_symlink():
+        context.frontend.note(f"{here} is not Atoll's and was left alone; call {layout.current}/bin/atoll")
+    elif not here.is_symlink() or str(here.readlink()) != target:
+        fs.make_dir(here.parent)
+        fs.symlink_atomic(here, target)
 
 
 def switch(context: Context) -> str:
     """Settings, then `current`, each by one rename(2)."""
-    layout = context.layout
-    _, target = context.require()
-    opened = context.history.open_switch
-    if opened is None:
-        before = config.read_text(layout.config)
-        if before is not None:
-            fs.write_atomic(layout.config_backup, before, 0o600)
-        committed = context.history.committed
-        opened = context.journal.add(
-            "switch",
-            previous=committed["release"] if committed else None,
-            had_config=before is not None,
-            was_running=context.service.state().up,
-        )
+    layout, target = context.layout, context.target()
+    opened = open_switch(context)
+    _keep_old_form(context)
+    if context.tls_import is not None:
+        tls.install_import(layout, context.tls_import)
     if config.read_text(layout.config) != context.config_text:
         fs.write_atomic(layout.config, context.config_text, 0o644)
     if release.live(layout) != target.name:
@@ -44,19 +81,40 @@ def switch(context: Context) -> str:
     return f"{previous or 'nothing'} -> {target.name}"
 
 
+def _keep_old_form(context: Context) -> None:
+    """Settings of an older Atoll stay beside those that were made of them."""
+    if context.base_config is None:
+        return
+    _, had = migrate.migrate(context.base_config, context.layout.config)
+    copy = context.layout.config.with_name(f"{context.layout.config.name}.v{had}")
+    if had != migrate.current() and not copy.exists():
+        fs.write_atomic(copy, context.base_config, 0o644)
+        context.frontend.note(f"The settings were brought to today's form; the old ones are {copy}")
+
+
 def start(context: Context) -> str:
-    """Stop what ran, start the new release, wait until a token has come from its engine."""
-    layout = context.layout
-    context.service.stop()
+    """Stop what changes, start the new release, wait until a token has come from its engines."""
+    layout, service = context.layout, context.service
     drop_private_keys(context)
     if not keys.usable(layout.api_keys):
         context.new_key = make_key(context)
     lifetime = context.options.start_timeout + context.options.smoke_timeout + 60
     context.smoke_key = keys.add_smoke(layout.api_keys, lifetime)
+    ran = service.state().up
+    parts = changes.changed(context) if layout.system and ran and not context.resumed else None
     began = time.monotonic()
-    context.service.start()
-    wait_ready(context.service, context.endpoint, layout, context.frontend, context.options.start_timeout)
-    return f"ready in {time.monotonic() - began:.1f} s at {context.endpoint.url}"
+    service.stop(parts)
+    started = time.monotonic()
+    service.start()
+    service.reload_keys()
+    wait_ready(service, context.endpoint, layout, context.frontend, context.options.start_timeout)
+    ready = time.monotonic()
+    context.startup_s = round(ready - started, 2)
+    context.downtime_s = round(ready - began, 2) if ran else None
+    told = f"ready in {context.startup_s:.1f} s at {context.endpoint.url}"
+    if context.downtime_s is not None:
+        told += f", {context.downtime_s:.1f} s without service" if parts is None or parts else ", nothing was restarted"
+    return told
 
 
 def make_key(context: Context) -> keys.NewKey:
@@ -76,115 +134,65 @@ def drop_private_keys(context: Context) -> None:
 
 
 def smoke(context: Context) -> str:
-    """A real question, its answer streamed."""
-    manifest, _ = context.require()
+    """A real question to each model, its answer streamed."""
     assert context.smoke_key is not None
-    try:
-        context.smoke = smoke_test(
-            context.endpoint, manifest.name, context.smoke_key.text, context.options.smoke_timeout
+    told = []
+    for model in context.models:
+        try:
+            key, timeout = context.smoke_key.text, context.options.smoke_timeout
+            result = smoke_test(context.endpoint, model.instance, key, timeout)
+        except SmokeFailure as failure:
+            message = f"The service started, but {model.instance} did not answer a question: {failure}."
+            raise unhealthy(context.service, context.layout, message) from failure
+        context.smoke = context.smoke or result
+        context.journal.add(
+            "smoke", model=model.instance, tokens=result.tokens, ttft_s=result.ttft_s, tokens_per_s=result.tokens_per_s
         )
-    except SmokeFailure as failure:
-        message = f"The service started, but did not answer a question: {failure}."
-        raise unhealthy(context.service, context.layout, message) from failure
-    result = context.smoke
-    context.journal.add("smoke", tokens=result.tokens, ttft_s=result.ttft_s, tokens_per_s=result.tokens_per_s)
-    return f"{result.tokens} tokens, first after {result.ttft_s * 1000:.0f} ms, then {result.tokens_per_s:.1f} tokens/s"
+        first = f"first after {result.ttft_s * 1000:.0f} ms"
+        told.append(f"{result.tokens} tokens, {first}, then {result.tokens_per_s:.1f} tokens/s")
+    return "; ".join(told)
 
 
 def commit(context: Context) -> str:
     """From here on this release is the one to go back to. Then what is older than the one before it goes."""
-    layout = context.layout
-    manifest, target = context.require()
+    layout, target = context.layout, context.target()
     keys.remove(layout.api_keys, set(), smoke=True)
-    raise_sequence(layout, manifest.name, manifest.sequence)
-    history = context.history
-    previous = history.open_switch["previous"] if history.open_switch else None
-    if previous == target.name and history.committed:
-        previous = history.committed.get("previous")
-    facts = {"bundle": context.digest, "name": manifest.name, "sequence": manifest.sequence}
-    audit.append(layout.audit, "committed", release=target.name, **facts)
+    context.service.reload_keys()
+    for model in context.models:
+        raise_sequence(layout, model.manifest.name, model.manifest.sequence)
+    release.raise_runtime_sequence(layout)
+    previous, previous_snapshot = _previous(context)
+    snapshot = snapshots.save(layout, context.snapshot())
+    bundles = [model.facts() for model in context.models]
+    event = "committed" if context.kind == "install" else "gone-back"
+    for facts in bundles:
+        told = {"bundle": facts["digest"], **{name: facts[name] for name in ("instance", "name", "sequence")}}
+        audit.append(layout.audit, event, release=target.name, **told)
     context.journal.add(
         "commit",
         release=target.name,
         previous=previous,
+        snapshot=snapshot,
+        previous_snapshot=previous_snapshot,
         bundle=target.info["bundle"],
-        licence=manifest.license.spdx,
+        bundles=bundles,
+        licence=bundles[0]["spdx"],
+        parts=changes.parts(context) if layout.system else {},
         smoke=context.smoke.to_json() if context.smoke else None,
+        startup_s=context.startup_s,
+        downtime_s=context.downtime_s,
     )
+    fs.remove_file(layout.key_backup)
     freed = prune(context)
     return f"release {target.name}" + (f", {gib(freed)} of older releases removed" if freed else "")
 
 
-def prune(context: Context) -> int:
-    """Remove releases and models that are neither live nor the one before; returns the bytes freed.
-
-    A failure here only leaves something behind for the next run to remove.
-    """
-    layout = context.layout
-    committed = context.history.committed
-    if committed is None or context.history.open_switch is not None:
-        return 0
-    kept = {committed["release"], committed.get("previous")}
-    freed = 0
-    with contextlib.suppress(OSError, BundleError):
-        for entry in sorted(layout.releases.iterdir()):
-            if entry.name not in kept:
-                freed += fs.tree_size(entry)
-                fs.remove_tree(layout.prefix, entry)
-        used = {release.read_info(layout, name).get("bundle", {}).get("digest") for name in kept if name}
-        for entry in sorted(layout.models.iterdir()):
-            if entry.is_dir() and entry.name not in used and len(entry.name) == 64:
-                freed += fs.tree_size(entry)
-                remove_model(layout.models, entry.name)
-    return freed
-
-
-def roll_back(context: Context, cause: InstallError) -> InstallError:
-    """Put back what `switch` replaced and start it again; returns the error to show. Safe to run twice."""
-    layout = context.layout
-    opened = context.history.open_switch
-    if opened is None:
-        return cause
-    context.frontend.step("rollback", "begin")
-    previous = opened["previous"]
-    try:
-        context.service.stop()
-        before = config.read_text(layout.config_backup) if opened["had_config"] else None
-        if before is not None:
-            fs.write_atomic(layout.config, before, 0o644)
-        else:
-            fs.remove_file(layout.config)
-        if previous is not None:
-            fs.symlink_atomic(layout.current, f"releases/{previous}")
-        else:
-            fs.remove_file(layout.current)
-        drop_private_keys(context)
-        context.new_key = None
-        if previous is not None and opened["was_running"]:
-            context.endpoint = config.endpoint(before, layout.config)
-            context.service.start()
-            wait_ready(context.service, context.endpoint, layout, context.frontend, context.options.start_timeout)
-        context.journal.add("rolled-back", to=previous, reason=cause.message)
-        audit.append(layout.audit, "rolled-back", to=previous, reason=cause.message)
-    except (InstallError, OSError) as failure:
-        reason = failure.message if isinstance(failure, InstallError) else str(failure)
-        with contextlib.suppress(OSError):
-            context.journal.add("rollback-failed", to=previous, reason=reason)
-        context.frontend.step("rollback", "failed", reason)
-        return InstallError(
-            f"{cause.message} Going back failed too: {reason}",
-            exit_code=ExitCode.ROLLBACK_FAILED,
-            why=cause.why,
-            changed="The service is not running. The model and the previous release are still on the disk.",
-            hint=f"Read {layout.log}, then run the same install again: it goes on from here.",
-            log_tail=cause.log_tail,
-        )
-    if previous is None:
-        done = "Nothing runs, as before. The verified model stays in the store, so a new attempt copies nothing."
-    elif opened["was_running"]:
-        done = f"The previous release {previous} was put back and serves again."
-    else:
-        done = f"The previous release {previous} was put back; it was stopped before and still is."
-    context.frontend.step("rollback", "done", done)
-    cause.changed = done
-    return cause
+def _previous(context: Context) -> tuple[str | None, str | None]:
+    """The release to go back to, and what it ran with: new settings for the same release leave it as it was."""
+    history, committed = context.history, context.history.committed
+    previous = history.open_switch["previous"] if history.open_switch else None
+    if committed is None:
+        return previous, None
+    if previous == context.target().name:
+        return committed.get("previous"), committed.get("previous_snapshot")
+    return previous, committed.get("snapshot")

@@ -1,6 +1,6 @@
 """The steps that write beside what runs and leave it alone: claim, stage."""
 
-from installer import audit, fs, licence, trust
+from installer import audit, fs, licence, tls, trust
 from installer.context import Context
 from installer.preflight.record import gib
 from offline_bundle.ingest import ingest
@@ -20,33 +20,40 @@ def claim(context: Context) -> None:
 
 
 def record_decisions(context: Context) -> None:
-    """Waivers and the licence's acceptance, into the audit log."""
+    """Waivers, steps back and the licences' acceptance, into the audit log."""
     layout = context.layout
     for check in context.checks:
         if check.waived is not None:
             audit.append(layout.audit, "check-waived", check=check.id, observed=check.observed, reason=check.waived)
-    if context.approval is not None:
-        licence.record(layout.approvals, layout.audit, context.approval)
+    for facts in context.downgrades:
+        audit.append(layout.audit, "downgrade-allowed", **facts)
+    for model in context.models:
+        if model.approval is not None:
+            licence.record(layout.approvals, layout.audit, model.approval)
 
 
 def stage(context: Context) -> str:
-    """The tree, the trusted keys, the model in the read-only store, the release. Nothing that runs is touched."""
-    layout = context.layout
-    manifest, release = context.require()
+    """The tree, the trusted keys, the models in the read-only store, the release. Nothing that runs is touched."""
+    layout, release = context.layout, context.target()
     for directory, mode in layout.directories():
         fs.make_dir(directory, mode)
     record_decisions(context)
     for key in context.options.trust_keys:
         trust.trust(layout, key)
     copied = 0
-    if not context.in_store:
-        copied = ingest(
-            context.source,
-            context.trusted_keys,
-            layout.models,
-            progress=context.frontend.progress,
-            min_sequence=manifest.sequence,
-        ).copied_bytes
+    for model in context.models:
+        if not model.in_store:
+            copied += ingest(
+                model.source,
+                context.trusted_keys,
+                layout.models,
+                progress=context.frontend.progress,
+                min_sequence=model.manifest.sequence,
+            ).copied_bytes
+            model.in_store = True
     release.stage(layout)
+    if context.tls_names and context.tls_import is None:
+        required = tls.required_names(context.endpoint.host, context.options.tls.names)
+        tls.ensure(layout, context.tls_names, required=required)
     how = f"{gib(copied)} copied and verified" if copied else "already in the store"
     return f"release {release.name}, model {how}"

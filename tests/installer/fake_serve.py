@@ -9,6 +9,7 @@ MODE: good · mute (streams no content) · truncated (no [DONE]) · sick (/healt
 import hashlib
 import json
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -70,4 +71,9 @@ if MODE == "family":
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     (Path(SETTINGS["model"]).parents[2] / "child.pid").write_text(str(child.pid))
 print(f"fake server ({MODE}) on port {SETTINGS['port']}", flush=True)
-Server((SETTINGS["host"], SETTINGS["port"]), Handler).serve_forever()
+server = Server((SETTINGS["host"], SETTINGS["port"]), Handler)
+if "ssl-certfile" in SETTINGS:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(SETTINGS["ssl-certfile"], SETTINGS["ssl-keyfile"])
+    server.socket = tls.wrap_socket(server.socket, server_side=True)
+server.serve_forever()

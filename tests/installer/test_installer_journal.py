@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from installer import audit
-from installer.journal import History, Journal, replay
+from installer.errors import InstallError
+from installer.journal import History, Journal, repair, replay
 
 
 def write(path: Path, count: int = 3) -> list[dict]:
@@ -78,7 +79,7 @@ def test_a_flipped_byte_never_becomes_a_record(
     assert all(record in records for record in replay(path).records)
 
 
-def test_damage_is_set_aside_and_said(tmp_path: Path) -> None:
+def test_damage_is_refused_and_set_aside_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     write(path)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -86,7 +87,10 @@ def test_damage_is_set_aside_and_said(tmp_path: Path) -> None:
     path.write_bytes(damaged)
     found = replay(path)
     assert found.damaged_lines == [2]
-    note = Journal("run-2", found.records).open(path)
+    with pytest.raises(InstallError, match="damaged at line 2"):
+        Journal("run-2", found.records).open(path)
+    assert path.read_bytes() == damaged
+    note = repair(path)
     assert note is not None
     assert "line 2" in note
     aside = list(tmp_path.glob("journal.damaged-*.jsonl"))

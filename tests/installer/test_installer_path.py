@@ -10,10 +10,11 @@ import pytest
 import tomlkit
 from installer_kit import Site, Witness, tree
 
-from installer import audit, keys
+from installer import audit, journal, keys
 from installer.errors import ExitCode, InstallError
 from installer.machine import STEPS
 from installer.status import status
+from installer.uninstall import uninstall
 
 Bundles = Callable[..., Path]
 
@@ -176,6 +177,28 @@ def test_another_port_restarts_the_same_release(site: Site, bundle: Bundles, fre
     assert site.install(bundle(), port=None).outcome == "already-installed"  # the port in the settings stands
 
 
+def test_off_loopback_it_speaks_tls(site: Site, bundle: Bundles) -> None:
+    result = site.install(bundle(), host="0.0.0.0")
+    assert result.url == f"https://127.0.0.1:{site.port}/v1"
+    assert result.certificate == str(site.layout.server_cert)
+    assert stat.S_IMODE(site.layout.server_key.stat().st_mode) == 0o600
+    assert site.install(bundle(), host="0.0.0.0").outcome == "already-installed"
+    with pytest.raises(OSError, match=r"reset|closed|EOF|Remote end|wrong version"):
+        site.serving()  # plain HTTP
+    assert status(site.layout)["state"] == "serving"
+
+
+def test_waivers_are_recorded(site: Site, bundle: Bundles) -> None:
+    site.prefix.mkdir()
+    (site.prefix / "etc/atoll").mkdir(parents=True)
+    (site.prefix / "etc/atoll/own.conf").write_text("mine")
+    with pytest.raises(InstallError, match="without a journal"):
+        site.install(bundle())
+    site.install(bundle(), waivers={"conflicts": "left by the operator"})
+    waived = [record for record in audit.read(site.layout.audit)[0] if record["event"] == "check-waived"]
+    assert [(record["check"], record["reason"]) for record in waived] == [("conflicts", "left by the operator")]
+
+
 def test_a_key_that_was_never_shown_is_replaced_without_a_restart(site: Site, bundle: Bundles) -> None:
     lost = site.install(bundle(), shown=False)
     before = site.service.state()
@@ -228,14 +251,25 @@ def test_a_damaged_store_is_repaired_from_the_medium(site: Site, bundle: Bundles
     assert weights.read_bytes() == good
 
 
-def test_a_damaged_journal_is_repaired_and_told(site: Site, bundle: Bundles) -> None:
+def test_a_damaged_journal_is_refused_until_somebody_says_repair(site: Site, bundle: Bundles) -> None:
     site.install(bundle(1))
     lines = site.layout.journal.read_bytes().splitlines(keepends=True)
     lines[3] = b"garbage\n"
     site.layout.journal.write_bytes(b"".join(lines))
-    assert any("line 4" in problem for problem in status(site.layout)["problems"])
-    witness = Witness()
-    site.install(bundle(2), witness=witness)
-    assert any("damaged at line 4" in note for note in witness.notes)
+    assert any("line 4" in problem["what"] for problem in status(site.layout)["problems"])
+    damaged = site.layout.journal.read_bytes()
+    for work in (lambda: site.install(bundle(2)), lambda: uninstall(site.layout, purge=True, service=site.service)):
+        with pytest.raises(InstallError, match="damaged at line 4") as caught:
+            work()
+        assert caught.value.exit_code == ExitCode.IO
+        assert "atoll journal repair" in caught.value.hint
+    assert site.layout.journal.read_bytes() == damaged
+    assert site.serving()["mode"] == "good"
+    told = journal.repair(site.layout.journal)
+    assert told is not None
+    assert "line 4" in told
+    assert journal.repair(site.layout.journal) is None
+    assert [path.read_bytes() for path in site.layout.state.glob("journal.damaged-*")] == [damaged]
+    site.install(bundle(2))
     assert status(site.layout)["problems"] == []
     assert site.history.committed["previous"]  # type: ignore[index]

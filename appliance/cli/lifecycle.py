@@ -1,0 +1,156 @@
+"""`atoll start|stop|restart|rollback|uninstall|journal`: what is done with an installation that is there."""
+
+import socket
+import sys
+from typing import Annotated
+
+import typer
+
+from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from appliance.cli.install_view import Terminal, human_bytes, print_result
+from installer import audit, journal
+from installer.errors import ExitCode, InstallError
+from installer.lifecycle import history_of
+from installer.lifecycle import restart as restart_service
+from installer.lifecycle import start as start_service
+from installer.lifecycle import stop as stop_service
+from installer.lock import InstallLock
+from installer.options import InstallOptions
+from installer.rollback import Rollback
+from installer.uninstall import plan_uninstall
+from installer.uninstall import uninstall as remove
+
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds that it may take to become ready.")]
+
+_ROLLBACK = """Go back to the release before, from what is on the disk: no medium is needed.
+
+It is started and asked a question like any other; if it does not answer, what runs now is put back. Settings that you
+changed stay. Run it again to return to where you were.
+"""
+_UNINSTALL = """Stop the service and remove releases, units, caches and run-time files.
+
+Models, settings, keys, logs and the journal stay, unless --purge is given; that asks for this machine's name.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to the `atoll` command tree."""
+    app.command(help="Start the installed service and wait until it answers.", epilog=examples("atoll start"))(start)
+    app.command(help="Stop the service. Everything stays installed.", epilog=examples("atoll stop"))(stop)
+    app.command(
+        help="Start the service anew, so that changed settings apply.", epilog=examples("atoll restart")
+    )(restart)
+    app.command(help=_ROLLBACK, epilog=examples("atoll rollback", "atoll rollback --dry-run --json"))(rollback)
+    purge = f"atoll uninstall --purge --yes-purge {socket.gethostname()}"
+    app.command(help=_UNINSTALL, epilog=examples("atoll uninstall", purge))(uninstall)
+    group = typer.Typer(help="The installer's journal: whether it is whole, and what to do if not.")
+    group.command(name="check", epilog=examples("atoll journal check"))(check)
+    group.command(name="repair", epilog=examples("atoll journal repair"))(repair)
+    app.add_typer(group, name="journal")
+
+
+def start(prefix: Prefix = None, timeout: Timeout = 900.0, as_json: Json = False) -> None:
+    with told(as_json):
+        layout = layout_for(prefix)
+        with Terminal(layout.prefix, to_stderr=as_json) as terminal:
+            result = start_service(layout, terminal, timeout=timeout)
+    _say(result.to_json(), f"{result.detail}: {result.url}", as_json)
+
+
+def stop(prefix: Prefix = None, as_json: Json = False) -> None:
+    with told(as_json):
+        result = stop_service(layout_for(prefix))
+    _say(result.to_json(), f"The service {result.detail}." if not result.changed else "Stopped.", as_json)
+
+
+def restart(prefix: Prefix = None, timeout: Timeout = 900.0, as_json: Json = False) -> None:
+    with told(as_json):
+        layout = layout_for(prefix)
+        with Terminal(layout.prefix, to_stderr=as_json) as terminal:
+            result = restart_service(layout, terminal, timeout=timeout)
+    _say(result.to_json(), f"{result.detail}: {result.url}", as_json)
+
+
+def rollback(
+    prefix: Prefix = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which release it would be.")] = False,
+    timeout: Timeout = 900.0,
+    as_json: Json = False,
+) -> None:
+    with told(as_json):
+        layout = layout_for(prefix)
+        options = InstallOptions(prefix=layout.prefix, start_timeout=timeout, dry_run=dry_run)
+        with Terminal(layout.prefix, to_stderr=as_json) as terminal:
+            result = Rollback(options, terminal, layout=layout).run()
+        print_result(result, layout, as_json)
+
+
+def uninstall(
+    prefix: Prefix = None,
+    purge: Annotated[bool, typer.Option("--purge", help="Remove models, settings, keys and logs too.")] = False,
+    yes_purge: Annotated[
+        str | None,
+        typer.Option("--yes-purge", "--confirm", metavar="HOSTNAME", help="This machine's name: no question is asked."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="No question without --purge.")] = False,
+    as_json: Json = False,
+) -> None:
+    with told(as_json):
+        layout = layout_for(prefix)
+        plan = plan_uninstall(layout, purge=purge)
+        if not as_json:
+            for unit in plan.units:
+                typer.echo(f"  {'stop':7} {unit}")
+            for word, entries in (("remove", plan.remove), ("keep", plan.keep)):
+                for path, size in entries:
+                    typer.echo(f"  {word:7} {path}  {human_bytes(size)}")
+            for user in plan.users:
+                typer.echo(f"  {'remove':7} user {user}")
+        _confirm(purge, yes_purge, yes)
+        plan = remove(layout, purge=purge)
+    kept = "Nothing is left of it." if purge else "Models, settings, keys, logs and the journal are still there."
+    _say(plan.to_json(), f"Uninstalled. {kept}", as_json)
+
+
+def _confirm(purge: bool, named: str | None, yes: bool) -> None:
+    host = socket.gethostname()
+    refused = InstallError("Not confirmed.", exit_code=ExitCode.USAGE, changed="Nothing was changed.")
+    if purge:
+        if named is None and sys.stdin.isatty():
+            named = typer.prompt(f"This deletes the models, settings and keys. Type the machine's name ({host})")
+        refused.hint = f"Give the machine's name: --purge --yes-purge {host}"
+        if named != host:
+            raise refused
+    elif not yes and named != host:
+        refused.hint = "Confirm with --yes."
+        if not sys.stdin.isatty() or not typer.confirm("Uninstall?"):
+            raise refused
+
+
+def check(prefix: Prefix = None, as_json: Json = False) -> None:
+    """Say whether the journal is whole. Changes nothing; exit code 30 if it is damaged."""
+    with told(as_json):
+        layout = layout_for(prefix)
+        history_of(layout)
+        records = journal.intact(layout.journal)
+    _say({"records": len(records), "damaged": False}, f"{len(records)} records, all intact.", as_json)
+
+
+def repair(prefix: Prefix = None, as_json: Json = False) -> None:
+    """Keep the intact records of a damaged journal; the damaged file stays beside it."""
+    with told(as_json):
+        layout = layout_for(prefix)
+        history_of(layout)
+        with InstallLock(layout.lock, "journal repair"):
+            done = journal.repair(layout.journal)
+            if done:
+                audit.append(layout.audit, "journal-repaired", what=done)
+    text = f"{done} Next: run what you were about to run." if done else "The journal is whole; nothing was changed."
+    _say({"repaired": done is not None, "detail": done}, text, as_json)
+
+
+def _say(facts: dict[str, object], text: str, as_json: bool) -> None:
+    if as_json:
+        print_json(facts)
+    else:
+        typer.echo(text)

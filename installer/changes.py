@@ -1,0 +1,66 @@
+"""Which parts of the service a switch changes, so that no other part is restarted.
+
+A part is an engine (by its instance) or "gateway". Its fingerprint covers everything that it reads when it starts: the
+code, its settings, its units, its model, its certificate.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from installer import config, units
+from installer.context import Context
+from installer.proc import boot_id
+
+GATEWAY = "gateway"
+
+
+def fingerprints(context: Context) -> dict[str, str]:
+    """Part -> fingerprint, of the service that this run leads to."""
+    layout, info = context.layout, context.target().info
+    code = {name: info.get(name) for name in ("atoll", "command", "code", "runtime")}
+    texts = {unit.path.name: unit.content for unit in context.units}
+    tables = config.model_tables(context.config_text, layout.config)
+    found = {
+        name: _hash(code, texts.get(units.ENGINE_TEMPLATE), tables.get(name), _facts(context, name))
+        for name in context.names
+    }
+    gateway = config.parse(context.config_text, layout.config, "gateway")
+    served = {name: table.get("model") for name, table in tables.items()}
+    certificate = config.read_text(layout.server_cert)
+    found[GATEWAY] = _hash(code, texts.get(units.GATEWAY), texts.get(units.SOCKET), gateway, served, certificate)
+    return found
+
+
+def changed(context: Context) -> set[str]:
+    """The parts that must start anew, and those that shall no longer run."""
+    committed = context.history.committed or {}
+    before: dict[str, Any] = committed.get("parts") or {}
+    now = fingerprints(context)
+    return {name for name in {*before, *now} if before.get(name, {}).get("fingerprint") != now.get(name)}
+
+
+def parts(context: Context) -> dict[str, dict[str, str]]:
+    """What the commit says of each part: its fingerprint, and the release and boot in which it was started."""
+    committed = context.history.committed or {}
+    before: dict[str, Any] = committed.get("parts") or {}
+    here = {"release": context.target().name, "boot": boot_id()}
+    found = {}
+    for name, fingerprint in fingerprints(context).items():
+        old = before.get(name, {})
+        goes_on = old.get("fingerprint") == fingerprint and old.get("boot") == here["boot"] and not context.resumed
+        found[name] = old if goes_on else {"fingerprint": fingerprint, **here}
+    return found
+
+
+def in_use(committed: dict[str, Any]) -> set[str]:
+    """Releases whose files a running part was started from: they stay while it runs."""
+    return {part["release"] for part in (committed.get("parts") or {}).values() if part.get("boot") == boot_id()}
+
+
+def _facts(context: Context, name: str) -> dict[str, Any]:
+    return next(model.facts() for model in context.models if model.instance == name)
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,177 @@
+"""Which models shall run: what the operator asked for, what the medium holds, what is installed.
+
+A bundle's name counts only after its signature holds; until then a directory is a directory.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from installer import release, units
+from installer.context import Context, Model
+from installer.errors import ExitCode, InstallError
+from installer.options import ModelChoice
+from installer.preflight.needs import bundles_on
+from offline_bundle import media
+from offline_bundle.errors import BundleError
+from offline_bundle.keys import load_trusted
+from offline_bundle.manifest import MANIFEST
+from offline_bundle.store import verify_model
+from offline_bundle.verify import SignedManifest, check_signed_manifest
+
+_UNTOUCHED = "Nothing was changed."
+
+
+def no_medium(path: Path) -> InstallError:
+    return InstallError(
+        f"There is no bundle at {path}.",
+        exit_code=ExitCode.MEDIA,
+        why="The medium may not be mounted, or the path may be another.",
+        changed=_UNTOUCHED,
+        hint="Mount it and give its directory, or one that holds bundle.json: atoll install DIR",
+    )
+
+
+def signed_manifest(context: Context, bundle: Path) -> SignedManifest:
+    """The manifest once its signature holds: kilobytes, whatever the size of the bundle."""
+    if not bundle.is_dir():
+        raise no_medium(bundle)
+    with media.open_root(bundle) as root:
+        return check_signed_manifest(root, load_trusted(context.trusted_keys, bundle), None)
+
+
+def installed(context: Context) -> list[dict[str, Any]]:
+    """The facts of the models that the committed release runs."""
+    committed = context.before.committed
+    return release.bundles_of(release.read_info(context.layout, committed["release"])) if committed else []
+
+
+def choose(context: Context) -> list[Model]:
+    """Every model that shall run, each with a manifest whose signature holds. Raises InstallError, BundleError."""
+    options, layout = context.options, context.layout
+    here = {facts["instance"]: facts for facts in installed(context)}
+    chosen: dict[str, Model] = {}
+    for choice in _wanted(context, bool(here)):
+        model = _kept(context, choice, here) if choice.bundle is None else _brought(context, choice, here)
+        if model.instance in chosen:
+            raise InstallError(
+                f"Two models would have the name {model.instance}.",
+                exit_code=ExitCode.USAGE,
+                changed=_UNTOUCHED,
+                hint="Give each a name of its own: `name` in the answers' [[models]], or --model NAME=BUNDLE.",
+            )
+        chosen[model.instance] = model
+    for name in options.remove:
+        if name not in here:
+            raise InstallError(
+                f"No model called {name} runs here.",
+                exit_code=ExitCode.USAGE,
+                changed=_UNTOUCHED,
+                hint=f"Installed: {', '.join(here) or 'none'}.",
+            )
+    if layout.system and not options.only_these:
+        for name in here:
+            if name not in chosen and name not in options.remove:
+                chosen[name] = _kept(context, ModelChoice(name=name), here)
+    if not chosen:
+        raise InstallError(
+            "No model would be left.",
+            exit_code=ExitCode.USAGE,
+            changed=_UNTOUCHED,
+            hint="To stop serving: atoll stop. To remove everything: atoll uninstall",
+        )
+    if not layout.system and len(chosen) > 1:
+        raise InstallError(
+            f"An installation under a prefix runs one model; {len(chosen)} were given: {', '.join(chosen)}.",
+            exit_code=ExitCode.USAGE,
+            changed=_UNTOUCHED,
+            hint="Give one bundle, or install on the server itself: as root, without --prefix.",
+        )
+    context.removed = sorted(here.keys() - chosen.keys())
+    return [chosen[name] for name in sorted(chosen)]
+
+
+def _wanted(context: Context, something_here: bool) -> list[ModelChoice]:
+    options = context.options
+    if options.models:
+        return options.models
+    if options.bundle is not None:
+        return [ModelChoice(options.bundle)]
+    found = [bundle for medium in options.media for bundle in bundles_on(medium)]
+    if len(found) == 1:
+        return [ModelChoice(found[0])]
+    if len(found) > 1:
+        listed = "; ".join(str(path) for path in found)
+        raise InstallError(
+            f"The medium holds {len(found)} models: {listed}.",
+            exit_code=ExitCode.USAGE,
+            why="Each model needs a GPU of its own, so which of them run is for you to say.",
+            changed=_UNTOUCHED,
+            hint=f"Choose: --bundle {found[0]}. For several, each with its GPU: [[models]] in --answers FILE",
+        )
+    if something_here:
+        return []
+    if options.media:
+        raise no_medium(options.media[0])
+    raise InstallError(
+        "Which bundle?", exit_code=ExitCode.USAGE, changed=_UNTOUCHED, hint="Give the medium: atoll install DIR"
+    )
+
+
+def _brought(context: Context, choice: ModelChoice, here: dict[str, dict[str, Any]]) -> Model:
+    source, signed = _resolve(context, choice.bundle)
+    name = choice.name or _instance_of(signed.manifest.name, here.values())
+    if context.layout.system:
+        name = units.check_name(choice.name or name.lower())
+    return Model(name, choice, source, signed.manifest, signed.digest, signed.key_fingerprint)
+
+
+def _instance_of(bundle: str, here: Iterable[dict[str, Any]]) -> str:
+    """A newer bundle takes the place of the one instance that runs the older; else the bundle's name is used."""
+    running = [facts["instance"] for facts in here if facts["name"] == bundle]
+    return running[0] if len(running) == 1 else bundle
+
+
+def _resolve(context: Context, bundle: Path | str | None) -> tuple[Path, SignedManifest]:
+    """A directory, or the name of a signed bundle on one of the media."""
+    path = Path(bundle or "").expanduser().absolute()
+    if isinstance(bundle, Path) or "/" in str(bundle) or (path / MANIFEST).is_file():
+        return path, signed_manifest(context, path)
+    names = []
+    for candidate in [found for medium in context.options.media for found in bundles_on(medium)]:
+        signed = signed_manifest(context, candidate)
+        if bundle in (signed.manifest.name, candidate.name):
+            return candidate, signed
+        names.append(signed.manifest.name)
+    raise InstallError(
+        f"There is no bundle called {bundle} on the medium.",
+        exit_code=ExitCode.MEDIA,
+        changed=_UNTOUCHED,
+        hint=f"It holds: {', '.join(names)}." if names else "Give its directory, or the medium: atoll install DIR",
+    )
+
+
+def _kept(context: Context, choice: ModelChoice, here: dict[str, dict[str, Any]]) -> Model:
+    facts = here.get(choice.name or "")
+    if facts is None:
+        raise InstallError(
+            f"No model called {choice.name or '(no name)'} is installed, and no bundle was given for it.",
+            exit_code=ExitCode.USAGE,
+            changed=_UNTOUCHED,
+            hint=f"Name its bundle. Installed: {', '.join(here) or 'none'}.",
+        )
+    return stored(context, facts, choice)
+
+
+def stored(context: Context, facts: dict[str, Any], choice: ModelChoice) -> Model:
+    """A model that needs no medium, checked in the store: signature, file set, seals."""
+    models = context.layout.models
+    try:
+        found = verify_model(models, facts["digest"], context.trusted_keys, deep=False)
+    except BundleError as error:
+        error.hint = f"Install it again from its medium: atoll install DIR  ({error.hint})"
+        raise
+    return Model(
+        facts["instance"], choice, models / facts["digest"], found.manifest, found.digest, found.key_fingerprint,
+        kept=True, in_store=True,
+    )  # fmt: skip

@@ -1,0 +1,212 @@
+"""The steps that ask: preflight, licence, plan. They write nothing; a dry run ends behind them."""
+
+from pathlib import Path
+
+from installer import audit, config, keys, licence, release, snapshots, tls
+from installer.context import Context, Model
+from installer.errors import ExitCode, InstallError
+from installer.layout import Layout
+from installer.plan import Plan
+from installer.preflight import PreflightContext, judge, run_checks
+from installer.preflight.needs import of_manifests
+from installer.preflight.record import gib
+from installer.trust import key_name
+
+
+def preflight(context: Context) -> str:
+    """The machine against what these bundles need."""
+    context.checks = run_checks(preflight_context(context), context.options.waivers)
+    context.frontend.preflight(context.checks)
+    judge(context.checks, strict=context.options.strict)
+    counts = {status: sum(check.status == status for check in context.checks) for status in ("pass", "warn", "fail")}
+    waived = f", {counts['fail']} waived" if counts["fail"] else ""
+    return f"{counts['pass']} passed, {counts['warn']} warnings{waived}"
+
+
+def preflight_context(context: Context) -> PreflightContext:
+    """What the checks look at, from what `discover` and `verify` found."""
+    layout, options = context.layout, context.options
+    if layout.system:
+        tables = config.model_tables(context.config_text, layout.config)
+    else:
+        tables = {model.instance: config.parse(context.config_text, layout.config) for model in context.models}
+    gpus = {name: tuple(table["gpus"]) for name, table in tables.items() if table.get("gpus")}
+    on_cpu = all(table.get("device") == "cpu" for table in tables.values())
+    return PreflightContext(
+        layout=layout,
+        endpoint=context.endpoint,
+        own_pids=context.own_pids,
+        device="cpu" if on_cpu else options.device or "auto",
+        gpus=tuple(gpu for listed in gpus.values() for gpu in listed),
+        tls=context.endpoint.certificate is not None,
+        bundle=next(iter(options.media), options.bundle),
+        **of_manifests(
+            {model.instance: model.manifest for model in context.models},
+            in_store=[model.manifest for model in context.models if model.in_store],
+            gpus=gpus,
+        ),
+    )
+
+
+def accept_licences(context: Context) -> str:
+    """For each model a person's yes to the very text, an answer that names it, or an earlier acceptance of the same
+    bundle."""
+    return "; ".join(_accept(context, model) for model in context.models)
+
+
+def _accept(context: Context, model: Model) -> str:
+    manifest, terms = model.manifest, model.manifest.license
+    if licence.already_approved(context.layout.approvals, terms.sha256, model.digest):
+        return f"{terms.spdx}, accepted earlier"
+    text = licence.read_text(model.source, terms.file, terms.sha256)
+    request = licence.LicenceRequest(terms.spdx, terms.sha256, text, terms.url, f"{manifest.name} {manifest.version}")
+    if licence.answered(request, context.options.accept_licenses):
+        how = "answer"
+    elif terms.acceptance == "none":
+        how = "not required"
+    elif context.options.dry_run:
+        return f"{terms.spdx} will have to be accepted: --accept-license {request.answer}"
+    elif context.frontend.accept_licence(request):
+        how = "interactive"
+    else:
+        raise licence.not_accepted(request, model.source / terms.file)
+    model.approval = licence.approve(request, model.digest, how)
+    return f"{terms.spdx}, {'no acceptance required by the vendor' if how == 'not required' else 'accepted'}"
+
+
+def plan(context: Context) -> str:
+    """Everything that the next steps will write, start and open. Confirmed here, or the install ends here."""
+    context.plan = made = make_plan(context)
+    context.frontend.plan(made)
+    if context.options.dry_run:
+        return "dry run: nothing was changed"
+    if not context.options.confirmed and not context.frontend.confirm_plan(made):
+        raise InstallError(
+            "The plan was not confirmed.",
+            exit_code=ExitCode.USAGE,
+            changed="Nothing was changed.",
+            hint="Run again and answer yes, or confirm it beforehand with --yes-nothing-else.",
+        )
+    return f"{gib(made.bytes)} to write"
+
+
+def make_plan(context: Context) -> Plan:
+    """Item by item, in the order in which the steps do them."""
+    layout, target = context.layout, context.target()
+    plan = Plan(target.name, release.live(layout))
+    _plan_tree(context, plan)
+    for model in context.models:
+        store, note = layout.models / model.digest, f"{model.instance}: {len(model.manifest.files)} files, read-only"
+        size = 0 if model.in_store else model.manifest.total_bytes
+        plan.add("model", store, "keep" if model.in_store else "create", size, note)
+    for name, content, _ in target.files():
+        _plan_file(plan, layout.releases / target.name / name, len(content))
+    _plan_text(plan, layout.config, context.config_text, "settings")
+    keys.read(layout.api_keys)  # a damaged file is told now, not in the middle
+    _plan_file(plan, layout.api_keys, 400, "mode 0600, hashes only")
+    for path in (layout.journal, layout.audit, layout.approvals, layout.sequence):
+        _plan_file(plan, path, 4096)
+    saved, text = snapshots.file_of(layout, context.snapshot())
+    _plan_file(plan, saved, len(text.encode()), "the way back to this release")
+    if context.tls_names:
+        for path, size, note in tls.plan_files(layout):
+            _plan_file(plan, path, size, note)
+    linked = layout.current.is_symlink()
+    plan.add("symlink", layout.current, "replace" if linked else "create", 0, f"-> releases/{target.name}")
+    if layout.system:
+        _plan_services(context, plan)
+    else:
+        _plan_process(context, plan)
+    listens = "HTTPS" if context.endpoint.certificate else "HTTP"
+    deed = "keep" if context.service.state().up else "create"
+    plan.add("port", f"{context.endpoint.host}:{context.endpoint.port}", deed, 0, listens)
+    return plan
+
+
+def _plan_tree(context: Context, plan: Plan) -> None:
+    layout = context.layout
+    begun = _begun_without_a_journal(layout)
+    for directory in [layout.prefix, *_parents(layout), *(path for path, _ in layout.directories())]:
+        if not directory.is_dir() or directory in begun:
+            plan.add("directory", directory, "create")
+    for source in context.options.trust_keys:
+        _plan_file(plan, layout.trust / key_name(source), source.stat().st_size, "trusted key")
+
+
+def _plan_process(context: Context, plan: Plan) -> None:
+    layout = context.layout
+    _plan_file(plan, layout.log, 4096)
+    deed = "restart" if context.service.state().up else "start"
+    plan.add("process", f"atoll serve --config {layout.config}", deed, 0, "in a session of its own")
+    plan.add("user", str(audit.operator()["user"]), "keep", 0, "runs the service; no user is made")
+
+
+def _plan_services(context: Context, plan: Plan) -> None:
+    """Files that systemd reads, users, units."""
+    from installer import units
+
+    layout = context.layout
+    for unit in context.units:
+        _plan_text(plan, unit.path, unit.content, "systemd")
+    wanted = {unit.path for unit in context.units}
+    for path in units.owned_files(layout):
+        if path not in wanted and path.is_file():
+            plan.add("file", path, "remove", 0, "systemd")
+    linked = layout.command.is_symlink()
+    plan.add("symlink", layout.command, "keep" if linked else "create", 0, f"-> {layout.current}/bin/atoll")
+    for user, note in ((units.ENGINE_USER, "runs the engines"), (units.GATEWAY_USER, "runs the gateway")):
+        plan.add("user", user, "keep" if _user_exists(layout, user) else "create", 0, f"no shell, no home; {note}")
+    plan.add("group", units.GROUP, "keep" if _user_exists(layout, units.GROUP, "group") else "create")
+    for name in units.enabled(context.names):
+        here = (layout.units / "atoll.target").exists()
+        plan.add("unit", name, "keep" if here and name not in _new_units(context) else "start", 0, "at every boot")
+    for name in context.removed:
+        plan.add("unit", units.engine_unit(name), "remove", 0, "its model stays while there is a way back")
+
+
+def _new_units(context: Context) -> set[str]:
+    from installer import units
+    from installer.choose import installed
+
+    here = {facts["instance"] for facts in installed(context)}
+    return {units.engine_unit(name) for name in context.names if name not in here}
+
+
+def _user_exists(layout: Layout, name: str, database: str = "passwd") -> bool:
+    lines = (config.read_text(layout.prefix / "etc" / database) or "").splitlines()
+    return any(line.partition(":")[0] == name for line in lines)
+
+
+def _begun_without_a_journal(layout: Layout) -> set[Path]:
+    """The empty directories of a run that was killed on its way to its journal, and the code that install.sh unpacks
+    before there can be one; ours, if there is nothing else.
+
+    Otherwise nobody would remember them, and a purge would leave them behind.
+    """
+    if layout.journal.exists() or layout.prefix == Path("/"):
+        return set()
+    ours = (layout.state, *layout.state.parents, layout.code, *layout.code.parents)
+    below = {path for path in ours if layout.prefix in path.parents}
+    alone = all(
+        path in below or path == layout.lock or layout.code in path.parents for path in layout.prefix.rglob("*")
+    )
+    here = {path for path in below if path.is_dir()}
+    return {layout.prefix, *here} if alone and here else set()
+
+
+def _plan_file(plan: Plan, path: Path, size: int, note: str = "") -> None:
+    here = path.exists()
+    plan.add("file", path, "keep" if here else "create", 0 if here else size, note)
+
+
+def _plan_text(plan: Plan, path: Path, text: str, note: str) -> None:
+    """A file whose whole content is known."""
+    before = config.read_text(path)
+    deed = "create" if before is None else "keep" if before == text else "replace"
+    plan.add("file", path, deed, len(text.encode()) if deed == "create" else 0, note)
+
+
+def _parents(layout: Layout) -> list[Path]:
+    """Directories between the prefix and our roots, outermost first."""
+    prefix = layout.prefix
+    return sorted({parent for root in layout.roots for parent in root.parents if prefix in parent.parents})

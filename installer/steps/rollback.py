@@ -1,0 +1,95 @@
+"""The way back from a switch that did not prove itself. It needs no medium, and may be run twice."""
+
+import contextlib
+from typing import Any
+
+from installer import audit, changes, config, fs, snapshots, tls, units
+from installer.context import Context
+from installer.errors import ExitCode, InstallError
+from installer.ready import wait_ready
+from installer.steps.activate import drop_private_keys
+
+
+def roll_back(context: Context, cause: InstallError) -> InstallError:
+    """Put back what the open switch replaced and start it again; returns the error to show."""
+    layout = context.layout
+    opened = context.history.open_switch
+    if opened is None:
+        return cause
+    context.frontend.step("rollback", "begin")
+    previous = opened["previous"]
+    try:
+        _put_back(context, opened)
+        drop_private_keys(context)
+        context.new_key = None
+        if previous is not None and opened["was_running"]:
+            context.service.start()
+            wait_ready(context.service, context.endpoint, layout, context.frontend, context.options.start_timeout)
+        context.journal.add("rolled-back", to=previous, reason=cause.message)
+        audit.append(layout.audit, "rolled-back", to=previous, reason=cause.message)
+    except (InstallError, OSError) as failure:
+        reason = failure.message if isinstance(failure, InstallError) else str(failure)
+        with contextlib.suppress(OSError):
+            context.journal.add("rollback-failed", to=previous, reason=reason)
+        context.frontend.step("rollback", "failed", reason)
+        return InstallError(
+            f"{cause.message} Going back failed too: {reason}",
+            exit_code=ExitCode.ROLLBACK_FAILED,
+            why=cause.why,
+            changed="The service is not running. The model and the previous release are still on the disk.",
+            hint=f"Read {layout.log_hint}, then run the same command again: it goes on from here.",
+            log_tail=cause.log_tail,
+        )
+    if previous is None:
+        done = "Nothing runs, as before. The verified model stays in the store, so a new attempt copies nothing."
+    elif opened["was_running"]:
+        done = f"The previous release {previous} was put back and serves again."
+    else:
+        done = f"The previous release {previous} was put back; it was stopped before and still is."
+    context.frontend.step("rollback", "done", done)
+    cause.changed = done
+    return cause
+
+
+def _put_back(context: Context, opened: dict[str, Any]) -> None:
+    """Settings, certificate, `current`, units: each as it stood. What ran of the new release is stopped first."""
+    layout = context.layout
+    context.service.stop(_parts(context))
+    before = config.read_text(layout.config_backup) if opened["had_config"] else None
+    if opened["previous"] is not None:
+        fs.symlink_atomic(layout.current, f"releases/{opened['previous']}")
+    if before is not None:
+        fs.write_atomic(layout.config, before, 0o644)
+    else:
+        fs.remove_file(layout.config)
+    if opened.get("had_key") and layout.key_backup.is_file():
+        fs.write_atomic(layout.server_key, layout.key_backup.read_bytes(), 0o600)
+        tls.ensure(layout, [])
+        fs.remove_file(layout.key_backup)
+    if layout.system:
+        _put_back_units(context)
+    if opened["previous"] is None:
+        fs.remove_file(layout.current)
+    context.endpoint = config.endpoint(before, layout.config, system=layout.system)
+
+
+def _parts(context: Context) -> set[str] | None:
+    """What the switch had changed, so that no other model is interrupted; None, everything, where nobody knows."""
+    known = context.layout.system and context.release is not None and not context.resumed
+    return changes.changed(context) if known and context.history.committed else None
+
+
+def _put_back_units(context: Context) -> None:
+    layout, committed = context.layout, context.history.committed
+    if committed is None:
+        context.service.remove_units()
+        units.remove(units.owned_files(layout))
+        if layout.command.is_symlink():
+            fs.remove_file(layout.command)
+        context.service.reload()
+        return
+    saved = snapshots.load(layout, committed["snapshot"])
+    units.write(saved.units)
+    wanted = {unit.path for unit in saved.units}
+    units.remove(path for path in units.owned_files(layout) if path not in wanted)
+    context.service.apply_units(saved.instances)
