@@ -189,7 +189,8 @@ def _values(layout: Layout, listen: str, *, gpu: bool, tls: bool, memory: str, w
         """The path as the server itself sees it."""
         return str(Path("/") / path.relative_to(layout.prefix))
 
-    tls_flags = f"--ssl-certfile {inside(layout.server_cert)} --ssl-keyfile %d/server.key" if tls else ""
+    # One file holds the key and its certificates: a pair in two files could be found half replaced.
+    tls_flags = "--ssl-certfile %d/server.key --ssl-keyfile %d/server.key" if tls else ""
     return {
         "CURRENT": inside(layout.current),
         "OPT": inside(layout.opt),

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
             credentials.publish(options.publish, options.to, options.user)
             return 0
         logs.setup(options.log_format, options.log_level)
-        check_tls(options.ssl_certfile, _tls_key(options))
+        check_tls(*_tls(options))
         keys = _keys(options)
         sockets = inherited_sockets() or [bind_tcp(options.host, options.port)]
         _refuse_exposure(options, sockets)
@@ -97,11 +97,13 @@ def _keys(options: GatewayOptions) -> credentials.GatewayKeys | None:
     return credentials.GatewayKeys(options.api_key_file, published)
 
 
-def _tls_key(options: GatewayOptions) -> Path | None:
-    if options.ssl_keyfile is None:
-        return None
+def _tls(options: GatewayOptions) -> tuple[Path | None, Path | None]:
+    """(certificate, key) as they are to be read now; one file may hold both."""
+    if options.ssl_certfile is None or options.ssl_keyfile is None:
+        return None, None
     published = options.credentials / credentials.TLS_KEY if options.credentials else None
-    return credentials.newest(options.ssl_keyfile, published)
+    key = credentials.newest(options.ssl_keyfile, published)
+    return key if options.ssl_certfile == options.ssl_keyfile else options.ssl_certfile, key
 
 
 def _refuse_exposure(options: GatewayOptions, sockets: list[socket.socket]) -> None:
@@ -122,11 +124,12 @@ async def _serve(options: GatewayOptions, sockets: list[socket.socket], keys: cr
     from engine.server.metrics import Metrics
 
     limits = Limits()
+    certificate, key = _tls(options)
     app = create_app(models, auth=keys, limits=limits, allowed_origins=options.allowed_origins, broken=broken,
                      metrics=Metrics({name: model.client for name, model in models.items()}))
     server = make_server(
         app, limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
-        ssl_certfile=options.ssl_certfile, ssl_keyfile=_tls_key(options))
+        ssl_certfile=certificate, ssl_keyfile=key)
     notifier = Notifier()
     loop, interrupts = asyncio.get_running_loop(), 0
 
@@ -157,7 +160,7 @@ async def _serve(options: GatewayOptions, sockets: list[socket.socket], keys: cr
 def _reload(options: GatewayOptions, context: ssl.SSLContext | None, keys: credentials.GatewayKeys | None) -> None:
     """SIGHUP: certificate and keys anew, for new connections. What cannot be used leaves the present one in force."""
     try:
-        certificate, key = options.ssl_certfile, _tls_key(options)
+        certificate, key = _tls(options)
         check_tls(certificate, key)  # in a context of its own: half a pair must not get into the live one
         if context is not None and certificate is not None:
             context.load_cert_chain(certificate, key, password=lambda: "")

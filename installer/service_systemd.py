@@ -1,0 +1,277 @@
+"""The service of a server installation: the verbs of `installer.service`, spoken through systemctl.
+
+Every call has a time limit, and a failure carries the reason that systemd gives and the end of the unit's journal.
+With a layout whose root is not the running system (a tree seen from outside), files are enabled and nothing is started.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from installer import units
+from installer.errors import ExitCode, InstallError
+from installer.layout import Layout
+from installer.service import ServiceState
+from installer.systemctl import Runner, journal, parse_show, run
+
+_PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "MainPID", "NRestarts", "ExecMainCode", "ExecMainStatus",
+               "Result", "StateChangeTimestamp", "Job", "ControlGroup", "StatusText")  # fmt: skip
+_START_SECONDS = 30.0    # for systemd to take the jobs; loading goes on after that
+_STOP_SECONDS = 180.0    # above TimeoutStopSec= of every unit, one after another
+_RELOAD_SECONDS = 60.0
+_UP = ("active", "activating", "reloading")
+_KILLED = 2              # ExecMainCode: ended by a signal (CLD_KILLED)
+
+
+class SystemdService:
+    """The units of one server."""
+
+    def __init__(self, layout: Layout, runner: Runner = run) -> None:
+        self.layout = layout
+        self._run = runner
+        self.booted = layout.prefix == Path("/") and Path("/run/systemd/system").is_dir()
+        """Whether this root is the one that runs: only then are there services to start or ask."""
+
+    # -- what is installed
+
+    def models(self) -> list[str]:
+        """Instances that start at boot, from the links that `enable` made: right even if systemd is not running."""
+        wanted = self.layout.units / f"{units.TARGET}.wants"
+        return sorted(name[1] for link in wanted.glob("atoll-engine@*.service")
+                      if (name := re.fullmatch(r"atoll-engine@(.+)\.service", link.name)))  # fmt: skip
+
+    def apply_units(self, models: Sequence[str]) -> None:
+        """The unit files on the disk are new: make users and directories, reload, enable exactly these instances."""
+        root = [] if self.booted else [f"--root={self.layout.prefix}"]
+        self._do(["systemd-sysusers", *root, self._inside(self.layout.sysusers)], "create the services' users")
+        if self.booted:
+            self._do(["systemd-tmpfiles", "--create", self._inside(self.layout.tmpfiles)], "create /run/atoll")
+            self._systemctl(["daemon-reload"], "read the new units")
+        gone = [units.engine_unit(model) for model in self.models() if model not in models]
+        if gone:
+            self.stop([model for model in self.models() if model not in models])
+            self._systemctl(["disable", "--quiet", *root, *gone], "disable the engines that are no more")
+        self._systemctl(["enable", "--quiet", *root, *units.enabled(models)], "enable the services")
+        if self.booted:
+            self._systemctl(["start", "--no-block", units.TIMER], "start the weekly verification")
+
+    def remove_units(self) -> None:
+        """Stop and disable everything, before the unit files are removed."""
+        self.stop()
+        root = [] if self.booted else [f"--root={self.layout.prefix}"]
+        known = [name for name in units.enabled(self.models()) if self._installed(name)]
+        if self.booted:
+            self._systemctl(["stop", *self._loaded(units.TIMER, units.VERIFY, units.GPU_READY)], "stop the rest",
+                            timeout=_STOP_SECONDS)  # fmt: skip
+        if known:
+            self._systemctl(["disable", "--quiet", *root, *known], "disable the services")
+
+    def reload(self) -> None:
+        """Forget unit files that are no longer there."""
+        if self.booted:
+            self._systemctl(["daemon-reload"], "forget the units")
+            self._run(["systemctl", "reset-failed", "atoll*"], 30.0)  # fails if there is nothing to forget
+
+    def remove_users(self) -> None:
+        """The users and the group that `apply_units` made."""
+        root = [] if self.layout.prefix == Path("/") else ["--root", str(self.layout.prefix)]
+        names = {file: _names(self.layout.prefix / "etc" / file) for file in ("passwd", "group")}
+        for user in (units.ENGINE_USER, units.GATEWAY_USER):
+            if user in names["passwd"]:
+                self._do(["userdel", *root, user], f"remove the user {user}")
+        left = _names(self.layout.prefix / "etc/group")  # userdel takes a group of the same name with it
+        for group in (units.GROUP, units.ENGINE_USER, units.GATEWAY_USER):
+            if group in left:
+                self._do(["groupdel", *root, group], f"remove the group {group}")
+
+    # -- what runs
+
+    def start(self) -> None:
+        """Start whatever of the installed set does not run. Returns when systemd is at it, not when it is ready."""
+        if not self.booted:
+            return
+        names = [units.SOCKET, units.TARGET, units.GATEWAY, *map(units.engine_unit, self.models())]
+        self._run(["systemctl", "reset-failed", *names], 30.0)  # the limit on restarts must not hold against a person
+        self._systemctl(["start", units.SOCKET], "open the port", units.SOCKET, timeout=_START_SECONDS)
+        self._systemctl(["start", "--no-block", *names], "start the services", timeout=_START_SECONDS)
+
+    def stop(self, names: Collection[str] | None = None) -> bool:
+        """Stop everything, the port too, or only these parts (instances, "gateway"); whether anything ran."""
+        if not self.booted:
+            return False
+        if names is None:
+            wanted = [units.SOCKET, units.TARGET, units.GATEWAY, *self._engines()]
+        else:
+            wanted = [units.GATEWAY if name == "gateway" else units.engine_unit(name) for name in sorted(names)]
+        wanted = self._loaded(*wanted)
+        ran = any(facts["ActiveState"] in _UP for facts in self._show(wanted).values())
+        if wanted:
+            self._systemctl(["stop", *wanted], "stop the services", *wanted, timeout=_STOP_SECONDS)
+        return ran
+
+    def restart(self, names: Collection[str]) -> None:
+        """Start these parts anew (instances, "gateway"); the port stays open meanwhile."""
+        self.stop(names)
+        self.start()
+
+    def reload_keys(self) -> None:
+        """API keys, the certificate or its key have changed: they hold for the gateway when this returns."""
+        if self.booted and self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] in _UP:
+            self._systemctl(["reload", units.GATEWAY], "make the changed keys known", units.GATEWAY,
+                            timeout=_RELOAD_SECONDS)  # fmt: skip
+
+    def state(self) -> ServiceState:
+        """All parts as one: the worst phase, the restarts of all, the exit status of what failed."""
+        parts = self.instance_states()
+        phases = [part.phase for part in parts.values()]
+        for phase in ("failed", "restarting", "running"):
+            if phase in phases:
+                break
+        else:
+            phase = "stopped"
+        told = next((part for part in parts.values() if part.phase == phase), ServiceState("stopped"))
+        return ServiceState(
+            phase=phase,
+            pid=parts["gateway"].pid,
+            release=self._release() if phase in ("running", "restarting") else None,
+            since=max((part.since or 0.0 for part in parts.values()), default=0.0) or None,
+            restarts=sum(part.restarts for part in parts.values()),
+            last_exit=told.last_exit,
+        )
+
+    def instance_states(self) -> dict[str, ServiceState]:
+        """Each engine by its model's name, and "gateway"."""
+        names = {"gateway": units.GATEWAY, **{model: units.engine_unit(model) for model in self.models()}}
+        shown = self._show(names.values())
+        return {name: _state(shown[unit], self._release()) for name, unit in names.items()}
+
+    def is_ready(self, name: str) -> bool:
+        """An engine that has made a token, or a gateway whose port answers: their units say so themselves."""
+        unit = units.GATEWAY if name == "gateway" else units.engine_unit(name)
+        return self._show([unit])[unit]["ActiveState"] == "active"
+
+    def status_text(self, name: str) -> str:
+        """What a unit says of itself, such as "weights 12.10/60.30 GB"."""
+        unit = units.GATEWAY if name == "gateway" else units.engine_unit(name)
+        return self._show([unit])[unit]["StatusText"]
+
+    def pids(self) -> frozenset[int]:
+        """Every live process of the service; process 1 too while it holds our port."""
+        wanted = [units.GATEWAY, *self._engines(), units.SOCKET] if self.booted else []
+        found: set[int] = set()
+        for unit, facts in self._show(wanted).items():
+            if unit == units.SOCKET:
+                found |= {1} if facts["ActiveState"] == "active" else set()
+                continue
+            found |= _processes(facts["ControlGroup"])
+            found |= {int(facts["MainPID"])} - {0}
+        return frozenset(found)
+
+    def log_tail(self, lines: int) -> list[str]:
+        if not self.booted:
+            return []
+        return journal(self._run, ["atoll-engine@*.service", units.GATEWAY, units.SOCKET, units.GPU_READY], lines)
+
+    # -- inside
+
+    def _release(self) -> str | None:
+        current = self.layout.current
+        return Path(current.readlink()).name if current.is_symlink() else None
+
+    def _inside(self, path: Path) -> str:
+        return str(Path("/") / path.relative_to(self.layout.prefix))
+
+    def _installed(self, unit: str) -> bool:
+        name = re.sub(r"@.+\.", "@.", unit)
+        return (self.layout.units / name).exists()
+
+    def _engines(self) -> list[str]:
+        """Units of every engine that systemd knows, also of one that was disabled while it ran."""
+        words = ["systemctl", "list-units", "--all", "--plain", "--no-legend", "atoll-engine@*.service"]
+        listed = self._run(words, 30.0)
+        known = {line.split()[0] for line in listed.out.splitlines() if line.strip()}
+        return sorted(known | {units.engine_unit(model) for model in self.models()})
+
+    def _loaded(self, *names: str) -> list[str]:
+        """Those that systemd has a file for or that still run: stopping another one would be an error."""
+        shown = self._show(names)
+        return [name for name in names
+                if shown[name]["LoadState"] == "loaded" or shown[name]["ActiveState"] in _UP]
+
+    def _show(self, names: Collection[str]) -> Mapping[str, dict[str, str]]:
+        """Properties of each unit; units that systemd does not know are inactive."""
+        unknown = {**dict.fromkeys(_PROPERTIES, ""), "ActiveState": "inactive", "MainPID": "0", "NRestarts": "0"}
+        if not names or not self.booted:
+            return {name: {**unknown, "Id": name} for name in names}
+        done = self._run(["systemctl", "show", "--timestamp=unix", f"--property={','.join(_PROPERTIES)}", *names], 30.0)
+        shown = parse_show(done.out)
+        return {name: {**unknown, **shown.get(name, {})} for name in names}
+
+    def _systemctl(self, words: Sequence[str], action: str, *about: str, timeout: float = 60.0) -> None:
+        self._do(["systemctl", "--no-ask-password", *words], action, *about, timeout=timeout)
+
+    def _do(self, words: Sequence[str], action: str, *about: str, timeout: float = 60.0) -> None:
+        """Run it or raise InstallError with what was said, and with the journal of the units it is about."""
+        done = self._run(words, timeout)
+        if done.code == 0:
+            return
+        if done.code is None:
+            said = f"it had not ended after {timeout:.0f} s"
+        else:
+            said = " ".join(done.err.split()) or f"exit status {done.code}"
+        raise InstallError(
+            f"Could not {action}: {said}",
+            exit_code=ExitCode.UNHEALTHY,
+            why=f"The command was: {' '.join(words)}",
+            hint=f"journalctl -b -u {about[0] if about else 'atoll*'} shows the whole log.",
+            log_tail=journal(self._run, about or ["atoll*"], 20) if self.booted else [],
+        )
+
+
+def _state(facts: Mapping[str, str], release: str | None) -> ServiceState:
+    active, sub = facts["ActiveState"], facts["SubState"]
+    queued = facts["Job"] not in ("", "0")
+    if active == "failed":
+        phase = "failed"
+    elif sub == "auto-restart":
+        phase = "restarting"
+    elif active in _UP or (active == "inactive" and queued):
+        phase = "running"
+    else:
+        phase = "stopped"
+    status = int(facts["ExecMainStatus"] or 0)
+    ended = facts["ExecMainCode"] not in ("", "0")
+    return ServiceState(
+        phase=phase,
+        pid=int(facts["MainPID"] or 0) or None,
+        release=release if phase in ("running", "restarting") else None,
+        since=_seconds(facts["StateChangeTimestamp"]),
+        restarts=int(facts["NRestarts"] or 0),
+        last_exit=(-status if facts["ExecMainCode"] == str(_KILLED) else status) if ended else None,
+    )
+
+
+def _seconds(stamp: str) -> float | None:
+    """Unix seconds of systemd's "@1700000000"; None for nothing."""
+    return float(stamp[1:]) if stamp[:1] == "@" and stamp[1:].isdigit() and stamp != "@0" else None
+
+
+def _processes(group: str) -> set[int]:
+    """Processes of a control group and of those below it."""
+    found: set[int] = set()
+    for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup/systemd")):
+        if group not in ("", "/") and (root / group.lstrip("/")).is_dir():
+            for file in (root / group.lstrip("/")).rglob("cgroup.procs"):
+                try:
+                    found |= {int(word) for word in file.read_text().split()}
+                except (OSError, ValueError):  # it ended meanwhile
+                    continue
+    return found
+
+
+def _names(path: Path) -> set[str]:
+    """First fields of passwd or group."""
+    try:
+        return {line.partition(":")[0] for line in path.read_text(errors="replace").splitlines()}
+    except OSError:
+        return set()
