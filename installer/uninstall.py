@@ -56,6 +56,8 @@ def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
         plan.remove.append((path, fs.tree_size(path) if path.is_dir() else _size(path)))
     for path in stays:
         (plan.remove if purge else plan.keep).append((path, fs.tree_size(path)))
+    if purge and layout.system:
+        plan.remove += [(path, fs.tree_size(path)) for path in _drop_ins(layout)]
     if layout.system:
         bundles = (history.committed or {}).get("bundles", [])
         plan.units = units.enabled(facts["instance"] for facts in bundles)
@@ -89,6 +91,7 @@ def uninstall(layout: Layout, *, purge: bool, service: ServiceManager | None = N
             journal.add("uninstalled", purge=purge)
             if purge:
                 _purge(layout, History(records))
+                service.reload()
         except OSError as error:
             raise io_error("remove the installation", error) from error
         finally:
@@ -127,7 +130,10 @@ def _purge(layout: Layout, history: History) -> None:
     fs.remove_file(layout.journal)
     fs.remove_tree(layout.prefix, layout.lib)
     made = {Path(path) for path in history.created}
-    for parent in sorted({parent for root in layout.roots for parent in root.parents} & made, reverse=True):
+    parents = {parent for root in layout.roots for parent in root.parents}
+    if layout.system:
+        parents |= {path.parent for path in (*units.owned_files(layout), layout.command)}
+    for parent in sorted(parents & made, reverse=True):
         try:
             parent.rmdir()
         except OSError:

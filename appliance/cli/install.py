@@ -1,6 +1,8 @@
 """`atoll install|upgrade`: flags in, words out; `installer` does the work."""
 
 import contextlib
+import hashlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +13,14 @@ from appliance.cli.common import Json, Prefix, examples, layout_for, told
 from appliance.cli.install_view import Terminal, print_result
 from appliance.cli.preflight import read_waivers
 from installer.answers import Answers, read_answers
+from installer.code_tree import code_tree, read_facts, upgrade_command
 from installer.errors import ExitCode, InstallError
 from installer.layout import Layout
 from installer.lifecycle import history_of
 from installer.machine import Installer, key_was_shown
 from installer.options import InstallOptions, ModelChoice, TlsChoice
+from installer.preflight.needs import RUNTIME
+from offline_bundle.manifest import MANIFEST
 
 Port = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (as installed, else 8443; 8000 of a prefix).")
@@ -179,11 +184,31 @@ def upgrade(
                 changed="Nothing was changed.",
                 hint="Install it: atoll install MEDIUM",
             )
+    if answers is None and not bundle and (command := _other_code(media or [], layout)):
+        sys.stdout.flush()
+        os.execv(command[0], [*command, *_after(sys.argv, "upgrade", media or [])])  # noqa: S606
     install(
         media=media, bundle=bundle, prefix=prefix, accept_license=accept_license, answers=answers, waive=waive,
         strict=strict, dry_run=dry_run, yes=yes, allow_downgrade=allow_downgrade, start_timeout=start_timeout,
         as_json=as_json,
     )  # fmt: skip
+
+
+def _other_code(media: list[Path], layout: Layout) -> list[str] | None:
+    """Where a medium brings other code than what runs: the installed install.sh, which trusts only installed keys."""
+    tree = code_tree()
+    for medium in media:
+        manifest = medium / RUNTIME / MANIFEST
+        if tree is not None and manifest.is_file():
+            brought = hashlib.sha256(manifest.read_bytes()).hexdigest()
+            return upgrade_command(medium, layout) if brought != read_facts(tree)["digest"] else None
+    return None
+
+
+def _after(argv: list[str], command: str, media: list[Path]) -> list[str]:
+    """The operator's flags, without the command and the media."""
+    rest = argv[argv.index(command) + 1 :]
+    return [word for word in rest if not word or Path(word) not in media]
 
 
 def _install(options: InstallOptions, layout: Layout, *, interactive: bool, as_json: bool) -> None:

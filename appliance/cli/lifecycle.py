@@ -74,11 +74,16 @@ def restart(prefix: Prefix = None, timeout: Timeout = 900.0, as_json: Json = Fal
 def rollback(
     prefix: Prefix = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which release it would be.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="No question.")] = False,
     timeout: Timeout = 900.0,
     as_json: Json = False,
 ) -> None:
     with told(as_json):
         layout = layout_for(prefix)
+        if not (yes or dry_run) and sys.stdin.isatty() and not typer.confirm("Go back to the release before?"):
+            raise InstallError(
+                "Not confirmed.", exit_code=ExitCode.USAGE, changed="Nothing was changed.", hint="Say --yes."
+            )
         options = InstallOptions(prefix=layout.prefix, start_timeout=timeout, dry_run=dry_run)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             result = Rollback(options, terminal, layout=layout).run()

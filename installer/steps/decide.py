@@ -126,7 +126,8 @@ def make_plan(context: Context) -> Plan:
 def _plan_tree(context: Context, plan: Plan) -> None:
     layout = context.layout
     begun = _begun_without_a_journal(layout)
-    for directory in [layout.prefix, *_parents(layout), *(path for path, _ in layout.directories())]:
+    outside = {path.parent for path in (*(unit.path for unit in context.units), layout.command) if layout.system}
+    for directory in [layout.prefix, *_parents(layout), *sorted(outside), *(path for path, _ in layout.directories())]:
         if not directory.is_dir() or directory in begun:
             plan.add("directory", directory, "create")
     for source in context.options.trust_keys:

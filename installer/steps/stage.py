@@ -1,5 +1,7 @@
 """The steps that write beside what runs and leave it alone: claim, stage."""
 
+import time
+
 from installer import audit, fs, licence, tls, trust
 from installer.context import Context
 from installer.preflight.record import gib
@@ -40,7 +42,7 @@ def stage(context: Context) -> str:
     record_decisions(context)
     for key in context.options.trust_keys:
         trust.trust(layout, key)
-    copied = 0
+    copied, began = 0, time.monotonic()
     for model in context.models:
         if not model.in_store:
             copied += ingest(
@@ -51,6 +53,8 @@ def stage(context: Context) -> str:
                 min_sequence=model.manifest.sequence,
             ).copied_bytes
             model.in_store = True
+    if copied:
+        context.journal.add("copied", bytes=copied, copy_s=round(time.monotonic() - began, 2))
     release.stage(layout)
     if context.tls_names and context.tls_import is None:
         required = tls.required_names(context.endpoint.host, context.options.tls.names)
