@@ -57,12 +57,14 @@ def build_runtime(
     progress: Progress = silent,
     packages: Sequence[str] | None = None,
     own_wheel: Path | None = None,
+    wheels: Path | None = None,
 ) -> BuiltRuntime:
     """Collect, describe and sign the runtime into `out`; returns what was made. `out/runtime` must not exist.
 
     `pythons` are interpreters (with pip) of the versions that the servers have; the one that runs this, if none is
-    given. `packages` replaces the dependencies of our wheel and `own_wheel` the wheel itself (a vendor's own build).
-    Progress stages: ``wheels`` (in packages), ``sign``.
+    given. `wheels` is a directory to take packages from instead of an index. `packages` replaces the dependencies of
+    our wheel, and `own_wheel` the wheel itself (a vendor's own build).
+    Progress stages: ``wheels`` (in steps), ``verify`` (in bytes).
 
     Raises BundleError with exit code 2 (an argument, or the target exists), 11 (a package that cannot be shipped), 13
     (pip could not get a package), 30 (space or I/O). Nothing is left at the target unless it is complete.
@@ -83,7 +85,7 @@ def build_runtime(
             partial = Path(scratch) / "runtime"
             partial.mkdir()
             facts = _collect(
-                partial, pythons or [runtime_wheels.default_python()], torch, packages, own_wheel, progress
+                partial, pythons or [runtime_wheels.default_python()], torch, packages, own_wheel, wheels, progress
             )
             manifest = _describe(partial, sequence, *facts)
             text = manifest.to_bytes()
@@ -130,6 +132,7 @@ def _collect(
     torch: Torch,
     packages: Sequence[str] | None,
     own_wheel: Path | None,
+    wheels: Path | None,
     progress: Progress,
 ) -> tuple[RuntimeRequires, str, list[Wheel]]:
     """Fill every room of the runtime; returns what it requires, its version, and its wheels."""
@@ -144,7 +147,7 @@ def _collect(
         runtime_wheels.build_own_wheel(house, pythons[0])
     ours = runtime_wheels.read_wheel(next(house.glob("atoll-*.whl")))
     wanted = runtime_wheels.requirements() if packages is None else list(packages)
-    versions, wheels = [], {ours.path.name: ours}
+    versions, house_wheels = [], {ours.path.name: ours}
     for done, python in enumerate(pythons, 1):
         version = runtime_wheels.python_version(python)
         if version in versions:
@@ -152,18 +155,18 @@ def _collect(
         versions.append(version)
         progress("wheels", done, steps)
         with tempfile.TemporaryDirectory(dir=partial.parent) as scratch:
-            runtime_wheels.download(python, wanted, Path(scratch), torch=torch)
+            runtime_wheels.download(python, wanted, Path(scratch), torch=torch, wheels=wheels)
             pins = [ours]
             for path in sorted(Path(scratch).iterdir()):
                 if path.suffix != ".whl":
                     raise BundleError(f"{path.name} is not a wheel.", "The server cannot compile packages.", CONTENT)
                 path = path.rename(house / path.name)
-                pins.append(wheels.setdefault(path.name, runtime_wheels.read_wheel(path)))
+                pins.append(house_wheels.setdefault(path.name, runtime_wheels.read_wheel(path)))
         text = "".join(f"{wheel.pin}\n" for wheel in sorted(pins, key=lambda w: w.name))
         _write(partial / f"requirements/cp{version.replace('.', '')}.txt", text.encode())
-    pip = runtime_wheels.download_pip(pythons[0], partial / "pip")
+    pip = runtime_wheels.download_pip(pythons[0], partial / "pip", wheels)
     progress("wheels", steps, steps)
-    every = sorted(wheels.values(), key=lambda w: w.name)
+    every = sorted(house_wheels.values(), key=lambda w: w.name)
     _add_texts(partial, [*every, runtime_wheels.read_wheel(pip)])
     paths = [w.path for w in every]
     runtime_wheels.check_arch(paths, platform.machine())

@@ -114,15 +114,15 @@ def _repack(out: Path) -> Path:
     return path
 
 
-def download(python: Path, wanted: Sequence[str], out: Path, *, torch: str) -> None:
+def download(python: Path, wanted: Sequence[str], out: Path, *, torch: str, wheels: Path | None = None) -> None:
     """Every wheel that `wanted` needs under `python`, into `out`, with the user's own pip settings.
 
-    `torch` is "cpu" or "cuda": which build of the pinned torch to take. Source distributions are refused: the server
-    has no compiler.
+    `torch` is "cpu" or "cuda": which build of the pinned torch to take. With `wheels` they come from that directory and
+    no index is asked. Source distributions are refused: the server has no compiler.
     """
     pins = [_torch_pin(r, torch) for r in wanted]
-    common = ["download", "--quiet", "--only-binary", ":all:", "--dest", str(out), *pins]
-    if torch == "cpu" and any(p.startswith("torch") for p in pins):
+    common = ["download", "--quiet", "--only-binary", ":all:", "--dest", str(out), *_source(wheels), *pins]
+    if wheels is None and torch == "cpu" and any(p.startswith("torch") for p in pins):
         try:
             _pip(python, *common, deed="collect the packages")
             return
@@ -130,6 +130,11 @@ def download(python: Path, wanted: Sequence[str], out: Path, *, torch: str) -> N
             # PyPI has the CUDA build only; the CPU build is on PyTorch's own index.
             common += ["--extra-index-url", PYTORCH_INDEX]
     _pip(python, *common, deed="collect the packages")
+
+
+def _source(wheels: Path | None) -> list[str]:
+    """Where pip looks: its own settings, or a directory of wheels (such as that of an earlier runtime)."""
+    return ["--no-index", "--find-links", str(wheels), "--find-links", str(wheels / "../pip")] if wheels else []
 
 
 def _torch_pin(requirement: str, build: str) -> str:
@@ -141,20 +146,10 @@ def _torch_pin(requirement: str, build: str) -> str:
     return f"torch=={version}+cpu" if build == "cpu" else f"torch=={version},!={version}+cpu"
 
 
-def download_pip(python: Path, out: Path) -> Path:
+def download_pip(python: Path, out: Path, wheels: Path | None = None) -> Path:
     """pip itself, as a wheel: it is run from there on the server."""
-    _pip(
-        python,
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--dest",
-        str(out),
-        "pip>=25",
-        deed="get pip",
-    )
+    where = ["--dest", str(out), *_source(wheels)]
+    _pip(python, "download", "--quiet", "--no-deps", "--only-binary", ":all:", *where, "pip>=25", deed="get pip")
     return next(out.glob("pip-*.whl"))
 
 

@@ -80,6 +80,10 @@ def build(
         list[Path] | None,
         typer.Option(help="With --runtime: a Python of the servers' version; repeatable.", show_default="this one"),
     ] = None,
+    wheels: Annotated[
+        Path | None,
+        typer.Option(help="With --runtime: take packages from this directory, ask no index.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a signed bundle of a model directory, or (--runtime) of the code that serves it.
@@ -103,7 +107,8 @@ def build(
             if model is not None:
                 raise BundleError("Give a model or --runtime, not both.", "Build the two one after the other.", USAGE)
             passphrase = _ask_passphrase(key) if is_encrypted(key) else None
-            bundle_runtime.build(runtime, key, sequence, torch.value, python or [], passphrase, as_json=as_json)
+            more = {"pythons": python or [], "wheels": wheels, "passphrase": passphrase}
+            bundle_runtime.build(runtime, key, sequence, torch.value, **more, as_json=as_json)
             return
         needed = {"MODEL": model, "--version": version, "--license": license_id}
         bundle_runtime.require(needed | {"--source-repo": source_repo, "--source-revision": source_revision})

@@ -22,7 +22,15 @@ _LABELS = {"verify": "Verifying"}
 
 
 def build(
-    out: Path, key: Path, sequence: int, torch: Torch, pythons: list[Path], passphrase: bytes | None, *, as_json: bool
+    out: Path,
+    key: Path,
+    sequence: int,
+    torch: Torch,
+    *,
+    pythons: list[Path],
+    wheels: Path | None,
+    passphrase: bytes | None,
+    as_json: bool,
 ) -> None:
     """Build the runtime half of a medium, and print what the vendor has to tell apart from it."""
     with _progress(as_json) as progress:
@@ -32,6 +40,7 @@ def build(
             sequence=sequence,
             torch=torch,
             pythons=pythons,
+            wheels=wheels,
             passphrase=passphrase,
             progress=progress,
         )

@@ -21,6 +21,14 @@ import time
 
 SPACE_IO, BUG = 30, 1
 
+# Only for compiling against the packages, which nothing on a server does; half of all files.
+NEEDLESS = ("lib/bin", "lib/torch/include")
+# What the server does not import when it serves; it would still run, only without bytecode made ahead.
+NOT_COMPILED = (
+    r"/(tests?|sympy|networkx|mpmath|setuptools|torchgen|functorch|huggingface_hub|pygments)/"
+    r"|/torch/(_inductor|testing|onnx)/"
+)
+
 LAUNCHER = """\
 #!/bin/sh
 # Starts this release: its own packages, the server's Python, no user's packages, no model hub, no bytecode written.
@@ -59,6 +67,7 @@ def make_tree(facts, say, progress_of, refused):
     try:
         os.mkdir(partial, 0o755)
         _install_packages(facts, partial, progress_of, refused)
+        say("Preparing the packages: bytecode, launcher, hashes ...")
         _compile(partial, final, refused)
         _add_rest(facts, partial, final)
         _try_it(partial, manifest["version"], refused)
@@ -68,7 +77,7 @@ def make_tree(facts, say, progress_of, refused):
         _sync_directory(base)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    say(f"Code installed in {final} ({time.monotonic() - began:.0f} s).")
+    say(f"Code installed in {final} ({time.monotonic() - began:.0f} s). It stays for the next try if the rest stops.")
 
 
 def hand_over(facts, options, lock):
@@ -129,28 +138,16 @@ def _install_packages(facts, partial, progress_of, refused):
     progress = progress_of("Unpacking packages", manifest["requires"]["unpacked_bytes"])
     _run(command, temporary, "unpack the packages", refused, lambda: progress.at(before - _free(partial)))
     shutil.rmtree(temporary)
-    shutil.rmtree(os.path.join(partial, "lib/bin"), ignore_errors=True)  # scripts of the packages; none is ours
+    for needless in NEEDLESS:
+        shutil.rmtree(os.path.join(partial, needless), ignore_errors=True)
     progress.end("Unpacked: every package, by its signed hash, without any index.")
 
 
 def _compile(partial, final, refused):
     """Bytecode for all of it now, so that nothing ever has to be written into the tree, and starts are quick."""
     lib = os.path.join(partial, "lib")
-    command = _python(
-        "-m",
-        "compileall",
-        "-q",
-        "-q",
-        "-j",
-        "0",
-        "--invalidation-mode",
-        "unchecked-hash",
-        "-s",
-        partial,
-        "-p",
-        final,
-        lib,
-    )
+    mode = ("-q", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash")  # nothing is looked up to judge its age
+    command = _python("-m", "compileall", *mode, "-x", NOT_COMPILED, "-s", partial, "-p", final, lib)
     # Some packages carry templates that are not Python by themselves: those do not compile, and nobody imports them.
     _run(command, partial, "compile the packages", refused, lambda: None, fine=(0, 1))
 
