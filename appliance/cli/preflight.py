@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,6 +87,7 @@ def preflight(
             port or (given.port if given else None),
             device or (given.device if given else None) or "auto",
             tuple(gpu or ()),
+            language,
         )
         waivers = {**(given.waivers if given else {}), **read_waivers(waive)}
         records = run_checks(context, waivers)
@@ -123,7 +125,7 @@ def read_waivers(given: list[str] | None) -> dict[str, str]:
 
 def _context(
     layout: Layout, bundle: Path | None, keys: list[Path], host: str | None, port: int | None, device: Device,
-    gpus: tuple[str, ...],
+    gpus: tuple[str, ...], language: str,
 ) -> PreflightContext:
     """The plans: what the medium asks for, and where the endpoint is or will be."""
     values: dict[str, Any] = {}
@@ -131,7 +133,8 @@ def _context(
         needs = read_needs(bundle.expanduser().absolute(), [*keys, *installed_keys(layout)], layout)
         values = needs.values
         if not needs.verified:
-            _note(t("No key is given (--trust-key), so nothing on the medium was trusted: only file sizes are used."))
+            _note(t("No key is given (--trust-key), so nothing on the medium was trusted: only file sizes are used."),
+                  language)  # fmt: skip
     standing = config.standing(layout)
     return PreflightContext(
         layout,
@@ -148,14 +151,14 @@ def _medium(given: Any) -> Path | None:
     return given.bundle or next(iter(given.medium), None)
 
 
-def _note(text: Text) -> None:
-    typer.echo(text.to(language_of()), err=True)
+def _note(text: Text, language: str) -> None:
+    typer.echo(text.to(language), err=True)
 
 
 def _error_line(records: list[Any], strict: bool, language: str) -> None:
-    """One line on stderr for scripts that throw stdout away."""
+    """One line on stderr, where stdout goes to a file or a pipe."""
     code = verdict(records, strict=strict)
-    if code:
+    if code and not sys.stdout.isatty():
         bad = [r for r in records if (r.status == "fail" and r.waived is None) or (code == 4 and r.status == "warn")]
         found = "; ".join(f"{record.id}: {in_words(record.observed, language)}" for record in bad)
         typer.echo(f"error: {found}  (exit code {int(code)})", err=True)

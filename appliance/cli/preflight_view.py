@@ -71,7 +71,8 @@ def _table(records: Sequence[CheckRecord], language: str) -> Table:
         state = _state(record)
         name = f"{escape(told(record.title, language) or record.id)}\n[dim]{record.id}[/]"
         if record.strict:
-            name += f" [dim]({escape(told(t('strict'), language))})[/]"
+            strict = told(t("strict"), language)
+            name += f" [dim]({strict})[/]"
         observed, required = (escape(told(text, language)) for text in (record.observed, record.required))
         table.add_row(f"[{_STYLES[state]}]{_WORDS[state]}[/]", str(record.number or ""), name, observed, required)
     return table
