@@ -129,7 +129,8 @@ def gemv(
         x = normed
     y = few_rows(x, weight, bias, scale=scale)
     if gate is not None:
-        y = _gated(*y.chunk(2, -1), gate)
+        first, second = y.chunk(2, -1)
+        y = _gated(first, second, gate)
     return y if residual is None else residual.copy_(residual.float() + y.float())
 
 
@@ -173,11 +174,6 @@ def rms_norm(
     if plain is not None:
         plain.copy_(y)
     return quantize_rows(y) if quantize else y
-
-
-def silu_mul(gate_up: torch.Tensor, *, quantize: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """triton_fused.silu_mul."""
-    return gate_mul(*gate_up.chunk(2, -1), "silu", quantize=quantize)
 
 
 def gate_mul(

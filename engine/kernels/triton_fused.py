@@ -1,4 +1,4 @@
-"""The small steps between matrix products, each one pass over its data: norm + residual, SiLU gate, RoPE + KV write.
+"""The small steps between matrix products, each one pass over its data: norm + residual, gate, RoPE + KV write.
 
 The first two can give their result in fp8, for a matrix product in fp8. It is then the fp8 form of the very numbers
 that they would have given: rounded to the activation's dtype first.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from engine.kernels.launch import kernel, wait_for_previous
 from engine.kernels.prefetch import prefetch_share, shares
-from engine.kernels.triton_gate import Gate, activated
+from engine.kernels.triton_gate import activated
 from engine.kernels.triton_quant import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
 
 
@@ -148,17 +148,17 @@ def _gate_mul_fp8_kernel(
 
 @overload
 def gate_mul(
-    gate: torch.Tensor, up: torch.Tensor, kind: Gate, *, quantize: Literal[False] = False,
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: Literal[False] = False,
     upcoming: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def gate_mul(
-    gate: torch.Tensor, up: torch.Tensor, kind: Gate, *, quantize: Literal[True], upcoming: torch.Tensor | None = None
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: Literal[True], upcoming: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def gate_mul(
-    gate: torch.Tensor, up: torch.Tensor, kind: Gate, *, quantize: bool = False, upcoming: torch.Tensor | None = None
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: bool = False, upcoming: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """act(gate) * up, both [T, N] with rows that may be strided -> [T, N]; with `quantize` (e4m3 [T, N], scale [T]),
     see triton_quant. `upcoming` is the weight that the result meets next (prefetch.py)."""
@@ -182,26 +182,6 @@ def gate_mul(
         N=size, BLOCK=block, KIND=kind, THREADS=warps * 32, num_warps=warps,
     )  # fmt: skip
     return out
-
-
-@overload
-def silu_mul(
-    gate_up: torch.Tensor, *, quantize: Literal[False] = False, upcoming: torch.Tensor | None = None
-) -> torch.Tensor: ...
-@overload
-def silu_mul(
-    gate_up: torch.Tensor, *, quantize: Literal[True], upcoming: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def silu_mul(
-    gate_up: torch.Tensor, *, quantize: bool = False, upcoming: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`gate_mul` of [T, 2 I] (gate beside up)."""
-    gate, up = gate_up.chunk(2, -1)
-    if quantize:
-        return gate_mul(gate, up, "silu", quantize=True, upcoming=upcoming)
-    return gate_mul(gate, up, "silu", upcoming=upcoming)
 
 
 @triton.jit

@@ -1,16 +1,12 @@
 """The activation of a gate, as a part of other kernels."""
 
-from typing import Literal
-
 import triton
 import triton.language as tl
-
-Gate = Literal["silu", "gelu_tanh", "sigmoid"]
 
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """float32 -> float32; KIND is a Gate. (gelu's x/2 · (1 + tanh u) is x · sigmoid(2u).)"""
+    """float32 -> float32; KIND: a Gate of engine/layers/activation.py. (x/2 · (1 + tanh u) is x · sigmoid(2u).)"""
     if KIND == "gelu_tanh":
         return x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif KIND == "sigmoid":

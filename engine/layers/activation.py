@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, UnnormedRows
 
-Gate = Literal["silu", "gelu_tanh"]
+Gate = Literal["silu", "gelu_tanh", "sigmoid"]
 
 
 class GatedLinear(MergedLinear):
@@ -23,28 +23,19 @@ class GatedLinear(MergedLinear):
             return self._in_vector_form(x.values, norm=(x.weight, x.eps), wide_offset=x.offset, gate=self.gate)
         if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
             return self._in_vector_form(x, gate=self.gate)
-        gate_up = self(x)
-        if self.gate == "gelu_tanh":
-            return gelu_tanh_mul(gate_up)
-        return silu_mul(gate_up, quantize=consumer.wants_fp8(gate_up.shape[0]), upcoming=consumer.weight)
+        gate, up = self(x).chunk(2, dim=-1)
+        return gate_mul(gate, up, self.gate, consumer)
 
 
-def silu_mul(
-    gate_up: torch.Tensor, *, quantize: bool = False, upcoming: torch.Tensor | None = None
-) -> torch.Tensor | QuantizedRows:
-    """silu(gate) * up of [T, 2 I] (gate beside up) -> [T, I]; `quantize` only on a GPU. `upcoming`: the weight that it
-    meets next."""
-    if gate_up.is_cuda:
+def gate_mul(gate: torch.Tensor, up: torch.Tensor, kind: Gate, consumer: Linear) -> torch.Tensor | QuantizedRows:
+    """act(gate) * up, both [T, N], in the form that `consumer`, the product after it, reads. May overwrite `up`."""
+    if gate.is_cuda:
         from engine.kernels import triton_fused
 
-        if quantize:
-            return QuantizedRows(*triton_fused.silu_mul(gate_up, quantize=True, upcoming=upcoming), gate_up.dtype)
-        return triton_fused.silu_mul(gate_up, upcoming=upcoming)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up of [T, 2 I] (gate beside up) -> [T, I], gelu by its tanh approximation."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
+        if consumer.wants_fp8(gate.shape[0]):
+            quantized = triton_fused.gate_mul(gate, up, kind, quantize=True, upcoming=consumer.weight)
+            return QuantizedRows(*quantized, gate.dtype)
+        return triton_fused.gate_mul(gate, up, kind, upcoming=consumer.weight)
+    if kind == "silu":
+        return F.silu(gate).mul_(up)
+    return (F.gelu(gate, approximate="tanh") if kind == "gelu_tanh" else gate.sigmoid()).mul_(up)

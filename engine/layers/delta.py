@@ -12,7 +12,7 @@ from engine.kernels.delta import (
     gated_delta_rule,
     gated_rms_norm,
 )
-from engine.layers.linear import Linear, MergedLinear, empty_parameter
+from engine.layers.linear import Activations, Linear, MergedLinear, empty_parameter
 
 
 class ByKeyHead(MergedLinear):
@@ -42,7 +42,7 @@ class GatedDeltaNet(nn.Module):
           ├► b, a ─► how much a token writes and keeps ──┘                          │
           └► z ─────────────────────────────────────────────────────────────────────┘
 
-    The worker binds `state`: the rule's [num_slots, HV, V, K] in `state_dtype`, and the convolution's [num_slots, W, C];
+    The worker binds `state`: the rule's [num_slots, HV, V, K] in `state_dtype`, the convolution's [num_slots, W, C];
     see engine.kernels.delta.
     """
 
@@ -83,12 +83,16 @@ class GatedDeltaNet(nn.Module):
         shapes = (self.value_heads, self.value_dim, self.key_dim), (self.conv_weight.shape[-1], self.channels)
         return StateLayer(shapes, (self.state_dtype, dtype))
 
-    def forward(self, x: torch.Tensor, batch: RecurrentBatch | DeviceRecurrentBatch) -> torch.Tensor:
+    def forward(self, x: Activations, batch: RecurrentBatch | DeviceRecurrentBatch) -> torch.Tensor:
+        return self.out_proj(self.heads(x, batch))
+
+    def heads(self, x: Activations, batch: RecurrentBatch | DeviceRecurrentBatch) -> torch.Tensor:
+        """All before the output projection: [T, H] -> [T, HV V]."""
         qkv, z = self.in_proj_qkvz(x).split((self.channels, self.value_size), -1)
         ba = self.in_proj_ba(x)
         if isinstance(batch, DeviceRecurrentBatch):
-            return self.out_proj(self._on_device(qkv, z, ba, batch))
-        return self.out_proj(self._on_cpu(qkv, z, ba, batch))
+            return self._on_device(qkv, z, ba, batch)
+        return self._on_cpu(qkv, z, ba, batch)
 
     def _on_cpu(self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
         state, conv_state = self.state

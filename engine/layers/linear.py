@@ -30,6 +30,7 @@ class QuantizedRows(NamedTuple):
     values: torch.Tensor  # [T, K] e4m3
     scale: torch.Tensor   # [T] float32
     dtype: torch.dtype    # of the activations, and of the product
+    plain: torch.Tensor | None = None  # [T, K] before, where a product that keeps its precision reads them too
 
 
 class UnnormedRows(NamedTuple):
@@ -92,6 +93,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Activations) -> torch.Tensor:
         if isinstance(x, QuantizedRows):
+            if x.plain is not None and self._product is not Linear._on_fp8:
+                return self._product(self, x.plain)
             return self._on_fp8_units(x)
         if isinstance(x, UnnormedRows):
             return self._in_vector_form(x.values, norm=(x.weight, x.eps), wide_offset=x.offset)

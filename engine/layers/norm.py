@@ -10,6 +10,8 @@ from engine.layers.linear import Activations, Linear, QuantizedRows, UnnormedRow
 class RMSNorm(nn.Module):
     """w * x / sqrt(mean(x²) + eps), statistics in float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
+    wide_offset: float | None = None  # of a WideRMSNorm
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = empty_parameter(size)
@@ -19,33 +21,42 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None, upcoming: torch.Tensor | None = None
     ) -> torch.Tensor:
         """norm(x), or norm(x + residual) with the sum left in `residual`. `upcoming`: the weight that it meets next."""
-        if x.is_cuda:
+        if x.is_cuda and x.ndim == 2:
             from engine.kernels.triton_fused import rms_norm
 
-            return rms_norm(x, self.weight, self.eps, residual, upcoming=upcoming)
+            return rms_norm(x, self.weight, self.eps, residual, wide_offset=self.wide_offset, upcoming=upcoming)
         if residual is not None:
             x = residual.add_(x)
+        return self._plain(x)
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add(
-        self, x: torch.Tensor | None, residual: torch.Tensor | None, consumer: Linear
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, consumer: Linear, *others: Linear
     ) -> tuple[Activations, torch.Tensor]:
         """(norm(h), h) of the residual stream h = x + residual: the two things a pre-norm layer needs. Consumes
         `residual`. One of the two may be missing.
 
-        The first is in the form that `consumer`, the product that follows, reads.
+        The first is in the form that `consumer`, the product that follows, reads; the others have to read it too.
         """
         if x is None or residual is None:
             x, residual = x if residual is None else residual, None
             assert x is not None
-            if consumer.in_vector_form(x.shape[0]):
-                return UnnormedRows(x, self.weight, self.eps), x
+            if all(product.in_vector_form(x.shape[0]) for product in (consumer, *others)):
+                return UnnormedRows(x, self.weight, self.eps, self.wide_offset), x
         kept = x if residual is None else residual
         if consumer.wants_fp8(x.shape[0]):
             from engine.kernels.triton_fused import rms_norm
 
-            rows = rms_norm(x, self.weight, self.eps, residual, quantize=True, upcoming=consumer.weight)
-            return QuantizedRows(*rows, x.dtype), kept
+            plain = None
+            if not all(product.wants_fp8(x.shape[0]) for product in others):
+                plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            rows = rms_norm(
+                x, self.weight, self.eps, residual, wide_offset=self.wide_offset, quantize=True, plain=plain,
+                upcoming=consumer.weight,
+            )  # fmt: skip
+            return QuantizedRows(*rows, x.dtype, plain), kept
         return self(x, residual, consumer.weight), kept
 
 
@@ -57,27 +68,11 @@ class WideRMSNorm(RMSNorm):
 
     def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
         super().__init__(size, eps)
-        self.offset = offset
+        self.offset = self.wide_offset = offset
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, upcoming: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if x.is_cuda and x.ndim == 2:
-            from engine.kernels.triton_fused import rms_norm
-
-            return rms_norm(x, self.weight, self.eps, residual, wide_offset=self.offset, upcoming=upcoming)
-        if residual is not None:
-            x = residual.add_(x)
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.float() + self.offset if self.offset else self.weight.float()
         return F.rms_norm(x.float(), self.weight.shape, weight, self.eps).to(x.dtype)
-
-    def add(
-        self, x: torch.Tensor | None, residual: torch.Tensor | None, consumer: Linear
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if x is None or residual is None:
-            x, residual = x if residual is None else residual, None
-            assert x is not None
-        return self(x, residual, consumer.weight), x if residual is None else residual
 
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

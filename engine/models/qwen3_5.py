@@ -19,11 +19,12 @@ from torch import nn
 
 from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
+from engine.layers.activation import gate_mul
 from engine.layers.attention import Attention
 from engine.layers.context import StateBatch, get_context
 from engine.layers.delta import GatedDeltaNet
 from engine.layers.embed import Embedding, LMHead
-from engine.layers.linear import Linear, MergedLinear
+from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, UnnormedRows
 from engine.layers.moe import SparseMLP
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
@@ -69,14 +70,10 @@ class GatedAttention(nn.Module):
             q_norm=self.q_norm, k_norm=self.k_norm,
         )  # fmt: skip
 
-    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def heads(self, x: Activations, rope: Rope) -> torch.Tensor | QuantizedRows:
+        """All before the output projection: [T, H] -> [T, Hq D]."""
         qkv, gate = self.qkv_proj(x).tensor_split((-self.gate_size,), -1)
-        y = self.attention(qkv, rope)
-        if y.is_cuda:
-            from engine.kernels.triton_delta import sigmoid_mul
-
-            return self.o_proj(sigmoid_mul(y, gate))
-        return self.o_proj(y.mul_(gate.sigmoid()))
+        return gate_mul(gate, self.attention(qkv, rope), "sigmoid", self.o_proj)
 
     def weights(self, prefix: str) -> Weights:
         found = {f"{prefix}{name}_proj.weight": self.qkv_proj.part(i) for i, name in enumerate("qkv")}
@@ -99,8 +96,20 @@ class SharedExpertMLP(SparseMLP):
         self.shared_expert_gate.quantizable = False
         self.is_stacked = True  # on disk: all experts in a tensor, or a matrix each
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).addcmul_(self.shared_expert_gate(x).sigmoid(), self.shared_expert(x))
+    @property
+    def readers(self) -> tuple[Linear, ...]:
+        """Products that read the layer's norm; experts do as well, and need it in plain numbers."""
+        return self.shared_expert.gate_up_proj, self.shared_expert_gate, self.gate
+
+    def onto(self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows) -> torch.Tensor | None:
+        plain = x.plain if isinstance(x, QuantizedRows) else x
+        assert plain is not None
+        y = super().onto(residual, plain)
+        shared, gate = self.shared_expert(x), self.shared_expert_gate(plain).sigmoid()
+        if y is not None:
+            return y.addcmul_(gate, shared)
+        residual.addcmul_(gate, shared)
+        return None
 
     def weights(self, prefix: str) -> Weights:
         experts = self.experts.stacked_weights if self.is_stacked else self.experts.weights
@@ -129,17 +138,26 @@ class Qwen35Layer(nn.Module):
         self.mlp = SharedExpertMLP(config, own) if own.sparse[index] else LlamaMLP(config)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: RecurrentBatch | DeviceRecurrentBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(self.mixer, GatedAttention):
-            normed, residual = self.input_layernorm.add(x, residual, self.mixer.qkv_proj)
-            x = self.mixer(normed, rope)
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        rope: Rope,
+        batch: RecurrentBatch | DeviceRecurrentBatch,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The residual stream is x + residual, of which one may be missing; so it is returned."""
+        mixer, mlp = self.mixer, self.mlp
+        if isinstance(mixer, GatedAttention):
+            normed, residual = self.input_layernorm.add(x, residual, mixer.qkv_proj)
+            x = mixer.o_proj.onto(residual, mixer.heads(normed, rope))
         else:
-            normed, residual = self.input_layernorm.add(x, residual, self.mixer.in_proj_ba)
-            x = self.mixer(normed, batch)
-        reader = self.mlp.gate_up_proj if isinstance(self.mlp, LlamaMLP) else self.mlp.gate
-        normed, residual = self.post_attention_layernorm.add(x, residual, reader)
-        return self.mlp(normed), residual
+            normed, residual = self.input_layernorm.add(x, residual, mixer.in_proj_qkvz, mixer.in_proj_ba)
+            x = mixer.out_proj.onto(residual, mixer.heads(normed, batch))
+        if isinstance(mlp, LlamaMLP):
+            normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate_up_proj)
+            return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual
+        normed, residual = self.post_attention_layernorm.add(x, residual, *mlp.readers)
+        assert not isinstance(normed, UnnormedRows)  # the router reads no such
+        return mlp.onto(residual, normed), residual
 
     def weights(self, prefix: str) -> Weights:
         norms = {
@@ -182,12 +200,11 @@ class Qwen35ForCausalLM(CausalLM):
         context = get_context()
         assert context.state is not None, "the worker gave this step no state slots"
         batch = _recurrent_batch(context.positions, context.state)
-        x = self.embed_tokens(token_ids)
-        rope = self.rope.rows(context.positions, x.dtype)
-        residual = None
+        x, residual = None, self.embed_tokens(token_ids)
+        rope = self.rope.rows(context.positions, residual.dtype)
         for layer in self.blocks:
             x, residual = layer(x, residual, rope, batch)
-        return self.norm.add(x, residual, self.lm_head)[0]
+        return self.norm(residual) if x is None else self.norm(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)

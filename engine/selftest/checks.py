@@ -256,10 +256,10 @@ def norm(side: Side, *, size: int, residual: bool, quantize: bool) -> list[Resul
     return results if kept is None else [*results, numbers(kept)]
 
 
-def silu_mul(side: Side, *, inner: int, quantize: bool) -> list[Result]:
+def gate_mul(side: Side, *, inner: int, kind: str, quantize: bool) -> list[Result]:
     x = side.strided(9, 2 * inner)
     with side.clock():
-        y = side.fused.silu_mul(x, quantize=quantize)
+        y = side.fused.gate_mul(*x.chunk(2, -1), kind, quantize=quantize)
     return fp8_rows(y) if quantize else [numbers(y, 2)]
 
 
@@ -372,8 +372,8 @@ CHECKS: list[Check] = [
     Check("norm", partial(norm, size=1024, residual=False, quantize=False)),
     Check("norm residual", partial(norm, size=960, residual=True, quantize=False)),
     Check("norm residual to fp8", partial(norm, size=1024, residual=True, quantize=True), True),
-    Check("gate", partial(silu_mul, inner=1536, quantize=False)),
-    Check("gate to fp8", partial(silu_mul, inner=1536, quantize=True), True),
+    Check("gate", partial(gate_mul, inner=1536, kind="gelu_tanh", quantize=False)),
+    Check("gate to fp8", partial(gate_mul, inner=10240, kind="silu", quantize=True), True),
     Check("quantise", quantize_rows, True),
     Check("rope, KV write", partial(rope, dim=64, heads=7, kv_heads=1, with_norm=False, is_fp8=False)),
     Check("norm, rope, KV write", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, is_fp8=False)),
