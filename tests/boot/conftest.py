@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """The chapters of a story (marked `incremental`) end with the first that fails."""
-    if item.get_closest_marker("incremental") and call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception):
+    failed = call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception)
+    if failed and item.get_closest_marker("incremental"):
         item.session.stash.setdefault(FAILED, {}).setdefault(_story(item), item.name)
 
 

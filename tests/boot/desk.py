@@ -1,4 +1,4 @@
-"""What an operator does with a machine: install from a medium, ask it questions, look at its journal, take snapshots."""
+"""What an operator does with a machine: install from a medium, ask it questions, look at what it wrote down."""
 
 import json
 import subprocess
@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,4 +168,4 @@ while True:
         self._reader.join()
         good = [(began, ended) for began, ended, fine in self._seen if fine]
         assert len(good) > 1, f"{len(self._seen)} asked, {len(good)} good"
-        return max(later[1] - sooner[1] for sooner, later in zip(good, good[1:], strict=False))
+        return max(later[1] - sooner[1] for sooner, later in pairwise(good))

@@ -72,7 +72,7 @@ class TestLife:
             assert "--python" in refused.err, refused.err
         done = desk.install().check()
         memory["first"] = desk.live()
-        assert desk.key.startswith("atoll-"), done.out.replace(desk.key, "…")
+        assert desk.key.startswith("sk-"), done.out.replace(desk.key, "…")
         state = desk.status()
         assert state["state"] == "serving", desk.trouble()
         copied = _seconds_of_the_copy(desk)
@@ -202,7 +202,9 @@ class TestLife:
         assert desk.ask()["status"] == 0
 
     def test_reinstall_finds_its_data(self, desk: Desk) -> None:
-        before = {path: path.stat().st_ino for path in desk.machine.path("/var/lib/atoll/models").rglob("*.safetensors")}
+        weights = desk.machine.path("/var/lib/atoll/models").rglob("*.safetensors")
+        before = {path: path.stat().st_ino for path in weights}
+        assert before
         key = desk.key
         desk.install().check()
         assert desk.key == key, "the old key is still good: no new one was to be made"
