@@ -30,8 +30,8 @@ Facts = dict[str, Any]
 
 
 def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
-    """All facts, ready for JSON. `state` is serving, starting, stopped, failed, interrupted, busy or not-installed;
-    `healthy` says that it serves and nothing is wrong.
+    """All facts, ready for JSON. `state` is serving, starting, stopped, failed, interrupted, busy, not-installed or
+    unknown (this user may not see); `healthy` says that it serves and nothing is wrong.
 
     Raises InstallError (usage) where nothing of ours is.
     """
@@ -42,15 +42,14 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     endpoint = found.look("the settings", lambda: config.standing(layout), None)
     settings = found.look("the settings", lambda: _settings(layout), {})
     running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
-    healthy, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, "not running")
+    answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, "not running")
     holder = lock.holder(layout.lock)
-    state = _state(history, committed, running, healthy, busy=holder is not None)
+    state = _state(history, committed, running, answers, busy=holder is not None)
     _tell_state(layout, state, running, said, units, history, found)
     verified = _last_verify(layout, log, committed, found)
     certificate = _certificate(layout, endpoint, found)
-    return {
+    facts = {
         "state": state,
-        "healthy": state == "serving" and found.healthy,
         "form": "system" if layout.system else "prefix",
         "prefix": str(layout.prefix),
         "busy": holder,
@@ -68,16 +67,16 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         "endpoints": _endpoints(endpoint, certificate) if endpoint and committed else [],
         "units": [unit.to_json() for unit in units],
         "service": {name: running[name] for name in ("phase", "pid", "uptime_s", "restarts", "last_exit")},
-        "health": {"ok": healthy, "said": said},
+        "health": {"ok": answers, "said": said},
         "smoke": committed.get("smoke"),
         "gpu": _gpu(settings, found),
         "last_verify": verified,
         "certificate": certificate,
         "keys": found.look("the API keys", lambda: _keys(layout, found, serving=bool(committed)), []),
         "disk": found.look("the disk", lambda: _disk(layout, found), None),
-        "problems": found.to_json(),
-        "unseen": list(dict.fromkeys(found.unseen)),
     }
+    healthy = state == "serving" and found.healthy  # now that everything was looked at
+    return {**facts, "healthy": healthy, "problems": found.to_json(), "unseen": list(dict.fromkeys(found.unseen))}
 
 
 def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
@@ -117,6 +116,9 @@ def _running(
         gpu = any(table.get("device") != "cpu" for table in settings.get("models", {}).values()) or not settings
         units = found.look("the units", lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
         return _from_units(units), units
+    if layout.run.exists() and not os.access(layout.run, os.X_OK):
+        found.unseen.append("the service's process")
+        return {"phase": "unknown", "up": True, "pid": None, "uptime_s": None, "restarts": 0, "last_exit": None}, []
     state = (service or PrefixService(layout)).state()
     up_for = int(time.time() - state.since) if state.since and state.up else None
     return {
@@ -159,6 +161,8 @@ def _state(history: History, committed: Facts, running: Facts, healthy: bool, *,
         return "serving"
     if running["phase"] in ("failed", "dead"):
         return "failed"
+    if running["phase"] == "unknown":
+        return "unknown"
     return "starting" if running["up"] else "stopped"
 
 
