@@ -32,8 +32,8 @@ by another way and point it at the disk with --medium.
 Exit codes: 0 ok, 2 usage, 3 the server lacks something, 10 not trusted, 11 content differs, 12 older than installed,
 13 something is missing, 30 space or I/O, 75 another install runs, 130 interrupted; others: `atoll install --help`.
 """
-OWN = ("--fingerprint", "--medium", "--python", "--allow-downgrade")  # with a value, not passed on
-SHARED = ("--prefix", "--trust-key", "--answers", "--bundle")  # with a value, passed on
+OWN = ("--fingerprint", "--medium", "--python")  # with a value, not passed on
+SHARED = ("--prefix", "--trust-key", "--answers", "--bundle", "--allow-downgrade")  # with a value, passed on
 
 
 class Options:
@@ -52,7 +52,7 @@ class Options:
                         raise Refused(USAGE, f"{name} needs a value.", "Help: sh install.sh --help")
                     value = left.pop(0)
                 self.values[name].append(value)
-                if name in ("--answers", "--bundle"):
+                if name in ("--answers", "--bundle", "--allow-downgrade"):
                     self.rest += [name, os.path.abspath(value) if name == "--answers" else value]
             elif word in ("-h", "--help"):
                 self.help = True

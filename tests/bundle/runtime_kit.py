@@ -1,0 +1,118 @@
+"""A small but real runtime for the tests: our own wheel and every dependency but torch, and ways to run install.sh."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from offline_bundle import oms, runtime_wheels
+from offline_bundle.keys import KeyPair, load_private
+from offline_bundle.runtime import build_runtime
+from offline_bundle.runtime_verify import inspect_runtime
+from offline_bundle.strictjson import canonical
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(os.path.realpath(sys.executable))  # outside of any virtual environment: -I -S sees no packages there
+SMALL = [r for r in runtime_wheels.requirements() if not r.startswith("torch")]
+
+
+def wheelhouse(packages: Sequence[str]) -> Path:
+    """The wheels of `packages`, collected once and kept in .cache, so that only the first run asks an index."""
+    name = hashlib.sha256("\n".join([*packages, sys.version[:6], "pip>=25"]).encode()).hexdigest()[:12]
+    house = ROOT / ".cache" / f"wheelhouse-{name}"
+    if not house.is_dir():
+        partial = house.with_name(f".{house.name}.{os.getpid()}.partial")
+        for room in ("wheels", "pip"):
+            (partial / room).mkdir(parents=True)
+        python = Path(sys.executable)
+        runtime_wheels.download(python, packages, partial / "wheels", torch="cpu")
+        runtime_wheels.download_pip(python, partial / "pip")
+        partial.rename(house)
+    return house / "wheels"
+
+
+def build(out: Path, keys: KeyPair, *, own_wheel: Path, sequence: int = 5, packages: Sequence[str] = SMALL) -> Path:
+    """A medium in `out` with a runtime of `packages`."""
+    wheels = wheelhouse(packages)
+    private, torch = keys.private_path, "cpu"
+    build_runtime(
+        out, private_key=private, sequence=sequence, torch=torch, packages=packages, own_wheel=own_wheel, wheels=wheels
+    )
+    return out
+
+
+def copy(medium: Path, target: Path) -> Path:
+    """A medium to spoil. Files are hard links: replace them, do not write into them."""
+    shutil.copytree(medium, target, copy_function=os.link, symlinks=True)
+    return target
+
+
+def replace(path: Path, data: bytes) -> None:
+    """New content under the same name, without touching the medium that this one was copied from."""
+    path.unlink()
+    path.write_bytes(data)
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle; the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    replace(path, bytes(data))
+
+
+def sign_again(medium: Path, keys: KeyPair, edit: Callable[[dict[str, Any]], None] = lambda manifest: None) -> None:
+    """Sign, with the trusted key, what no honest builder would: bundle.json after `edit`, with the files' real hashes."""
+    runtime = medium / "runtime"
+    manifest = json.loads((runtime / "bundle.json").read_bytes())
+    for entry in manifest["files"]:
+        data = (runtime / entry["path"]).read_bytes()
+        entry |= {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    edit(manifest)
+    text = canonical(manifest)
+    resources = {f["path"]: f["sha256"] for f in manifest["files"]} | {"bundle.json": hashlib.sha256(text).hexdigest()}
+    replace(runtime / "bundle.json", text)
+    replace(runtime / "model.sig", oms.sign(resources, "odd", load_private(keys.private_path)))
+
+
+def bare_path(directory: Path) -> Path:
+    """A PATH with a Python and what every system has, but no pip, no compiler, no network tool."""
+    directory.mkdir(parents=True)
+    (directory / "python3").symlink_to(PYTHON)
+    for name in ("sh", "readlink"):
+        (directory / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+    return directory
+
+
+def command(medium: Path, *arguments: object, shell: str = "sh") -> list[str]:
+    """install.sh in a network namespace of its own, with nothing but `lo`, which is down."""
+    return ["unshare", "-rn", shell, str(medium / "install.sh"), *map(str, arguments)]
+
+
+def install(
+    medium: Path, path: Path, *arguments: object, shell: str = "sh", **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run install.sh to its end, with `path` as the only PATH and no terminal."""
+    environment = {"PATH": f"{path}", "HOME": str(path)}
+    full = command(medium, *arguments, shell=shell)
+    full[0] = shutil.which("unshare") or "unshare"
+    full[2] = shutil.which(shell) or shell
+    return subprocess.run(
+        full, env=environment, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
+        start_new_session=True, **more,
+    )  # fmt: skip
+
+
+def digest12(medium: Path) -> str:
+    """The end of the code tree's name."""
+    return inspect_runtime(medium / "runtime").digest[:12]
+
+
+def trees(prefix: Path) -> list[str]:
+    """Every entry of the directory of code, hidden ones too."""
+    code = prefix / "opt/atoll/code"
+    return sorted(os.listdir(code)) if code.is_dir() else []
