@@ -6,6 +6,7 @@ had finished, as long as these have not been touched since.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -17,10 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from installer import fs, release, sequence, trust
+from installer.code_tree import read_facts, verify_code
 from installer.errors import ExitCode, InstallError
 from installer.journal import History, replay
 from installer.layout import Layout
+from offline_bundle import limits, oms
 from offline_bundle.errors import BundleError
+from offline_bundle.keys import load_trusted
+from offline_bundle.manifest import MANIFEST, SIGNATURE
 from offline_bundle.progress import Progress, silent
 from offline_bundle.store import is_sealed, verify_model
 
@@ -120,8 +125,8 @@ def _targets(
     """Everything there is to check, and what should be there and is not."""
     name = release.live(layout)
     yield Target("release", name or "none"), lambda target: _check_release(layout, history, readable, target)
-    for tree in sorted((layout.opt / "code").glob("*/files.json")):
-        yield Target("code", tree.parent.name), lambda target, at=tree.parent: _check_code(at, target)
+    for tree in sorted(path for path in layout.code.glob("*") if (path / "runtime.json").is_file()):
+        yield Target("code", tree.name), lambda target, at=tree: _check_code(at, trusted, progress, target)
     info = release.read_info(layout, name) if name else {}
     expected = {str(bundle.get("digest")): str(bundle.get("name")) for bundle in release.bundles_of(info)}
     there = {path.name for path in _entries(layout.models)}
@@ -156,17 +161,23 @@ def _check_release(layout: Layout, history: History, readable: bool, target: Tar
         )
 
 
-def _check_code(tree: Path, target: Target) -> None:
-    from installer.code_tree import verify_code
-
-    differing = verify_code(tree)
+def _check_code(tree: Path, trusted: list[Path], progress: Progress, target: Target) -> None:
+    """The signed description of the code first, then every file."""
+    again = "Stop the service (atoll stop) and install again from its medium: atoll install MEDIUM"
+    share = tree / "share"
+    resources, _ = oms.verify(fs.read_regular(share / SIGNATURE, limits.MAX_SIGNATURE)[0], load_trusted(trusted, tree))
+    digest = hashlib.sha256(fs.read_regular(share / MANIFEST, limits.MAX_MANIFEST)[0]).hexdigest()
+    if resources.get(MANIFEST) != digest or read_facts(tree).get("digest") != digest:
+        message = f"The code in {tree} does not say of itself what was signed."
+        raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
+    differing = verify_code(tree, lambda done, total: progress("code", done, total))
     target.bytes = fs.tree_size(tree)
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise InstallError(
-            f"The code differs from what was signed: {', '.join(differing[:3])}{more}.",
+            f"The code differs from what was installed: {', '.join(differing[:3])}{more}.",
             exit_code=ExitCode.CONTENT_MISMATCH,
-            hint="Stop the service (atoll stop) and install again from its medium.",
+            hint=again,
         )
 
 
@@ -212,6 +223,9 @@ def _run(target: Target, check: Check, known: dict[str, Target]) -> None:
     except OSError as error:
         target.exit_code, target.error = int(ExitCode.IO), f"It could not be read: {error.strerror or error}."
         target.hint = "As another user than root not everything can be read. Else look at the disk: dmesg"
+        if isinstance(error, FileNotFoundError):
+            target.exit_code, target.error = int(ExitCode.MEDIA), f"{error.filename} is missing."
+            target.hint = "Install again from the medium: atoll install MEDIUM"
     target.at, target.seconds = _now(), round(time.monotonic() - began, 2)
 
 

@@ -17,7 +17,7 @@ _EXIT_CODES = (
     "Exit codes: 0 all is as signed, 10 signature missing or not trusted, 11 content differs, 12 older than allowed, "
     "13 something is missing, 30 cannot be read, 75 another check is at work, 130 interrupted."
 )
-_LABELS = {"verify": "Reading and comparing"}
+_LABELS = {"verify": "Reading and comparing", "code": "Comparing the code"}
 
 
 def register(app: typer.Typer) -> None:
