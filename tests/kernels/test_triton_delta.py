@@ -5,12 +5,13 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
 import triton.language as tl
 
 from engine.kernels import delta, triton_delta
 from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
 from engine.kernels.launch import kernel
-from engine.kernels.triton_delta import DeltaShape, _inverse
+from engine.kernels.triton_delta import DeltaShape, _inverse_64
 from engine.layers.delta import GatedDeltaNet
 
 SHAPES = [DeltaShape(2, 4, 16, 32), DeltaShape(1, 4, 32, 16), DeltaShape(2, 2, 16, 16)]
@@ -129,20 +130,50 @@ def test_chunks_cover_all_longer_sequences(counts):
     assert triton_delta.plan_chunks(torch.tensor(counts), total).tolist() == expected
 
 
+@triton.jit
+def _tile(x_ptr, row: tl.constexpr, column: tl.constexpr):
+    return x_ptr + (row * 16 + tl.arange(0, 16))[:, None] * 64 + column * 16 + tl.arange(0, 16)[None, :]
+
+
 @kernel
-def _invert_kernel(x_ptr, y_ptr, SIZE: tl.constexpr, LEVELS: tl.constexpr):
-    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(y_ptr + at, _inverse(tl.load(x_ptr + at), SIZE, LEVELS))
+def _invert_kernel(x_ptr, y_ptr):
+    l00, l11 = tl.load(_tile(x_ptr, 0, 0)), tl.load(_tile(x_ptr, 1, 1))
+    l22, l33 = tl.load(_tile(x_ptr, 2, 2)), tl.load(_tile(x_ptr, 3, 3))
+    x00, x10, x11, x20, x21, x22, x30, x31, x32, x33 = _inverse_64(
+        l00, tl.trans(l00), l11, tl.trans(l11), l22, tl.trans(l22), l33, tl.trans(l33),
+        tl.load(_tile(x_ptr, 1, 0)), tl.load(_tile(x_ptr, 2, 0)), tl.load(_tile(x_ptr, 2, 1)),
+        tl.load(_tile(x_ptr, 3, 0)), tl.load(_tile(x_ptr, 3, 1)), tl.load(_tile(x_ptr, 3, 2)),
+    )  # fmt: skip
+    tl.store(_tile(y_ptr, 0, 0), x00)
+    tl.store(_tile(y_ptr, 1, 0), x10)
+    tl.store(_tile(y_ptr, 1, 1), x11)
+    tl.store(_tile(y_ptr, 2, 0), x20)
+    tl.store(_tile(y_ptr, 2, 1), x21)
+    tl.store(_tile(y_ptr, 2, 2), x22)
+    tl.store(_tile(y_ptr, 3, 0), x30)
+    tl.store(_tile(y_ptr, 3, 1), x31)
+    tl.store(_tile(y_ptr, 3, 2), x32)
+    tl.store(_tile(y_ptr, 3, 3), x33)
+
+
+def invert(lower):
+    found = torch.zeros(64, 64)
+    _invert_kernel((1,), lower, found)
+    return found.double(), (torch.eye(64, dtype=torch.float64) + lower.double()).inverse()
 
 
 def test_the_inverse_of_a_full_triangle():
     """Entries near 1 in all places: powers of such a matrix reach 10**17, its inverse stays below 2."""
+    torch.testing.assert_close(*invert((0.9 + 0.1 * torch.rand(64, 64)).tril(-1)), rtol=1e-5, atol=1e-5)
 
-    lower = (0.9 + 0.1 * torch.rand(64, 64)).tril(-1)
-    found = torch.empty(64, 64)
-    _invert_kernel((1,), lower, found, SIZE=64, LEVELS=6)
-    expected = (torch.eye(64, dtype=torch.float64) + lower.double()).inverse()
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+@pytest.mark.parametrize("same", [0.0, 0.5, 1.0])
+def test_the_inverse_for_keys(same):
+    """Of what keys make, from nearly orthogonal to equal ones, entries and inverse have none above 1."""
+    k = torch.nn.functional.normalize(same * torch.randn(1, 32) + torch.randn(64, 32) * (1.01 - same), dim=1)
+    found, expected = invert((torch.rand(64, 1) * (k @ k.t())).tril(-1))
+    assert expected.abs().max() < 1 + 1e-6
+    assert (found - expected).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize(("shape", "width"), [(SHAPES[0], 4), (SHAPES[1], 4), (SHAPES[2], 3)])
