@@ -198,7 +198,7 @@ class EngineClient:
                 self._progressed = time.monotonic()
                 self._become("ready")
             case m.Goodbye():
-                self.last_error = f"{event.reason} {event.hint}".strip()
+                self.last_error, self.progress = f"{event.reason} {event.hint}".strip(), ""
                 self._become("dead")
 
     def _advance(self, stats: EngineStats) -> None:
@@ -222,6 +222,7 @@ class EngineClient:
     def _lost(self, why: str) -> None:
         if self.state == "ready":
             self.restarts += 1
+        self.progress = ""
         if self.state != "connecting":
             self._become("dead")
         self.stats.num_running = self.stats.num_waiting = self.stats.pages_in_use = 0

@@ -33,6 +33,7 @@ log = logging.getLogger("atoll.gateway")
 EXIT_CONFIG = 2
 EXIT_MODEL = 11
 EXIT_INTERRUPTED = 130
+_STATES = {"connecting": "not running", "dead": "down", "stalled": "does not answer"}  # of a client, in plain words
 STATUS_SECONDS = 1.0  # between two looks at the engines; also how often the watchdog is fed
 
 
@@ -176,8 +177,8 @@ def _summary(models: dict[str, ServedModel], broken: dict[str, str]) -> str:
     words = []
     for model in {id(model): model for model in models.values()}.values():
         client = model.client
-        state = client.state if client.state != "ready" or client.healthy() else "not answering"
-        words.append(f"{model.name} {client.progress or state}")
+        state = client.state if client.state != "ready" or client.healthy() else "stalled"
+        words.append(f"{model.name} {client.progress or _STATES.get(state, state)}")
     return "; ".join([*words, *(f"{name} not served" for name in broken)])
 
 
