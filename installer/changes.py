@@ -1,7 +1,7 @@
 """Which parts of the service a switch changes, so that no other part is restarted.
 
-A part is an engine (by its instance) or "gateway". Its fingerprint covers everything that it reads when it starts: the
-code, its settings, its units, its model, its certificate.
+A part is an engine (by its instance), "gateway" or "socket". Its fingerprint covers everything that it reads when it
+starts: the code, its settings, its units, its model, its certificate.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from installer import config, units
 from installer.context import Context
 from installer.proc import boot_id
 
-GATEWAY = "gateway"
+GATEWAY, SOCKET = "gateway", "socket"
 
 
 def fingerprints(context: Context) -> dict[str, str]:
@@ -28,16 +28,24 @@ def fingerprints(context: Context) -> dict[str, str]:
     gateway = config.parse(context.config_text, layout.config, "gateway")
     served = {name: table.get("model") for name, table in tables.items()}
     certificate = config.read_text(layout.server_cert)
-    found[GATEWAY] = _hash(code, texts.get(units.GATEWAY), texts.get(units.SOCKET), gateway, served, certificate)
+    found[GATEWAY] = _hash(code, texts.get(units.GATEWAY), gateway, served, certificate)
+    found[SOCKET] = _hash(texts.get(units.SOCKET))
     return found
 
 
-def changed(context: Context) -> set[str]:
-    """The parts that must start anew, and those that shall no longer run."""
+def changed(context: Context) -> set[str] | None:
+    """The parts that must start anew, and those that shall no longer run; None for all.
+
+    All: in the prefix form, where there is one part; after a killed run, which may have started anything; and where the
+    address changes, since the port is opened before everything else.
+    """
     committed = context.history.committed or {}
     before: dict[str, Any] = committed.get("parts") or {}
+    if not context.layout.system or context.resumed or not before or context.release is None:
+        return None
     now = fingerprints(context)
-    return {name for name in {*before, *now} if before.get(name, {}).get("fingerprint") != now.get(name)}
+    found = {name for name in {*before, *now} if before.get(name, {}).get("fingerprint") != now.get(name)}
+    return None if SOCKET in found else found
 
 
 def parts(context: Context) -> dict[str, dict[str, str]]:

@@ -53,7 +53,7 @@ def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
     if not layout.system:
         stays.append(layout.log_dir)
     for path in (*gone, *_system_files(layout, purge=purge)):
-        plan.remove.append((path, fs.tree_size(path) if path.is_dir() else _size(path)))
+        plan.remove.append((path, fs.tree_size(path) or _size(path)))
     for path in stays:
         (plan.remove if purge else plan.keep).append((path, fs.tree_size(path)))
     if purge and layout.system:
@@ -116,13 +116,15 @@ def _drop_ins(layout: Layout) -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    return path.lstat().st_size
+    """Of a file or link; nothing for what a killed uninstall has removed already."""
+    return path.lstat().st_size if path.is_symlink() or path.is_file() else 0
 
 
 def _purge(layout: Layout, history: History) -> None:
     """The rest, the journal last, so that a purge that was cut off can be told from a stranger's directory."""
     drop_ins = _drop_ins(layout) if layout.system else []
-    for root in (layout.etc, layout.log_dir, layout.models, *drop_ins):
+    stamp = layout.prefix / "var/lib/systemd/timers" / f"stamp-{units.TIMER}"
+    for root in (layout.etc, layout.log_dir, layout.models, *drop_ins, stamp):
         fs.remove_tree(layout.prefix, root)
     for entry in layout.state.iterdir():
         if entry != layout.journal:

@@ -101,7 +101,7 @@ def start(context: Context) -> str:
     lifetime = context.options.start_timeout + context.options.smoke_timeout + 60
     context.smoke_key = keys.add_smoke(layout.api_keys, lifetime)
     ran = service.state().up
-    parts = changes.changed(context) if layout.system and ran and not context.resumed else None
+    parts = changes.changed(context) if ran else None
     began = time.monotonic()
     service.stop(parts)
     started = time.monotonic()

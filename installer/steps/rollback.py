@@ -54,7 +54,7 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
 def _put_back(context: Context, opened: dict[str, Any]) -> None:
     """Settings, certificate, `current`, units: each as it stood. What ran of the new release is stopped first."""
     layout = context.layout
-    context.service.stop(_parts(context))
+    context.service.stop(changes.changed(context))  # no other model is interrupted
     before = config.read_text(layout.config_backup) if opened["had_config"] else None
     if opened["previous"] is not None:
         fs.symlink_atomic(layout.current, f"releases/{opened['previous']}")
@@ -71,12 +71,6 @@ def _put_back(context: Context, opened: dict[str, Any]) -> None:
     if opened["previous"] is None:
         fs.remove_file(layout.current)
     context.endpoint = config.endpoint(before, layout.config, system=layout.system)
-
-
-def _parts(context: Context) -> set[str] | None:
-    """What the switch had changed, so that no other model is interrupted; None, everything, where nobody knows."""
-    known = context.layout.system and context.release is not None and not context.resumed
-    return changes.changed(context) if known and context.history.committed else None
 
 
 def _put_back_units(context: Context) -> None:
