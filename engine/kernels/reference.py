@@ -4,6 +4,7 @@ Tests and the self-test (engine/selftest) compare each kernel with its twin. Twi
 it. The twin of triton_sampling is the CPU's own sampler, engine/worker/sample/sampler.py.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -174,6 +175,32 @@ def rms_norm(
     if plain is not None:
         plain.copy_(y)
     return quantize_rows(y) if quantize else y
+
+
+def post_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    following: Sequence[torch.Tensor],
+    eps: float,
+    offset: float,
+    *,
+    branch: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    scalar: torch.Tensor | None = None,
+    quantize: bool = False,
+) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, list[torch.Tensor]]:
+    """triton_post_norm.post_norm."""
+    if branch is not None:
+        x_weight, y, y_weight = branch
+        x = _wide_normed(x, x_weight, offset, eps) + _wide_normed(y, y_weight, offset, eps)
+    residual += _wide_normed(x, weight, offset, eps)
+    if scalar is not None:
+        residual *= scalar
+    normed = [_wide_normed(residual, each, offset, eps) for each in following]
+    first = normed[0] if normed else None
+    if quantize:
+        first = quantize_rows(residual if first is None else first)
+    return first, normed[1:]
 
 
 def gate_mul(

@@ -1,5 +1,7 @@
 """RMS normalisation, alone and with the residual stream's addition before it."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -73,6 +75,54 @@ class WideRMSNorm(RMSNorm):
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.float() + self.offset if self.offset else self.weight.float()
         return F.rms_norm(x.float(), self.weight.shape, weight, self.eps).to(x.dtype)
+
+    def onto(
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        following: Sequence["WideRMSNorm"],
+        consumer: Linear | None,
+        *,
+        branch: tuple["WideRMSNorm", torch.Tensor, "WideRMSNorm"] | None = None,
+        scalar: torch.Tensor | None = None,
+    ) -> list[Activations]:
+        """residual = (residual + norm(x)) * scalar, in place, and what follows of it: all that stands between a product
+        and the next one in layers with norms behind their products.
+
+        branch: (norm_1, y, norm_2), then norm_1(x) + norm_2(y) is in x's place. Returns the following norms of the
+        residual, or without any itself; the first in the form that `consumer` reads. They have the same eps and offset.
+        """
+        if x.is_cuda:
+            return self._onto_on_gpu(residual, x, following, consumer, branch, scalar)
+        if branch is not None:
+            norm_1, y, norm_2 = branch
+            x = norm_1(x) + norm_2(y)
+        residual.add_(self(x))
+        if scalar is not None:
+            residual.mul_(scalar)
+        return [norm(residual) for norm in following] or [residual]
+
+    def _onto_on_gpu(
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        following: Sequence["WideRMSNorm"],
+        consumer: Linear | None,
+        branch: tuple["WideRMSNorm", torch.Tensor, "WideRMSNorm"] | None,
+        scalar: torch.Tensor | None,
+    ) -> list[Activations]:
+        from engine.kernels.triton_post_norm import post_norm
+
+        weights = None if branch is None else (branch[0].weight, branch[1], branch[2].weight)
+        first, others = post_norm(
+            x, self.weight, residual, [norm.weight for norm in following], self.eps, self.offset, branch=weights,
+            scalar=scalar, quantize=consumer is not None and consumer.wants_fp8(x.shape[0]),
+        )  # fmt: skip
+        if first is None:
+            first = residual
+        elif isinstance(first, tuple):
+            first = QuantizedRows(*first, x.dtype)
+        return [first, *others]
 
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -7,8 +7,8 @@
 """
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
 from engine.layers.context import get_context
 from engine.layers.embed import Embedding, LMHead
-from engine.layers.linear import Linear, MergedLinear
+from engine.layers.linear import Activations, Linear, MergedLinear
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
 from engine.models.base import CausalLM, Weights
@@ -52,7 +52,7 @@ class GemmaAttention(nn.Module):
             k_eq_v=layer.k_eq_v, own_kv=layer.kv_from is None,
         )  # fmt: skip
 
-    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def forward(self, x: Activations, rope: Rope) -> torch.Tensor:
         return self.o_proj(self.attention(self.qkv_proj(x), rope))
 
     def weights(self, prefix: str) -> Weights:
@@ -67,7 +67,7 @@ class GemmaMLP(nn.Module):
         self.gate_up_proj = GatedLinear(hidden_size, inner, gate="gelu_tanh")
         self.down_proj = Linear(inner, hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Activations) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj.gated(x, self.down_proj))
 
     def weights(self, prefix: str) -> Weights:
@@ -76,6 +76,13 @@ class GemmaMLP(nn.Module):
             f"{prefix}up_proj.weight": self.gate_up_proj.part(1),
             f"{prefix}down_proj.weight": self.down_proj.weight,
         }
+
+
+class Following(NamedTuple):
+    """What reads a layer's output: the next layer's norm, and the product after it (None: the model's output)."""
+
+    norm: WideRMSNorm
+    consumer: Linear | None
 
 
 class GemmaLayer(nn.Module):
@@ -93,14 +100,15 @@ class GemmaLayer(nn.Module):
         self.mlp = GemmaMLP(config.hidden_size, layer.intermediate_size)
         self.post_feedforward_layernorm = norm()
 
-    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """x [T, H], which it changes in place."""
-        x += self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rope))
-        x += self.post_feedforward_layernorm(self._feed_forward(x))
-        return x
-
-    def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.pre_feedforward_layernorm(x))
+    def forward(self, x: torch.Tensor, normed: Activations, rope: Rope, following: Following) -> Activations:
+        """x [T, H], which it changes in place, and its input norm -> the following norm of the changed x."""
+        (normed,) = self.post_attention_layernorm.onto(
+            x, self.self_attn(normed, rope), (self.pre_feedforward_layernorm,), self.mlp.gate_up_proj
+        )
+        (normed,) = self.post_feedforward_layernorm.onto(
+            x, self.mlp(normed), (following.norm,), following.consumer
+        )
+        return normed
 
     def weights(self, prefix: str) -> Weights:
         found = {f"{prefix}{name}.weight": m.weight for name, m in self.named_children() if isinstance(m, WideRMSNorm)}
@@ -135,11 +143,18 @@ class GemmaForCausalLM(CausalLM):
         return GemmaLayer(self.config, self.gemma, layer)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(token_ids)
+        return self._through_layers(self.embed_tokens(token_ids))
+
+    def _through_layers(self, x: torch.Tensor, *of_layers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Embeddings [T, H], which it overwrites, and what else each layer gets -> hidden states."""
         ropes = self._rope_rows(x.dtype)
-        for layer in self.blocks:
-            x = layer(x, ropes[layer.kind])
-        return self.norm(x)
+        readers = [Following(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.blocks]
+        readers.append(Following(self.norm, None))
+        normed, x = self.blocks[0].input_layernorm.add(x, None, self.blocks[0].self_attn.qkv_proj)
+        for i, layer in enumerate(self.blocks):
+            normed = layer(x, normed, ropes[layer.kind], readers[i + 1], *(each[i] for each in of_layers))
+        assert isinstance(normed, torch.Tensor)
+        return normed
 
     def _rope_rows(self, dtype: torch.dtype) -> dict[str, Rope]:
         positions = get_context().positions

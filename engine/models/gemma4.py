@@ -17,18 +17,18 @@ import re
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from engine.layers.activation import gate_mul
 from engine.layers.embed import Embedding
-from engine.layers.linear import Linear, empty_parameter
+from engine.layers.linear import Activations, Linear, empty_parameter
 from engine.layers.moe import RoutedExperts, Router, Routing, choose_experts
-from engine.layers.norm import WideRMSNorm, unit_rms
+from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope
 from engine.models.base import Weights
 from engine.models.config import ModelConfig
 from engine.models.config_gemma import GemmaConfig, GemmaLayerConfig, read_gemma4
-from engine.models.gemma import GemmaForCausalLM, GemmaLayer
+from engine.models.gemma import Following, GemmaForCausalLM, GemmaLayer
 from engine.models.moe_config import MoeConfig
 
 _LAYER_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
@@ -48,15 +48,16 @@ class PerLayerEmbeddings(nn.Module):
 
     def forward(self, token_ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         of_token = self.embed_tokens_per_layer(token_ids).view(-1, *self.shape)
-        of_embedding = (self.per_layer_model_projection(embeddings) * self.projection_scale).view(-1, *self.shape)
-        return (self.per_layer_projection_norm(of_embedding) + of_token).mul_(2**-0.5)
+        of_embedding = self.per_layer_model_projection(embeddings) * self.projection_scale
+        normed = self.per_layer_projection_norm(of_embedding.view(-1, self.shape[1])).view(-1, *self.shape)
+        return (normed + of_token).mul_(2**-0.5)
 
     def weights(self, prefix: str) -> Weights:
         return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
 
 
 class PerLayerInput(nn.Module):
-    """A layer's use of its embedding e [T, P]: x + norm(project(gelu(gate(x)) * e))."""
+    """A layer's use of its embedding e [T, P]: project(gelu(gate(x)) * e), and the norm after it."""
 
     def __init__(self, config: ModelConfig, size: int) -> None:
         super().__init__()
@@ -64,31 +65,36 @@ class PerLayerInput(nn.Module):
         self.per_layer_projection = Linear(size, config.hidden_size)
         self.post_per_layer_input_norm = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
-        gated = F.gelu(self.per_layer_input_gate(x), approximate="tanh").mul_(e)
-        return x.add_(self.post_per_layer_input_norm(self.per_layer_projection(gated)))
+    def forward(self, x: Activations, e: torch.Tensor) -> torch.Tensor:
+        project = self.per_layer_projection
+        return project(gate_mul(self.per_layer_input_gate(x), e, "gelu_tanh", project))
 
     def weights(self, prefix: str) -> Weights:
         return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
 
 
 class Gemma4Router(nn.Module):
-    """x [T, H], not normalised by its layer -> the experts of each token; each expert has a factor of its own."""
+    """x [T, H] after this module's norm -> the experts of each token; each expert has a factor of its own."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
         self.proj = Router(config.hidden_size, moe.num_experts, moe.top_k)
-        self.scale = empty_parameter(config.hidden_size)
+        self.norm = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.per_expert_scale = empty_parameter(moe.num_experts)
-        self.eps, self.root = config.rms_norm_eps, config.hidden_size**-0.5
+        self._root: float | None = config.hidden_size**-0.5
+
+    def finalize(self) -> None:
+        """After loading: the norm's weight takes in a constant factor, in float32."""
+        if self._root is not None:
+            self.norm.weight = nn.Parameter(self.norm.weight.float() * self._root, requires_grad=False)
+            self._root = None
 
     def forward(self, x: torch.Tensor) -> Routing:
-        logits = self.proj(unit_rms(x, self.eps) * self.scale * self.root)
-        return choose_experts(logits, self.proj.top_k, expert_scale=self.per_expert_scale)
+        return choose_experts(self.proj(x), self.proj.top_k, expert_scale=self.per_expert_scale)
 
 
 class ParallelExperts(nn.Module):
-    """Experts beside a layer's MLP: x [T, H] and the MLP's output -> the sum of both, each normalised."""
+    """Experts beside a layer's MLP, and the norms around both."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -99,15 +105,15 @@ class ParallelExperts(nn.Module):
         self.post_feedforward_layernorm_2 = WideRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.stacked = True  # the experts' weights on disk; quantisers write a matrix for each expert
 
-    def forward(self, x: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        sparse = self.experts(self.pre_feedforward_layernorm_2(x), self.router(x))
-        return self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(sparse)
+    def forward(self, x: torch.Tensor, for_router: torch.Tensor) -> torch.Tensor:
+        """x [T, H] normalised for the experts, and for the router."""
+        return self.experts(x, self.router(for_router))
 
     def weights(self, prefix: str) -> Weights:
         experts = self.experts.stacked_weights if self.stacked else self.experts.weights
         return {
             f"{prefix}router.proj.weight": self.router.proj.weight,
-            f"{prefix}router.scale": self.router.scale,
+            f"{prefix}router.scale": self.router.norm.weight,
             f"{prefix}router.per_expert_scale": self.router.per_expert_scale,
             f"{prefix}pre_feedforward_layernorm_2.weight": self.pre_feedforward_layernorm_2.weight,
             f"{prefix}post_feedforward_layernorm_1.weight": self.post_feedforward_layernorm_1.weight,
@@ -123,16 +129,32 @@ class Gemma4Layer(GemmaLayer):
         self.sparse = None if gemma.moe is None else ParallelExperts(config, gemma.moe)
         self.layer_scalar = empty_parameter(1)
 
-    def forward(self, x: torch.Tensor, rope: Rope, e: torch.Tensor | None = None) -> torch.Tensor:
-        x = super().forward(x, rope)
-        if self.per_layer_input is not None:
+    def forward(
+        self,
+        x: torch.Tensor,
+        normed: Activations,
+        rope: Rope,
+        following: Following,
+        e: torch.Tensor | None = None,
+    ) -> Activations:
+        sparse, extra = self.sparse, self.per_layer_input
+        norms = [self.pre_feedforward_layernorm]
+        if sparse is not None:
+            norms += sparse.pre_feedforward_layernorm_2, sparse.router.norm
+        y = self.self_attn(normed, rope)
+        normed, *others = self.post_attention_layernorm.onto(x, y, norms, self.mlp.gate_up_proj)
+        y, branch = self.mlp(normed), None
+        if sparse is not None:
+            branch = sparse.post_feedforward_layernorm_1, sparse(*others), sparse.post_feedforward_layernorm_2
+        post = self.post_feedforward_layernorm
+        if extra is not None:
             assert e is not None
-            x = self.per_layer_input(x, e)
-        return x.mul_(self.layer_scalar)
-
-    def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        dense = super()._feed_forward(x)
-        return dense if self.sparse is None else self.sparse(x, dense)
+            (changed,) = post.onto(x, y, (), extra.per_layer_input_gate, branch=branch)
+            y, branch, post = extra(changed, e), None, extra.post_per_layer_input_norm
+        (normed,) = post.onto(
+            x, y, (following.norm,), following.consumer, branch=branch, scalar=self.layer_scalar
+        )
+        return normed
 
     def weights(self, prefix: str) -> Weights:
         found = {**super().weights(prefix), f"{prefix}layer_scalar": self.layer_scalar}
@@ -154,11 +176,9 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(token_ids)
-        ropes = self._rope_rows(x.dtype)
-        each = None if self.per_layer is None else self.per_layer(token_ids, x).unbind(1)
-        for i, layer in enumerate(self.blocks):
-            x = layer(x, ropes[layer.kind], None if each is None else each[i])
-        return self.norm(x)
+        if self.per_layer is None:
+            return self._through_layers(x)
+        return self._through_layers(x, self.per_layer(token_ids, x).unbind(1))
 
     def adapt(self, names: Iterable[str]) -> None:
         names = set(names)

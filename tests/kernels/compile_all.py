@@ -17,6 +17,7 @@ from engine.kernels import (
     triton_gemv,
     triton_heads,
     triton_moe,
+    triton_post_norm,
     triton_quant,
 )
 
@@ -56,6 +57,14 @@ def heads(dim, cache, pairs, distance, **options):
     i = numbers(3).long()
     triton_heads.heads_and_write_kv(
         zeros(3, 8 * dim), angle, angle, distance, i, i, kv, kv, 4, q_norm=weight, k_norm=weight, **options
+    )
+
+
+def post_norm(size, following, **options):
+    x, weight = zeros(3, size), zeros(size)
+    branch = (weight, x, weight) if following > 1 else None
+    triton_post_norm.post_norm(
+        x, weight, x, [weight] * following, 1e-6, 0.0, branch=branch, scalar=zeros(1), **options
     )
 
 
@@ -101,6 +110,8 @@ def run_all(fp8):
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096), upcoming=zeros(64, 4096))
     triton_fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu", upcoming=zeros(64, 1500))
+    post_norm(5376, 1)
+    post_norm(2816, 3)
     experts(4, 2, 2048, 768, BF16, 2)
     experts(4, 2, 2816, 704, BF16, 9, gate="gelu_tanh")
     experts(4, 2, 2048, 768, BF16, 4100)
@@ -120,6 +131,9 @@ def run_all(fp8):
         triton_gemv.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
         triton_quant.quantize_rows(zeros(3, 960))
         triton_quant.quantize_rows(zeros(3, 6144))
+        post_norm(5376, 1, quantize=True)
+        post_norm(1536, 0, quantize=True)
+        post_norm(2816, 3, quantize=True)
         triton_fused.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
         triton_fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
         triton_fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
