@@ -40,6 +40,7 @@ class Side:
     quant: ModuleType = reference
     moe: ModuleType = reference
     heads: ModuleType = reference
+    post: ModuleType = reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
@@ -88,12 +89,13 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
         triton_heads,
         triton_inputs,
         triton_moe,
+        triton_post_norm,
         triton_quant,
     )
 
     return Side(
         device, dtype, triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant, triton_moe,
-        triton_heads, dry,
+        triton_heads, triton_post_norm, dry,
     )  # fmt: skip
 
 
@@ -256,6 +258,19 @@ def norm(side: Side, *, size: int, residual: bool, quantize: bool) -> list[Resul
     return results if kept is None else [*results, numbers(kept)]
 
 
+def post_norm(side: Side, *, size: int, quantize: bool) -> list[Result]:
+    """Of two branches, with a scalar; and three norms of the sum."""
+    weights = [1 + side.randn(size) * 0.1 for _ in range(6)]
+    x, y, residual = side.strided(9, size), side.strided(9, size), side.randn(9, size)
+    branch, scalar = (weights[0], y, weights[1]), 1 + side.randn(1) * 0.1
+    with side.clock():
+        first, others = side.post.post_norm(
+            x, weights[2], residual, weights[3:], 1e-5, 0.0, branch=branch, scalar=scalar, quantize=quantize
+        )
+    results = fp8_rows(first) if quantize else [numbers(first, 5)]
+    return [*results, *[numbers(other, 5) for other in others], numbers(residual, 5)]
+
+
 def gate_mul(side: Side, *, inner: int, kind: str, quantize: bool) -> list[Result]:
     x = side.strided(9, 2 * inner)
     with side.clock():
@@ -372,6 +387,8 @@ CHECKS: list[Check] = [
     Check("norm", partial(norm, size=1024, residual=False, quantize=False)),
     Check("norm residual", partial(norm, size=960, residual=True, quantize=False)),
     Check("norm residual to fp8", partial(norm, size=1024, residual=True, quantize=True), True),
+    Check("norm, residual, norm", partial(post_norm, size=2816, quantize=False)),
+    Check("norm, residual, norm to fp8", partial(post_norm, size=1024, quantize=True), True),
     Check("gate", partial(gate_mul, inner=1536, kind="gelu_tanh", quantize=False)),
     Check("gate to fp8", partial(gate_mul, inner=10240, kind="silu", quantize=True), True),
     Check("quantise", quantize_rows, True),

@@ -27,14 +27,14 @@ from engine.kernels import triton_fused
 from engine.selftest import checks, run
 from engine.selftest.report import Tally, print_line
 
-original, calls = triton_fused.silu_mul, []
-def broken(x, **options):
+original, calls = triton_fused.gate_mul, []
+def broken(*args, **options):
     calls.append(1)
     if len(calls) > 1:
         {deed}
-    return original(x, **options)
+    return original(*args, **options)
 
-triton_fused.silu_mul = broken
+triton_fused.gate_mul = broken
 only = [check for check in checks.CHECKS if check.name in ("gate", "step inputs")]
 sys.exit(run.run_checks(Tally(print_line), torch.device("cuda"), torch.bfloat16, with_fp8=False, only=only))
 """

@@ -33,7 +33,7 @@ def jobs():
     with launch.recording() as found:
         for size in (1024, 2048, 4096):
             triton_fused.rms_norm(meta(3, size), meta(size), 1e-6)
-        triton_fused.silu_mul(meta(3, 3072))
+        triton_fused.gate_mul(meta(3, 1536), meta(3, 1536), "silu")
         triton_gemv.gemv(meta(1, 1024), meta(96, 1024))
         triton_gemv.gemv(meta(1, 1024), meta(96, 1024))
     return found

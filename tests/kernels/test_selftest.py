@@ -14,6 +14,7 @@ from engine.kernels import (
     triton_heads,
     triton_inputs,
     triton_moe,
+    triton_post_norm,
     triton_quant,
     triton_sampling,
 )
@@ -94,8 +95,10 @@ def spoil(monkeypatch, module, name, which=None):
         ("norm", triton_fused, "rms_norm", None),
         ("norm residual", triton_fused, "rms_norm", 3),       # the result is right, the residual is not
         ("norm residual to fp8", triton_fused, "rms_norm", None),
-        ("gate", triton_fused, "silu_mul", None),
-        ("gate to fp8", triton_fused, "silu_mul", None),
+        ("norm, residual, norm", triton_post_norm, "post_norm", 2),
+        ("norm, residual, norm to fp8", triton_post_norm, "post_norm", 2),
+        ("gate", triton_fused, "gate_mul", None),
+        ("gate to fp8", triton_fused, "gate_mul", None),
         ("quantise", triton_quant, "quantize_rows", None),
         ("rope, KV write", triton_fused, "rope_and_write_kv", None),
         ("rope, KV write", triton_fused, "rope_and_write_kv", 5),   # keys
@@ -136,7 +139,7 @@ def test_filters_that_do_nothing_are_noticed(monkeypatch):
 
 
 def test_nan_is_no_pass(monkeypatch):
-    monkeypatch.setattr(triton_fused, "silu_mul", lambda x, quantize: torch.full((9, 1536), float("nan")))
+    monkeypatch.setattr(triton_fused, "gate_mul", lambda *args, **kwargs: torch.full((9, 1536), float("nan")))
     found = run("gate")[1]["gate"]
     assert (found["passed"], found["error"], found["fault"]) == (False, None, "wrong")
     assert "NaN" in found["reason"]
@@ -146,7 +149,7 @@ def test_a_kernel_that_cannot_be_compiled_is_one_failed_check(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("ptxas died\n\n   in line 3")
 
-    monkeypatch.setattr(triton_fused, "silu_mul", broken)
+    monkeypatch.setattr(triton_fused, "gate_mul", broken)
     code, found, end = run("gate", "norm")
     assert code == 1
     assert found["norm"]["passed"]
@@ -159,7 +162,7 @@ def test_too_little_memory_has_advice_of_its_own(monkeypatch):
     def greedy(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(triton_fused, "silu_mul", greedy)
+    monkeypatch.setattr(triton_fused, "gate_mul", greedy)
     _, found, end = run("gate")
     assert found["gate"]["fault"] == "memory"
     assert "nvidia-smi" in end["next"]
