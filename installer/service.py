@@ -99,6 +99,7 @@ def service_environment(layout: Layout) -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONNOUSERSITE": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # a release is never written to
     }
 
 

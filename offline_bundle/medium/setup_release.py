@@ -25,7 +25,7 @@ SPACE_IO, BUG = 30, 1
 NEEDLESS = ("lib/bin", "lib/torch/include")
 # What the server does not import when it serves; it would still run, only without bytecode made ahead.
 NOT_COMPILED = (
-    r"/(tests?|sympy|networkx|mpmath|setuptools|torchgen|functorch|huggingface_hub|pygments)/"
+    r"/(tests?|sympy|networkx|mpmath|setuptools|torchgen|functorch|huggingface_hub)/"
     r"|/torch/(_inductor|testing|onnx)/"
 )
 
@@ -35,15 +35,16 @@ LAUNCHER = """\
 unset PYTHONHOME PYTHONPATH PYTHONSTARTUP PYTHONINSPECT
 export PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
-exec {python} -I -S {start} "$@"
+exec {python} -I -S -B {start} "$@"
 """
 
 START = """\
 import os
 import sys
 
-here = os.path.dirname(os.path.realpath(__file__))
-sys.path.insert(0, os.path.join(here, "lib"))
+lib = os.path.join(os.path.dirname(os.path.realpath(__file__)), "lib")
+sys.path.insert(0, lib)
+os.environ["PYTHONPATH"] = lib  # for the processes that this one starts
 sys.argv[0] = "atoll"
 
 from appliance.cli import main  # noqa: E402

@@ -1,10 +1,13 @@
 """One bundle, built once; tests that change it take a copy."""
 
+import sys
 from pathlib import Path
 
 import pytest
+import runtime_kit
 from bundle_kit import Made, build, make_model
 
+from offline_bundle import runtime_wheels
 from offline_bundle.keys import KeyPair, new_keypair
 
 
@@ -30,3 +33,23 @@ def pristine(tmp_path_factory: pytest.TempPathFactory, vendor: KeyPair) -> Made:
 def made(pristine: Made, tmp_path: Path) -> Made:
     """A copy of the good bundle, to be spoilt."""
     return pristine.copy_to(tmp_path / "media")
+
+
+@pytest.fixture(scope="session")
+def own_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our own wheel, built from this checkout."""
+    house = tmp_path_factory.mktemp("own") / "wheel"
+    house.mkdir()
+    return runtime_wheels.build_own_wheel(house, Path(sys.executable))
+
+
+@pytest.fixture(scope="session")
+def medium(tmp_path_factory: pytest.TempPathFactory, vendor: KeyPair, own_wheel: Path) -> Path:
+    """A good medium with a small real runtime. Do not change it: `runtime_kit.copy` makes one to spoil."""
+    return runtime_kit.build(tmp_path_factory.mktemp("good") / "medium", vendor, own_wheel=own_wheel)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A PATH without pip and compilers."""
+    return runtime_kit.bare_path(tmp_path / "path")

@@ -1,4 +1,4 @@
-"""A small but real runtime for the tests: our own wheel and every dependency but torch, and ways to run install.sh."""
+"""A small but real runtime for the tests: our own wheel and what `atoll install` needs, and ways to run install.sh."""
 
 import hashlib
 import json
@@ -18,7 +18,10 @@ from offline_bundle.strictjson import canonical
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.path.realpath(sys.executable))  # outside of any virtual environment: -I -S sees no packages there
-SMALL = [r for r in runtime_wheels.requirements() if not r.startswith("torch")]
+UNSHARE = shutil.which("unshare") or "unshare"
+# What `atoll install` itself needs; the packages of the engine and the gateway take minutes to install.
+_LARGE = ("torch", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn", "httptools", "uvloop")
+SMALL = [r for r in runtime_wheels.requirements() if not r.startswith(_LARGE)]
 
 
 def wheelhouse(packages: Sequence[str]) -> Path:
@@ -66,7 +69,7 @@ def flip(path: Path) -> None:
 
 
 def sign_again(medium: Path, keys: KeyPair, edit: Callable[[dict[str, Any]], None] = lambda manifest: None) -> None:
-    """Sign, with the trusted key, what no honest builder would: bundle.json after `edit`, with the files' real hashes."""
+    """Sign, with the trusted key, what no honest builder would: bundle.json after `edit`, with real hashes."""
     runtime = medium / "runtime"
     manifest = json.loads((runtime / "bundle.json").read_bytes())
     for entry in manifest["files"]:
@@ -90,7 +93,7 @@ def bare_path(directory: Path) -> Path:
 
 def command(medium: Path, *arguments: object, shell: str = "sh") -> list[str]:
     """install.sh in a network namespace of its own, with nothing but `lo`, which is down."""
-    return ["unshare", "-rn", shell, str(medium / "install.sh"), *map(str, arguments)]
+    return [UNSHARE, "-rn", shell, str(medium / "install.sh"), *map(str, arguments)]
 
 
 def install(
@@ -99,7 +102,6 @@ def install(
     """Run install.sh to its end, with `path` as the only PATH and no terminal."""
     environment = {"PATH": f"{path}", "HOME": str(path)}
     full = command(medium, *arguments, shell=shell)
-    full[0] = shutil.which("unshare") or "unshare"
     full[2] = shutil.which(shell) or shell
     return subprocess.run(
         full, env=environment, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
