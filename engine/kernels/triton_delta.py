@@ -476,6 +476,7 @@ def _run_chunks_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """The state goes from chunk to chunk transposed, [K, BLOCK_V]: as all products but its own increment want it."""
     PARTS: tl.constexpr = V // BLOCK_V
     C: tl.constexpr = 2 * HK * K + HV * V
     sequence = tl.program_id(1)
@@ -487,36 +488,42 @@ def _run_chunks_kernel(
         q_start = tl.load(q_starts_ptr + sequence).to(tl.int64)
         slot = tl.load(slots_ptr + sequence).to(tl.int64)
         i = tl.arange(0, SIZE)
-        k_range = tl.arange(0, K)
+        row = i[:, None]
+        visible = row >= i[None, :]  # rows behind the last token may hold anything: only their own outputs see it
+        k_range = tl.arange(0, K)[None, :]
         v_range = part * BLOCK_V + tl.arange(0, BLOCK_V)
-        row = head * V + v_range
-        state_at = state_ptr + slot * state_stride + row[:, None] * K + k_range[None, :]
+        state_row = (head * V + v_range)[:, None]
+        state_at = state_ptr + slot * state_stride + state_row * K + k_range
         started = tl.load(positions_ptr + q_start) > 0
-        state = tl.load(state_at, mask=(row >= 0)[:, None] & started, other=0.0).to(tl.float32)
-        query = qkv_ptr + (head // (HV // HK)) * K
+        state = tl.trans(tl.load(state_at, mask=(state_row >= 0) & started, other=0.0).to(tl.float32))
+        # Rows are counted from a chunk's first: their distances are then known when this is compiled.
+        q_at = qkv_ptr + q_start * C + (head // (HV // HK)) * K
+        w_at = w_ptr + (q_start * HV + head) * K
+        u_at = u_ptr + (q_start * HV + head) * V
+        out_at = out_ptr + (q_start * HV + head) * V
+        total_at = total_ptr + q_start * HV + head
         for first in range(0, count, SIZE):
-            live = first + i < count
-            token = q_start + first + i
-            at = token[:, None] * HV + head
-            w = tl.load(w_ptr + at * K + k_range[None, :], mask=live[:, None], other=0.0)
-            q = tl.load(query + token[:, None] * C + k_range[None, :], mask=live[:, None], other=0.0)
-            k = tl.load(query + HK * K + token[:, None] * C + k_range[None, :], mask=live[:, None], other=0.0)
-            u = tl.load(u_ptr + at * V + v_range[None, :], mask=live[:, None], other=0.0)
-            total = tl.load(total_ptr + token * HV + head, mask=live, other=0.0)
-            at_end = tl.load(total_ptr + (q_start + tl.minimum(first + SIZE, count) - 1) * HV + head)
+            live = i < count - first
+            chunk = tl.cast(first, tl.int64)
+            w = tl.load(w_at + chunk * (HV * K) + (row * (HV * K) + k_range), mask=live[:, None], other=0.0)
+            q = tl.load(q_at + chunk * C + (row * C + k_range), mask=live[:, None], other=0.0)
+            k = tl.load(q_at + chunk * C + HK * K + (row * C + k_range), mask=live[:, None], other=0.0)
+            u = tl.load(u_at + chunk * (HV * V) + (row * (HV * V) + v_range[None, :]), mask=live[:, None], other=0.0)
+            total = tl.load(total_at + chunk * HV + i * HV, mask=live, other=0.0)
+            at_end = tl.load(total_at + (chunk + tl.minimum(SIZE, count - first) - 1) * HV)
 
-            before = tl.trans(state.to(w.dtype))
+            before = state.to(w.dtype)
             delta = u.to(tl.float32) - tl.dot(w, before, input_precision="tf32x3")
-            visible = (i[:, None] >= i[None, :]) & live[:, None]
-            since = tl.exp(tl.where(visible, total[:, None] - total[None, :], 0.0))
             products = tl.dot(q, tl.trans(k), input_precision="tf32x3")
-            scores = tl.where(visible, products * since, 0.0).to(w.dtype)
             out = tl.dot(q, before, input_precision="tf32x3") * tl.exp(total)[:, None]
-            out += tl.dot(scores, delta.to(w.dtype), input_precision="tf32x3")
-            tl.store(out_ptr + at * V + v_range[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+            since = tl.exp(tl.where(visible, total[:, None] - total[None, :], 0.0))
+            scores = tl.where(visible, products * since, 0.0).to(w.dtype)
+            out = tl.dot(scores, delta.to(w.dtype), out, input_precision="tf32x3")
             delta = (delta * tl.exp(at_end - total)[:, None]).to(w.dtype)
-            state = state * tl.exp(at_end) + tl.dot(tl.trans(delta), k, input_precision="tf32x3")
-        tl.store(state_at, state.to(state_ptr.dtype.element_ty))
+            state = tl.dot(tl.trans(k), delta, state * tl.exp(at_end), input_precision="tf32x3")
+            new = out_at + chunk * (HV * V) + (row * (HV * V) + v_range[None, :])
+            tl.store(new, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+        tl.store(state_at, tl.trans(state).to(state_ptr.dtype.element_ty))
 
 
 def prefill(

@@ -131,7 +131,7 @@ def test_chunks_cover_all_longer_sequences(counts):
 
 
 @triton.jit
-def _tile(x_ptr, row: tl.constexpr, column: tl.constexpr):
+def _tile(x_ptr, row, column):
     return x_ptr + (row * 16 + tl.arange(0, 16))[:, None] * 64 + column * 16 + tl.arange(0, 16)[None, :]
 
 
