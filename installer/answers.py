@@ -80,7 +80,7 @@ def read_answers(path: Path) -> Answers:
             raise ValueError("it is larger than 1 MiB")
         text = data.decode()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        return Answers.model_validate_json(json.dumps(values, default=str))
+        return Answers.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         problems = [_problem(entry) for entry in error.errors(include_url=False)]
     except (OSError, ValueError) as error:  # of TOML and JSON too; they name line and column

@@ -1,5 +1,6 @@
 """One installer at a time. The kernel drops the lock when its holder dies, however it dies."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -34,9 +35,10 @@ class InstallLock:
                 hint="Wait until it has finished, then run this again; `atoll status` shows how far it is.",
             ) from None
         who = {"pid": os.getpid(), "purpose": self.purpose, "since": int(time.time())}
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, (json.dumps(who) + "\n").encode(), 0)
         self._fd = fd
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, without its holder's name
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, (json.dumps(who) + "\n").encode(), 0)
         return self
 
     def __exit__(

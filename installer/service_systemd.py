@@ -43,7 +43,8 @@ class SystemdService:
     def apply_units(self, models: Sequence[str]) -> None:
         """The unit files on the disk are new: make users and directories, reload, enable exactly these instances."""
         root = [] if self.booted else [f"--root={self.layout.prefix}"]
-        self._do(["systemd-sysusers", *root, self._inside(self.layout.sysusers)], "create the services' users")
+        users = self.layout.sysusers.name  # by name: a path would be one of this system, also with --root
+        self._do(["systemd-sysusers", *root, users], "create the services' users")
         if self.booted:
             self._do(["systemd-tmpfiles", "--create", self._inside(self.layout.tmpfiles)], "create /run/atoll")
             self._systemctl(["daemon-reload"], "read the new units")

@@ -137,6 +137,7 @@ def install(
     with told(as_json):
         given = read_answers(answers) if answers else Answers(schema_version=1)
         layout = layout_for(prefix or given.prefix)
+        _hand_over(media or given.medium, layout)
         only = _models(bundle, gpus)
         options = InstallOptions(
             prefix=None if layout.system else layout.prefix,
@@ -184,9 +185,6 @@ def upgrade(
                 changed="Nothing was changed.",
                 hint="Install it: atoll install MEDIUM",
             )
-    if answers is None and not bundle and (command := _other_code(media or [], layout)):
-        sys.stdout.flush()
-        os.execv(command[0], [*command, *_after(sys.argv, "upgrade", media or [])])  # noqa: S606
     install(
         media=media, bundle=bundle, prefix=prefix, accept_license=accept_license, answers=answers, waive=waive,
         strict=strict, dry_run=dry_run, yes=yes, allow_downgrade=allow_downgrade, start_timeout=start_timeout,
@@ -194,21 +192,21 @@ def upgrade(
     )  # fmt: skip
 
 
-def _other_code(media: list[Path], layout: Layout) -> list[str] | None:
-    """Where a medium brings other code than what runs: the installed install.sh, which trusts only installed keys."""
+def _hand_over(media: list[Path], layout: Layout) -> None:
+    """Where a medium brings other code than what runs, the installed install.sh takes over: it trusts only the keys
+    that are installed, verifies the code, unpacks it, and calls that code's `atoll install` with the same flags."""
     tree = code_tree()
     for medium in media:
         manifest = medium / RUNTIME / MANIFEST
-        if tree is not None and manifest.is_file():
-            brought = hashlib.sha256(manifest.read_bytes()).hexdigest()
-            return upgrade_command(medium, layout) if brought != read_facts(tree)["digest"] else None
-    return None
-
-
-def _after(argv: list[str], command: str, media: list[Path]) -> list[str]:
-    """The operator's flags, without the command and the media."""
-    rest = argv[argv.index(command) + 1 :]
-    return [word for word in rest if not word or Path(word) not in media]
+        if tree is None or not manifest.is_file():
+            continue
+        brought = hashlib.sha256(manifest.read_bytes()).hexdigest()
+        command = upgrade_command(medium, layout) if brought != read_facts(tree)["digest"] else None
+        if command is not None:
+            sys.stdout.flush()
+            flags = [word for word in sys.argv[2:] if not word or Path(word) not in media]
+            os.execv(command[0], [*command, *flags])  # noqa: S606
+        return
 
 
 def _install(options: InstallOptions, layout: Layout, *, interactive: bool, as_json: bool) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from installer.frontend import Unattended
 from installer.journal import History, replay
 from installer.layout import Layout
 from installer.machine import Installer, InstallResult, key_was_shown
 from installer.options import InstallOptions
 from installer.plan import Plan
+from installer.rollback import Rollback
 from installer.service import PrefixService
 
 FAKE_SERVE = Path(__file__).with_name("fake_serve.py")
@@ -88,6 +90,10 @@ class Site:
         if result.api_key and shown:
             key_was_shown(self.layout, result.key_ids)
         return result
+
+    def rollback(self, **options: Any) -> InstallResult:
+        given = InstallOptions(start_timeout=20.0, smoke_timeout=20.0, **options)
+        return Rollback(given, Unattended(), layout=self.layout, service=self.service).run()
 
     def serving(self) -> dict[str, Any]:
         """What the running server says it serves."""

@@ -4,13 +4,13 @@ something has just become durable; then the same install is run again and must e
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from installer_kit import Site, tree
+from kill_kit import fsyncs, killed_at, killed_at_step
 
 from installer import audit, keys
 from installer.errors import InstallError
@@ -20,76 +20,6 @@ from installer.status import status
 from installer.uninstall import uninstall
 
 Bundles = Callable[..., Path]
-
-
-def killed_at(nth: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a forked process that dies by SIGKILL right after its nth fsync; False if it ended before that."""
-    pid = os.fork()
-    if pid == 0:
-        real, count = os.fsync, 0
-
-        def fsync(fd: int) -> None:
-            nonlocal count
-            real(fd)
-            count += 1
-            if count == nth:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        os.fsync = fsync
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    _, code = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(code):
-        assert os.WTERMSIG(code) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(code) == 0
-    return False
-
-
-def killed_at_step(step: str, event: str, work: Callable[[], object]) -> bool:
-    """As `killed_at`, right after the journal has recorded `event` of `step`."""
-    pid = os.fork()
-    if pid == 0:
-        from installer.journal import Journal
-
-        real = Journal.add
-
-        def add(self: Journal, name: str, **data: object) -> dict:
-            record = real(self, name, **data)
-            if self._fd >= 0 and name == event and data.get("step", step) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return record
-
-        Journal.add = add  # type: ignore[method-assign]
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    _, code = os.waitpid(pid, 0)
-    return os.WIFSIGNALED(code)
-
-
-def fsyncs(work: Callable[[], object]) -> int:
-    """How many times `work` makes something durable."""
-    real, count = os.fsync, 0
-
-    def fsync(fd: int) -> None:
-        nonlocal count
-        real(fd)
-        count += 1
-
-    os.fsync = fsync
-    try:
-        work()
-    finally:
-        os.fsync = real
-    return count
 
 
 def assert_converged(site: Site, bundle: Path) -> None:
@@ -177,6 +107,62 @@ def test_purge_killed_anywhere_ends_when_run_again(site: Site, bundle: Bundles) 
             assert not site.prefix.exists(), (nth, tree(site.prefix))
         else:
             assert not [path for path in site.prefix.rglob("*") if path.is_file()]
+
+
+ROLLBACK_EVENTS = [
+    (step, event) for step in ("discover", "switch", "start", "smoke", "commit") for event in ("begin", "done")
+] + [("switch", "switch"), ("commit", "commit")]
+
+
+@pytest.mark.parametrize(("step", "event"), ROLLBACK_EVENTS)
+def test_rollback_killed_at_every_step(site: Site, bundle: Bundles, step: str, event: str) -> None:
+    one, two = site.install(bundle(1)), site.install(bundle(2))
+    assert killed_at_step(step, event, site.rollback)
+    if step == "discover":
+        assert site.serving()["model"] == two.model_dir
+    if (step, event) in (("commit", "done"), ("commit", "commit")):  # it was done: the next one leads forth again
+        assert site.history.committed["release"] == one.release  # type: ignore[index]
+        assert site.rollback().release == two.release
+    assert site.rollback().release == one.release
+    assert site.serving() == {"model": one.model_dir, "mode": "good"}
+    history = site.history
+    assert history.open_switch is None
+    assert (history.committed["release"], history.committed["previous"]) == (one.release, two.release)  # type: ignore[index]
+    assert status(site.layout)["state"] == "serving"
+    assert site.rollback().release == two.release
+
+
+def test_an_install_cut_off_is_undone_by_rollback(site: Site, bundle: Bundles) -> None:
+    one = site.install(bundle(1))
+    assert killed_at_step("start", "done", lambda: site.install(bundle(2), "mute"))
+    assert site.rollback().release == one.release
+    assert site.serving() == {"model": one.model_dir, "mode": "good"}
+    assert site.history.open_switch is None
+
+
+def test_rollback_to_a_release_that_does_not_answer_is_itself_taken_back(site: Site, bundle: Bundles) -> None:
+    one, two = site.install(bundle(1)), site.install(bundle(2))
+    (site.layout.releases / one.release / "bin/atoll").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(InstallError) as caught:
+        site.rollback()
+    assert caught.value.exit_code == 40
+    assert site.serving() == {"model": two.model_dir, "mode": "good"}
+
+
+def test_uninstall_killed_anywhere_ends_when_run_again(site: Site, bundle: Bundles) -> None:
+    one = site.install(bundle())
+    total = fsyncs(lambda: uninstall(site.layout, purge=False, service=site.service))
+    for nth in range(1, total + 1, 2):
+        site.install(bundle())
+        assert killed_at(nth, lambda: uninstall(site.layout, purge=False, service=site.service))
+        uninstall(site.layout, purge=False, service=site.service)
+        assert not site.layout.opt.exists()
+        assert Path(one.model_dir).is_dir()
+        assert not site.service.state().up
+    site.install(bundle())
+    assert killed_at(4, lambda: uninstall(site.layout, purge=False, service=site.service))
+    assert site.install(bundle()).key_ids == one.key_ids  # or one changes one's mind
+    assert site.serving()["mode"] == "good"
 
 
 def test_ctrl_c_while_it_starts_rolls_back(site: Site, bundle: Bundles) -> None:

@@ -1,5 +1,6 @@
 """What is refused, with which exit code, and that a refusal leaves no trace."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -7,8 +8,10 @@ import resource
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from installer_kit import Site, Witness, tree
@@ -266,12 +269,6 @@ def test_unfit_file_systems(
     assert word in refused(site, bundle(), ExitCode.PREFLIGHT_FAIL).message
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_prefix_without_permission(site: Site, bundle: Bundles) -> None:
-    site.prefix.mkdir(mode=0o555)
-    refused(site, bundle(), ExitCode.PREFLIGHT_FAIL)
-
-
 def test_disk_that_fills_up_during_the_copy(site: Site, bundle: Bundles) -> None:
     """The preflight cannot foresee it: a file-size limit stands for the disk that another program fills."""
     medium = bundle(megabytes=4)
@@ -285,6 +282,111 @@ def test_disk_that_fills_up_during_the_copy(site: Site, bundle: Bundles) -> None
     assert caught.value.exit_code == ExitCode.IO
     assert "not touched" in caught.value.changed
     assert site.install(medium).outcome == "installed"
+
+
+class Meddler(Witness):
+    """Does something at the first sign of progress in a step."""
+
+    def __init__(self, step: str, deed: Callable[[], object]) -> None:
+        super().__init__()
+        self.at, self.deed, self.done = step, deed, False
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        if not self.done and self.steps[-1] == (self.at, "begin"):
+            self.done = True
+            self.deed()
+
+
+def test_medium_pulled_out_while_it_is_copied(site: Site, bundle: Bundles, tmp_path: Path) -> None:
+    good = site.install(bundle(1))
+    medium = copy_of(bundle(2), tmp_path)
+    away = tmp_path / "pocket"
+
+    def pull() -> None:
+        shutil.copytree(medium, away)
+        shutil.rmtree(medium)
+
+    witness = Meddler("stage", pull)
+    with pytest.raises(InstallError) as caught:
+        site.install(medium, witness=witness)
+    assert witness.done
+    assert caught.value.exit_code in (ExitCode.MEDIA, ExitCode.IO)
+    assert "not touched" in caught.value.changed
+    assert caught.value.hint
+    assert site.serving() == {"model": good.model_dir, "mode": "good"}
+    refusal = refused(site, medium, ExitCode.MEDIA)
+    assert "mount" in refusal.hint.lower()
+    shutil.copytree(away, medium)
+    assert site.install(medium).outcome == "installed"
+
+
+def test_disk_that_is_really_full_during_the_copy(
+    site: Site, bundle: Bundles, mounted: Callable[[str], Path]
+) -> None:
+    """Another program takes the rest of the disk between the preflight and the copy."""
+    disk = mounted("size=700m")
+    site.prefix = disk / "atoll"
+    filler = disk / "filler"
+
+    def fill() -> None:
+        with filler.open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 20))
+
+    class Filler(Witness):
+        def plan(self, plan: Any) -> None:
+            super().plan(plan)
+            fill()
+
+    with pytest.raises(InstallError) as caught:
+        site.install(bundle(megabytes=4), witness=Filler())
+    assert caught.value.exit_code == ExitCode.IO
+    assert "full" in f"{caught.value.message} {caught.value.hint}".lower() or "space" in caught.value.message.lower()
+    filler.unlink()
+    assert site.install(bundle(megabytes=4)).outcome == "installed"
+    site.service.stop()
+
+
+def test_a_clock_in_the_past(site: Site, bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+    from installer.preflight import host
+
+    class Past:
+        """The clock of a server whose battery is empty."""
+
+        strftime, gmtime = time.strftime, time.gmtime
+        time = staticmethod(lambda: 1_500_000_000.0)
+
+    monkeypatch.setattr(host, "time", Past)
+    error = refused(site, bundle(), ExitCode.PREFLIGHT_FAIL)
+    assert "2017" in error.message
+    assert "clock" in error.message
+
+
+def test_a_prefix_that_this_user_may_not_write_to(site: Site, bundle: Bundles, tmp_path: Path) -> None:
+    """As nobody, in a process of its own: the tests may run as root, whom nothing stops."""
+    site.prefix.mkdir(mode=0o755)
+    medium = copy_of(bundle(), tmp_path)
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == os.geteuid() and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o055)
+    key = Path(shutil.copy(site.key, tmp_path / "vendor.pub"))
+    key.chmod(0o644)
+    if os.geteuid() != 0:
+        site.prefix.chmod(0o555)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            site.key = key
+            site.installer(medium).run()
+        except InstallError as error:
+            os._exit(error.exit_code if str(site.prefix) in f"{error.message} {error.why}" else 99)
+        finally:
+            os._exit(98)
+    assert os.WEXITSTATUS(os.waitpid(pid, 0)[1]) == ExitCode.PREFLIGHT_FAIL
+    assert tree(site.prefix) == set()
 
 
 # -- answers

@@ -1,0 +1,94 @@
+"""kill -9 at every step of the system form, then the same command again: it must end as if nothing had happened."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from installer_kit import tree
+from kill_kit import fsyncs, killed_at, killed_at_step
+from server_kit import Server, empty_server
+
+from installer import audit, keys, units
+from installer.journal import replay
+from offline_bundle.keys import KeyPair
+
+Bundles = Callable[..., Path]
+
+
+@pytest.fixture
+def server(tmp_path: Path, free_port: Callable[[], int], signer: KeyPair) -> Iterator[Server]:
+    made = empty_server(tmp_path / "server", free_port(), signer.public_path)
+    yield made
+    made.service.stop()
+
+
+def assert_converged(server: Server, bundle: Path) -> None:
+    result = server.install(bundle)
+    layout = server.layout
+    assert result.outcome in ("installed", "already-installed")
+    assert server.serving() == {"models": {"tiny": result.model_dir}, "mode": "good"}
+    history = server.history
+    assert history.open_switch is None
+    assert history.committed["release"] == result.release  # type: ignore[index]
+    assert history.unshown_keys == set()
+    assert replay(layout.journal).damaged_lines == []
+    assert audit.read(layout.audit)[1] is None
+    assert [entry["name"] for entry in keys.read(layout.api_keys)] == ["first key, made at install"]
+    assert layout.command.is_symlink()
+    assert server.service.models() == ["tiny"]
+    assert (layout.units / units.GATEWAY).read_text().count("[Service]") == 1
+    assert not [path for path in tree(server.root) if path.endswith(".partial")]
+    assert server.install(bundle).outcome == "already-installed"
+
+
+STEPS = ("stage", "units", "switch", "start", "smoke", "commit")
+EVENTS = [(step, event) for step in STEPS for event in ("begin", "done")] + [("units", "switch"), ("commit", "commit")]
+
+
+@pytest.mark.parametrize(("step", "event"), EVENTS)
+def test_first_install(server: Server, bundle: Bundles, step: str, event: str) -> None:
+    before = tree(server.root)
+    assert killed_at_step(step, event, lambda: server.install(bundle()))
+    assert_converged(server, bundle())
+    server.uninstall(purge=True)
+    left = tree(server.root) - before - {"processes.json", "log"}
+    assert {path for path in left if not path.startswith("etc/") or "atoll" in path} == set()
+
+
+@pytest.mark.parametrize(("step", "event"), EVENTS)
+def test_upgrade(server: Server, bundle: Bundles, step: str, event: str) -> None:
+    one = server.install(bundle(1))
+    assert killed_at_step(step, event, lambda: server.install(bundle(2)))
+    if step in ("stage", "units", "switch"):
+        assert server.serving()["models"] == {"tiny": one.model_dir}
+    assert_converged(server, bundle(2))
+    assert (server.layout.releases / one.release).is_dir()
+
+
+@pytest.mark.parametrize(("step", "event"), [event for event in EVENTS if event[0] != "stage"])
+def test_rollback(server: Server, bundle: Bundles, step: str, event: str) -> None:
+    one, two = server.install(bundle(1)), server.install(bundle(2))
+    assert killed_at_step(step, event, server.rollback)
+    if event == "commit" or (step, event) == ("commit", "done"):
+        assert server.rollback().release == two.release
+    assert server.rollback().release == one.release
+    assert server.serving()["models"] == {"tiny": one.model_dir}
+    assert server.history.open_switch is None
+
+
+@pytest.mark.parametrize("purge", [False, True])
+def test_uninstall(server: Server, bundle: Bundles, purge: bool) -> None:
+    before = tree(server.root)
+    server.install(bundle())
+    total = fsyncs(lambda: server.uninstall(purge=purge))
+    for nth in range(1, total, 5):
+        server.install(bundle())
+        assert killed_at(nth, lambda: server.uninstall(purge=purge))
+        if server.layout.journal.exists():
+            server.uninstall(purge=purge)
+        left = tree(server.root) - before - {"processes.json", "log"}
+        units_left = {path for path in left if path.startswith(("etc/systemd", "usr/local", "opt/atoll/"))}
+        assert units_left == set(), nth
+        assert server.service.named_pids() == {}
+        if purge:
+            assert not [path for path in left if path.startswith(("etc/atoll", "var/lib/atoll")) and "." in path], nth
