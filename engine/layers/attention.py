@@ -103,13 +103,15 @@ class Attention(nn.Module):
         else:
             q, own = self._heads(qkv, rope, positions, slot_mapping, keep=batch.tiles is not None)
         out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
-        if batch.tiles is None:
-            splits = triton_attention.num_splits(tokens, self.num_kv_heads, batch.multiprocessors)
+        single = tokens if batch.tiles is None else batch.num_single
+        if single:
+            splits = triton_attention.num_splits(single, self.num_kv_heads, batch.multiprocessors)
             triton_attention.decode(
-                q, self.k_cache, self.v_cache, batch.rows, batch.seq_lens, batch.block_table, out,
-                splits=splits, scale=self.scale, window=self.window, softcap=self.softcap,
+                q[:single], self.k_cache, self.v_cache, batch.rows[:single], batch.seq_lens[:single],
+                batch.block_table, out[:single], splits=splits, scale=self.scale, window=self.window,
+                softcap=self.softcap,
             )  # fmt: skip
-        else:
+        if batch.tiles is not None:
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             assert own is not None
             k, v = own.unbind(1)

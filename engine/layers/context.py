@@ -19,6 +19,8 @@ class DeviceBatch:
     tiles         [n, 2]  (sequence, its first token in the chunk) of each tile of `tile_tokens` query tokens; None in a
                           pure decode step, where token i belongs to sequence i
     starts, q_starts, counts [B]  position of the first token, its place in the step, how many (mixed steps)
+    num_single            of a mixed step: so many sequences at its beginning have one token, and no tiles; for them
+                          seq_lens and everything else is as in a decode step
     """
 
     rows: torch.Tensor
@@ -30,6 +32,7 @@ class DeviceBatch:
     starts: torch.Tensor | None = None
     q_starts: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    num_single: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,9 @@ class DeviceRunner:
         q_starts = ends - counts
         total = int(ends[-1])
         sampling = np.flatnonzero([s.samples for s in plan.seqs])
-        tiles = {size: _tiles(starts, counts, size) for size in set(self.tile_tokens)}
+        single = int(np.argmax(counts > 1))  # sequences at the beginning with a token each: attention as when decoding
+        tiled = np.where(np.arange(len(counts)) < single, 0, counts)
+        tiles = {size: _tiles(starts, tiled, size) for size in set(self.tile_tokens)}
 
         stage = self.staging
         stage.begin()
@@ -210,7 +212,8 @@ class DeviceRunner:
         self._gather(words[row_at : row_at + total], words[position_at : position_at + total], total)
         batches = [
             DeviceBatch(
-                per_seq[0], self._seq_lens[:n], table, self.multiprocessors, on_device[size], size, *per_seq[1:]
+                per_seq[0], self._seq_lens[:n], table, self.multiprocessors, on_device[size], size, *per_seq[1:],
+                num_single=single,
             )
             for table, size in zip(self.block_tables, self.tile_tokens, strict=True)
         ]

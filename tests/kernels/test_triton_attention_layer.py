@@ -15,8 +15,8 @@ PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 16
 WHOLE = {"rope_theta": 1e4}
 PARTIAL = WHOLE | {"partial_rotary_factor": 0.5}
 PROPORTIONAL = PARTIAL | {"rope_type": "proportional"}
-# Two sequences: 20 tokens after 13, and 1 after 30; then one token each.
-CHUNK, STEP = [(13, 20), (30, 1)], [(33, 1), (31, 1)]
+# Two sequences: 20 tokens after 13, and 1 after 30; then one token each; then 1 before 6.
+CHUNK, STEP, BOTH = [(13, 20), (30, 1)], [(33, 1), (31, 1)], [(34, 1), (26, 6)]
 ROWS = [2, 1]
 
 
@@ -59,10 +59,11 @@ def contexts(seqs, table, block_table):
 
     device = DeviceBatch(ints(ROWS), ints([s + n for s, n in seqs]), block_table, 8)
     if max(counts) > 1:
-        tiles = [(i, at) for i, n in enumerate(counts) for at in range(0, n, 8)]
+        single = 1 if counts[0] == 1 else 0
+        tiles = [(i, at) for i, n in enumerate(counts) if i >= single for at in range(0, n, 8)]
         device = DeviceBatch(
             ints(ROWS), ints([s + n for s, n in seqs]), block_table, 8, ints(tiles), 8, ints(starts), ints(q_starts),
-            ints(counts),
+            ints(counts), single,
         )  # fmt: skip
     ropes = table.rows(positions, torch.float32), Rope(table.cos, table.sin, table.distance)
     return [(ForwardContext(positions, slots, batch), rope) for batch, rope in zip((cpu, device), ropes, strict=True)]
@@ -90,7 +91,7 @@ def test_device_path_equals_cpu_path(kind, borrower):
     block_table = torch.tensor([[0, 0, 0], [3, 5, 0], [1, 4, 2]], dtype=torch.int32)
     filled = torch.randn(2, 6, PAGE, KV_HEADS, DIM)
     caches = filled.clone(), filled.clone()
-    for seqs in (CHUNK, STEP):
+    for seqs in (CHUNK, STEP, BOTH):
         tokens = sum(n for _, n in seqs)
         inputs = [torch.randn(tokens, width(attention)) for attention in layers]
         results = []
