@@ -15,6 +15,7 @@ from appliance.cli.common import layout_for, print_json
 from appliance.cli.preflight_view import print_checks
 from installer.errors import InstallError
 from installer.frontend import StepStatus
+from installer.i18n import language_of, told
 from installer.layout import Layout
 from installer.licence import LicenceRequest
 from installer.machine import InstallResult
@@ -186,15 +187,15 @@ def print_result(result: InstallResult, layout: Layout, as_json: bool) -> None:
 
 def print_error(error: InstallError) -> None:
     """What happened, the end of the log, why, what was changed, what next: to stderr."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"[bold red]error:[/] {escape(error.message)}")
+    console, language = Console(stderr=True, highlight=False, soft_wrap=True), language_of()
+    console.print(f"[bold red]error:[/] {escape(told(error.message, language))}")
     if error.log_tail:
         console.print("  The last lines of the log:")
         for line in error.log_tail:
             console.print(f"    {line}", markup=False)
     for text in (error.why, error.changed):
         if text:
-            console.print(f"  {text}", markup=False)
+            console.print(f"  {told(text, language)}", markup=False)
     if error.hint:
-        console.print(f"  Next: {error.hint}", markup=False)
+        console.print(f"  Next: {told(error.hint, language)}", markup=False)
     console.print(f"  (exit code {error.exit_code})", markup=False)

@@ -97,8 +97,12 @@ def driver(context: PreflightContext) -> Seen:
     cuda = build.cuda or _numbers(context.cuda) or (13, 0)
     floor = max((DRIVER_FLOORS.get(cuda[0], max(DRIVER_FLOORS.values())),), _numbers(context.driver_min) or (0,))
     needed = t("{floor} or newer, for {build}", floor=".".join(map(str, floor)), build=build.label)
+    if build.cpu_only:
+        fix = t("Use the medium with the CUDA build, or choose the CPU on purpose: --device cpu.")
+        return Seen("fail", t("{build} cannot use a GPU", build=build.label), fix, evidence="torch/version.py",
+                    required=t("a CUDA build of PyTorch"))  # fmt: skip
     if not version:
-        return Seen("fail", t("unknown"), t("Install NVIDIA's driver and restart."), "nvidia-smi", required=needed)
+        return Seen("fail", t("unknown"), t("Install NVIDIA's driver and restart."), required=needed)
     speaks = f", CUDA {facts.cuda[0]}.{facts.cuda[1]}" if facts.cuda else ""
     evidence = "nvidia-smi --query-gpu=driver_version --format=csv"
     if tuple(map(int, version.split("."))) < floor:

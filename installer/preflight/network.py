@@ -9,6 +9,7 @@ import psutil
 
 from installer.gpu.command import run
 from installer.i18n import Text, joined, t
+from installer.preflight.certificate import names_in
 from installer.preflight.machine import Machine
 from installer.preflight.owners import Owner
 from installer.preflight.record import PreflightContext, Seen, check
@@ -125,7 +126,8 @@ def address(context: PreflightContext) -> Seen:
     if not lan:
         fix = t("Connect the network, then set an address.")
         seen = t("{host}, but this machine has only its loopback", host=host)
-        return Seen("warn", seen, fix, command, command, why=t("Other machines cannot reach the endpoint."))
+        return Seen("warn", seen, fix, command, command, t("an address in the network of the clients"),
+                    t("Other machines cannot reach the endpoint."))  # fmt: skip
     seen = t("{host} (this machine: {addresses})", host=host, addresses=", ".join(lan)) if literal in _ANY else host
     if context.system and not _routes(context.machine, beyond=True):
         why = t("Atoll needs no default route, but only clients in the same network will be answered.")
@@ -208,7 +210,7 @@ def hostname(context: PreflightContext) -> Seen:
         fix = t("Write the name into /etc/hosts.")
         seen = t("{name} does not resolve here", name=name)
         return Seen("warn", seen, fix, f"echo '127.0.1.1 {name}' >> /etc/hosts", "/etc/hosts, /etc/nsswitch.conf")
-    names = context.certificate_names
+    names = context.certificate_names or names_in(context.endpoint.certificate)
     if names is not None and not any(_covers(pattern, name) for pattern in names):
         fix = t("Let clients call it by a name of the certificate, or have a certificate made with this name.")
         seen = t("{name} is not in the certificate ({names})", name=name, names=", ".join(names[:6]))

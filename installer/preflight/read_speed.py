@@ -33,7 +33,8 @@ def read_speed(context: PreflightContext) -> Seen:
             said = f"{source}: {error.strerror or error}"
     status = "warn" if context.system else "pass"
     seen = t("not measured: no large file is here, and the device may not be read")
-    return Seen(status, seen, evidence=said)
+    fix = t("Measure it by hand, on the disk that will hold the models.")
+    return Seen(status, seen, fix, "dd if=/dev/DISK of=/dev/null bs=8M count=128 iflag=direct", evidence=said)
 
 
 def _judged(source: Path, count: int, seconds: float) -> Seen:

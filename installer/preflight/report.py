@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from installer.errors import ExitCode
+from installer.gpu import GpuFacts
 from installer.preflight.record import CheckRecord, PreflightContext
 
 SCHEMA_VERSION = 1
@@ -23,6 +24,7 @@ def report(
     records: Sequence[CheckRecord], context: PreflightContext, *, language: str, seconds: float, strict: bool = False
 ) -> dict[str, Any]:
     """Keys and ids stay as they are within one schema version; texts are in `language`."""
+    on_cpu = context.no_gpu_needed() is not None
     counts = Counter("waived" if record.waived is not None else record.status for record in records)
     code = verdict(records, strict=strict)
     return {
@@ -31,9 +33,9 @@ def report(
         "exit_code": int(code),
         "lang": language,
         "form": "server" if context.system else "prefix",
-        "device": "cpu" if context.no_gpu_needed() is not None else "cuda",
+        "device": "cpu" if on_cpu else "cuda",
         "seconds": round(seconds, 2),
         "counts": {name: counts[name] for name in ("pass", "warn", "fail", "waived")},
         "checks": [record.to_json(language) for record in records],
-        "gpu": context.machine.gpus().to_json(),
+        "gpu": (GpuFacts() if on_cpu else context.machine.gpus()).to_json(),
     }

@@ -147,6 +147,7 @@ def test_a_kernel_module_of_another_version(look: Callable[..., CheckRecord], ma
         ("580.159.04", "13.0", TorchBuild("2.20.0", (14, 0), True), "warn"),
         ("580.159.04", "13.0", TorchBuild(), "pass"),
         ("570.86.15", "12.8", TorchBuild(), "fail"),  # nothing known: as for CUDA 13
+        ("580.159.04", "13.0", TorchBuild("2.13.0", None, True), "fail"),  # a CPU build, and --device cuda
     ],
 )
 def test_drivers(

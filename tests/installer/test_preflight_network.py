@@ -1,5 +1,6 @@
 """Ports, addresses, names and ways out: real sockets, and routing tables as the kernel writes them."""
 
+import ipaddress
 import os
 import socket
 import subprocess
@@ -185,6 +186,34 @@ def test_host_names(
     machine.put("/proc/sys/kernel/hostname", name + "\n")
     machine.put("/etc/nsswitch.conf", nsswitch)
     assert network.hostname(context(tmp_path, machine=machine, certificate_names=names)).status == status
+
+
+def test_the_certificate_that_is_in_use(tmp_path: Path, machine: FakeMachine) -> None:
+    """The names come from the file, if nobody gives them."""
+    import datetime
+    from dataclasses import replace
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.datetime.now(datetime.UTC)
+    other = [x509.DNSName("llm.bank"), x509.IPAddress(ipaddress.ip_address("10.0.0.1"))]
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    made = builder.add_extension(x509.SubjectAlternativeName(other), critical=False).sign(key, hashes.SHA256())
+    file = tmp_path / "server.crt"
+    file.write_bytes(made.public_bytes(Encoding.PEM))
+    machine.put("/proc/sys/kernel/hostname", "server\n")
+    plans = context(tmp_path, machine=machine)
+    assert network.hostname(plans).status == "pass"
+    record = network.hostname(replace(plans, endpoint=replace(plans.endpoint, certificate=file)))
+    assert record.status == "warn"
+    assert "llm.bank, 10.0.0.1" in record.observed
+    file.write_bytes(b"garbage")
+    assert network.hostname(replace(plans, endpoint=replace(plans.endpoint, certificate=file))).status == "pass"
 
 
 # -- 27
