@@ -67,6 +67,7 @@ class ServeOptions:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     api_key_file: Path | None = None
+    allow_plain_http: bool = False      # on an address that other machines reach
     shutdown_timeout: float = 30.0
     max_restarts: int = 5
     log_format: LogFormat = "auto"
@@ -215,6 +216,8 @@ def _add_http_flags(parser: FlagParser) -> None:
                       help="clients must present a key of this file (made by atoll keys new)")
     http.add_argument("--ssl-certfile", type=Path, metavar="PEM", help="serve HTTPS with this certificate")
     http.add_argument("--ssl-keyfile", type=Path, metavar="PEM", help="its private key")
+    http.add_argument("--allow-plain-http", action=argparse.BooleanOptionalAction,
+                      help="no TLS although other machines reach the address: something in front of it speaks TLS")
     http.add_argument("--allowed-origins", type=json_strings, metavar="JSON",
                       help="web origins that browsers may call from, such as '[\"https://chat.example\"]' (none)")
     http.add_argument("--generation-config", choices=("auto", "vllm"),

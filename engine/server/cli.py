@@ -16,6 +16,7 @@ from engine.errors import ConfigError, ModelError
 from engine.server import ipc, logs
 from engine.server.args import ServeOptions, parse_serve
 from engine.server.auth import KeyFile
+from engine.server.exposure import check_exposure, is_loopback
 from engine.server.listening import BACKLOG, bind_tcp, check_tls
 
 log = logging.getLogger("atoll.serve")
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> int:
         logs.setup(options.log_format, options.log_level)
         for note in options.notes:
             log.warning("%s", note)
+        check_exposure(options.host, options.uds, options.ssl_certfile is not None, options.allow_plain_http)
         _check_model(options)
         check_tls(options.ssl_certfile, options.ssl_keyfile)
         if options.api_key_file is not None:
@@ -44,7 +46,7 @@ def main(argv: list[str]) -> int:
     except ModelError as error:
         print(f"atoll serve: {error}", file=sys.stderr)
         return EXIT_MODEL
-    _warn_if_exposed(options)
+    _warn_if_open(options)
 
     from engine.server.supervisor import EngineChild, runtime_directory
 
@@ -89,18 +91,10 @@ def _bind(options: ServeOptions) -> socket.socket:
     return listener
 
 
-def _warn_if_exposed(options: ServeOptions) -> None:
-    if options.uds is not None or _loopback(options.host):
-        return
-    missing = [what for what, given in (("API keys (--api-key-file)", options.api_key_file),
-                                        ("TLS (--ssl-certfile, --ssl-keyfile)", options.ssl_certfile)) if not given]
-    if missing:
-        log.warning("ANYONE WHO REACHES %s:%d CAN USE OR READ THIS SERVICE: it has no %s", options.host, options.port,
-                    " and no ".join(missing))
-
-
-def _loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+def _warn_if_open(options: ServeOptions) -> None:
+    if options.api_key_file is None and options.uds is None and not is_loopback(options.host):
+        log.warning("ANYONE WHO REACHES %s:%d CAN USE THIS SERVICE: it has no API keys (--api-key-file)",
+                    options.host, options.port)
 
 
 def base_url(options: ServeOptions) -> str:
