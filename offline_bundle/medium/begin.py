@@ -186,7 +186,12 @@ def check_sequence(options, manifest):
 
 def verify_signature(root, options):
     """(manifest, its bytes, digest, key) once signature and bundle.json hold."""
-    signature = read_small(root, "model.sig", MAX_SIGNATURE)
+    try:
+        signature = read_small(root, "model.sig", MAX_SIGNATURE)
+    except Refused as e:
+        if e.code == SPACE_IO:
+            raise
+        raise Refused(UNTRUSTED, f"There is no usable signature: {e.message}", "Get the medium again.") from None
     claimed, payload, raw = open_envelope(signature)
     point, text, fingerprint, now = choose_key(options, claimed)
     resources = signed_resources(payload, raw, point)
