@@ -257,7 +257,7 @@ def test_a_loop_that_hangs_is_restarted_by_the_watchdog(server: Server):
     when(lambda: server.pid("tiny") not in (0, pid), WATCHDOG + 30, "the watchdog")
     wait_healthy(server, "tiny")
     assert server.chat("tiny")[0] == 200
-    for words in ("Watchdog timeout", "Current thread"):  # the second: its stacks, so that somebody can find out why
+    for words in ("Watchdog timeout", "most recent call first"):  # and its stacks, so that somebody can find out why
         when(lambda words=words: words in machine.journal("-u atoll-engine@tiny"), 10, f"{words} in the journal")
 
 
