@@ -68,7 +68,10 @@ def _check_tls(context: Context) -> None:
     """The names that clients will type, and the customer's certificate, before anything depends on them."""
     if context.endpoint.certificate is None:
         return
-    choice = context.options.tls
+    choice, layout = context.options.tls, context.layout
+    standing = config.endpoint(context.base_config, layout.config, system=layout.system)
+    if context.base_config and standing.certificate is None:
+        context.frontend.note("The endpoint spoke plain HTTP until now. It will speak HTTPS: tell its clients.")
     context.tls_names = tls.wanted_names(context.endpoint.host, choice.names)
     if choice.certificate is not None or choice.private_key is not None:
         if choice.certificate is None or choice.private_key is None:
