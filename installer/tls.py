@@ -66,13 +66,16 @@ def required_names(host: str, given: Sequence[str] = ()) -> list[str]:
 
 
 def ensure(layout: Layout, names: Sequence[str], *, required: Sequence[str] = ()) -> Made:
-    """A local authority and a certificate for `names`, unless a good one is there. Killed anywhere, run it again.
+    """A local authority and a certificate for `names` (none: those it holds), unless a good one is there. Killed
+    anywhere, run it again.
 
     An imported pair is left alone. A name that the authority may not vouch for makes a new authority, which every
     client has to trust anew; so that happens for `required` names only, not because an address has come and gone.
     Raises InstallError (I/O) for a file that is there and cannot be understood: it is never overwritten.
     """
     pair, source = _read(layout.server_key, "the endpoint's private key")
+    if not names:
+        names = x.names_of(pair.leaf) if pair is not None else x.machine_names()
     if pair is not None and source == "imported":
         changed = _publish(layout, None, pair)
         return Made("imported", changed, uncovered=_uncovered(pair, names))

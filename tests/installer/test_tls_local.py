@@ -115,6 +115,14 @@ def test_a_permitted_name_gets_a_new_certificate_a_strange_one_a_new_authority_o
         connect(port, "198.51.100.4", layout.ca_cert)
 
 
+def test_without_names_it_keeps_those_it_has(layout: Layout) -> None:
+    assert tls.ensure(layout, []).changed
+    assert x.covers(tls.read_public(layout.server_cert)[0], "localhost")
+    assert not tls.ensure(layout, []).changed
+    layout.server_cert.unlink()
+    assert tls.ensure(layout, []).changed
+
+
 def test_what_is_about_to_end_is_made_anew(layout: Layout) -> None:
     tls.ensure(layout, NAMES)
     ca = x.parse_pair(layout.ca_key.read_bytes())
