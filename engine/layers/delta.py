@@ -12,7 +12,7 @@ from engine.kernels.delta import (
     gated_delta_rule,
     gated_rms_norm,
 )
-from engine.layers.linear import Activations, Linear, MergedLinear, empty_parameter
+from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, empty_parameter
 
 
 class ByKeyHead(MergedLinear):
@@ -86,7 +86,9 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Activations, batch: RecurrentBatch | DeviceRecurrentBatch) -> torch.Tensor:
         return self.out_proj(self.heads(x, batch))
 
-    def heads(self, x: Activations, batch: RecurrentBatch | DeviceRecurrentBatch) -> torch.Tensor:
+    def heads(
+        self, x: Activations, batch: RecurrentBatch | DeviceRecurrentBatch
+    ) -> torch.Tensor | QuantizedRows:
         """All before the output projection: [T, H] -> [T, HV V]."""
         qkv, z = self.in_proj_qkvz(x).split((self.channels, self.value_size), -1)
         ba = self.in_proj_ba(x)
@@ -107,7 +109,7 @@ class GatedDeltaNet(nn.Module):
 
     def _on_device(
         self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | QuantizedRows:
         from engine.kernels import triton_delta
 
         state, conv_state = self.state
@@ -119,6 +121,10 @@ class GatedDeltaNet(nn.Module):
             assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             triton_delta.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
         triton_delta.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts)
+        if self.out_proj.wants_fp8(out.shape[0]):
+            from engine.kernels.triton_gated_norm import gated_rms_norm_to_fp8
+
+            return QuantizedRows(*gated_rms_norm_to_fp8(out, z, self.norm_weight, self.eps), out.dtype)
         return triton_delta.gated_rms_norm(out, z, self.norm_weight, self.eps)
 
     def weights(self, prefix: str) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from engine.kernels import (
     triton_attention,
     triton_delta,
     triton_fused,
+    triton_gated_norm,
     triton_gemv,
     triton_heads,
     triton_moe,
@@ -137,6 +138,7 @@ def run_all(fp8):
         triton_fused.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
         triton_fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
         triton_fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
+        triton_gated_norm.gated_rms_norm_to_fp8(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
         norm = zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096)
         triton_fused.rms_norm(*norm, quantize=True, upcoming=zeros(64, 4096))
         triton_fused.gate_mul(*zeros(3, 24576).chunk(2, -1), "silu", quantize=True, upcoming=zeros(64, 12288))

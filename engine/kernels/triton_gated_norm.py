@@ -1,0 +1,45 @@
+"""The norm of Gated DeltaNet's heads (triton_delta.gated_rms_norm), straight to fp8 for the product after it."""
+
+import torch
+import triton.language as tl
+
+from engine.kernels.launch import kernel, wait_for_previous
+from engine.kernels.triton_gate import activated
+from engine.kernels.triton_quant import blocks_for, empty_rows, load_row, store_row_as_fp8
+
+
+@kernel
+def _gated_norm_fp8_kernel(
+    x_ptr, z_ptr, weight_ptr, out_ptr, scale_ptr, z_stride, eps,
+    N: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    HEADS: tl.constexpr = BLOCK // V  # of a block
+    weight = tl.load(weight_ptr + tl.arange(0, V))[None, :]
+    wait_for_previous(PDL)
+    x = load_row(x_ptr + row * N, N, BLOCK)
+    z = load_row(z_ptr + row * z_stride, N, BLOCK)
+    y = ()
+    for i in tl.static_range(len(x)):
+        heads = tl.reshape(x[i].to(tl.float32), [HEADS, V])
+        inverse = tl.rsqrt(tl.sum(heads * heads, 1) / V + eps)[:, None]
+        normed = tl.reshape((heads * inverse).to(x[i].dtype) * weight, [BLOCK]).to(tl.float32)
+        y = y + ((normed * activated(z[i].to(tl.float32), "silu")).to(x[i].dtype),)  # noqa: RUF005 - Triton's tuples
+    store_row_as_fp8(y, out_ptr + row * N, scale_ptr + row, N, BLOCK)
+
+
+def gated_rms_norm_to_fp8(
+    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w * norm(x) * silu(z), head by head; x [T, HV, V], z [T, HV V] (columns of wider rows), V a power of two ->
+    (e4m3 [T, HV V], scale [T]), see triton_quant."""
+    tokens, num_heads, value_dim = x.shape
+    assert x.is_contiguous()
+    size = num_heads * value_dim
+    block, warps = blocks_for(size)
+    out, scale = empty_rows(tokens, size, x.device)
+    _gated_norm_fp8_kernel(
+        (tokens,), x, z, weight, out, scale, z.stride(0), eps,
+        N=size, V=value_dim, BLOCK=max(block, value_dim), num_warps=warps,
+    )  # fmt: skip
+    return out, scale
