@@ -9,12 +9,12 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-stop test lint format bench test-gpu clean
+.PHONY: help setup demo demo-stop test lint format bench test-gpu test-appliance clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-22s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.demo  ## Bundle, sign, verify, install and run a small real model, and ask it a question
 	@$(BIN)/python -m appliance.demo --prefix $(PREFIX)
@@ -29,6 +29,10 @@ test: $(VENV)/.dev  ## Run every test that needs no GPU
 
 test-gpu:  ## On a machine with a CUDA GPU: its tests, then the benchmark (uses the system's python3)
 	@tests/gpu/run.sh
+
+test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on machines that boot without a network
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python -m pytest -m boot -rs -v --timeout=2400 $(or $(PYTEST),tests/boot)
 
 lint: $(VENV)/.dev  ## Check style, types and which room may import which
 	@$(BIN)/ruff check .

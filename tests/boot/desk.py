@@ -46,6 +46,8 @@ class Desk:
     """`--python DIR`, where the distribution's own Python is not one that the medium serves."""
     key: str = ""
     """The API key that the install showed."""
+    said: str | None = None
+    """What the last command that was watched to its end said."""
     proved: set[str] = field(default_factory=set)
     """Attempts to leave that a test made on purpose."""
 

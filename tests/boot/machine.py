@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,8 @@ class Ran:
     out: str
     err: str
     seconds: float
+    waited: float = 0.0
+    """Of these, how long the machine waited for processors that others on the host had."""
 
     def check(self, code: int = 0) -> "Ran":
         """This, if it ended with that exit code."""
@@ -158,7 +159,7 @@ class Machine:
 
     def run(self, command: str, *, timeout: float = 120.0, input: str = "", env: dict[str, str] | None = None) -> Ran:
         """Run a shell command inside as root and wait for its end."""
-        began = time.monotonic()
+        began, waited = time.monotonic(), self.waited_for_cpu()
         pipe = subprocess.PIPE
         process = self.popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
         try:
@@ -167,7 +168,8 @@ class Machine:
             kill_cgroup(self._cgroup / "operator")
             out, err = process.communicate()
             raise MachineError(f"$ {command}\nhad not ended after {timeout:.0f} s\n{out}\n{err}") from None
-        return Ran(command, process.returncode, out, err, time.monotonic() - began)
+        seconds, waited = time.monotonic() - began, self.waited_for_cpu() - waited
+        return Ran(command, process.returncode, out, err, seconds, waited)
 
     def kill_sessions(self) -> None:
         """SIGKILL to every command that `run` or `popen` started; services go on."""
@@ -180,6 +182,15 @@ class Machine:
     def beside_command(self, words: list[str]) -> list[str]:
         """The command line that `beside` runs."""
         return ["nsenter", f"--target={self._leader()}", "--net", "--", *words]
+
+    def waited_for_cpu(self) -> float:
+        """Seconds so far in which the machine could do nothing because others had every processor: what a measured
+        time is too long by when the host does other work as well. 0 where the kernel does not count that."""
+        with contextlib.suppress(OSError, StopIteration):
+            lines = (self._cgroup / "cpu.pressure").read_text().splitlines()
+            full = next(line for line in lines if line.startswith("full"))
+            return int(full.rsplit("=", 1)[1]) / 1e6
+        return 0.0
 
     def path(self, inside: str | Path) -> Path:
         """Where a path of the machine lies on the host."""
@@ -302,10 +313,3 @@ def when(condition: Any, timeout: float, what: str, every: float = 0.1) -> Any:
             raise MachineError(f"waited {timeout:.0f} s in vain for {what}")
         time.sleep(every)
     return value
-
-
-@contextlib.contextmanager
-def took(measures: dict[str, float], name: str) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    measures[name] = time.monotonic() - began

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from machine import Machine, cgroup2, when
+from measures import Measures
 
 NewMachine = Callable[..., Machine]
 
@@ -51,7 +52,7 @@ def prove_bare(machine: Machine) -> None:
         assert machine.run(f"python3 -c 'import {module}'").code != 0, module
 
 
-def test_it_boots_bare_and_without_network(new_machine: NewMachine, suite: str, measure: Callable[..., None]) -> None:
+def test_it_boots_bare_and_without_network(new_machine: NewMachine, suite: str, measure: Measures) -> None:
     machine = new_machine(suite)
     measure(f"{suite}: boot", machine.boot())
     assert machine.state == "running", machine.run("systemctl --failed --no-legend").out

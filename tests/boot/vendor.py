@@ -72,8 +72,9 @@ def ensure_vendor() -> Vendor:
     model = ensure_demo_model()
     with (home / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        state = _state_of_the_code()
-        made = home / state
+        kept = [path.parent for path in home.glob("*/complete")]
+        stale = bool(os.environ.get("ATOLL_BOOT_STALE_MEDIA")) and len(kept) == 1  # while only the tests are worked on
+        made = kept[0] if stale else home / _state_of_the_code()
         if not (made / "complete").exists():
             for old in [path for path in home.iterdir() if path.name != ".lock"]:
                 shutil.rmtree(old)
