@@ -11,7 +11,8 @@ A sequence with one new token takes one kernel, bound by reading and writing its
 Key and value dimensions are powers of two, from 16 on.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,23 +42,38 @@ def _unit(x):
 
 
 @triton.jit
-def _conv_newest(x_ptr, ring_ptr, weight_ptr, c, position, stride_row, W: tl.constexpr):
-    """The convolution at `position` of the channels c, with silu; x_ptr has that position's own inputs."""
-    x = tl.load(x_ptr + c)
+def _conv_newest(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr):
+    """The convolution at `position` of the channels c, with silu; x_at has that position's own inputs."""
+    x = tl.load(x_at + c)
     y = x.to(tl.float32) * tl.load(weight_ptr + c * W + W - 1).to(tl.float32)
     for j in tl.static_range(W - 1):  # position - (W - 1) + j, modulo W
         row = (position + 1 + j) % W
-        past = tl.load(ring_ptr + row * stride_row + c, mask=(c >= 0) & (position + j >= W - 1), other=0.0)
+        past = tl.load(ring_at + row * stride_row + c, mask=(c >= 0) & (position + j >= W - 1), other=0.0)
         y += past.to(tl.float32) * tl.load(weight_ptr + c * W + j).to(tl.float32)
     return x, (y * _sigmoid(y)).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _conv_newest_once(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr, ROWS: tl.constexpr):
+    """The same by the sum of a tile [ROWS, len(c)], which nobody computes twice.
+
+    Loads of single numbers are made by every thread that needs the result: for a value, all that have its row of the
+    state. For q and k those threads are few, and load eight numbers at a time.
+    """
+    j = tl.arange(0, ROWS)[:, None]
+    past = ring_at + (position + 1 + j) % W * stride_row + c[None, :]
+    live = (j < W) & (position + j >= W - 1)
+    x = tl.load(tl.where(j == W - 1, x_at + c[None, :], past), mask=live, other=0.0)
+    y = tl.sum(x.to(tl.float32) * tl.load(weight_ptr + c[None, :] * W + j, mask=live, other=0.0).to(tl.float32), 0)
+    return (y * _sigmoid(y)).to(x.dtype).to(tl.float32)
 
 
 @kernel
 def _decode_kernel(
     x_ptr, ba_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr,
     state_ptr, ring_ptr, out_ptr, x_stride, ba_stride, state_stride, ring_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BLOCK_V: tl.constexpr,
-    MIXED: tl.constexpr, PDL: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = V // BLOCK_V
     C: tl.constexpr = 2 * HK * K + HV * V
@@ -66,6 +82,12 @@ def _decode_kernel(
     part = tl.program_id(0) % PARTS
     decay = -tl.exp(tl.load(a_log_ptr + head))
     dt_bias = tl.load(dt_bias_ptr + head)
+    k_range = tl.arange(0, K)
+    v_range = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = head * V + v_range
+    q_channel = head // (HV // HK) * K + k_range
+    k_channel = q_channel + HK * K
+    v_channel = 2 * HK * K + row
     wait_for_previous(PDL)
     token = sequence.to(tl.int64)
     count = 1
@@ -75,24 +97,17 @@ def _decode_kernel(
     if count == 1:
         position = tl.load(positions_ptr + token)
         slot = tl.load(slots_ptr + sequence).to(tl.int64)
-        k_range = tl.arange(0, K)
-        v_range = part * BLOCK_V + tl.arange(0, BLOCK_V)
-        row = head * V + v_range
         state_at = state_ptr + slot * state_stride + row[:, None] * K + k_range[None, :]
         state = tl.load(state_at, mask=(row >= 0)[:, None] & (position > 0), other=0.0).to(tl.float32)
 
         x_at = x_ptr + token * x_stride
         ring_at = ring_ptr + slot * ring_stride
-        key_head = head // (HV // HK)
-        q_channel = key_head * K + k_range
-        k_channel = q_channel + HK * K
-        v_channel = 2 * HK * K + row
         q_in, q = _conv_newest(x_at, ring_at, weight_ptr, q_channel, position, C, W)
         k_in, k = _conv_newest(x_at, ring_at, weight_ptr, k_channel, position, C, W)
-        v_in, v = _conv_newest(x_at, ring_at, weight_ptr, v_channel, position, C, W)
+        v = _conv_newest_once(x_at, ring_at, weight_ptr, v_channel, position, C, W, ROWS)
         # The row of this position: nobody reads it in this step.
         newest = ring_at + (position % W) * C
-        tl.store(newest + v_channel, v_in)
+        tl.store(newest + v_channel, tl.load(x_at + v_channel))
         first = (part == 0) & (head % (HV // HK) == 0)
         tl.store(newest + q_channel, q_in, mask=(k_range >= 0) & first)
         tl.store(newest + k_channel, k_in, mask=(k_range >= 0) & first)
@@ -139,6 +154,7 @@ def decode(
     q_starts: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     block_v: int | None = None,
+    num_warps: int = 4,
 ) -> None:
     """Sequences with one new token: from the inputs of the convolution to the rule's output; moves both states on.
 
@@ -148,12 +164,14 @@ def decode(
     """
     _check(conv_weight, state, conv_state, out)
     batch = slots.shape[0]
-    block_v = block_v or min(shape.value_dim, 32 if batch <= _FEW_SEQUENCES else 64)
+    width = conv_weight.shape[1]
+    block_v = block_v or min(shape.value_dim, 32 if batch <= _FEW_SEQUENCES else 256 // state.element_size())
     _decode_kernel(
         (shape.value_heads * (shape.value_dim // block_v), batch), qkv, ba, conv_weight, a_log, dt_bias, positions,
         slots, q_starts, counts, state, conv_state, out, qkv.stride(0), ba.stride(0), state.stride(0),
         conv_state.stride(0),
-        **shape.constants, W=conv_weight.shape[1], BLOCK_V=block_v, MIXED=counts is not None, num_warps=4,
+        **shape.constants, W=width, ROWS=triton.next_power_of_2(width), BLOCK_V=block_v, MIXED=counts is not None,
+        num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -542,8 +560,13 @@ def prefill(
     q_starts: torch.Tensor,
     counts: torch.Tensor,
     chunks: torch.Tensor,
+    solve: Mapping[str, int] | None = None,
+    run_chunks: Mapping[str, int] | None = None,
 ) -> None:
-    """`decode` for sequences with more than one new token, in `chunks` (see plan_chunks); others are left to it."""
+    """`decode` for sequences with more than one new token, in `chunks` (see plan_chunks); others are left to it.
+
+    `solve` and `run_chunks` replace what solve_options and run_options choose.
+    """
     _check(conv_weight, state, conv_state, out)
     key_dim, value_dim, heads = shape.key_dim, shape.value_dim, shape.value_heads
     tokens, channels = qkv.shape
@@ -565,14 +588,35 @@ def prefill(
     total = torch.empty(tokens, heads, dtype=torch.float32, device=qkv.device)
     _solve_kernel(
         (heads, num), mixed, ba, a_log, dt_bias, *of_sequence, chunks, u, w, total, ba.stride(0),
-        **options, BLOCK_K=min(32, key_dim), BLOCK_V=min(32, value_dim), num_warps=1, num_stages=1,
+        **options, **(solve or solve_options(shape)),
     )  # fmt: skip
-    narrow = qkv.element_size() == 2  # wider numbers leave no room for the next chunk beside this one
-    block_v = min(value_dim, 64 if narrow else 32)
+    chosen = run_chunks or run_options(shape, qkv.dtype, _multiprocessors(qkv.device))
     _run_chunks_kernel(
-        (heads * (value_dim // block_v), batch), mixed, positions, slots, *of_sequence, u, w, total, state, out,
-        state.stride(0), **options, BLOCK_V=block_v, num_warps=4, num_stages=2 if narrow else 1,
+        (heads * (value_dim // chosen["BLOCK_V"]), batch), mixed, positions, slots, *of_sequence, u, w, total, state,
+        out, state.stride(0), **options, **chosen,
     )  # fmt: skip
+
+
+def solve_options(shape: DeltaShape) -> dict[str, int]:
+    return {"BLOCK_K": min(32, shape.key_dim), "BLOCK_V": min(32, shape.value_dim), "num_warps": 1, "num_stages": 1}
+
+
+def run_options(shape: DeltaShape, dtype: torch.dtype, multiprocessors: int) -> dict[str, int]:
+    """A long prompt has as many programs as there are parts of states, whose chunks come one after the other. Half the
+    part takes about two thirds of the time, where each still has a multiprocessor of its own: two that share one would
+    wait for their inputs, which all parts of a head read.
+
+    Nothing here depends on the step: a variant more would have to be compiled before the first request.
+    """
+    if dtype.itemsize == 4:  # no room for the next chunk beside this one
+        return {"BLOCK_V": min(32, shape.value_dim), "num_warps": 4, "num_stages": 1}
+    fine = shape.value_heads * (shape.value_dim // 32) <= multiprocessors
+    return {"BLOCK_V": min(32 if fine else 64, shape.value_dim), "num_warps": 4, "num_stages": 2}
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 # -- gates ------------------------------------------------------------------------------------------------------------
