@@ -214,8 +214,14 @@ def _synchronised() -> bool:
 )  # fmt: skip
 def python(context: PreflightContext) -> Seen:
     """The interpreter that will run the service is the one that runs this."""
-    good = sys.version_info[:2] >= PYTHON_MIN and sys.maxsize > 2**32
-    observed = f"{platform.python_version()}  {sys.executable}"
-    fix = "" if good else t("Run the installer with a newer Python.")
-    command = "" if good else "sudo ./install.sh --python /path/to/python3.12"
-    return Seen("pass" if good else "fail", observed, fix, command, "python3 --version")
+    observed, evidence = f"{platform.python_version()}  {sys.executable}", "python3 --version"
+    if sys.version_info[:2] < PYTHON_MIN or sys.maxsize <= 2**32:
+        fix = t("Run the installer with a newer Python.")
+        return Seen("fail", observed, fix, "sudo ./install.sh --python /path/to/python3.12", evidence)
+    mine = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if context.pythons and mine not in context.pythons:
+        fix = t("Run the installer with the Python that the runtime was built for.")
+        command = f"sudo ./install.sh --python /path/to/python{context.pythons[0]}"
+        required = t("Python {versions}, for which the runtime was built", versions=", ".join(context.pythons))
+        return Seen("fail", observed, fix, command, evidence, required)
+    return Seen("pass", observed, evidence=evidence)

@@ -13,10 +13,13 @@ from installer.errors import ExitCode, InstallError
 from installer.i18n import t
 from installer.layout import Layout
 from installer.preflight.record import ModelNeed
+from installer.preflight.torch_build import TorchBuild
 from offline_bundle import media
 from offline_bundle.errors import BundleError
 from offline_bundle.keys import load_trusted
 from offline_bundle.manifest import MANIFEST, BundleManifest
+from offline_bundle.runtime_manifest import RuntimeManifest
+from offline_bundle.runtime_verify import verify_runtime
 from offline_bundle.verify import check_signed_manifest
 
 RUNTIME = "runtime"
@@ -62,6 +65,8 @@ def read_needs(medium: Path, keys: Sequence[Path], layout: Layout) -> Needs:
     signed = [_signed(path, keys) for path in bundles]
     in_store = [manifest for manifest, digest in signed if (layout.models / digest).is_dir()]
     values |= of_manifests({manifest.name: manifest for manifest, _ in signed}, in_store)
+    if runtime is not None:
+        values |= _of_runtime(_signed_runtime(runtime, keys), values["driver_min"])
     return Needs(values, tuple(manifest.name for manifest, _ in signed), True)
 
 
@@ -95,6 +100,29 @@ def of_manifests(
             ModelNeed(name, sum(weights[id(m)]), m.requires.vram_gib, chosen[name]) for name, m in models.items()
         ),
     }
+
+
+def _of_runtime(manifest: RuntimeManifest, driver_min: str | None) -> dict[str, Any]:
+    """What the code half asks for, besides what the models do."""
+    asked = manifest.requires
+    version, cuda = (asked.torch or "").partition("+")[0], asked.cuda
+    numbers = tuple(int(part) for part in cuda.split(".")) if cuda else None
+    drivers = [text for text in (driver_min, asked.driver_min) if text]
+    return {
+        "code_bytes": asked.disk_bytes,
+        "pythons": asked.python,
+        "driver_min": max(drivers, key=_order, default=None),
+        "torch": TorchBuild(version, (numbers[0], numbers[1]) if numbers else None, True) if version else None,
+    }
+
+
+def _signed_runtime(path: Path, keys: Sequence[Path]) -> RuntimeManifest:
+    """Its manifest once the signature holds; the install checks the bytes."""
+    try:
+        return verify_runtime(path, load_trusted(list(keys), path), signature_only=True).manifest
+    except BundleError as error:
+        raise InstallError(error.message, exit_code=error.exit_code, changed=t("Nothing was changed."),
+                           hint=error.hint) from None  # fmt: skip
 
 
 def _order(value: Any) -> Any:

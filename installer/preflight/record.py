@@ -81,6 +81,7 @@ class PreflightContext:
     tls: bool = False
     certificate_names: tuple[str, ...] | None = None  # of a customer's own certificate
     runtime: Path | None = None          # the runtime's directory on the medium
+    pythons: tuple[str, ...] = ()        # those that the runtime was built for; empty: any that is new enough
     torch: TorchBuild | None = None      # None: as found in the runtime, or installed here
     bundle: Path | None = None           # where the model's files are now
     machine: Machine = field(default_factory=Machine)

@@ -1,5 +1,6 @@
 """`atoll preflight` as an operator types it, on a terminal and in a script, before anything is installed."""
 
+import hashlib
 import json
 import os
 import pty
@@ -14,8 +15,11 @@ from preflight_kit import FakeSmi, on_path
 from installer.errors import InstallError
 from installer.layout import Layout
 from installer.preflight.needs import of_manifests, read_needs
-from offline_bundle.keys import KeyPair
+from installer.preflight.torch_build import TorchBuild
+from offline_bundle import oms
+from offline_bundle.keys import KeyPair, load_private
 from offline_bundle.manifest import BundleManifest
+from offline_bundle.strictjson import canonical
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -157,6 +161,42 @@ def test_needs_of_a_signed_bundle(bundle: Callable[..., Path], signer: KeyPair, 
     twice = of_manifests({"a": manifest, "b": manifest}, gpus={"b": [1]})
     assert twice["copy_bytes"] == manifest.total_bytes  # one copy serves both
     assert [need.gpus for need in twice["models"]] == [(), (1,)]
+
+
+def _runtime(directory: Path, signer: KeyPair, **requires: object) -> Path:
+    """A signed runtime whose files nobody reads here."""
+    rooms = {"pip": "tool", "requirements": "requirements", "setup": "setup"}
+    names = ("pip/pip.whl", "requirements/cp311.json", "requirements/cp311.txt", "setup/install.sh",
+             "setup/setup_release.py")  # fmt: skip
+    paths = {name: rooms[name.partition("/")[0]] for name in names}
+    empty = hashlib.sha256().hexdigest()
+    for path in paths:
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).touch()
+    asked = {"arch": "x86_64", "python": ["3.11"], "glibc": "2.28", "torch": "2.13.0", "cuda": "13.0",
+             "driver_min": "580.65", "disk_bytes": 9 * 10**9, "unpacked_bytes": 8 * 10**9, **requires}  # fmt: skip
+    files = [{"path": path, "role": role, "sha256": empty, "size": 0} for path, role in sorted(paths.items())]
+    text = canonical({"schema_version": 1, "kind": "runtime", "name": "atoll", "version": "1.0.0", "sequence": 3,
+                      "created": "2026-01-01T00:00:00Z", "requires": asked, "files": files})  # fmt: skip
+    (directory / "bundle.json").write_bytes(text)
+    resources = {**dict.fromkeys(paths, empty), "bundle.json": hashlib.sha256(text).hexdigest()}
+    (directory / "model.sig").write_bytes(oms.sign(resources, "atoll", load_private(signer.private_path)))
+    return directory
+
+
+def test_needs_of_a_signed_runtime(tmp_path: Path, signer: KeyPair) -> None:
+    _runtime(tmp_path / "medium/runtime", signer)
+    layout = Layout.at(tmp_path / "prefix")
+    values = read_needs(tmp_path / "medium", [signer.public_path], layout).values
+    assert (values["code_bytes"], values["driver_min"], values["pythons"]) == (9_000_000_000, "580.65", ("3.11",))
+    assert values["torch"] == TorchBuild("2.13.0", (13, 0), True)
+    _runtime(tmp_path / "cpu/runtime", signer, torch="2.13.0+cpu", cuda=None, driver_min=None)
+    values = read_needs(tmp_path / "cpu", [signer.public_path], layout).values
+    assert values["torch"].cpu_only
+    (tmp_path / "cpu/runtime/bundle.json").write_text("{}")
+    with pytest.raises(InstallError) as caught:
+        read_needs(tmp_path / "cpu", [signer.public_path], layout)
+    assert caught.value.exit_code == 11
 
 
 def test_a_bundle_of_somebody_else(bundle: Callable[..., Path], tmp_path: Path) -> None:

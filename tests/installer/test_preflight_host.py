@@ -204,6 +204,9 @@ def test_a_clock_that_nothing_keeps_in_step(
 
 def test_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.python(context(tmp_path)).status == "pass"
+    mine = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert host.python(context(tmp_path, pythons=("3.99", mine))).status == "pass"
+    assert "python3.99" in host.python(context(tmp_path, pythons=("3.99",))).command
     monkeypatch.setattr(host, "PYTHON_MIN", (sys.version_info.major, sys.version_info.minor + 1))
     assert host.python(context(tmp_path)).status == "fail"
 
