@@ -87,14 +87,18 @@ def prune(layout: Layout, kept: Iterable[str]) -> int:
 def verify_code(tree: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
     """Hash every file of a tree again; the paths that differ, are missing, or do not belong there.
 
-    `progress(done, total)` is told in bytes. An attacker who is root could change files.json too; share/bundle.json and
-    model.sig, which the vendor signed, then still say what was on the medium.
+    `progress(done, total)` is told in bytes. files.json lies on the same disk, so the packages are also held against
+    the list that the vendor signed (share/requirements, by its hash in share/bundle.json, whose signature is the
+    caller's to check); bytecode, which was made here, is in files.json alone.
     """
     try:
         listed: dict[str, dict[str, Any]] = json.loads((tree / "files.json").read_bytes())["files"]
+        signed = _signed_list(tree)
     except (OSError, ValueError, KeyError, TypeError):
         return ["files.json"]
-    wrong, seen, done = [], set(), 0
+    wrong = [f"lib/{path}" for path, entry in signed.items() if listed.get(f"lib/{path}", entry) != entry]
+    wrong += [path for path in listed if _is_code(path) and path.removeprefix("lib/") not in signed]
+    seen, done = set(), 0
     total = sum(entry["size"] for entry in listed.values())
     for directory, names, files in os.walk(tree):
         here = Path(directory)
@@ -109,7 +113,23 @@ def verify_code(tree: Path, progress: Callable[[int, int], None] = lambda done, 
                 wrong.append(relative)
             done += entry["size"] if entry else 0
             progress(min(done, total), total)
-    return sorted([*wrong, *(listed.keys() - seen)])
+    return sorted({*wrong, *(listed.keys() - seen)})
+
+
+def _signed_list(tree: Path) -> dict[str, dict[str, Any]]:
+    """What the vendor found in the wheels: path below lib -> SHA-256 and size. Raises ValueError if it was changed."""
+    path = f"requirements/{read_facts(tree)['abi']}.json"
+    text = (tree / "share" / path).read_bytes()
+    entries = json.loads((tree / "share/bundle.json").read_bytes())["files"]
+    if [e["sha256"] for e in entries if e["path"] == path] != [hashlib.sha256(text).hexdigest()]:
+        raise ValueError(path)
+    return json.loads(text)["files"]
+
+
+def _is_code(path: str) -> bool:
+    """A file of a package that came with it: not bytecode made here, and not pip's notes."""
+    notes = (".dist-info/RECORD", ".dist-info/INSTALLER", ".dist-info/REQUESTED")
+    return path.startswith("lib/") and "/__pycache__/" not in path and not path.endswith(notes)
 
 
 def _holds(path: Path, entry: dict[str, Any]) -> bool:

@@ -32,6 +32,7 @@ from .manifest import MANIFEST, SIGNATURE
 from .progress import Progress, silent
 from .runtime_manifest import ROOMS, RuntimeFile, RuntimeManifest, RuntimeRequires
 from .runtime_wheels import Wheel
+from .strictjson import canonical
 
 Torch = Literal["cpu", "cuda"]
 
@@ -163,7 +164,10 @@ def _collect(
                 path = path.rename(house / path.name)
                 pins.append(house_wheels.setdefault(path.name, runtime_wheels.read_wheel(path)))
         text = "".join(f"{wheel.pin}\n" for wheel in sorted(pins, key=lambda w: w.name))
-        _write(partial / f"requirements/cp{version.replace('.', '')}.txt", text.encode())
+        lists = partial / "requirements" / f"cp{version.replace('.', '')}"
+        _write(lists.with_suffix(".txt"), text.encode())
+        unpacked = dict(entry for wheel in pins for entry in runtime_wheels.contents(wheel.path))
+        _write(lists.with_suffix(".json"), canonical({"files": unpacked}))
     pip = runtime_wheels.download_pip(pythons[0], partial / "pip", wheels)
     progress("wheels", steps, steps)
     every = sorted(house_wheels.values(), key=lambda w: w.name)
@@ -178,7 +182,7 @@ def _collect(
             CONTENT,
         )
     copied = sum(w.path.stat().st_size for w in every) + pip.stat().st_size
-    unpacked = sum(w.unpacked for w in every)
+    size = sum(w.unpacked for w in every)
     requires = RuntimeRequires(
         arch=platform.machine(),
         python=tuple(sorted(versions, key=lambda v: tuple(int(n) for n in v.split(".")))),
@@ -186,8 +190,8 @@ def _collect(
         torch=version,
         cuda=cuda,
         driver_min=driver,
-        disk_bytes=copied + unpacked * 4 // 3 + 64 * limits.MIB,  # a third for bytecode and small files' blocks
-        unpacked_bytes=unpacked,
+        disk_bytes=copied + size * 4 // 3 + 64 * limits.MIB,  # a third for bytecode and small files' blocks
+        unpacked_bytes=size,
     )
     return requires, ours.version, every
 

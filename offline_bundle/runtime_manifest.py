@@ -89,7 +89,8 @@ class RuntimeManifest(_Strict):
         if pair := names.collision([*paths, MANIFEST, SIGNATURE]):
             raise ValueError(f"the paths '{pair[0]}' and '{pair[1]}' collide on some file systems")
         needed = {"setup/setup_release.py", "setup/install.sh"}
-        needed |= {f"requirements/cp{python.replace('.', '')}.txt" for python in self.requires.python}
+        tags = [f"requirements/cp{python.replace('.', '')}" for python in self.requires.python]
+        needed |= {tag + suffix for tag in tags for suffix in (".txt", ".json")}
         if lacking := sorted(needed - set(paths)):
             raise ValueError(f"{lacking[0]} is missing")
         if sum(f.role == "tool" for f in self.files) != 1:

@@ -92,9 +92,9 @@ def _repack(out: Path) -> Path:
     """A wheel of the installed distribution: the files of its RECORD, without what an installer added."""
     own = metadata.distribution("atoll")
     info = f"atoll-{own.version}.dist-info"
-    path = out / f"atoll-{own.version}-py3-none-any.whl"
+    made = out / f"atoll-{own.version}-py3-none-any.whl"
     record: list[str] = []
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as wheel:
         for file in sorted(own.files or [], key=str):
             name = str(file)
             if name.startswith("../") and "/share/" not in name:
@@ -103,15 +103,19 @@ def _repack(out: Path) -> Path:
                 f"{info}/{n}" for n in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
             }:
                 continue
+            path = Path(str(own.locate_file(file)))
             if "share/doc/" in name:
-                name = f"atoll-{own.version}.data/data/share/doc/" + name.split("share/doc/", 1)[1]
-            data = Path(str(own.locate_file(file))).read_bytes()
+                below = "share/doc/" + name.split("share/doc/", 1)[1]
+                name = f"atoll-{own.version}.data/data/{below}"
+                if not path.exists():  # `pip install --target` moves it, and notes where it was
+                    path = Path(str(own.locate_file(below)))
+            data = path.read_bytes()
             wheel.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
             digest = hashlib.sha256(data).digest()
             record.append(f"{name},sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()},{len(data)}")
         record.append(f"{info}/RECORD,,")
         wheel.writestr(zipfile.ZipInfo(f"{info}/RECORD"), "\n".join(record) + "\n", zipfile.ZIP_DEFLATED)
-    return path
+    return made
 
 
 def download(python: Path, wanted: Sequence[str], out: Path, *, torch: str, wheels: Path | None = None) -> None:
@@ -201,6 +205,20 @@ def read_wheel(path: Path) -> Wheel:
     links = [u.split(",", 1)[1].strip() for u in headers.get_all("Project-URL", []) if "," in u]
     homepage = headers["Home-page"] or (links[0] if links else "")
     return Wheel(path, name, headers["Version"] or "", digest, unpacked, licence[:120], homepage)
+
+
+def contents(path: Path) -> Iterator[tuple[str, dict[str, str | int]]]:
+    """(path below lib, its SHA-256 and size) of every file that installing the wheel unpacks there."""
+    with zipfile.ZipFile(path) as wheel:
+        for item in wheel.infolist():
+            name, data = item.filename, re.fullmatch(r"[^/]+\.data/([a-z]+)/(.+)", item.filename)
+            if data and data[1] in ("scripts", "headers"):
+                continue
+            if item.is_dir() or name.endswith(".dist-info/RECORD"):  # pip writes a longer one
+                continue
+            with wheel.open(item) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+            yield data[2] if data else name, {"sha256": digest, "size": item.file_size}
 
 
 def texts(own: Path) -> Iterator[tuple[str, bytes]]:

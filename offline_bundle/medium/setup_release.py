@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-SPACE_IO, BUG = 30, 1
+CONTENT, SPACE_IO, BUG = 11, 30, 1
 
 # Only for compiling against the packages, which nothing on a server does; half of all files.
 NEEDLESS = ("lib/bin", "lib/torch/include")
@@ -72,7 +72,7 @@ def make_tree(facts, say, progress_of, refused):
         _compile(partial, final, refused)
         _add_rest(facts, partial, final)
         _try_it(partial, manifest["version"], refused)
-        _describe(facts, partial)
+        _describe(facts, partial, refused)
         os.sync()  # a power cut after the rename must not find half a tree
         os.rename(partial, final)
         _sync_directory(base)
@@ -110,6 +110,10 @@ def _python(*arguments):
     return [sys.executable, "-I", "-S", "-B", *arguments]
 
 
+def _tag():
+    return f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
 def _environment(temporary):
     """Nothing of the operator's: no proxies, no pip settings, no paths."""
     return {
@@ -126,13 +130,13 @@ def _install_packages(facts, partial, progress_of, refused):
     """pip, from its own verified wheel, into lib/: no index, and only files whose hashes are in the signed list."""
     incoming, manifest = facts["incoming"], facts["manifest"]
     pip = next(f["path"] for f in manifest["files"] if f["role"] == "tool")
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     temporary = os.path.join(partial, "tmp")  # on the same disk: pip moves the packages from here, it need not copy
     os.mkdir(temporary, 0o700)
     command = _python(
         os.path.join(incoming, pip, "pip"), "install", "--quiet", "--no-index", "--require-hashes", "--no-deps",
         "--only-binary", ":all:", "--find-links", os.path.join(incoming, "wheels"),
-        "--requirement", os.path.join(incoming, "requirements", f"{tag}.txt"), "--target", os.path.join(partial, "lib"),
+        "--requirement", os.path.join(incoming, "requirements", f"{_tag()}.txt"),
+        "--target", os.path.join(partial, "lib"),
         "--no-compile", "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--root-user-action", "ignore",
     )  # fmt: skip
     before = _free(partial)  # the disk tells roughly how far it is; counting twenty thousand files would cost more
@@ -156,7 +160,7 @@ def _compile(partial, final, refused):
 def _add_rest(facts, partial, final):
     """Launcher, documents, the signed description, and the key if it is new."""
     incoming = facts["incoming"]
-    for name in ("docs", "licenses", "sbom", "units", "setup"):
+    for name in ("docs", "licenses", "sbom", "units", "setup", "requirements"):
         if os.path.isdir(os.path.join(incoming, name)):
             shutil.copytree(os.path.join(incoming, name), os.path.join(partial, "share", name))
     for name in ("bundle.json", "model.sig"):
@@ -179,8 +183,11 @@ def _try_it(partial, version, refused):
         )
 
 
-def _describe(facts, partial):
-    """files.json and runtime.json, and every mode: readable by all, writable by none."""
+def _describe(facts, partial, refused):
+    """files.json and runtime.json, and every mode: readable by all, writable by none.
+
+    What pip unpacked must be what the vendor found in the same wheels, to the last file.
+    """
     files = {}
     for directory, _, names in os.walk(partial):
         for name in names:
@@ -193,11 +200,17 @@ def _describe(facts, partial):
             files[relative] = {"sha256": digest, "size": os.path.getsize(path)}
             os.chmod(path, 0o555 if relative == "bin/atoll" else 0o444)
     manifest = facts["manifest"]
+    with open(os.path.join(facts["incoming"], "requirements", f"{_tag()}.json"), "rb") as file:
+        signed = json.loads(file.read())["files"]
+    for path, expected in signed.items():
+        if files.get(f"lib/{path}") != expected and not f"lib/{path}".startswith(NEEDLESS):
+            raise refused(CONTENT, f"lib/{path} is not what the vendor signed.", "Check the disk (dmesg), run again.")
     with open(os.path.join(facts["incoming"], "bundle.json"), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     runtime = {name: manifest[name] for name in ("name", "version", "sequence", "created", "requires")}
     runtime |= {"schema_version": 1, "digest": digest, "key_fingerprint": facts["key"]["fingerprint"]}
-    runtime |= {"python": os.path.realpath(sys.executable), "bytes": sum(f["size"] for f in files.values())}
+    runtime |= {"abi": _tag(), "python": os.path.realpath(sys.executable)}
+    runtime |= {"bytes": sum(f["size"] for f in files.values())}
     _write(partial, "files.json", json.dumps({"files": dict(sorted(files.items()))}, indent=0) + "\n", 0o444)
     _write(partial, "runtime.json", json.dumps(runtime, indent=2) + "\n", 0o444)
     for directory, _, _ in os.walk(partial, topdown=False):

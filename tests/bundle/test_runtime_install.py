@@ -1,6 +1,7 @@
 """install.sh makes a release from a medium on a machine with nothing but a shell and python3, and no network."""
 
 import fcntl
+import hashlib
 import json
 import os
 import pty
@@ -85,6 +86,22 @@ def test_changes_of_a_tree_are_found(installed: Path, tmp_path: Path) -> None:
     (tree / "bin/other").symlink_to("atoll")
     expected = ["bin/other", *(f"lib/installer/{n}.py" for n in ("extra", "lock", "machine")), "start.py"]
     assert verify_code(tree) == sorted(expected)
+
+
+def test_a_changed_list_does_not_hide_a_changed_file(installed: Path, tmp_path: Path) -> None:
+    """Whoever changes code can change files.json with it; the vendor's own list still tells."""
+    tree = tmp_path / "tree"
+    shutil.copytree(tree_of(installed), tree, copy_function=os.link)
+    flip(tree / "lib/installer/machine.py")
+    (tree / "lib/evil.py").write_text("")
+    listed = json.loads((tree / "files.json").read_bytes())
+    for name in ("installer/machine.py", "evil.py"):
+        data = (tree / "lib" / name).read_bytes()
+        listed["files"][f"lib/{name}"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    replace(tree / "files.json", json.dumps(listed).encode())
+    assert verify_code(tree) == ["lib/evil.py", "lib/installer/machine.py"]
+    flip(next(tree.glob("share/requirements/cp*.json")))
+    assert verify_code(tree) == ["files.json"]
 
 
 def test_again_is_quick_and_changes_nothing(installed: Path, medium: Path, bare: Path, vendor: KeyPair) -> None:

@@ -1,0 +1,46 @@
+"""The real thing: the CPU build of torch and every package, installed without a network, and how long it takes."""
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from runtime_kit import UNSHARE, bare_path, build, install, trees
+
+from installer.code_tree import verify_code
+from offline_bundle import runtime_wheels
+from offline_bundle.keys import KeyPair
+from offline_bundle.runtime_verify import inspect_runtime
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare(1) of util-linux"),
+]
+LIMIT = 90.0  # seconds for a whole install without the model's copy; this is its largest part
+
+
+def test_the_whole_runtime(vendor: KeyPair, own_wheel: Path, tmp_path: Path) -> None:
+    packages = runtime_wheels.requirements()
+    medium = build(tmp_path / "medium", vendor, own_wheel=own_wheel, packages=packages)
+    requires = inspect_runtime(medium / "runtime").requires
+    assert requires.torch is not None
+    assert requires.torch.endswith("+cpu")
+    assert requires.cuda is None
+    began = time.monotonic()
+    done = install(medium, bare_path(tmp_path / "path"), "--prefix", tmp_path / "p", "--trust-key", vendor.public_path)
+    took = time.monotonic() - began
+    assert "Code installed in" in done.stderr, done.stderr
+    (name,) = trees(tmp_path / "p")
+    tree = tmp_path / "p/opt/atoll/code" / name
+    assert verify_code(tree) == []
+    run = {"capture_output": True, "text": True, "env": {"PATH": str(tmp_path / "path")}}
+    for command, words in (("version", requires.torch), ("serve --help", "OpenAI"), ("doctor --help", "GPU")):
+        done = subprocess.run([UNSHARE, "-rn", tree / "bin/atoll", *command.split()], **run)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+    assert verify_code(tree) == []  # nothing was written by running it
+    used = sum(path.stat().st_blocks * 512 for path in tree.rglob("*") if path.is_file())
+    assert used < requires.disk_bytes
+    print(f"installed in {took:.1f} s, {used >> 20} MiB")
+    assert took < LIMIT
