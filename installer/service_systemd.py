@@ -124,6 +124,8 @@ class SystemdService:
     def state(self) -> ServiceState:
         """All parts as one: the worst phase, the restarts of all, the exit status of what failed."""
         parts = self.instance_states()
+        if self._installed(units.GPU_READY):  # without it no engine starts, and none says why
+            parts["gpu-ready"] = _state(self._show([units.GPU_READY])[units.GPU_READY], None)
         phases = [part.phase for part in parts.values()]
         for phase in ("failed", "restarting", "running"):
             if phase in phases:

@@ -284,6 +284,27 @@ def test_wrong_settings_and_damage_end_it_at_once_with_words(server: Server):
     wait_healthy(server, "tiny")
 
 
+def test_without_a_driver_no_gpu_engine_starts_and_one_hears_why(server: Server):
+    """The units of a GPU server: the sandbox opens device classes that are not there, and gpu-ready guards them."""
+    machine, layout = server.machine, server.layout
+    assert units.write(units.render(layout, ["chat", "tiny"], host="0.0.0.0", watchdog=str(WATCHDOG)))
+    drop_in = layout.units / "atoll-gpu-ready.service.d/short.conf"
+    drop_in.parent.mkdir()
+    drop_in.write_text("[Service]\nExecStart=\nExecStart=/opt/atoll/current/bin/atoll gpu-ready --timeout 1\n")
+    machine.run(SERVICE % 's.apply_units(["chat", "tiny"])\ns.stop(["tiny"])\ns.start()').check()
+    when(lambda: server.show("atoll-gpu-ready", "ActiveState") == "failed", 30, "gpu-ready to give up")
+    told = machine.run(SERVICE % "import json\nprint(json.dumps([s.state().phase, s.log_tail(30)]))").check().json
+    assert told[0] == "failed"
+    assert any("The NVIDIA driver is not loaded" in line for line in told[1])
+    assert server.pid("tiny") == 0
+    assert server.chat("chat")[0] == 200  # it ran before, and runs on
+    drop_in.write_text("[Service]\nExecStart=\nExecStart=/bin/true\n")
+    machine.run("systemctl daemon-reload").check()
+    machine.run(SERVICE % "s.start()").check()
+    wait_healthy(server, "tiny")  # device rules for classes that do not exist do no harm
+    shutil.rmtree(drop_in.parent)
+
+
 def test_it_comes_back_after_a_reboot_and_leaves_in_order(server: Server):
     machine = server.machine
     machine.reboot()
