@@ -33,6 +33,12 @@ def fingerprints(context: Context) -> dict[str, str]:
     return found
 
 
+def is_resumed(context: Context) -> bool:
+    """Whether the switch was opened by a run that was killed: nobody knows what it has started."""
+    opened = context.history.open_switch
+    return opened is not None and opened["run"] != context.journal.run
+
+
 def changed(context: Context) -> set[str] | None:
     """The parts that must start anew, and those that shall no longer run; None for all.
 
@@ -41,7 +47,7 @@ def changed(context: Context) -> set[str] | None:
     """
     committed = context.history.committed or {}
     before: dict[str, Any] = committed.get("parts") or {}
-    if not context.layout.system or context.resumed or not before or context.release is None:
+    if not context.layout.system or is_resumed(context) or not before or context.release is None:
         return None
     now = fingerprints(context)
     found = {name for name in {*before, *now} if before.get(name, {}).get("fingerprint") != now.get(name)}
@@ -56,7 +62,8 @@ def parts(context: Context) -> dict[str, dict[str, str]]:
     found = {}
     for name, fingerprint in fingerprints(context).items():
         old = before.get(name, {})
-        goes_on = old.get("fingerprint") == fingerprint and old.get("boot") == here["boot"] and not context.resumed
+        same = old.get("fingerprint") == fingerprint and old.get("boot") == here["boot"]
+        goes_on = same and not is_resumed(context)
         found[name] = old if goes_on else {"fingerprint": fingerprint, **here}
     return found
 

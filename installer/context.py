@@ -84,7 +84,6 @@ class Context:
     checks: list[CheckRecord] = field(default_factory=list)
     plan: Plan | None = None
     # units, switch, start, smoke
-    resumed: bool = False                 # the switch was opened by a run that was killed
     new_key: NewKey | None = None         # the operator's, made by this run
     smoke_key: NewKey | None = None
     smoke: SmokeResult | None = None      # of the first model

@@ -39,6 +39,6 @@ def unhealthy(service: ServiceManager, layout: Layout, message: str) -> InstallE
     return InstallError(
         message,
         exit_code=ExitCode.UNHEALTHY,
-        hint=f"The log says why: {layout.log}",
+        hint=f"The log says why: {layout.log_hint}",
         log_tail=[part for line in service.log_tail(20) for part in readable(line).splitlines()],
     )

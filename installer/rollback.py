@@ -74,12 +74,11 @@ class Rollback(Run):
 
 def _discover(context: Context) -> str:
     """Which release, and that it is still whole."""
-    committed, opened = context.before.committed, context.before.open_switch
+    committed = context.before.committed
     if committed is None:
         raise _nothing("No release has been committed here.")
     if committed.get("previous") is None:
         raise _nothing("The release that runs is the first one.")
-    context.resumed = opened is not None
     _prepare(context, committed["previous"], committed.get("previous_snapshot"))
     return f"{committed['release']} -> {context.target().name}"
 

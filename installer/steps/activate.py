@@ -20,7 +20,6 @@ def open_switch(context: Context) -> dict[str, object]:
     """The journal's record of what is about to be replaced; that of a killed run stands."""
     opened = context.history.open_switch
     if opened is not None:
-        context.resumed = context.resumed or opened["run"] != context.journal.run
         return opened
     layout = context.layout
     before = config.read_text(layout.config)

@@ -76,6 +76,19 @@ def test_rollback(server: Server, bundle: Bundles, step: str, event: str) -> Non
     assert server.history.open_switch is None
 
 
+@pytest.mark.parametrize("again", ["rollback", "install"])
+def test_an_upgrade_cut_off_after_it_started_the_new_engine(server: Server, bundle: Bundles, again: str) -> None:
+    """What runs then is the new model under settings that say so; the way back has to start the old one anew."""
+    one = server.install(bundle(1))
+    assert killed_at_step("start", "done", lambda: server.install(bundle(2)))
+    before = server.service.named_pids()
+    result = server.rollback() if again == "rollback" else server.install(bundle(1))
+    assert result.release == one.release
+    assert not before.items() & server.service.named_pids().items()
+    assert server.serving()["models"] == {"tiny": one.model_dir}
+    assert server.history.open_switch is None
+
+
 @pytest.mark.parametrize("purge", [False, True])
 def test_uninstall(server: Server, bundle: Bundles, purge: bool) -> None:
     before = tree(server.root)
