@@ -1,0 +1,154 @@
+"""The verbs of a server's service: with systemd's own tools on a tree that is not booted, and the words of failures.
+
+What runs is in tests/boot/test_boot_units.py; here a scripted systemctl says what a real one says when things go wrong.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from installer import units
+from installer.errors import InstallError
+from installer.layout import Layout
+from installer.service_systemd import SystemdService
+from installer.systemctl import Done, parse_show, run
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    """A tree that was never booted, with the units in it."""
+    layout = Layout.server(tmp_path)
+    for directory in ("etc", "lib/systemd"):
+        (tmp_path / directory).mkdir(parents=True, exist_ok=True)
+    shutil.copytree("/lib/systemd/system", tmp_path / "lib/systemd/system", symlinks=True)
+    (tmp_path / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\n")
+    (tmp_path / "etc/group").write_text("root:x:0:\n")
+    units.write(units.render(layout, ["chat", "code"], gpu=False))
+    return layout
+
+
+def test_a_tree_that_is_not_booted_gets_users_and_links_and_nothing_is_started(layout: Layout):
+    service = SystemdService(layout)
+    assert not service.booted
+    service.apply_units(["chat", "code"])
+    assert service.models() == ["chat", "code"]
+    wants = layout.units / "atoll.target.wants"
+    assert {link.name for link in wants.iterdir()} == {
+        "atoll-gateway.socket", "atoll-gateway.service", "atoll-engine@chat.service", "atoll-engine@code.service"}
+    assert (layout.units / "multi-user.target.wants/atoll.target").is_symlink()
+    assert (layout.units / "timers.target.wants/atoll-verify.timer").is_symlink()
+    assert "atoll-engine:" in (layout.prefix / "etc/passwd").read_text()
+    service.start()
+    assert (service.stop(), service.state().phase, service.pids(), service.log_tail(5)) == (False, "stopped", set(), [])
+
+    service.apply_units(["code"])  # a model less
+    assert service.models() == ["code"]
+    service.remove_units()
+    assert service.models() == []
+    assert not list(layout.units.glob("*.wants/atoll*"))
+    service.remove_users()
+    assert "atoll" not in (layout.prefix / "etc/passwd").read_text() + (layout.prefix / "etc/group").read_text()
+
+
+def test_a_unit_that_is_gone_is_told_with_the_command(layout: Layout):
+    (layout.units / "atoll.target").unlink()
+    with pytest.raises(InstallError, match="Could not enable the services") as failed:
+        SystemdService(layout).apply_units(["chat"])
+    assert "systemctl" in failed.value.why
+
+
+class Scripted:
+    """A systemctl that answers by the first words it knows, and remembers what it was asked."""
+
+    def __init__(self, **answers: Done) -> None:
+        self.answers, self.asked = answers, list[str]()
+
+    def __call__(self, words: Sequence[str], timeout: float) -> Done:
+        self.asked.append(" ".join(words))
+        for verb, done in self.answers.items():
+            if verb in words or words[0] == verb:
+                return done
+        return Done(0)
+
+
+def booted(layout: Layout, runner: Scripted) -> SystemdService:
+    service = SystemdService(layout, runner)
+    service.booted = True
+    return service
+
+
+def test_a_failure_carries_reason_command_and_journal(layout: Layout):
+    runner = Scripted(start=Done(1, err="Job for atoll-gateway.socket failed.\nSee journalctl -xe.\n"),
+                      journalctl=Done(0, "Failed to create listening socket: Address already in use\n"))  # fmt: skip
+    with pytest.raises(InstallError) as failed:
+        booted(layout, runner).start()
+    error = failed.value
+    assert error.message == "Could not open the port: Job for atoll-gateway.socket failed. See journalctl -xe."
+    assert (error.exit_code, error.log_tail) == (40, ["Failed to create listening socket: Address already in use"])
+    assert "journalctl -b -u atoll-gateway.socket" in error.hint
+
+
+def test_a_command_that_never_ends_is_given_up(layout: Layout):
+    with pytest.raises(InstallError, match="it had not ended after 30 s"):
+        booted(layout, Scripted(start=Done(None))).start()
+    assert run(["sleep", "5"], 0.1) == Done(None)
+    assert run(["no-such-command-here"], 1.0).code == 127
+
+
+def block(unit: str, active: str, sub: str = "", **more: str) -> str:
+    facts = {"Id": unit, "LoadState": "loaded", "ActiveState": active, "SubState": sub, "MainPID": "0",
+             "NRestarts": "0", "ExecMainCode": "0", "ExecMainStatus": "0", "Job": "",
+             "StateChangeTimestamp": "@1700000000"}  # fmt: skip
+    return "\n".join(f"{key}={value}" for key, value in {**facts, **more}.items())
+
+
+GATEWAY, CHAT = "atoll-gateway.service", "atoll-engine@chat.service"
+
+
+@pytest.mark.parametrize("gateway, chat, phase, restarts, last_exit", [
+    (("active", "running"), ("active", "running"), "running", 0, None),
+    (("active", "running"), ("activating", "start"), "running", 0, None),
+    (("active", "running"), ("inactive", "dead", {"Job": "77"}), "running", 0, None),  # waits for gpu-ready
+    (("active", "running"), ("activating", "auto-restart", {"NRestarts": "2", "ExecMainCode": "2",
+                                                            "ExecMainStatus": "9"}), "restarting", 2, -9),
+    (("active", "running"), ("failed", "failed", {"ExecMainCode": "1", "ExecMainStatus": "11"}), "failed", 0, 11),
+    (("inactive", "dead"), ("inactive", "dead"), "stopped", 0, None),
+])  # fmt: skip
+def test_states(layout: Layout, gateway, chat, phase: str, restarts: int, last_exit: int | None):
+    SystemdService(layout).apply_units(["chat"])
+
+    def of(unit: str, active: str, sub: str, more: dict[str, str] | None = None) -> str:
+        return block(unit, active, sub, **(more or {}))
+
+    shown = f"{of(GATEWAY, *gateway)}\n\n{of(CHAT, *chat)}\n"
+    service = booted(layout, Scripted(show=Done(0, shown)))
+    state = service.state()
+    assert (state.phase, state.restarts) == (phase, restarts)
+    if last_exit is not None:
+        assert state.last_exit == last_exit
+    assert set(service.instance_states()) == {"gateway", "chat"}
+    assert service.is_ready("chat") == (chat[0] == "active")
+
+
+def test_keys_are_reloaded_only_where_a_gateway_runs(layout: Layout):
+    runner = Scripted(show=Done(0, block(GATEWAY, "inactive")))
+    booted(layout, runner).reload_keys()
+    assert not any("reload" in words for words in runner.asked)
+    runner = Scripted(show=Done(0, block(GATEWAY, "active")))
+    booted(layout, runner).reload_keys()
+    assert any(words.endswith(f"reload {GATEWAY}") for words in runner.asked)
+
+
+def test_only_the_named_parts_are_stopped(layout: Layout):
+    runner = Scripted(show=Done(0, f"{block(CHAT, 'active')}\n\n{block(GATEWAY, 'active')}"))
+    assert booted(layout, runner).stop(["chat", "gateway"])
+    stops = [words for words in runner.asked if " stop " in words]
+    assert stops == [f"systemctl --no-ask-password stop {CHAT} {GATEWAY}"]
+
+
+def test_properties_of_several_units_are_told_apart():
+    shown = parse_show("Id=a.service\nStatusText=x=y\n\nId=b.service\nMainPID=3\n")
+    assert shown["a.service"] == {"Id": "a.service", "StatusText": "x=y"}
+    assert shown["b.service"]["MainPID"] == "3"
