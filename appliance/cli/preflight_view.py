@@ -67,15 +67,35 @@ def _table(records: Sequence[CheckRecord], language: str) -> Table:
     table = Table(*heads, box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     table.columns[1].justify = "right"
     table.columns[3].overflow = table.columns[4].overflow = "fold"
-    for record in records:
-        state = _state(record)
-        name = f"{escape(told(record.title, language) or record.id)}\n[dim]{record.id}[/]"
-        if record.strict:
-            strict = told(t("strict"), language)
-            name += f" [dim]({strict})[/]"
-        observed, required = (escape(told(text, language)) for text in (record.observed, record.required))
-        table.add_row(f"[{_STYLES[state]}]{_WORDS[state]}[/]", str(record.number or ""), name, observed, required)
+    for group in _groups(records):
+        table.add_row(*_row(group, language))
     return table
+
+
+def _groups(records: Sequence[CheckRecord]) -> list[list[CheckRecord]]:
+    """Neighbours that pass for one and the same reason ("not needed: …") share a row."""
+    groups: list[list[CheckRecord]] = []
+    for record in records:
+        last = groups[-1][-1] if groups else None
+        if last is not None and record.status == last.status == "pass" and record.observed == last.observed:
+            groups[-1].append(record)
+        else:
+            groups.append([record])
+    return groups
+
+
+def _row(group: list[CheckRecord], language: str) -> list[str]:
+    """One row of the table. What passes is told by its title; what does not also by the id that a waiver needs."""
+    first, last, state = group[0], group[-1], _state(group[0])
+    title, observed, required = (escape(told(text, language)) for text in (first.title, first.observed, first.required))
+    mark = f"[{_STYLES[state]}]{_WORDS[state]}[/]"
+    if len(group) > 1:
+        return [mark, f"{first.number}–{last.number}", f"{title} …", observed, ""]
+    if state == "pass":
+        return [mark, str(first.number or ""), title or first.id, observed, required]
+    word = t("strict")
+    strict = f" ({told(word, language)})" if first.strict else ""
+    return [mark, str(first.number or ""), f"{title}\n[dim]{first.id}{strict}[/]", observed, required]
 
 
 def _line(record: CheckRecord, language: str) -> str:

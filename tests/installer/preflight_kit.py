@@ -7,7 +7,10 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from installer.config import Endpoint
+from installer.gpu import nvml
 from installer.layout import Layout
 from installer.preflight import PreflightContext
 from installer.preflight.machine import Machine
@@ -123,6 +126,13 @@ def context(tmp_path: Path, *, system: bool = False, **facts: Any) -> PreflightC
     layout = Layout.server(root) if system else Layout.at(root)
     host, port = facts.pop("host", "127.0.0.1"), facts.pop("port", 8123)
     return PreflightContext(layout, Endpoint(host, port), **{"torch": CUDA13, "device": "cuda", **facts})
+
+
+def without_nvml(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the library of a machine that really has one: the scripted nvidia-smi alone shall be heard."""
+    probe = directory / "no_nvml.py"
+    probe.write_text("print('{\"error\": \"libnvidia-ml.so.1 is not installed\"}')\n")
+    monkeypatch.setattr(nvml, "_PROBE", probe)
 
 
 def on_path(directory: Path) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preflight_kit import GIB, FakeMachine, FakeSmi, context, on_path
+from preflight_kit import GIB, FakeMachine, FakeSmi, context, on_path, without_nvml
 
 from installer.errors import ExitCode, InstallError
 from installer.i18n import t
@@ -57,6 +57,7 @@ def test_everything_hangs_and_it_still_ends_in_time(tmp_path: Path, monkeypatch:
     smi = FakeSmi(tmp_path / "bin")
     smi.plan(fault="hang")
     monkeypatch.setenv("PATH", on_path(smi.directory))
+    without_nvml(tmp_path, monkeypatch)
     began = time.monotonic()
     machine = FakeMachine(tmp_path / "root").with_gpu()
     records = {found.id: found for found in run_checks(context(tmp_path, machine=machine))}
@@ -160,6 +161,7 @@ def test_the_json_shape_does_not_change(tmp_path: Path, monkeypatch: pytest.Monk
     """To change it on purpose, raise SCHEMA_VERSION and write the new shape into preflight_schema.json."""
     smi = FakeSmi(tmp_path / "bin").process(4242, "train", 9000)
     monkeypatch.setenv("PATH", on_path(smi.directory))
+    without_nvml(tmp_path, monkeypatch)
     plans = context(tmp_path, machine=FakeMachine(tmp_path / "root").with_gpu(), weight_bytes=GIB)
     records = run_checks(plans)
     found = json.loads(json.dumps(report(records, plans, language="en", seconds=1.5)))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preflight_kit import CUDA13, GIB, FakeMachine, FakeSmi, context, on_path
+from preflight_kit import CUDA13, GIB, FakeMachine, FakeSmi, context, on_path, without_nvml
 
 from installer.preflight import CHECKS, CheckRecord, ModelNeed, PreflightContext, gpu, gpu_state, surroundings
 from installer.preflight.torch_build import TorchBuild
@@ -19,6 +19,7 @@ GPU_IDS = ("gpu", "nvml", "driver", "compute-capability", "vram", "gpu-health", 
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSmi:
     made = FakeSmi(tmp_path / "bin")
     monkeypatch.setenv("PATH", on_path(made.directory))
+    without_nvml(tmp_path, monkeypatch)
     return made
 
 
@@ -114,6 +115,7 @@ def test_a_driver_that_hangs(
 
 def test_no_driver_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("installer.gpu.smi.find", lambda: None)
+    without_nvml(tmp_path, monkeypatch)
     bare = FakeMachine(tmp_path / "bare")
     bare.pci_device("0000:00:06.0", "030200")
     record = gpu.nvml(context(tmp_path, machine=bare))
