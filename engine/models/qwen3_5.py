@@ -101,15 +101,16 @@ class SharedExpertMLP(SparseMLP):
         """Products that read the layer's norm; experts do as well, and need it in plain numbers."""
         return self.shared_expert.gate_up_proj, self.shared_expert_gate, self.gate
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).addcmul_(self.shared_expert_gate(x).sigmoid(), self.shared_expert(x))
+
     def onto(self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows) -> torch.Tensor | None:
         plain = x.plain if isinstance(x, QuantizedRows) else x
         assert plain is not None
         y = super().onto(residual, plain)
-        shared, gate = self.shared_expert(x), self.shared_expert_gate(plain).sigmoid()
-        if y is not None:
-            return y.addcmul_(gate, shared)
-        residual.addcmul_(gate, shared)
-        return None
+        target = residual if y is None else y
+        target.addcmul_(self.shared_expert_gate(plain).sigmoid(), self.shared_expert(x))
+        return y
 
     def weights(self, prefix: str) -> Weights:
         experts = self.experts.stacked_weights if self.is_stacked else self.experts.weights
