@@ -2,10 +2,14 @@
 
 DIR needs only a config.json. A decode step reads and writes the state of each sequence once; steps take turns with
 different states, so that none of them stays in a cache. A prompt is one sequence of so many tokens.
+
+``--search`` times the kernels' variants instead, those of a prompt together with the kernels around them: which tiles,
+warps and stages the constants in triton_delta should be.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +18,7 @@ from engine.bench.moe import step_seconds
 from engine.capabilities import resolve_device
 from engine.config import STATE_DTYPES
 from engine.core.kv.spec import StateLayer
+from engine.errors import ConfigError
 from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
 from engine.layers.delta import GatedDeltaNet
 from engine.models.config import ModelConfig
@@ -31,16 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=_BATCHES, help="sequences of a decode step")
     parser.add_argument("--mamba-ssm-cache-dtype", choices=("auto", *STATE_DTYPES), default="auto")
     parser.add_argument("--prompts", type=int, nargs="*", default=_PROMPTS, help="tokens")
+    parser.add_argument("--search", action="store_true", help="time variants of the kernels")
 
 
 def run(args: argparse.Namespace) -> Iterator[report.Row]:
     device = torch.device(resolve_device(args.device, torch.cuda.is_available()))
+    if args.search and device.type == "cpu":
+        raise ConfigError("--search needs a GPU: variants of its kernels are timed.", "--search")
     config = ModelConfig.load(args.model)
     layer = make_layer(config, device)
     layer.state_dtype = state_dtype(config, args.mamba_ssm_cache_dtype, device)
     facts = {"bench": "delta", "engine": "atoll", "model": args.model.name, "state": layer.state_dtype}
     copy = floor.bandwidth(device)["copy"]
     with torch.inference_mode():
+        if args.search:
+            for row in search(layer, copy):
+                yield {**facts, **row, **report.machine(device)}
+            return
         for batch in args.batches:
             yield {**facts, **decode(layer, batch, copy), **report.machine(device)}
         for tokens in args.prompts:
@@ -84,13 +96,13 @@ def decode(layer: GatedDeltaNet, batch: int, copy: float) -> report.Row:
     device = layer.a_log.device
     positions, ones = torch.full((batch,), 100, device=device), torch.ones(batch, dtype=torch.int64, device=device)
     inputs = _inputs(layer, batch)
+    slots = torch.arange(turns * batch, device=device).split(batch)
+    steps = [_step(layer, inputs, positions, each, ones) for each in slots]
+    return _decode_row(layer, batch, step_seconds(steps, device), copy)
 
-    def step(turn: int) -> Callable[[], torch.Tensor]:
-        slots = torch.arange(turn * batch, (turn + 1) * batch, device=device)
-        return _step(layer, inputs, positions, slots, ones)
 
-    seconds = step_seconds([step(turn) for turn in range(turns)], device)
-    moved = 2 * batch * each
+def _decode_row(layer: GatedDeltaNet, batch: int, seconds: float, copy: float) -> report.Row:
+    moved = 2 * batch * layer.state[0][0].nbytes
     return {
         "phase": "decode",
         "batch": batch,
@@ -110,13 +122,103 @@ def prefill(layer: GatedDeltaNet, tokens: int) -> report.Row:
             "us_per_1k_tokens": round(seconds * 1e9 / tokens, 1)}  # fmt: skip
 
 
+# -- variants ---------------------------------------------------------------------------------------------------------
+
+_SEARCH_BATCHES = (1, 4, 16, 64)
+_SEARCH_PROMPTS = ((8192,), (1024,) * 8)
+_DECODE = [{"block_v": v, "num_warps": w} for v in (16, 32, 64, 128) for w in (2, 4, 8)]
+_SOLVE = [{"BLOCK_K": b, "BLOCK_V": b, "num_warps": 1, "num_stages": s} for b in (16, 32, 64) for s in (1, 2)]
+_RUN = [{"BLOCK_V": v, "num_warps": w, "num_stages": s} for v, w in ((16, 4), (32, 4), (64, 4), (64, 8), (128, 8))
+        for s in (1, 2, 3)]  # fmt: skip
+
+
+def search(layer: GatedDeltaNet, copy: float) -> Iterator[report.Row]:
+    """Rows of every variant, with its options; of those that a card has no room for, with the driver's words."""
+    from engine.kernels.compile_ahead import compile_ahead
+    from engine.kernels.launch import KernelError, recording
+
+    device = layer.a_log.device
+    cases = [*_decode_cases(layer), *_prompt_cases(layer)]
+    with recording() as jobs:
+        for _, steps in cases:
+            for step in steps():
+                step()
+    compile_ahead(jobs, torch.cuda.get_device_capability(device))
+    for facts, steps in cases:
+        try:
+            seconds = step_seconds(steps(), device)
+        except KernelError as error:
+            yield {**facts, "error": str(error)}
+            continue
+        if facts["phase"] == "decode":
+            yield {**facts, **_decode_row(layer, int(facts["batch"]), seconds, copy)}
+        else:
+            yield {**facts, "us": round(seconds * 1e6, 1)}
+
+
+_Case = tuple[report.Row, Callable[[], Sequence[Callable[[], object]]]]
+
+
+def _decode_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
+    from engine.kernels import triton_delta
+
+    device = layer.a_log.device
+    for batch in _SEARCH_BATCHES:
+        qkv, _, ba = _inputs(layer, batch)
+        positions = torch.full((batch,), 100, device=device)
+        out = torch.empty(batch, layer.value_heads, layer.value_dim, dtype=qkv.dtype, device=device)
+
+        def steps(options, batch=batch, qkv=qkv, ba=ba, positions=positions, out=out):
+            _make_states(layer, 1)
+            turns = min(_TURNS, max(2, _STATE_BYTES // (batch * layer.state[0].nbytes)))
+            _make_states(layer, turns * batch)
+            each = torch.arange(turns * batch, device=device).split(batch)
+            taken = [layer.kernel_arguments(qkv, ba, DeviceRecurrentBatch(positions, slots), out) for slots in each]
+            return [partial(triton_delta.decode, *arguments, **options) for arguments in taken]
+
+        for options in _DECODE:
+            if options["block_v"] <= layer.value_dim:
+                yield {"phase": "decode", "batch": batch, **options}, partial(steps, options)
+
+
+def _prompt_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
+    from engine.kernels import triton_delta
+
+    device = layer.a_log.device
+    for prompts in _SEARCH_PROMPTS:
+        tokens = sum(prompts)
+        counts = torch.tensor(prompts, device=device)
+        q_starts, slots = counts.cumsum(0) - counts, torch.arange(len(prompts), device=device)
+        positions = torch.cat([torch.arange(count, device=device) for count in prompts])
+        chunks = triton_delta.plan_chunks(counts, triton_delta.num_chunks(prompts))
+        batch = DeviceRecurrentBatch(positions, slots, q_starts, counts, chunks)
+        qkv, _, ba = _inputs(layer, tokens)
+        out = torch.empty(tokens, layer.value_heads, layer.value_dim, dtype=qkv.dtype, device=device)
+
+        def steps(options, qkv=qkv, ba=ba, batch=batch, out=out):
+            _make_states(layer, len(batch.slots))
+            arguments = layer.kernel_arguments(qkv, ba, batch, out)
+            ranges = {"q_starts": batch.q_starts, "counts": batch.counts, "chunks": batch.chunks}
+            return [partial(triton_delta.prefill, *arguments, **ranges, **options)]
+
+        facts = {"phase": "prefill", "prompts": len(prompts), "tokens": tokens}
+        yield {**facts, "kernel": "as chosen"}, partial(steps, {})
+        for name, variants in (("solve", _SOLVE), ("run_chunks", _RUN)):
+            for options in variants:
+                if options["BLOCK_V"] <= layer.value_dim:
+                    yield {**facts, "kernel": name, **options}, partial(steps, {name: options})
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
 def _step(
     layer: GatedDeltaNet,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     positions: torch.Tensor,
     slots: torch.Tensor,
     counts: torch.Tensor,
-) -> Callable[[], torch.Tensor]:
+) -> Callable[[], object]:
     q_starts = counts.cumsum(0) - counts
     if not positions.is_cuda:
         on_cpu = RecurrentBatch.build(positions, slots, q_starts, counts)

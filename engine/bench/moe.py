@@ -7,7 +7,7 @@ stays in a cache. With --search, the tiles of the GPU's kernels are tried out in
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -136,7 +136,7 @@ def _inputs(layer: SparseMLP, shape: Shape, tokens: int) -> list[torch.Tensor]:
     return list(wide.to(layer.gate.weight.dtype))
 
 
-def step_seconds(steps: list[Callable[[], torch.Tensor]], device: torch.device) -> float:
+def step_seconds(steps: Sequence[Callable[[], object]], device: torch.device) -> float:
     """Median time of a step. On a GPU all are captured in one graph, as decode steps are."""
     with torch.inference_mode():
         for step in steps:
@@ -159,7 +159,7 @@ def step_seconds(steps: list[Callable[[], torch.Tensor]], device: torch.device) 
         return statistics.median(times[2:]) / len(steps)
 
 
-def _timed(step: Callable[[], torch.Tensor]) -> float:
+def _timed(step: Callable[[], object]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

@@ -1,5 +1,7 @@
 """A Gated DeltaNet layer: a recurrent layer whose state is as large for a long sequence as for a short one."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -112,11 +114,8 @@ class GatedDeltaNet(nn.Module):
     ) -> torch.Tensor | QuantizedRows:
         from engine.kernels import triton_delta
 
-        state, conv_state = self.state
-        shape = triton_delta.DeltaShape(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
         out = torch.empty(qkv.shape[0], self.value_heads, self.value_dim, dtype=qkv.dtype, device=qkv.device)
-        weights = self.conv_weight.squeeze(1), self.a_log, self.dt_bias
-        arguments = qkv, ba, *weights, batch.positions, batch.slots, state, conv_state, shape, out
+        arguments = self.kernel_arguments(qkv, ba, batch, out)
         if batch.chunks is not None:
             assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             triton_delta.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
@@ -126,6 +125,16 @@ class GatedDeltaNet(nn.Module):
 
             return QuantizedRows(*gated_rms_norm_to_fp8(out, z, self.norm_weight, self.eps), out.dtype)
         return triton_delta.gated_rms_norm(out, z, self.norm_weight, self.eps)
+
+    def kernel_arguments(
+        self, qkv: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch, out: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """What triton_delta's `prefill` and `decode` take alike."""
+        from engine.kernels.triton_delta import DeltaShape
+
+        shape = DeltaShape(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+        weights = self.conv_weight.squeeze(1), self.a_log, self.dt_bias
+        return qkv, ba, *weights, batch.positions, batch.slots, *self.state, shape, out
 
     def weights(self, prefix: str) -> dict[str, torch.Tensor]:
         qkvz, ba = self.in_proj_qkvz, self.in_proj_ba

@@ -23,7 +23,7 @@ TINY = {
 @pytest.mark.parametrize(("state", "size"), [("auto", 4), ("bfloat16", 2)])
 def test_rows(tmp_path, state, size):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    args = argparse.Namespace(device="cpu", model=tmp_path, batches=[3], prompts=[70])
+    args = argparse.Namespace(device="cpu", model=tmp_path, batches=[3], prompts=[70], search=False)
     args.mamba_ssm_cache_dtype = state
     one, prompt = delta.run(args)
     assert one["state"] == {2: "bfloat16", 4: "float32"}[size]
