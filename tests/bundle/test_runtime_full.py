@@ -1,5 +1,7 @@
 """The real thing: the CPU build of torch and every package, installed without a network, and how long it takes."""
 
+import os
+import resource
 import shutil
 import subprocess
 import time
@@ -27,9 +29,10 @@ def test_the_whole_runtime(vendor: KeyPair, own_wheel: Path, tmp_path: Path) -> 
     assert requires.torch is not None
     assert requires.torch.endswith("+cpu")
     assert requires.cuda is None
-    began = time.monotonic()
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = install(medium, bare_path(tmp_path / "path"), "--prefix", tmp_path / "p", "--trust-key", vendor.public_path)
-    took = time.monotonic() - began
+    took, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    worked = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert "Code installed in" in done.stderr, done.stderr
     (name,) = trees(tmp_path / "p")
     tree = tmp_path / "p/opt/atoll/code" / name
@@ -42,5 +45,6 @@ def test_the_whole_runtime(vendor: KeyPair, own_wheel: Path, tmp_path: Path) -> 
     assert verify_code(tree) == []  # nothing was written by running it
     used = sum(path.stat().st_blocks * 512 for path in tree.rglob("*") if path.is_file())
     assert used < requires.disk_bytes
-    print(f"installed in {took:.1f} s, {used >> 20} MiB")
-    assert took < LIMIT
+    print(f"installed in {took:.1f} s, {worked:.1f} s of processor time, {used >> 20} MiB")
+    assert worked < LIMIT * 2 / 3
+    assert took < LIMIT or os.getloadavg()[0] > (os.cpu_count() or 1)  # a busy machine says nothing
