@@ -3,7 +3,7 @@
 import re
 
 from installer.gpu import Gpu, GpuFacts
-from installer.i18n import Text, joined, t
+from installer.i18n import joined, t
 from installer.preflight.record import PreflightContext, Seen, check, gpu_check
 from installer.preflight.torch_build import DRIVER_FLOORS
 
@@ -134,23 +134,22 @@ def compute_capability(context: PreflightContext) -> Seen:
     observed = joined([f"{gpu.label}: {'.'.join(map(str, gpu.compute_cap or ('?',)))}" for gpu in gpus])
     evidence = "nvidia-smi --query-gpu=compute_cap --format=csv"
     known = [gpu.compute_cap for gpu in gpus if gpu.compute_cap]
-    if any(capability < least for capability in known):
+    chosen = bool(context.gpus or any(need.gpus for need in context.needs))
+    if known and (any if chosen else all)(capability < least for capability in known):
         fix = t("Use a newer GPU (A100, L40S, H100, …), or another one for this model: gpus in the answers file.")
         return Seen("fail", observed, fix, evidence=evidence, required=needed)
+    if len({gpu.name for gpu in gpus}) > 1:  # a small old card for the screen among them is no reason to refuse
+        best = max(gpus, key=lambda gpu: (gpu.compute_cap or (0, 0), gpu.memory_total or 0))
+        fix = t("Give each model its GPU in the answers file: gpus = [\"{uuid}\"].", uuid=best.uuid or best.index)
+        return Seen("warn", t("different GPUs: {gpus}", gpus=observed), fix, "nvidia-smi -L", evidence,
+                    t("GPUs of one kind"), t("One model cannot be spread over different GPUs."))  # fmt: skip
     if len(known) < len(gpus):
         return Seen("warn", observed, t("Update the driver: it does not tell."), evidence=evidence, required=needed)
     if any(capability > CAPABILITY_TRIED for capability in known):
         fix = t("Run the self-test after the install.")
         why = t("The kernels were never tried on one so new.")
         return Seen("warn", observed, fix, "atoll doctor", evidence, needed, why)
-    if len({gpu.name for gpu in gpus}) > 1:
-        return Seen("warn", t("different GPUs: {gpus}", gpus=observed), _name_one(gpus), "nvidia-smi -L", evidence,
-                    t("GPUs of one kind"), t("One model cannot be spread over different GPUs."))  # fmt: skip
     return Seen("pass", observed, evidence=evidence, required=needed)
-
-
-def _name_one(gpus: tuple[Gpu, ...]) -> Text:
-    return t("Give each model its GPU in the answers file: gpus = [\"{uuid}\"].", uuid=gpus[0].uuid or gpus[0].index)
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

@@ -1,5 +1,6 @@
 """The machine as the checks see it: files of the kernel below one root, and the GPUs, asked once."""
 
+import re
 import threading
 from pathlib import Path
 
@@ -53,6 +54,5 @@ class Machine:
 
     def kernel_driver(self) -> str:
         """Version of the loaded NVIDIA kernel module; empty if none is."""
-        words = self.read("/proc/driver/nvidia/version").splitlines()[:1]
-        numbers = [word for word in (words[0].split() if words else []) if word[:1].isdigit() and "." in word]
-        return numbers[0] if numbers else ""
+        found = re.search(r"Module.*?\s(\d{2,4}(?:\.\d{1,4}){1,3})\b", self.read("/proc/driver/nvidia/version"))
+        return found[1] if found else ""

@@ -131,6 +131,20 @@ def test_a_kernel_module_of_another_version(look: Callable[..., CheckRecord], ma
     assert "570.86.15" in record.observed
 
 
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (x@y)", "580.159.04"),
+        ("NVRM version: something else", ""),
+        ("", ""),
+    ],
+)
+def test_the_version_of_the_kernel_module(machine: FakeMachine, line: str, version: str) -> None:
+    machine.put("/proc/driver/nvidia/version", f"{line}\nGCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n")
+    assert machine.kernel_driver() == version
+
+
 # -- 7: driver and CUDA
 
 
@@ -215,8 +229,15 @@ def test_two_different_gpus(look: Callable[..., CheckRecord], smi: FakeSmi) -> N
     assert record.status == "warn"
     assert "different GPUs" in record.observed
     assert "NVIDIA L40S" in record.observed
-    smi.second("Tesla T4", "7.5")
+    assert "GPU-00000000-1111" in record.fix  # the better one
     assert look("compute-capability", gpus=(0,)).status == "pass"  # the others are not meant
+
+
+def test_an_old_card_for_the_screen(look: Callable[..., CheckRecord], smi: FakeSmi) -> None:
+    smi.second("Tesla T4", "7.5")
+    assert look("compute-capability").status == "warn"
+    assert look("compute-capability", gpus=(0, 1)).status == "fail"
+    assert look("compute-capability", models=(ModelNeed("a", GIB, gpus=("GPU-99999999",)),)).status == "fail"
 
 
 # -- 9: memory
