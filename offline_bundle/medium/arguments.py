@@ -21,6 +21,7 @@ Options:
   --medium DIR           where the medium is (default: the directory of install.sh)
   --python DIR           a Python >= 3.11 (default: the server's python3)
   --verify-only          check the medium and stop; nothing is written
+  --preflight            check the server against the medium and stop; nothing is kept
   --dry-run              show what would be done and stop; nothing is kept
   --allow-downgrade WHY  accept an older runtime than the installed one
   --answers FILE         an answers file of `atoll install` for an unattended install
@@ -41,7 +42,7 @@ class Options:
 
     def __init__(self, script, arguments):
         self.values = {name: [] for name in (*OWN, *SHARED)}
-        self.rest, self.verify_only, self.dry_run, self.help = [], False, False, False
+        self.rest, self.verify_only, self.preflight, self.dry_run, self.help = [], False, False, False, False
         left = list(arguments)
         while left:
             word = left.pop(0)
@@ -58,6 +59,8 @@ class Options:
                 self.help = True
             elif word == "--verify-only":
                 self.verify_only = True
+            elif word == "--preflight":
+                self.preflight = True
             else:
                 self.dry_run = self.dry_run or word == "--dry-run"
                 self.rest.append(word)

@@ -289,7 +289,7 @@ def make_release(options, root, signed, name):
     """Copy, build the tree beside what runs, hand over to it."""
     manifest = signed[0]
     base = os.path.join(options.root, "opt/atoll/code")
-    if options.dry_run:
+    if options.dry_run or options.preflight:
         place = os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  mkdtemp makes it private
         base = tempfile.mkdtemp(prefix="atoll-dry-run-", dir=place)
     tree, incoming = os.path.join(base, name), os.path.join(base, f".incoming-{name}")

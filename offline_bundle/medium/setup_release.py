@@ -82,9 +82,9 @@ def make_tree(facts, say, progress_of, refused):
 
 
 def hand_over(facts, options, lock):
-    """Become `atoll install` of the new tree. A dry run's tree is removed behind it."""
+    """Become `atoll install` of the new tree. The tree of a dry run or preflight is removed behind it."""
     tree = os.path.join(facts["base"], facts["name"])
-    command = [os.path.join(tree, "bin/atoll"), "install"]
+    command = [os.path.join(tree, "bin/atoll"), "preflight" if options.preflight else "install"]
     if options.prefix:
         command += ["--prefix", options.prefix]
     for path in options.values["--trust-key"]:
@@ -92,9 +92,10 @@ def hand_over(facts, options, lock):
     key = os.path.join(tree, "trust", facts["key"]["fingerprint"][:16] + ".pub")
     if facts["key"]["new"] and not options.values["--trust-key"] and os.path.isfile(key):
         command += ["--trust-key", key]
+    command += ["--bundle"] if options.preflight else []
     command += [options.medium, *options.rest]
     os.umask(0o022)
-    if not options.dry_run:
+    if not (options.dry_run or options.preflight):
         os.close(lock)
         os.execv(command[0], command)  # noqa: S606  our own launcher, and no shell
     try:
