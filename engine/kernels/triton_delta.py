@@ -302,39 +302,45 @@ def _times(a, b):
 
 
 @triton.jit
-def _inverse_16(lower, upper):
-    """X = (I + lower)⁻¹ and Xᵀ, of a strictly lower triangular tile [16, 16] and its transpose.
+def _pairs(lower, upper):
+    """Where inverting [16, 16] tiles starts: X = (I + lower)⁻¹ inside pairs of rows, and Y = Xᵀ."""
+    differ = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
+    rest = tl.where(differ == 0, 1.0, 0.0)
+    return tl.where(differ == 1, -lower, rest), tl.where(differ == 1, -upper, rest)
 
-    Inverse blocks on the diagonal, of 1, 2, 4 and 8 rows, are put together in pairs, with the block B below the first:
 
-        [X1⁻¹     ]   inverted   [X1         ]
-        [B    X2⁻¹]      is      [-X2 B X1  X2]      all pairs of a size at once: X - X B X
-    """
-    i = tl.arange(0, 16)[:, None]
-    j = tl.arange(0, 16)[None, :]
-    differ = i ^ j  # the highest bit says of which size the blocks are that have i and j apart
-    x = tl.where(differ == 0, 1.0, tl.where(differ == 1, -lower, 0.0))
-    y = tl.where(differ == 0, 1.0, tl.where(differ == 1, -upper, 0.0))
-    for level in tl.static_range(1, 4):
-        step = _times(y, tl.where((differ >> level) == 1, lower, 0.0))  # (B X)ᵀ
-        x, y = x - _times(x, step), y - _times(step, x)
-    return x, y
+@triton.jit
+def _twice_as_large(x, y, lower, level):
+    """From inverse blocks of 2^level rows on the diagonal to those of twice as many."""
+    differ = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]  # its highest bit: which size holds both rows
+    step = _times(y, tl.where((differ >> level) == 1, lower, 0.0))  # (B X)ᵀ
+    return x - _times(x, step), y - _times(step, x)
 
 
 @triton.jit
 def _inverse_64(l00, u00, l11, u11, l22, u22, l33, u33, l10, l20, l21, l30, l31, l32):
     """The ten blocks [16, 16] of (I + L)⁻¹ that are not zero, from those of L [64, 64] and, on its diagonal, of Lᵀ.
 
-    Below the diagonal, block by block: X[i, j] = -X[i, i] Σ L[i, m] X[m, j], j <= m < i; Y are their transposes.
+    In a block on the diagonal, inverse blocks of 1, 2, 4 and 8 rows are put together in pairs, with B below the first:
+
+        [X1⁻¹     ]   inverted   [X1         ]
+        [B    X2⁻¹]      is      [-X2 B X1  X2]      all pairs of a size at once: X - X B X
+
+    Below the diagonal, block by block: X[i, j] = -X[i, i] Σ L[i, m] X[m, j], j <= m < i. Y are the transposes.
 
     Unlike the powers of L, nothing here grows beyond the inverse itself. With keys of length 1 and beta <= 1 every
     number stays within [-1, 1], as the inverse, and L times it, are products of contractions between two keys: what
     float16 is exact enough for.
     """
-    x00, y00 = _inverse_16(l00, u00)
-    x11, y11 = _inverse_16(l11, u11)
-    x22, y22 = _inverse_16(l22, u22)
-    x33, _ = _inverse_16(l33, u33)
+    x00, y00 = _pairs(l00, u00)
+    x11, y11 = _pairs(l11, u11)
+    x22, y22 = _pairs(l22, u22)
+    x33, y33 = _pairs(l33, u33)
+    for level in range(1, 4):  # at run time: the code would fill more than the nearest cache
+        x00, y00 = _twice_as_large(x00, y00, l00, level)
+        x11, y11 = _twice_as_large(x11, y11, l11, level)
+        x22, y22 = _twice_as_large(x22, y22, l22, level)
+        x33, y33 = _twice_as_large(x33, y33, l33, level)
     step = _times(y00, l10)  # (L X)ᵀ
     x10, y10 = -_times(x11, step), -_times(step, x11)
     step = _times(y11, l21)

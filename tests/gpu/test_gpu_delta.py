@@ -56,8 +56,9 @@ class Step:
         heads = q.unflatten(-1, (16, 128)), k.unflatten(-1, (16, 128)), v.unflatten(-1, (48, 128))
         return [delta.gated_delta_rule(*heads, g, beta, state, batch), state, ring]
 
-    def ours(self, *, block_v: int | None = None) -> list[torch.Tensor]:
+    def ours(self, *, block_v: int | None = None, kept_in: torch.dtype = torch.float32) -> list[torch.Tensor]:
         state, ring = self.states("cuda", self.qkvz.dtype)
+        state = state.to(kept_in)
         out = torch.full((len(self.positions), 48, 128), torch.nan, dtype=self.qkvz.dtype, device="cuda")
         positions, slots, q_starts, counts = (
             x.cuda() for x in (self.positions, self.slots, self.q_starts, self.counts)
@@ -81,19 +82,21 @@ def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_v", [16, 32, 64, None])
+@pytest.mark.parametrize("kept_in", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_v", [16, 32, 64, 128, None])
 @pytest.mark.parametrize("batch", [1, 37])
-def test_decode(batch: int, block_v: int | None, dtype: torch.dtype) -> None:
+def test_decode(batch: int, block_v: int | None, kept_in: torch.dtype, dtype: torch.dtype) -> None:
     step = Step([(5 * i) % 23 for i in range(batch)], [1] * batch, dtype)
-    limit = 1e-5 if dtype == torch.float32 else 1e-2
-    for ours, twin in zip(step.ours(block_v=block_v), step.twin(), strict=True):
+    limit = 1e-5 if dtype == kept_in == torch.float32 else 1e-2
+    for ours, twin in zip(step.ours(block_v=block_v, kept_in=kept_in), step.twin(), strict=True):
         assert error(ours, twin) < limit
 
 
 @pytest.mark.parametrize("same_keys", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mixed_steps(dtype: torch.dtype, *, same_keys: bool) -> None:
+@pytest.mark.parametrize("kept_in", [torch.float32, torch.bfloat16])
+def test_mixed_steps(dtype: torch.dtype, kept_in: torch.dtype, *, same_keys: bool) -> None:
     step = Step([0, 9, 128, 0, 3, 0, 2], [1000, 1, 64, 65, 1, 3, 200], dtype, same_keys=same_keys)
-    limit = 2e-3 if dtype == torch.float32 else 3e-2
-    for ours, twin in zip(step.ours(), step.twin(), strict=True):
+    limit = 2e-3 if dtype == kept_in == torch.float32 else 3e-2
+    for ours, twin in zip(step.ours(kept_in=kept_in), step.twin(), strict=True):
         assert error(ours, twin) < limit
