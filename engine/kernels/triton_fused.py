@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, wait_for_previous
-from engine.kernels.prefetch import prefetch_share, shares
 from engine.kernels.triton_gate import activated
 from engine.kernels.triton_quant import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
 
@@ -44,10 +43,9 @@ def normed_row(x, weight, eps, offset, N: tl.constexpr, BLOCK: tl.constexpr, WID
 
 @kernel
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, plain_ptr, next_ptr, x_stride, eps, offset, next_share,
-    N: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, plain_ptr, x_stride, eps, offset,
+    N: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    prefetch_share(next_ptr, next_share, tl.program_id(0), THREADS, PDL)
     row = tl.program_id(0).to(tl.int64)
     weight = load_row(weight_ptr, N, BLOCK)
     wait_for_previous(PDL)
@@ -68,13 +66,12 @@ def _rms_norm_kernel(
 @overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
-    *, wide_offset: float | None = None, quantize: Literal[False] = False, upcoming: torch.Tensor | None = None,
+    *, wide_offset: float | None = None, quantize: Literal[False] = False,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
     *, wide_offset: float | None = None, quantize: Literal[True], plain: torch.Tensor | None = None,
-    upcoming: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -87,25 +84,22 @@ def rms_norm(
     wide_offset: float | None = None,
     quantize: bool = False,
     plain: torch.Tensor | None = None,
-    upcoming: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H].
 
     With `wide_offset`: (offset + w) * norm(x), in float32 and rounded once. With `quantize`: (e4m3 [T, H], scale [T]),
-    see triton_quant; `plain` [T, H] then takes what was quantised. `upcoming` is the weight that the result meets next
-    (prefetch.py).
+    see triton_quant; `plain` [T, H] then takes what was quantised.
     """
     rows, size = x.shape
     block, warps = blocks_for(size)
-    upcoming, share = shares(upcoming, rows, rows * warps * 32)
     scale = None
     if quantize:
         out, scale = empty_rows(rows, size, x.device)
     else:
         out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     _rms_norm_kernel(
-        (rows,), x, residual, weight, out, scale, plain, upcoming, x.stride(0), eps, wide_offset or 0.0, share,
-        N=size, BLOCK=block, WIDE=wide_offset is not None, THREADS=warps * 32, num_warps=warps,
+        (rows,), x, residual, weight, out, scale, plain, x.stride(0), eps, wide_offset or 0.0,
+        N=size, BLOCK=block, WIDE=wide_offset is not None, num_warps=warps,
     )  # fmt: skip
     return out if scale is None else (out, scale)
 
@@ -117,11 +111,9 @@ def _gated(gate, up, KIND: tl.constexpr):
 
 @kernel
 def _gate_mul_kernel(
-    gate_ptr, up_ptr, out_ptr, next_ptr, gate_stride, up_stride, next_share,
-    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    prefetch_share(next_ptr, next_share, program, THREADS, PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -132,10 +124,9 @@ def _gate_mul_kernel(
 
 @kernel
 def _gate_mul_fp8_kernel(
-    gate_ptr, up_ptr, out_ptr, scale_ptr, next_ptr, gate_stride, up_stride, next_share,
-    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    gate_ptr, up_ptr, out_ptr, scale_ptr, gate_stride, up_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    prefetch_share(next_ptr, next_share, tl.program_id(0), THREADS, PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     gate = load_row(gate_ptr + row * gate_stride, N, BLOCK)
@@ -148,39 +139,33 @@ def _gate_mul_fp8_kernel(
 
 @overload
 def gate_mul(
-    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: Literal[False] = False,
-    upcoming: torch.Tensor | None = None,
-) -> torch.Tensor: ...  # fmt: skip
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: Literal[False] = False
+) -> torch.Tensor: ...
 @overload
 def gate_mul(
-    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: Literal[True], upcoming: torch.Tensor | None = None
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: Literal[True]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def gate_mul(
-    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: bool = False, upcoming: torch.Tensor | None = None
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """act(gate) * up, both [T, N] with rows that may be strided -> [T, N]; with `quantize` (e4m3 [T, N], scale [T]),
-    see triton_quant. `upcoming` is the weight that the result meets next (prefetch.py)."""
+    see triton_quant."""
     rows, size = gate.shape
     strides = gate.stride(0), up.stride(0)
     if quantize:  # the scale needs the whole row: one program each
         quantized, scale = empty_rows(rows, size, gate.device)
         block, warps = blocks_for(size)
-        upcoming, share = shares(upcoming, rows, rows * warps * 32)
         _gate_mul_fp8_kernel(
-            (rows,), gate, up, quantized, scale, upcoming, *strides, share,
-            N=size, BLOCK=block, KIND=kind, THREADS=warps * 32, num_warps=warps,
-        )  # fmt: skip
+            (rows,), gate, up, quantized, scale, *strides, N=size, BLOCK=block, KIND=kind, num_warps=warps
+        )
         return quantized, scale
     out = torch.empty(rows, size, dtype=gate.dtype, device=gate.device)
     block = min(1024, triton.next_power_of_2(size))
-    blocks, warps = triton.cdiv(size, block), 4
-    upcoming, share = shares(upcoming, rows, rows * blocks * warps * 32)
     _gate_mul_kernel(
-        (rows, blocks), gate, up, out, upcoming, *strides, share,
-        N=size, BLOCK=block, KIND=kind, THREADS=warps * 32, num_warps=warps,
-    )  # fmt: skip
+        (rows, triton.cdiv(size, block)), gate, up, out, *strides, N=size, BLOCK=block, KIND=kind, num_warps=4
+    )
     return out
 
 

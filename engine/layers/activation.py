@@ -33,9 +33,9 @@ def gate_mul(gate: torch.Tensor, up: torch.Tensor, kind: Gate, consumer: Linear)
         from engine.kernels import triton_fused
 
         if consumer.wants_fp8(gate.shape[0]):
-            quantized = triton_fused.gate_mul(gate, up, kind, quantize=True, upcoming=consumer.weight)
+            quantized = triton_fused.gate_mul(gate, up, kind, quantize=True)
             return QuantizedRows(*quantized, gate.dtype)
-        return triton_fused.gate_mul(gate, up, kind, upcoming=consumer.weight)
+        return triton_fused.gate_mul(gate, up, kind)
     if kind == "silu":
         return F.silu(gate).mul_(up)
     return (F.gelu(gate, approximate="tanh") if kind == "gelu_tanh" else gate.sigmoid()).mul_(up)

@@ -19,14 +19,12 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(size)
         self.eps = eps
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, upcoming: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """norm(x), or norm(x + residual) with the sum left in `residual`. `upcoming`: the weight that it meets next."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """norm(x), or norm(x + residual) with the sum left in `residual`."""
         if x.is_cuda and x.ndim == 2:
             from engine.kernels.triton_fused import rms_norm
 
-            return rms_norm(x, self.weight, self.eps, residual, wide_offset=self.wide_offset, upcoming=upcoming)
+            return rms_norm(x, self.weight, self.eps, residual, wide_offset=self.wide_offset)
         if residual is not None:
             x = residual.add_(x)
         return self._plain(x)
@@ -55,11 +53,10 @@ class RMSNorm(nn.Module):
             if not all(product.wants_fp8(x.shape[0]) for product in others):
                 plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             rows = rms_norm(
-                x, self.weight, self.eps, residual, wide_offset=self.wide_offset, quantize=True, plain=plain,
-                upcoming=consumer.weight,
-            )  # fmt: skip
+                x, self.weight, self.eps, residual, wide_offset=self.wide_offset, quantize=True, plain=plain
+            )
             return QuantizedRows(*rows, x.dtype, plain), kept
-        return self(x, residual, consumer.weight), kept
+        return self(x, residual), kept
 
 
 class WideRMSNorm(RMSNorm):

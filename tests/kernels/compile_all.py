@@ -109,8 +109,8 @@ def run_all(fp8):
     triton_gemv.gemv(zeros(2, 3072), zeros(1024, 3072), residual=zeros(2, 1024))
     triton_gemv.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
-    triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096), upcoming=zeros(64, 4096))
-    triton_fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu", upcoming=zeros(64, 1500))
+    triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
+    triton_fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu")
     post_norm(5376, 1)
     post_norm(2816, 3)
     experts(4, 2, 2048, 768, BF16, 2)
@@ -140,8 +140,8 @@ def run_all(fp8):
         triton_fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
         triton_gated_norm.gated_rms_norm_to_fp8(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
         norm = zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096)
-        triton_fused.rms_norm(*norm, quantize=True, upcoming=zeros(64, 4096))
-        triton_fused.gate_mul(*zeros(3, 24576).chunk(2, -1), "silu", quantize=True, upcoming=zeros(64, 12288))
+        triton_fused.rms_norm(*norm, quantize=True)
+        triton_fused.gate_mul(*zeros(3, 24576).chunk(2, -1), "silu", quantize=True)
 
 
 def main(major, minor, shared):
