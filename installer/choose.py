@@ -22,6 +22,11 @@ from offline_bundle.verify import SignedManifest, check_signed_manifest
 _UNTOUCHED = "Nothing was changed."
 
 
+def which_bundle() -> InstallError:
+    hint = "Give the medium, or one bundle of it: atoll install MEDIUM, atoll install --bundle DIR"
+    return InstallError("Which bundle?", exit_code=ExitCode.USAGE, changed=_UNTOUCHED, hint=hint)
+
+
 def no_medium(path: Path) -> InstallError:
     return InstallError(
         f"There is no bundle at {path}.",
@@ -113,9 +118,7 @@ def _wanted(context: Context, something_here: bool) -> list[ModelChoice]:
         return []
     if options.media:
         raise no_medium(options.media[0])
-    raise InstallError(
-        "Which bundle?", exit_code=ExitCode.USAGE, changed=_UNTOUCHED, hint="Give the medium: atoll install DIR"
-    )
+    raise which_bundle()
 
 
 def _brought(context: Context, choice: ModelChoice, here: dict[str, dict[str, Any]]) -> Model:

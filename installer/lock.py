@@ -27,13 +27,7 @@ class InstallLock:
         except BlockingIOError:
             holder = _read_holder(fd)
             os.close(fd)
-            raise InstallError(
-                f"Another Atoll command is working on this installation: {holder}.",
-                exit_code=ExitCode.BUSY,
-                why=f"It holds the lock {self.path}.",
-                changed="Nothing was changed.",
-                hint="Wait until it has finished, then run this again; `atoll status` shows how far it is.",
-            ) from None
+            raise busy(self.path, holder) from None
         who = {"pid": os.getpid(), "purpose": self.purpose, "since": int(time.time())}
         self._fd = fd
         with contextlib.suppress(OSError):  # a full disk: the lock holds, without its holder's name
@@ -47,6 +41,23 @@ class InstallLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def busy(path: Path, holder: str) -> InstallError:
+    return InstallError(
+        f"Another Atoll command is working on this installation: {holder}.",
+        exit_code=ExitCode.BUSY,
+        why=f"It holds the lock {path}.",
+        changed="Nothing was changed.",
+        hint="Wait until it has finished, then run this again; `atoll status` shows how far it is.",
+    )
+
+
+def refuse_if_busy(path: Path) -> None:
+    """Raise InstallError (75) where another process holds the lock."""
+    name = holder(path)
+    if name is not None and f"process {os.getpid()}," not in name:
+        raise busy(path, name)
 
 
 def _read_holder(fd: int) -> str:

@@ -6,8 +6,10 @@ from installer import audit, config, keys, licence, release, snapshots, tls
 from installer.context import Context, Model
 from installer.errors import ExitCode, InstallError
 from installer.layout import Layout
+from installer.lock import refuse_if_busy
 from installer.plan import Plan
 from installer.preflight import PreflightContext, judge, run_checks
+from installer.preflight.certificate import names_in
 from installer.preflight.needs import of_manifests
 from installer.preflight.record import gib
 from installer.trust import key_name
@@ -17,6 +19,8 @@ def preflight(context: Context) -> str:
     """The machine against what these bundles need."""
     context.checks = run_checks(preflight_context(context), context.options.waivers)
     context.frontend.preflight(context.checks)
+    if not context.options.dry_run:
+        refuse_if_busy(context.layout.lock)  # somebody began since this run looked: not a fault of the machine
     judge(context.checks, strict=context.options.strict)
     counts = {status: sum(check.status == status for check in context.checks) for status in ("pass", "warn", "fail")}
     waived = f", {counts['fail']} waived" if counts["fail"] else ""
@@ -39,6 +43,7 @@ def preflight_context(context: Context) -> PreflightContext:
         device="cpu" if on_cpu else options.device or "auto",
         gpus=tuple(gpu for listed in gpus.values() for gpu in listed),
         tls=context.endpoint.certificate is not None,
+        certificate_names=names_in(options.tls.certificate),
         bundle=next(iter(options.media), options.bundle),
         **of_manifests(
             {model.instance: model.manifest for model in context.models},
@@ -99,6 +104,9 @@ def make_plan(context: Context) -> Plan:
         store, note = layout.models / model.digest, f"{model.instance}: {len(model.manifest.files)} files, read-only"
         size = 0 if model.in_store else model.manifest.total_bytes
         plan.add("model", store, "keep" if model.in_store else "create", size, note)
+    if code := release.plan_code(layout):
+        here = code[0].is_dir()
+        plan.add("directory", code[0], "keep" if here else "create", 0 if here else code[1], "the code, verified")
     for name, content, _ in target.files():
         _plan_file(plan, layout.releases / target.name / name, len(content))
     _plan_text(plan, layout.config, context.config_text, "settings")

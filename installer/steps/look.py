@@ -1,10 +1,11 @@
 """The first steps, which write nothing: discover what is here, verify what was brought."""
 
 import ipaddress
+from pathlib import Path
 from typing import Any
 
 from installer import config, release, tls, units
-from installer.choose import choose, no_medium
+from installer.choose import choose, no_medium, which_bundle
 from installer.context import Context, Model
 from installer.errors import ExitCode, InstallError
 from installer.preflight.record import gib
@@ -22,8 +23,9 @@ _UNTOUCHED = "Nothing was changed."
 def discover(context: Context) -> str:
     """What is here already: an installation, an interrupted one, settings, trusted keys."""
     layout, options, history = context.layout, context.options, context.before
-    for place in [*([options.bundle] if options.bundle else []), *options.media]:
-        if not place.is_dir():
+    named = [options.bundle, *(choice.bundle for choice in options.models)]
+    for place in [*(path for path in named if isinstance(path, Path)), *options.media]:
+        if not place.expanduser().is_dir():
             raise no_medium(place)
     if layout.prefix.exists() and not layout.prefix.is_dir():
         raise InstallError(
@@ -32,6 +34,8 @@ def discover(context: Context) -> str:
             changed=_UNTOUCHED,
             hint="Choose another --prefix.",
         )
+    if not (options.bundle or options.media or options.models or history.committed):
+        raise which_bundle()
     context.trusted_keys = [*options.trust_keys, *installed_keys(layout)]
     if not context.trusted_keys:
         raise InstallError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 
 from installer.config import Endpoint
 from installer.smoke import smoke_test
@@ -98,20 +99,22 @@ def test_the_real_model_is_installed_answers_and_leaves(
 def test_unattended_by_an_answers_file(
     atoll: Atoll, bundle: Callable[..., Path], signer: KeyPair, tmp_path: Path
 ) -> None:
-    answers = tmp_path / "answers.json"
+    answers = tmp_path / "answers.toml"
     given = {
         "schema_version": 1, "bundle": str(bundle()), "trust_keys": [str(signer.public_path)], "port": 8123,
         "confirm_plan": True,
     }
-    answers.write_text(json.dumps(given))
+    answers.write_text(tomlkit.dumps(given))
     refused = atoll("install", "--answers", answers, "--json")
     assert refused.returncode == 20
     assert facts(refused)["exit_code"] == 20
     dry = atoll("install", "--answers", answers, "--dry-run", "--json")
     assert dry.returncode == 0
     assert facts(dry)["plan"]["items"]
-    answers.write_text(json.dumps({**given, "accept_everything": True}))
-    assert atoll("install", "--answers", answers).returncode == 2
+    answers.write_text(tomlkit.dumps({**given, "accept_everything": True}))
+    wrong = atoll("install", "--answers", answers)
+    assert wrong.returncode == 2
+    assert "accept_everything is not known; did you mean accept_licenses?" in wrong.stderr
     assert not (tmp_path / "prefix").exists()
 
 
@@ -152,7 +155,9 @@ def test_help_has_examples() -> None:
 
     from appliance.cli.app import app
 
-    for command in ("preflight", "install", "status", "start", "stop", "logs", "uninstall"):
+    changing = ("install", "upgrade", "rollback", "uninstall", "start", "stop", "restart")
+    commands = ("preflight", "status", "logs", *changing)
+    for command in commands:
         text = CliRunner().invoke(app, [command, "--help"]).output
         assert "Examples" in text, command
         assert f"atoll {command}" in text
