@@ -1,6 +1,8 @@
 """All checks together: side by side, in time, judged, waived, told in two languages, and one JSON shape for all."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -184,3 +186,31 @@ def test_the_report_speaks_korean(tmp_path: Path) -> None:
     texts = {each["id"]: each for each in korean["checks"]}
     assert texts["exposure"]["observed"] == "0.0.0.0: TLS 없이 다른 장비에서 접속할 수 있음"
     assert texts["gpu"]["observed"] == "필요 없음: CPU를 골랐음"
+
+
+_WATCHED = """
+import sys
+seen = []
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "socket.sendmsg"):
+        seen.append(event)
+    if event == "open" and isinstance(arguments[0], str) and arguments[2] & 0o3 and arguments[0] != "/dev/null":
+        seen.append(f"wrote {arguments[0]}")
+sys.addaudithook(watch)
+from installer.config import Endpoint
+from installer.layout import Layout
+from installer.preflight import PreflightContext, run_checks
+for layout in (Layout.server(), Layout.at(sys.argv[1])):
+    for host in ("0.0.0.0", "127.0.0.1", "some.name.example"):
+        run_checks(PreflightContext(layout, Endpoint(host, 8443), device="cuda"))
+print(seen)
+"""
+
+
+def test_nothing_is_sent_and_nothing_is_written(tmp_path: Path) -> None:
+    """Watched from inside the interpreter: no connection, no look-up, no file opened for writing."""
+    command = [sys.executable, "-B", "-c", _WATCHED, str(tmp_path / "prefix")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    assert list(tmp_path.iterdir()) == []
