@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-stop test lint format bench test-gpu test-appliance clean
+.PHONY: help setup demo demo-stop test lint format bench test-gpu test-runtime test-appliance clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -29,6 +29,9 @@ test: $(VENV)/.dev  ## Run every test that needs no GPU
 
 test-gpu:  ## On a machine with a CUDA GPU: its tests, then the benchmark (uses the system's python3)
 	@tests/gpu/run.sh
+
+test-runtime: $(VENV)/.dev  ## The whole code of a medium, PyTorch included: built, installed without a network, timed
+	@$(BIN)/python -m pytest -m slow -s tests/bundle/test_runtime_full.py
 
 test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on machines that boot without a network
 	@$(BIN)/python -m appliance.demo.model >/dev/null
