@@ -7,7 +7,7 @@ from installer.gpu.facts import Gpu, GpuFacts, GpuProcess, merge
 
 
 def collect() -> GpuFacts:
-    """Ask both at once; NVML is believed first. Never raises; done within about seven seconds, hung driver or not."""
+    """Ask both at once; NVML is believed first. Never raises; done within eight seconds, hung driver or not."""
     answers: dict[str, GpuFacts] = {}
     sources = {"nvml": nvml.query, "smi": smi.query}
 
@@ -18,7 +18,7 @@ def collect() -> GpuFacts:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(nvml.BUDGET + 1)
+        thread.join(nvml.BUDGET + 0.8)
     late = GpuFacts(nvml_error="NVML: no answer", smi_error="nvidia-smi: no answer")
     return merge(*(answers.get(name, late) for name in sources))
 

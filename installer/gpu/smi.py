@@ -16,7 +16,7 @@ from installer.gpu import smi_xml, values
 from installer.gpu.command import Output, run
 from installer.gpu.facts import Gpu, GpuFacts
 
-BUDGET = 6.0    # seconds for all of it; without persistence mode the first call wakes the driver, about 1 s a GPU
+BUDGET = 7.0    # seconds for all of it; without persistence mode each call wakes the driver, about 1 s a GPU
 MAX_GPUS = 64
 _PLACES = ("/usr/bin", "/usr/local/bin", "/bin", "/usr/local/nvidia/bin", "/opt/nvidia/bin")
 _UNKNOWN_FIELD = re.compile(r'[Ff]ield "([\w.]+)" is not a valid field')

@@ -71,8 +71,9 @@ def nvml(context: PreflightContext) -> Seen:
     if "mismatch" in said.lower():
         return _mismatch(said)
     if "no answer" in said:
-        fix = t("The driver hangs. Look for Xid lines, then restart the machine.")
-        return Seen("fail", said, fix, "dmesg | grep -i xid; reboot", evidence)
+        fix = t("Without persistence the driver wakes every GPU anew, which takes seconds: switch it on and run this "
+                "again. If it stays so, the driver hangs: look for Xid lines and restart the machine.")  # fmt: skip
+        return Seen("fail", said, fix, "systemctl enable --now nvidia-persistenced; dmesg | grep -i xid", evidence)
     if not module:
         fix = t("Install NVIDIA's driver (R580 or newer) and restart. {else_}", else_=_CPU_INSTEAD)
         return Seen("fail", t("no NVIDIA driver is loaded ({said})", said=said), fix, "modprobe nvidia", evidence)
