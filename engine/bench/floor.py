@@ -28,16 +28,18 @@ def bandwidth(device: torch.device, repeats: int = 9) -> dict[str, float]:
     }
 
 
-def bytes_per_token(model_dir: Path) -> int:
+def bytes_per_token(model_dir: Path, state_dtype: str = "auto", device: str = "cpu") -> int:
     """Bytes that one decoded token must move: all weights but tables that are only looked up in (embeddings that are no
     output head too), of experts those that one token goes through; states of recurrent layers are read and written.
 
-    From the checkpoint if there is one, from config.json in bf16 (dummy weights) if not.
+    From the checkpoint if there is one, from config.json in bf16 (dummy weights) if not. `state_dtype`: what was asked
+    for with --mamba-ssm-cache-dtype.
     """
     config = ModelConfig.load(model_dir)
     tensors = check_checkpoint(model_dir) if any(model_dir.glob("*.safetensors")) else {}
     tables = ("embed_tokens_per_layer.weight", *(() if config.tie_word_embeddings else ("embed_tokens.weight",)))
     model = empty_model(model_dir)
+    model.set_state_dtype(state_dtype, device)
     states = sum(2 * sum(layer.sizes) for layer in model.cache_layers() if isinstance(layer, StateLayer))
     dense, experts = 0, 0
     for name, target in model.weights().items():

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--mamba-ssm-cache-dtype", default="auto")
     parser.add_argument("--max-model-len", type=int, help="default: the longest request of the workloads")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     ours = Ours(
         args.model, load_format=args.load_format, skip_tokenizer_init=True, device=args.device, dtype=args.dtype,
         quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype, max_num_seqs=args.max_num_seqs,
+        mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype,
         max_model_len=args.max_model_len or longest, max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
     )  # fmt: skip
@@ -45,7 +47,8 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     device = torch.device(ours.llm.engine.info().get("device", "cpu"))
     facts = {
         "engine": "atoll", "model": args.model.name, "dtype": args.dtype, "quantization": args.quantization,
-        "kv_cache_dtype": args.kv_cache_dtype, **report.machine(device), "temperature": _TEMPERATURE,
+        "kv_cache_dtype": args.kv_cache_dtype, "mamba_ssm_cache_dtype": args.mamba_ssm_cache_dtype,
+        **report.machine(device), "temperature": _TEMPERATURE,
         "start_secs": round(ours.start_secs, 2), "first_answer_secs": round(first_answer, 2),
     }  # fmt: skip
     copy_gb_s = floor.bandwidth(device)["copy"]
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         row = {"bench": name, **facts, **report.timing(load, seconds), "kv_waste": round(ours.meter.waste, 4),
                "steps": ours.meter.steps // args.repeats, "mean_batch": round(ours.meter.mean_batch, 1)}  # fmt: skip
         if name == "single" and args.quantization is None:
-            limit = copy_gb_s * 1e9 / floor.bytes_per_token(args.model)
+            limit = copy_gb_s * 1e9 / floor.bytes_per_token(args.model, args.mamba_ssm_cache_dtype, device.type)
             row |= {"copy_gb_s": round(copy_gb_s, 1), "floor_tok_s": round(limit, 1),
                     "share_of_floor": round(row["out_tok_s"] / limit, 3)}  # fmt: skip
         if name == "prefill":

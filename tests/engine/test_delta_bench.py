@@ -48,3 +48,5 @@ def test_the_floor_counts_states_twice(tmp_path):
     read = sum(2 * t.numel() for name, t in weights.items() if not name.endswith("embed_tokens.weight"))
     state, newest_inputs = 4 * 4 * 32 * 16, 2 * 4 * (2 * 2 * 16 + 4 * 32)
     assert floor.bytes_per_token(tmp_path) == read + 3 * 2 * (state + newest_inputs)
+    assert floor.bytes_per_token(tmp_path, "bfloat16") == read + 3 * 2 * (state // 2 + newest_inputs)
+    assert floor.bytes_per_token(tmp_path, device="cuda") == read + 3 * 2 * (state // 2 + newest_inputs)
