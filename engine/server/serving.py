@@ -55,9 +55,8 @@ class ServedModel:
                 code="engine_unavailable",
             )
         progress = f" ({shortened(client.progress)})" if client.progress else ""
-        raise overloaded(
-            f"The model is still loading{progress}; try again.", limits.retry_after_seconds, code="model_loading"
-        )
+        what = "The model is still loading" if client.state == "loading" else "This model's engine does not run yet"
+        raise overloaded(f"{what}{progress}; try again.", limits.retry_after_seconds, code="model_loading")
 
 
 @dataclass(slots=True)

@@ -303,6 +303,9 @@ def test_without_a_driver_no_gpu_engine_starts_and_one_hears_why(server: Server)
     machine.run(SERVICE % "s.start()").check()
     wait_healthy(server, "tiny")  # device rules for classes that do not exist do no harm
     shutil.rmtree(drop_in.parent)
+    units.write(units.render(layout, ["chat", "tiny"], host="0.0.0.0", gpu=False, watchdog=str(WATCHDOG)))
+    units.remove([layout.units / units.GPU_READY, units.modules_load(layout)])
+    machine.run(SERVICE % 's.stop()\ns.apply_units(["chat", "tiny"])').check()
 
 
 def test_it_comes_back_after_a_reboot_and_leaves_in_order(server: Server):
