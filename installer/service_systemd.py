@@ -19,6 +19,7 @@ _PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "MainPID", "NRestar
 _START_SECONDS = 30.0    # for systemd to take the jobs; loading goes on after that
 _STOP_SECONDS = 180.0    # above TimeoutStopSec= of every unit, one after another
 _RELOAD_SECONDS = 60.0
+_SLICE = r"system-atoll\x2dengine.slice"  # of the instances of atoll-engine@.service
 _UP = ("active", "activating", "reloading")
 _KILLED = 2              # ExecMainCode: ended by a signal (CLD_KILLED)
 
@@ -64,6 +65,7 @@ class SystemdService:
         if self.booted:
             self._systemctl(["stop", *self._loaded(units.TIMER, units.VERIFY, units.GPU_READY)], "stop the rest",
                             timeout=_STOP_SECONDS)  # fmt: skip
+            self._run(["systemctl", "stop", _SLICE], 30.0)  # systemd made it by itself, and would keep it
         if known:
             self._systemctl(["disable", "--quiet", *root, *known], "disable the services")
 
