@@ -1,5 +1,6 @@
 """The deep check: every byte of a real store against a real signature; damage of each kind has its exit code."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,8 +21,9 @@ from installer.layout import Layout
 from installer.release import Release, live
 from installer.sequence import raise_sequence
 from installer.verify import last, verify
+from offline_bundle import oms
 from offline_bundle.ingest import ingest
-from offline_bundle.keys import KeyPair
+from offline_bundle.keys import KeyPair, load_private, new_keypair
 
 Bundles = Callable[..., Path]
 
@@ -131,8 +133,6 @@ def test_each_kind_of_damage_has_its_exit_code(
     def stranger() -> None:
         for key in layout.trust.glob("*.pub"):
             key.unlink()
-        from offline_bundle.keys import new_keypair
-
         shutil.copy(new_keypair(tmp_path / "other", "other").public_path, layout.trust / "other.pub")
 
     def extra() -> None:
@@ -272,3 +272,56 @@ def test_it_is_as_fast_as_hashing(layout: Layout, bundle: Bundles, signer: KeyPa
     report = verify(layout)
     assert report.outcome == "good"
     assert report.bytes / (time.monotonic() - began) > 100 << 20
+
+
+def code_tree(layout: Layout, signer: KeyPair) -> Path:
+    """Code as install.sh leaves it: every file listed with its hash, the description as the vendor signed it."""
+    tree = layout.code / "0.1.0-abcdef012345"
+    code = b"print()\n"
+    entry = {"sha256": hashlib.sha256(code).hexdigest(), "size": len(code)}
+    packages = json.dumps({"files": {"appliance/x.py": entry}}).encode()
+    signed = {"path": "requirements/cp311.json", "sha256": hashlib.sha256(packages).hexdigest()}
+    files = {
+        "bin/atoll": b"#!/bin/sh\n", "lib/appliance/x.py": code, "share/requirements/cp311.json": packages,
+        "share/bundle.json": json.dumps({"files": [signed]}).encode(),
+    }
+    digest = hashlib.sha256(files["share/bundle.json"]).hexdigest()
+    files["share/model.sig"] = oms.sign({"bundle.json": digest}, "atoll", load_private(signer.private_path))
+    for name, data in files.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_bytes(data)
+    listed = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
+    (tree / "files.json").write_text(json.dumps({"files": listed}))
+    (tree / "runtime.json").write_text(json.dumps({"sequence": 1, "digest": digest, "abi": "cp311"}))
+    return tree
+
+
+def test_the_code_is_held_against_its_list_and_its_signature(layout: Layout, bundle: Bundles, signer: KeyPair) -> None:
+    put(layout, bundle(), signer)
+    tree = code_tree(layout, signer)
+
+    def code() -> int:
+        return next(target.exit_code for target in verify(layout).targets if target.kind == "code")
+
+    assert code() == 0
+    (tree / "lib/appliance/x.py").write_bytes(b"print(1)\n")
+    assert code() == ExitCode.CONTENT_MISMATCH
+    (tree / "lib/appliance/x.py").write_bytes(b"print()\n")
+    (tree / "lib/extra.py").write_text("")
+    assert code() == ExitCode.CONTENT_MISMATCH
+    (tree / "lib/extra.py").unlink()
+    assert code() == 0
+    described = (tree / "share/bundle.json").read_bytes()
+    (tree / "share/bundle.json").write_bytes(described + b" ")
+    assert code() == ExitCode.CONTENT_MISMATCH
+    (tree / "share/bundle.json").write_bytes(described)
+    other = oms.sign({"bundle.json": "0" * 64}, "atoll", load_private(signer.private_path))
+    (tree / "share/model.sig").write_bytes(other)
+    assert code() == ExitCode.CONTENT_MISMATCH
+    stranger = new_keypair(layout.prefix / "stranger", "other")
+    digest = hashlib.sha256(described).hexdigest()
+    forged = oms.sign({"bundle.json": digest}, "atoll", load_private(stranger.private_path))
+    (tree / "share/model.sig").write_bytes(forged)
+    assert code() == ExitCode.UNTRUSTED
+    (tree / "share/model.sig").unlink()
+    assert code() == ExitCode.MEDIA
