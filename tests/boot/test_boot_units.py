@@ -36,6 +36,33 @@ s = SystemdService(Layout.server())
 %s'"""
 
 
+# Runs as a unit's ExecStartPre=, so under exactly its sandbox and user. One line of JSON, in the journal.
+PROBE = """
+import json, mmap, os, socket
+def kernel_cache():
+    from engine.kernels.cache_dir import use_cache_dir
+    return str(use_cache_dir())
+def foreign(pid):
+    return pid.isdigit() and os.stat("/proc/" + pid).st_uid != os.getuid()
+def refused(act, *given):
+    try:
+        act(*given)
+    except OSError as error:
+        return error.strerror
+    return ""
+print("PROBE " + json.dumps({
+    "cache": kernel_cache() if "ENGINE" in os.environ else "",
+    "interfaces": [name for _, name in socket.if_nameindex()] if "ENGINE" in os.environ else [],
+    "inet": refused(socket.socket, socket.AF_INET),
+    "packet": refused(socket.socket, socket.AF_PACKET, socket.SOCK_RAW),
+    "writable code": refused(lambda: mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)),
+    "home": refused(os.listdir, "/home") or os.listdir("/home"),
+    "nice": refused(os.nice, -5),
+    "others": sum(map(foreign, os.listdir("/proc"))),
+}))
+"""
+
+
 class Server:
     """A machine with the units of two models, and the key that its clients have."""
 
@@ -175,6 +202,38 @@ def test_the_sandbox_holds(server: Server):
     # Nobody else may talk to an engine: neither by the directory's rights, nor, root aside, by the kernel's word.
     assert machine.run("setpriv --reuid nobody --regid nogroup --clear-groups ls /run/atoll/engine/chat").code
     assert not machine.connects.outbound()
+
+
+def probe(server: Server, unit: str) -> dict:
+    """What the probe finds in this unit's sandbox; the unit runs on, anew."""
+    drop_in = server.layout.units / f"{unit}.service.d/probe.conf"
+    drop_in.parent.mkdir()
+    script = server.layout.current / "probe.py"
+    script.write_text(PROBE)
+    given = f"PYTHONPATH=/opt/atoll/current/lib {'ENGINE=1' if 'engine' in unit else ''}"
+    start = f"/usr/bin/env {given} /usr/bin/python3 /opt/atoll/current/probe.py"
+    drop_in.write_text(f"[Service]\nExecStartPre={start}\n")
+    server.machine.run(f"systemctl daemon-reload; systemctl restart {unit}").check()
+    shutil.rmtree(drop_in.parent)
+    server.machine.run("systemctl daemon-reload").check()
+    lines = when(lambda: [line for line in server.machine.journal(f"-u {unit} -o cat").splitlines()
+                          if line.startswith("PROBE ")], 20, "the probe's line")  # fmt: skip
+    return json.loads(lines[-1].removeprefix("PROBE "))
+
+
+def test_the_sandbox_seen_from_the_inside(server: Server):
+    engine, gateway = probe(server, "atoll-engine@tiny"), probe(server, "atoll-gateway")
+    assert engine["cache"] == "/var/cache/atoll/engine/tiny/triton"  # private enough for compiled kernels
+    assert engine["interfaces"] == ["lo"]
+    assert gateway["inet"] == "Address family not supported by protocol"
+    assert engine["writable code"] == ""
+    for found in (engine, gateway):
+        assert found["packet"]
+        assert found["nice"]
+        assert found["home"] in ([], "Permission denied")
+        assert found["others"] == 0
+    assert gateway["writable code"]
+    wait_healthy(server, "tiny")
 
 
 def test_the_port_stays_open_while_the_gateway_restarts(server: Server):
