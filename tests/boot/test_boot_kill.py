@@ -1,9 +1,9 @@
 """The plug is pulled at every step, again and again: what was begun is gone on with, and comes to its end.
 
-One install, one upgrade and one purge are each run as often as they have records in the journal. The k-th run of a
-story is killed as soon as its k-th own record is on the disk: by SIGKILL to every process of it, and every third time
-by cutting the whole machine's power. Nothing is tidied up in between. The run that is not killed any more must end
-well, and what it installed must serve.
+One install, one upgrade and one purge are each run as often as they have records in the journal. Each run of a story
+is killed as soon as it has written one record more than the run before it: by SIGKILL to every process of it, and every
+third time by cutting the whole machine's power. Nothing is tidied up in between. The run that is not killed any more
+must end well, and what it installed must serve.
 """
 
 import subprocess
@@ -47,11 +47,15 @@ def run_until(desk: Desk, command: str, records: int, *, power_cut: bool, timeou
 
 def kill_at_every_record(desk: Desk, command: str) -> list[str]:
     """Run the command until it ends by itself, each run killed one record later. Returns where each run died."""
-    died = []
-    for k in range(1, RUNS):
-        power_cut = k % 3 == 0
+    died: list[str] = []
+    k = 1
+    while len(died) < RUNS:
+        power_cut, before = len(died) % 3 == 2, len(desk.journal())
         if run_until(desk, command, k, power_cut=power_cut) is not None:
             return died
+        if not died:  # what leads to the plan is written in one go, once the plan holds
+            k = len(desk.journal()) - before
+        k += 1
         last = desk.journal()[-1]
         died.append(f"{last.get('step', '')}:{last['event']}{' (power)' if power_cut else ''}")
         if power_cut:
