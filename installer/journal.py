@@ -165,7 +165,6 @@ class History:
         self.last_failure: Record | None = None
         self.created: set[str] = set()            # paths below the prefix that did not exist before us
         self.unshown_keys: set[str] = set()       # keys made but never shown to anyone
-        self.uninstalling = False                 # an uninstall began and did not end
         for record in records:
             self._take(record)
 
@@ -185,14 +184,10 @@ class History:
                 self.open_switch = self.open_switch or record
             case "commit":
                 self.committed, self.open_switch, self.last_step, self.last_failure = record, None, None, None
-                self.uninstalling = False
             case "rolled-back":
                 self.open_switch, self.last_step = None, None
-            case "uninstall":
-                self.uninstalling = True
-            case "uninstalled":
+            case "uninstall" | "uninstalled":  # from its beginning on there is nothing to go back to
                 self.committed = self.open_switch = self.last_step = self.last_failure = None
-                self.uninstalling = False
             case "key-created":
                 self.unshown_keys.add(record["key"])
             case "key-shown" | "key-removed":

@@ -239,7 +239,6 @@ class Installer(Run):
         state = self.service.state()
         return (
             history.open_switch is None
-            and not history.uninstalling
             and history.committed is not None
             and history.committed["release"] == target.name == release.live(self.layout)
             and context.base_config == context.config_text

@@ -61,6 +61,8 @@ def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
     if layout.system:
         bundles = (history.committed or {}).get("bundles", [])
         plan.units = units.enabled(facts["instance"] for facts in bundles)
+        if not purge and layout.sysusers.exists():
+            plan.keep.append((layout.sysusers, _size(layout.sysusers)))
         plan.users = [units.ENGINE_USER, units.GATEWAY_USER] if purge else []
     return plan
 

@@ -160,6 +160,11 @@ def test_uninstall_killed_anywhere_ends_when_run_again(site: Site, bundle: Bundl
         assert Path(one.model_dir).is_dir()
         assert not site.service.state().up
     site.install(bundle())
+    assert killed_at(total - 2, lambda: uninstall(site.layout, purge=False, service=site.service))
+    with pytest.raises(InstallError, match="did not answer") as caught:
+        site.install(bundle(2), "mute")  # there is nothing left to go back to, and it is not tried
+    assert caught.value.exit_code == 40
+    site.install(bundle())
     assert killed_at(4, lambda: uninstall(site.layout, purge=False, service=site.service))
     assert site.install(bundle()).key_ids == one.key_ids  # or one changes one's mind
     assert site.serving()["mode"] == "good"

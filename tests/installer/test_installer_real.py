@@ -91,6 +91,13 @@ def test_the_real_model_is_installed_answers_and_leaves(
     assert atoll("start", "--json").returncode == 0
     assert smoke_test(Endpoint("127.0.0.1", port), result["model"], key, 60).tokens > 3
 
+    assert facts(atoll("restart", "--json"))["changed"] is True
+    assert facts(atoll("journal", "check", "--json"))["damaged"] is False
+    assert facts(atoll("journal", "repair", "--json"))["repaired"] is False
+    nothing = atoll("rollback", "--yes")
+    assert nothing.returncode == 2
+    assert "no release to go back to" in nothing.stderr
+
     assert atoll("uninstall", "--purge").returncode == 2
     assert atoll("uninstall", "--purge", "--confirm", socket.gethostname()).returncode == 0
     assert not (tmp_path / "prefix").exists()

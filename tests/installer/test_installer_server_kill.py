@@ -9,7 +9,9 @@ from kill_kit import fsyncs, killed_at, killed_at_step
 from server_kit import Server, empty_server
 
 from installer import audit, keys, units
+from installer.frontend import Unattended
 from installer.journal import replay
+from installer.lifecycle import start
 from offline_bundle.keys import KeyPair
 
 Bundles = Callable[..., Path]
@@ -76,14 +78,17 @@ def test_rollback(server: Server, bundle: Bundles, step: str, event: str) -> Non
     assert server.history.open_switch is None
 
 
-@pytest.mark.parametrize("again", ["rollback", "install"])
+@pytest.mark.parametrize("again", ["rollback", "install", "start"])
 def test_an_upgrade_cut_off_after_it_started_the_new_engine(server: Server, bundle: Bundles, again: str) -> None:
     """What runs then is the new model under settings that say so; the way back has to start the old one anew."""
     one = server.install(bundle(1))
     assert killed_at_step("start", "done", lambda: server.install(bundle(2)))
     before = server.service.named_pids()
-    result = server.rollback() if again == "rollback" else server.install(bundle(1))
-    assert result.release == one.release
+    if again == "start":
+        assert start(server.layout, Unattended(), service=server.service, timeout=20).changed
+    else:
+        result = server.rollback() if again == "rollback" else server.install(bundle(1))
+        assert result.release == one.release
     assert not before.items() & server.service.named_pids().items()
     assert server.serving()["models"] == {"tiny": one.model_dir}
     assert server.history.open_switch is None
