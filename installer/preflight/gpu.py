@@ -101,7 +101,7 @@ def driver(context: PreflightContext) -> Seen:
     if build.cpu_only:
         fix = t("Use the medium with the CUDA build, or choose the CPU on purpose: --device cpu.")
         return Seen("fail", t("{build} cannot use a GPU", build=build.label), fix, evidence="torch/version.py",
-                    required=t("a CUDA build of PyTorch"))  # fmt: skip
+                    required=t("a CUDA build of PyTorch"), why=t("This build computes on the CPU only."))  # fmt: skip
     if not version:
         return Seen("fail", t("unknown"), t("Install NVIDIA's driver and restart."), required=needed)
     speaks = f", CUDA {facts.cuda[0]}.{facts.cuda[1]}" if facts.cuda else ""

@@ -69,6 +69,8 @@ def compiler(context: PreflightContext) -> Seen:
     reason = context.no_gpu_needed()
     if reason is not None:
         return Seen("pass", reason)
+    if context.torch_build().cpu_only:  # the check of the driver says so; there is nothing to build
+        return Seen("pass", t("not needed: this build of PyTorch computes on the CPU"))
     abi = f"cp{sys.version_info.major}{sys.version_info.minor}"
     other = t("Use the Python that the runtime was built for, or another medium.")
     wheels = [path.name for path in islice(context.runtime.rglob("triton-*.whl"), MAX_FILES)] if context.runtime else []
