@@ -46,6 +46,25 @@ from offline_bundle.medium.check import (
 )
 from offline_bundle.medium.p256 import KeyFormatError, load_public
 
+KOREAN = {  # said after the English words where the system speaks Korean
+    USAGE: "인자 또는 응답 파일이 잘못되었습니다. 도움말: sh install.sh --help",
+    PREFLIGHT: "이 서버에는 이 매체에 필요한 것이 없습니다. 아무것도 바뀌지 않았습니다.",
+    UNTRUSTED: "서명이 없거나 신뢰하는 키로 서명되지 않았습니다. 이 매체를 사용하지 말고 공급자에게 확인하십시오.",
+    CONTENT: "서명된 내용과 다릅니다. 이 매체를 사용하지 말고 다시 받으십시오.",
+    REPLAY: "이미 설치된 것보다 오래된 매체입니다.",
+    MISSING: "매체 또는 그 안의 파일이 없습니다. 디스크가 마운트되었는지 확인하십시오.",
+    SPACE_IO: "공간이 부족하거나 디스크를 읽고 쓸 수 없습니다. 해결한 뒤 같은 명령을 다시 실행하십시오.",
+    BUSY: "다른 설치가 진행 중입니다. 끝난 뒤 다시 실행하십시오.",
+    INTERRUPTED: "중단되었습니다. 실행 중이던 것은 그대로입니다. 같은 명령을 다시 실행하십시오.",
+}
+
+
+def speaks_korean():
+    """By the system's language, as gettext picks it."""
+    names = ("LC_ALL", "LC_MESSAGES", "LANG")
+    return next((os.environ[n] for n in names if os.environ.get(n)), "").startswith("ko")
+
+
 # -- whom to trust ----------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +244,22 @@ def own_directory(path):
     return os.open(path, DIRECTORY)
 
 
+def missing_directories(path):
+    """`path` and its parents that are not there yet, the deepest first."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
+
+
+def remove_empty(directories):
+    """Take back the directories that hold nothing."""
+    for path in directories:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+
+
 def take_copy(root, signed, incoming, only=""):
     """The signed files (whose path begins with `only`), hashed as they were written, in a private directory."""
     manifest, data, signature, _ = signed
@@ -287,35 +322,45 @@ def run(script, arguments):
 
 def make_release(options, root, signed, name):
     """Copy, build the tree beside what runs, hand over to it."""
-    manifest = signed[0]
     base = os.path.join(options.root, "opt/atoll/code")
-    if options.dry_run or options.preflight:
-        place = os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  mkdtemp makes it private
-        base = tempfile.mkdtemp(prefix="atoll-dry-run-", dir=place)
-    tree, incoming = os.path.join(base, name), os.path.join(base, f".incoming-{name}")
-    here = os.path.isfile(os.path.join(tree, "runtime.json"))
-    if not here:
-        check_space(base, manifest["requires"]["disk_bytes"])
-    try:
-        lock = own_directory(base)
+    with contextlib.ExitStack() as on_failure:
+        if options.dry_run or options.preflight:
+            place = os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  mkdtemp makes it private
+            base = tempfile.mkdtemp(prefix="atoll-dry-run-", dir=place)
+            on_failure.callback(shutil.rmtree, base, ignore_errors=True)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refused(BUSY, "Another install is working here.", "Wait until it is done, then run again.") from None
-        try:
-            take_copy(root, signed, incoming, only="setup/" if here else "")
-            setup = load_setup(incoming, manifest)
-            facts = {"manifest": manifest, "key": signed[3], "base": base, "name": name, "incoming": incoming}
-            setup.make_tree(facts, say, Progress, Refused)
-        except BaseException as e:
-            if not isinstance(e, Refused) or e.code != SPACE_IO:  # what is good of the copy serves the next run
-                shutil.rmtree(incoming, ignore_errors=True)
-            raise
-        shutil.rmtree(incoming, ignore_errors=True)
-    except OSError as e:
-        message = f"Writing below {base} failed: {e.strerror} ({e.filename})."
-        raise Refused(SPACE_IO, message, "Correct it, then run again.") from None
+            setup, facts, lock = fill(base, name, root, signed, on_failure)
+        except OSError as e:
+            message = f"Writing below {base} failed: {e.strerror} ({e.filename})."
+            raise Refused(SPACE_IO, message, "Correct it, then run again.") from None
+        on_failure.pop_all()
     return setup.hand_over(facts, options, lock)
+
+
+def fill(base, name, root, signed, on_failure):
+    """The tree `base/name`, under the lock of `base`: (setup_release.py as a module, the facts for it, the lock)."""
+    incoming, here = os.path.join(base, f".incoming-{name}"), os.path.isfile(os.path.join(base, name, "runtime.json"))
+    if not here:
+        check_space(base, signed[0]["requires"]["disk_bytes"])
+    absent = missing_directories(base)
+    lock = own_directory(base)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refused(BUSY, "Another install is working here.", "Wait until it is done, then run again.") from None
+    on_failure.callback(remove_empty, absent)
+    try:
+        take_copy(root, signed, incoming, only="setup/" if here else "")
+        setup = load_setup(incoming, signed[0])
+        facts = {"manifest": signed[0], "key": signed[3], "base": base, "name": name, "incoming": incoming}
+        setup.make_tree(facts, say, Progress, Refused)
+    except BaseException as e:
+        code = SPACE_IO if isinstance(e, OSError) else getattr(e, "code", None)
+        if code != SPACE_IO:  # where only space was lacking, what is good of the copy serves the next run
+            shutil.rmtree(incoming, ignore_errors=True)
+        raise
+    shutil.rmtree(incoming, ignore_errors=True)
+    return setup, facts, lock
 
 
 def stop_politely(*_):
@@ -333,9 +378,13 @@ def main(argv):
         say(f"\nerror: {e.message}")
         if e.hint:
             say(f"  {e.hint}")
+        if speaks_korean() and e.code in KOREAN:
+            say(f"  {KOREAN[e.code]}")
         return e.code
     except KeyboardInterrupt:
         say("\nInterrupted. What was half-done is removed, and what ran before still runs. Run the same command again.")
+        if speaks_korean():
+            say(KOREAN[INTERRUPTED])
         return INTERRUPTED
 
 

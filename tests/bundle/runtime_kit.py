@@ -97,10 +97,10 @@ def command(medium: Path, *arguments: object, shell: str = "sh") -> list[str]:
 
 
 def install(
-    medium: Path, path: Path, *arguments: object, shell: str = "sh", **more: Any
+    medium: Path, path: Path, *arguments: object, shell: str = "sh", language: str = "C.UTF-8", **more: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run install.sh to its end, with `path` as the only PATH and no terminal."""
-    environment = {"PATH": f"{path}", "HOME": str(path)}
+    environment = {"PATH": f"{path}", "HOME": str(path), "LANG": language}
     full = command(medium, *arguments, shell=shell)
     full[2] = shutil.which(shell) or shell
     return subprocess.run(

@@ -1,9 +1,11 @@
 """Whatever was done to a medium is found before anything of it runs, and with the same exit code by both verifiers."""
 
 import base64
+import itertools
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,7 +115,7 @@ def test_tampering_is_found_before_anything_runs(
     assert done.returncode == code, done.stderr
     assert "error:" in done.stderr
     assert "Traceback" not in done.stderr
-    assert trees(tmp_path / "p") == []
+    assert not (tmp_path / "p").exists()
     with pytest.raises(BundleError) as refused:
         verify_runtime(spoilt / "runtime", load_trusted([vendor.public_path], spoilt / "runtime"))
     assert refused.value.exit_code == code
@@ -140,6 +142,41 @@ def test_a_changed_script_does_not_run(medium: Path, bare: Path, vendor: KeyPair
     )  # the current directory is the medium: nothing may be imported from it
     assert done.returncode == 11
     assert not (tmp_path / "canary").exists()
+
+
+def test_a_disk_that_shows_other_bytes_now_and_then(medium: Path, bare: Path, vendor: KeyPair, tmp_path: Path) -> None:
+    """What runs is the copy that was hashed: either the good script, or none."""
+    evil = copy(medium, tmp_path / "m")
+    script = evil / "runtime/setup/setup_release.py"
+    good, canary = script.read_bytes(), CANARY.replace(b"@", os.fsencode(tmp_path / "canary"))
+    stop = threading.Event()
+
+    def flicker() -> None:
+        for text in itertools.cycle((canary.ljust(len(good), b"#"), good)):
+            (evil / "next").write_bytes(text)
+            (evil / "next").rename(script)
+            if stop.wait(0.003):
+                return
+
+    thread = threading.Thread(target=flicker)
+    thread.start()
+    codes = set()
+    for number in range(6):
+        done = install(evil, bare, "--prefix", tmp_path / f"p{number}", "--trust-key", vendor.public_path)
+        codes.add(done.returncode)
+        if done.returncode == 13 and "Code installed" in done.stderr:
+            break
+    stop.set()
+    thread.join()
+    assert codes <= {11, 13}
+    assert not (tmp_path / "canary").exists()
+
+
+def test_koreans_are_told_in_korean_too(medium: Path, bare: Path) -> None:
+    done = install(medium, bare, "--verify-only", language="ko_KR.UTF-8")
+    assert done.returncode == 10
+    assert "매체를 사용하지 말고" in done.stderr
+    assert "매체" not in install(medium, bare, "--verify-only").stderr
 
 
 # -- whom to trust ----------------------------------------------------------------------------------------------------
