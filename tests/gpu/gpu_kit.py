@@ -68,7 +68,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
-    """Write a random model of three layers in bf16; norms near 1, so that no layer drowns the others."""
+    """Write a random model of three layers in bf16; norms near 1, so that no layer drowns the others and attention is
+    not decided by roundings."""
     directory.mkdir(parents=True, exist_ok=True)
     raw = SHAPE | FAMILIES[family]
     (directory / "config.json").write_text(json.dumps(raw))
@@ -77,9 +78,19 @@ def checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
     weights = {}
     for name, target in model_class(config)(config, 16).weights().items():
         noise = torch.randn(tuple(target.shape), generator=generator)
-        weights[name] = (1 + 0.1 * noise if "norm" in name else noise * 0.06).bfloat16()
+        scales = any(word in name for word in ("norm", "scalar", "scale"))
+        weights[name] = (_centre(family, name, target) + 0.1 * noise if scales else noise * 0.06).bfloat16()
     save_file(weights, directory / "model.safetensors")
     return directory
+
+
+def _centre(family: str, name: str, weight: torch.Tensor) -> float:
+    """What a norm's weight or a scale is near to. Some families store what exceeds 1; Gemma 4's k_norm has the scale of
+    attention in it."""
+    if family.startswith("gemma4"):
+        return weight.shape[0] ** -0.5 if "k_norm" in name else 1.0
+    stores_excess = family.startswith(("gemma", "qwen3.5")) and "linear_attn" not in name
+    return 0.0 if stores_excess else 1.0
 
 
 def on_gpu(model: Path, **kwargs: Any) -> LLM:
