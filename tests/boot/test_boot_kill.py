@@ -9,6 +9,7 @@ must end well, and what it installed must serve.
 import subprocess
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from desk import JOURNAL, Desk, facts
@@ -56,11 +57,16 @@ def kill_at_every_record(desk: Desk, command: str) -> list[str]:
         if not died:  # what leads to the plan is written in one go, once the plan holds
             k = len(desk.journal()) - before
         k += 1
-        last = desk.journal()[-1]
-        died.append(f"{last.get('step', '')}:{last['event']}{' (power)' if power_cut else ''}")
+        died.append(where(desk.journal()) + (" (power)" if power_cut else ""))
         if power_cut:
             desk.machine.boot(timeout=240)
     pytest.fail(f"it never came to an end: {died}")
+
+
+def where(journal: list[dict[str, Any]]) -> str:
+    """The step that the last run was in, and what it wrote last."""
+    step = next(record["step"] for record in reversed(journal) if "step" in record)
+    return f"{step}:{journal[-1]['event']}"
 
 
 def steps_of(died: list[str]) -> set[str]:
