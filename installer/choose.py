@@ -4,6 +4,7 @@ A bundle's name counts only after its signature holds; until then a directory is
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,11 @@ def choose(context: Context) -> list[Model]:
     options, layout = context.options, context.layout
     here = {facts["instance"]: facts for facts in installed(context)}
     chosen: dict[str, Model] = {}
-    for choice in _wanted(context, bool(here)):
+    for choice in _wanted(context, here):
+        if choice.bundle is None and choice.name in chosen:  # said of a model that the medium brings
+            model = chosen[choice.name]
+            model.choice = replace(choice, bundle=model.choice.bundle)
+            continue
         model = _kept(context, choice, here) if choice.bundle is None else _brought(context, choice, here)
         if model.instance in chosen:
             raise InstallError(
@@ -96,29 +101,43 @@ def choose(context: Context) -> list[Model]:
     return [chosen[name] for name in sorted(chosen)]
 
 
-def _wanted(context: Context, something_here: bool) -> list[ModelChoice]:
+def _wanted(context: Context, here: dict[str, dict[str, Any]]) -> list[ModelChoice]:
+    """What the operator named, and what the medium is for; those with a bundle first."""
     options = context.options
-    if options.models:
-        return options.models
-    if options.bundle is not None:
-        return [ModelChoice(options.bundle)]
     found = [bundle for medium in options.media for bundle in bundles_on(medium)]
+    wanted = list(options.models or ([ModelChoice(options.bundle)] if options.bundle is not None else []))
+    for number, choice in enumerate(wanted):
+        if choice.bundle is None and choice.name not in here and found:  # a new name for what is on the medium
+            wanted[number] = replace(choice, bundle=_only(found))
+    if found and not options.only_these and all(choice.bundle is None for choice in wanted):
+        wanted += _meant_by_the_medium(context, found, here)
+    if not wanted and not here:
+        raise no_medium(options.media[0]) if options.media else which_bundle()
+    return sorted(wanted, key=lambda choice: choice.bundle is None)
+
+
+def _meant_by_the_medium(
+    context: Context, found: list[Path], here: dict[str, dict[str, Any]]
+) -> list[ModelChoice]:
+    """Newer bundles for what runs here; on a new server the only one."""
+    newer = []
+    for path in found if here else []:
+        name = signed_manifest(context, path).manifest.name
+        newer += [ModelChoice(path, facts["instance"]) for facts in here.values() if facts["name"] == name]
+    return newer or [ModelChoice(_only(found))]
+
+
+def _only(found: list[Path]) -> Path:
     if len(found) == 1:
-        return [ModelChoice(found[0])]
-    if len(found) > 1:
-        listed = "; ".join(str(path) for path in found)
-        raise InstallError(
-            f"The medium holds {len(found)} models: {listed}.",
-            exit_code=ExitCode.USAGE,
-            why="Each model needs a GPU of its own, so which of them run is for you to say.",
-            changed=_UNTOUCHED,
-            hint=f"Choose: --bundle {found[0]}. For several, each with its GPU: [[models]] in --answers FILE",
-        )
-    if something_here:
-        return []
-    if options.media:
-        raise no_medium(options.media[0])
-    raise which_bundle()
+        return found[0]
+    listed = "; ".join(str(path) for path in found)
+    raise InstallError(
+        f"The medium holds {len(found)} models: {listed}.",
+        exit_code=ExitCode.USAGE,
+        why="Each model needs a GPU of its own, so which of them run is for you to say.",
+        changed=_UNTOUCHED,
+        hint=f"Choose: --bundle {found[0]}. For several, each with its GPU: [[models]] in --answers FILE",
+    )
 
 
 def _brought(context: Context, choice: ModelChoice, here: dict[str, dict[str, Any]]) -> Model:

@@ -233,11 +233,10 @@ def _models(bundles: list[str] | None, gpus: list[str] | None) -> list[ModelChoi
         name, sep, directory = text.partition("=")
         if not sep or "/" in name:
             name, directory = "", text
-        models.append(ModelChoice(Path(directory), name or None, chosen.pop(name, None)))
-    # GPUs for a model that is installed already.
-    models += [ModelChoice(name=name, gpus=gpu) for name, gpu in chosen.items() if name]
-    if chosen.get("") is not None and not bundles:
-        raise _usage("--gpus needs a model.", "Name it: --gpus NAME=0, or give --bundle too.")
+        given = chosen.pop(name) if name in chosen else chosen.pop("", None)
+        models.append(ModelChoice(Path(directory), name or None, given))
+    # GPUs for a model that is installed already, or (no name) for the one on the medium.
+    models += [ModelChoice(name=name or None, gpus=gpu) for name, gpu in chosen.items()]
     return models
 
 

@@ -8,6 +8,7 @@ MODE: good · mute (streams no content) · crash (the engine exits 3).
 
 import hashlib
 import json
+import os
 import ssl
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 
 MODE, WHAT = sys.argv[1:3]
 FLAGS = dict(zip(sys.argv[3::2], sys.argv[4::2], strict=True))
+RUN = Path(FLAGS["--config"]).parents[2] / "run"
 SETTINGS = tomllib.loads(Path(FLAGS["--config"]).read_text())
 
 if WHAT == "engine":
@@ -25,6 +27,7 @@ if WHAT == "engine":
     if MODE == "crash":
         print("cannot load the model: shard 2 is missing", flush=True)
         sys.exit(3)
+    (RUN / FLAGS["--model"]).write_text(str(os.getpid()))
     print(f"engine {FLAGS['--model']} ({MODE})", flush=True)
     time.sleep(3600)
 
@@ -38,9 +41,18 @@ def admitted(authorization: str) -> bool:
     return any(k["sha256"] == digest and not k["revoked"] and (k["expires"] or "9") > now for k in entries)
 
 
+def is_up(engine: str) -> bool:
+    """Whether the engine has said so, and lives."""
+    try:
+        os.kill(int((RUN / engine).read_text()), 0)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(503 if MODE == "crash" else 200)
+        self.send_response(200 if all(is_up(name) for name in SETTINGS["models"]) else 503)
         self.end_headers()
         served = {name: table["model"] for name, table in SETTINGS["models"].items()}
         self.wfile.write(json.dumps({"models": served, "mode": MODE}).encode())

@@ -1,5 +1,6 @@
 """The system form: units, users, certificate, several models, upgrades, the way back, and leaving without a trace."""
 
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from installer.options import ModelChoice
 from offline_bundle.keys import KeyPair
 
 Bundles = Callable[..., Path]
+THEIRS = {"processes.json", "log", "run/tiny"}  # of the fake units
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_the_plan_names_everything(server: Server, bundle: Bundles) -> None:
     new = {str(server.root / path) for path in tree(server.root) - before}
     store = str(server.layout.models)
     theirs = {"passwd", "group", "shadow", "gshadow", "passwd-", "group-", "shadow-", "gshadow-", ".pwd.lock"}
-    extra = {"processes.json", "log", "lock", ".lock"}
+    extra = {"processes.json", "log", "tiny", "lock", ".lock"}
     untold = {
         path for path in new - planned
         if not path.startswith(store) and Path(path).name not in theirs | extra and ".wants" not in path
@@ -123,6 +125,42 @@ def test_answers_say_all_that_runs(server: Server, bundle: Bundles) -> None:
         server.install(models=[ModelChoice(name="one")])
     with pytest.raises(InstallError, match="No model would be left"):
         server.install(models=[], remove=["two"])
+
+
+def medium_of(tmp_path: Path, *bundles: Path) -> Path:
+    """A disk with these bundles on it, and other things too."""
+    medium = tmp_path / f"disk{len(list(tmp_path.iterdir()))}"
+    (medium / "photos").mkdir(parents=True)
+    for bundle in bundles:
+        shutil.copytree(bundle, medium / bundle.name)
+    return medium
+
+
+def test_the_one_bundle_of_a_medium_is_meant(server: Server, bundle: Bundles, tmp_path: Path) -> None:
+    with pytest.raises(InstallError, match="no bundle") as caught:
+        server.install(media=[medium_of(tmp_path)])
+    assert caught.value.exit_code == ExitCode.MEDIA
+    server.install(media=[medium_of(tmp_path, bundle(1))], models=[ModelChoice(name="chat")])
+    assert server.serving()["models"].keys() == {"chat"}
+    # A later medium is for what runs, under the name that it has here.
+    result = server.install(media=[medium_of(tmp_path, bundle(2))])
+    assert [(model["instance"], model["sequence"]) for model in result.models] == [("chat", 2)]
+    result = server.install(media=[medium_of(tmp_path, bundle(3))], models=[ModelChoice("tiny", "chat")])
+    assert [(model["instance"], model["sequence"]) for model in result.models] == [("chat", 3)]
+    assert server.install().outcome == "already-installed"  # no medium: what runs is looked at
+
+
+def test_several_bundles_on_a_medium_need_a_choice(server: Server, bundle: Bundles, tmp_path: Path) -> None:
+    disk = medium_of(tmp_path, bundle(1), bundle(2))
+    with pytest.raises(InstallError, match="holds 2 models") as caught:
+        server.install(media=[disk])
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert "--bundle" in caught.value.hint
+    with pytest.raises(InstallError, match="no bundle called other") as caught:
+        server.install(media=[disk], models=[ModelChoice("other")])
+    assert "tiny" in caught.value.hint
+    server.install(media=[disk], models=[ModelChoice("tiny-1.2.0", "b"), ModelChoice("tiny-1.1.0", "a")])
+    assert server.serving()["models"].keys() == {"a", "b"}
 
 
 def test_gpus_of_a_model_are_kept_over_an_upgrade(server: Server, bundle: Bundles) -> None:
@@ -232,7 +270,7 @@ def test_purge_leaves_nothing(server: Server, bundle: Bundles) -> None:
     (server.layout.units / "atoll-engine@.service.d").mkdir()
     (server.layout.units / "atoll-engine@.service.d/own.conf").write_text("[Service]\n")
     server.uninstall(purge=True)
-    left = tree(server.root) - before - {"processes.json", "log"}
+    left = tree(server.root) - before - THEIRS
     assert {path for path in left if not path.startswith("etc/") or "atoll" in path} == set()
     assert (server.root / "etc/passwd").read_text() == passwd
     assert "atoll" not in (server.root / "etc/group").read_text()
