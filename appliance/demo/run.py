@@ -26,6 +26,8 @@ from installer.layout import Layout
 from installer.lifecycle import stop
 from installer.machine import Installer, key_was_shown
 from installer.options import InstallOptions
+from installer.preflight import PreflightContext, gpu_problems
+from installer.preflight.needs import of_manifests
 from installer.sequence import last_sequence
 from installer.service import PrefixService
 from offline_bundle import BundleError, build_bundle, inspect_bundle, verify_bundle
@@ -149,7 +151,13 @@ def verify(demo: Demo, step: Step) -> None:
 def install_and_start(demo: Demo, step: Step) -> None:
     """Step 5: the journalled install under the prefix; it ends with a real token or rolls back."""
     _stop_if_outdated(demo, step)
-    licence = inspect_bundle(demo.bundle).manifest.license
+    manifest = inspect_bundle(demo.bundle).manifest
+    licence, device = manifest.license, None
+    # A demonstration shall run on any machine: one whose GPU is not ready for it (an old driver, say) uses the CPU.
+    plans = PreflightContext(demo.layout, config.Endpoint("127.0.0.1", FIRST_PORT), **of_manifests({"demo": manifest}))
+    if problems := gpu_problems(plans):
+        step.note(f"the CPU is used, since {problems[0].id}: {problems[0].observed} (atoll preflight tells more)")
+        device = "cpu"
     options = InstallOptions(
         bundle=demo.bundle,
         prefix=demo.prefix,
@@ -158,6 +166,7 @@ def install_and_start(demo: Demo, step: Step) -> None:
         host="127.0.0.1",
         port=_choose_port(demo),
         confirmed=True,
+        device=device,
     )
     result = Installer(options, DemoFrontend(step)).run()
     demo.url = result.url

@@ -40,10 +40,23 @@ CHECKS: tuple[Check, ...] = (
     network.exposure,
 )
 
+GPU_CHECKS = ("gpu", "nvml", "driver", "compute-capability", "vram", "gpu-health", "gpu-modes", "gpu-nodes",
+              "fabric-manager", "memory", "compiler")  # fmt: skip
+
 
 def run_checks(context: PreflightContext, waivers: Mapping[str, str] | None = None) -> list[CheckRecord]:
     """Run every check; `waivers` maps a check's id or number to the operator's reason for going on without it."""
     return run_all(CHECKS, context, waivers)
 
 
-__all__ = ["CHECKS", "CheckRecord", "ModelNeed", "PreflightContext", "judge", "known_waivers", "run_checks"]
+def gpu_problems(context: PreflightContext) -> list[CheckRecord]:
+    """What keeps the GPU of this machine from being used; empty where it can be, or where there is none to use."""
+    if context.no_gpu_needed() is not None:
+        return []
+    checks = [each for each in CHECKS if each.id in GPU_CHECKS]
+    return [record for record in run_all(checks, context) if record.status == "fail"]
+
+
+__all__ = [
+    "CHECKS", "CheckRecord", "ModelNeed", "PreflightContext", "gpu_problems", "judge", "known_waivers", "run_checks",
+]  # fmt: skip

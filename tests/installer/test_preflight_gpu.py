@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from preflight_kit import CUDA13, GIB, FakeMachine, FakeSmi, context, on_path, without_nvml
 
-from installer.preflight import CHECKS, CheckRecord, ModelNeed, PreflightContext, gpu, gpu_state, surroundings
+from installer.preflight import (
+    CHECKS,
+    CheckRecord,
+    ModelNeed,
+    PreflightContext,
+    gpu,
+    gpu_problems,
+    gpu_state,
+    surroundings,
+)
 from installer.preflight.torch_build import TorchBuild
 
 Checks = {check.id: check for check in CHECKS}
@@ -447,6 +456,30 @@ def test_the_installed_triton(
     assert look("compiler").status == "pass"
     monkeypatch.setattr(surroundings, "triton_home", lambda: None)
     assert look("compiler").status == "fail"
+
+
+def test_what_keeps_a_gpu_from_being_used(tmp_path: Path, smi: FakeSmi, machine: FakeMachine) -> None:
+    """So that a demonstration can fall back to the CPU; an install never does by itself."""
+    plans = context(tmp_path, machine=machine, device="auto", weight_bytes=GIB, runtime=_runtime(tmp_path))
+    memory_of(machine)
+    assert gpu_problems(plans) == []
+    assert gpu_problems(context(tmp_path, machine=FakeMachine(tmp_path / "bare"), device="cpu")) == []
+    smi.plan(fault="mismatch")
+    fresh = FakeMachine(tmp_path / "root").with_gpu()
+    assert "nvml" in {record.id for record in gpu_problems(context(tmp_path, machine=fresh, device="auto"))}
+
+
+def _runtime(tmp_path: Path) -> Path:
+    import sys
+
+    mine = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / f"wheels/triton-3.6.0-{mine}-{mine}-manylinux_2_27_x86_64.whl").touch()
+    return tmp_path / "wheels"
+
+
+def memory_of(machine: FakeMachine) -> None:
+    machine.put("/proc/meminfo", "MemTotal: 67108864 kB\nMemAvailable: 60000000 kB\n")
 
 
 def test_the_gpu_is_asked_once_for_all_checks(tmp_path: Path, smi: FakeSmi, machine: FakeMachine) -> None:
