@@ -12,6 +12,9 @@ from typing import Any, Literal, NoReturn, cast
 from engine.errors import ConfigError
 
 
+JSON_FLAGS = frozenset({"--allowed-origins"})  # vLLM's way to write a list on the line; a file has lists of its own
+
+
 def human_size(text: str) -> int:
     """vLLM's sizes: 32k = 32 000, 32K = 32 768, 1.5M = 1 572 864; a plain number is itself.
 
@@ -169,6 +172,8 @@ def table_argv(table: dict[str, Any], where: str) -> list[str]:
             raise ConfigError(f"{where}: a configuration file cannot name another one.", "--config")
         if isinstance(value, bool):
             argv.append(flag if value else f"--no-{flag[2:]}")
+        elif flag in JSON_FLAGS and isinstance(value, list):
+            argv.append(f"{flag}={json.dumps(value)}")
         elif isinstance(value, list) and value and all(isinstance(item, str | int) for item in value):
             argv += [flag, *map(str, value)]
         elif isinstance(value, str | int | float):

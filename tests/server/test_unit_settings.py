@@ -120,6 +120,16 @@ def test_a_flag_of_serve_may_be_switched_off_in_the_file(tmp_path: Path):
     assert not parse_serve(["--config", str(path), "--device", "cpu"]).allow_plain_http
 
 
+def test_origins_are_a_list_in_the_file_and_json_on_the_line(tmp_path: Path):
+    path, origins = tmp_path / "a.toml", ["https://chat.example", "https://b.example"]
+    path.write_text(f"[gateway]\nallowed-origins = {json.dumps(origins)}\n")
+    assert parse_gateway(["--config", str(path)]).allowed_origins == origins
+    assert parse_gateway(["--config", str(path), "--allowed-origins", '["https://c"]']).allowed_origins == ["https://c"]
+    path.write_text("[gateway]\nallowed-origins = [1]\n")
+    with pytest.raises(ConfigError, match="--allowed-origins"):
+        parse_gateway(["--config", str(path)])
+
+
 @pytest.mark.parametrize("argv, words", [
     (["--publish", "/a"], "needs --to"), (["--port", "70000"], "--port"), (["--ssl-certfile", "/a"], "belong together"),
     (["/some/model"], "Unexpected argument"), (["--no-such"], "Unknown flag"),
