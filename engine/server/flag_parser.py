@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn, cast
 
 from engine.errors import ConfigError
 
-
 JSON_FLAGS = frozenset({"--allowed-origins"})  # vLLM's way to write a list on the line; a file has lists of its own
 
 
