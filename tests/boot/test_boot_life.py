@@ -161,7 +161,8 @@ class TestLife:
         startup = _startup(desk)
         memory["startup"] = startup
         measure(f"{suite}: engine start-up", startup)
-        measure(f"{suite}: downtime of the upgrade", downtime, startup + max(1.0, 0.15 * startup))  # stopping takes, too
+        stopping = max(1.0, 0.15 * startup)
+        measure(f"{suite}: downtime of the upgrade", downtime, startup + stopping)
         measure(f"{suite}: upgrade in all", done.seconds)
 
     def test_a_bad_release_is_rolled_back(self, desk: Desk, memory: dict, suite: str, measure: Measures) -> None:
