@@ -2,10 +2,11 @@
 
 import errno
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from installer.errors import InstallError
+from installer.i18n import t
 from offline_bundle.errors import BundleError
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Findings:
             if error.errno == errno.EACCES:
                 self.unseen.append(what)
             else:
-                self.error(f"{what} cannot be read: {error.strerror or error}.")
+                self.error(t("{what} cannot be read: {why}.", what=what, why=error.strerror or error))
         return default
 
     @property
@@ -57,5 +58,6 @@ class Findings:
         return not any(problem.severity == "error" for problem in self.problems)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Errors first."""
-        return [asdict(problem) for problem in sorted(self.problems, key=lambda p: p.severity != "error")]
+        """Errors first. The texts are still those of `installer.i18n`: English as JSON, any language on a screen."""
+        ordered = sorted(self.problems, key=lambda problem: problem.severity != "error")
+        return [{"what": problem.what, "next": problem.next, "severity": problem.severity} for problem in ordered]

@@ -15,6 +15,7 @@ from installer import audit, config, fs, keys, licence, lock, release, tls, unit
 from installer import verify as deep
 from installer.exposure import check_exposure
 from installer.findings import Findings
+from installer.i18n import t
 from installer.journal import History, Replay, replay
 from installer.layout import Layout
 from installer.lifecycle import history_of
@@ -39,8 +40,8 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     log, history = _history(layout, found)
     committed = _committed(layout, history)
     bundles = release.bundles_of(committed)
-    endpoint = found.look("the settings", lambda: config.standing(layout), None)
-    settings = found.look("the settings", lambda: _settings(layout), {})
+    endpoint = found.look(t("the settings"), lambda: config.standing(layout), None)
+    settings = found.look(t("the settings"), lambda: _settings(layout), {})
     running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
     answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, "not running")
     holder = lock.holder(layout.lock)
@@ -62,7 +63,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         },
         "model": _model(bundles[0]) if bundles else _model({}),
         "models": [_model(bundle) for bundle in bundles],
-        "licences": found.look("the licences' approvals", lambda: _licences(layout, bundles), []),
+        "licences": found.look(t("the licences' approvals"), lambda: _licences(layout, bundles), []),
         "endpoint": f"{endpoint.url}/v1" if endpoint and committed else None,
         "endpoints": _endpoints(endpoint, certificate) if endpoint and committed else [],
         "units": [unit.to_json() for unit in units],
@@ -72,22 +73,23 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         "gpu": _gpu(settings, found),
         "last_verify": verified,
         "certificate": certificate,
-        "keys": found.look("the API keys", lambda: _keys(layout, found, serving=bool(committed)), []),
-        "disk": found.look("the disk", lambda: _disk(layout, found), None),
+        "keys": found.look(t("the API keys"), lambda: _keys(layout, found, serving=bool(committed)), []),
+        "disk": found.look(t("the disk"), lambda: _disk(layout, found), None),
     }
     healthy = state == "serving" and found.healthy  # now that everything was looked at
     return {**facts, "healthy": healthy, "problems": found.to_json(), "unseen": list(dict.fromkeys(found.unseen))}
 
 
 def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
-    log = found.look("the install journal", lambda: replay(layout.journal), Replay())
+    log = found.look(t("the install journal"), lambda: replay(layout.journal), Replay())
     if not log.records and release.live(layout) is None and "the install journal" not in found.unseen:
         history_of(layout)  # says that there is no installation
     if log.damaged_lines:
-        found.error(f"The install journal is damaged at line {log.damaged_lines[0]}.", "atoll journal repair")
-    broken = found.look("the audit log", lambda: audit.read(layout.audit)[1], None)
+        line = log.damaged_lines[0]
+        found.error(t("The install journal is damaged at line {line}.", line=line), "atoll journal repair")
+    broken = found.look(t("the audit log"), lambda: audit.read(layout.audit)[1], None)
     if broken:
-        found.error(f"{broken[0].upper()}{broken[1:]}.", "Compare it with a copy that you keep elsewhere")
+        found.error(f"{broken[0].upper()}{broken[1:]}.", t("Compare it with a copy that you keep elsewhere."))
     return log, History(log.records)
 
 
@@ -114,10 +116,10 @@ def _running(
     """How the service runs: phase (running, starting, restarting, stopped, failed, dead), and its units if it has."""
     if layout.system and service is None:
         gpu = any(table.get("device") != "cpu" for table in settings.get("models", {}).values()) or not settings
-        units = found.look("the units", lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
+        units = found.look(t("the units"), lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
         return _from_units(units), units
     if layout.run.exists() and not os.access(layout.run, os.X_OK):
-        found.unseen.append("the service's process")
+        found.unseen.append(t("the service's process"))
         return {"phase": "unknown", "up": True, "pid": None, "uptime_s": None, "restarts": 0, "last_exit": None}, []
     state = (service or PrefixService(layout)).state()
     up_for = int(time.time() - state.since) if state.since and state.up else None
@@ -173,41 +175,47 @@ def _tell_state(
     failed = [unit for unit in units if unit.failed]
     for unit in failed:
         short = unit.name.removeprefix("atoll-").removesuffix(".service")
-        code = f", exit status {unit.exit_status}" if unit.exit_status else ""
-        found.error(f"{unit.name} has failed ({unit.result}{code}).", f"atoll logs --unit {short}")
+        why = f"{unit.result}, exit status {unit.exit_status}" if unit.exit_status else unit.result
+        found.error(t("{unit} has failed ({why}).", unit=unit.name, why=why), f"atoll logs --unit {short}")
     if state == "interrupted":
-        found.error("An install was cut off.", f"Run the same install again, or go back: atoll start{where}")
+        back = t("Run the same install again, or go back: {command}", command=f"atoll start{where}")
+        found.error(t("An install was cut off."), back)
     elif state == "failed" and not failed:
-        code = "" if running["last_exit"] is None else f" (exit status {running['last_exit']})"
-        found.error(f"The service has ended{code}.", f"atoll logs{where}; then atoll start{where}")
+        code = "?" if running["last_exit"] is None else running["last_exit"]
+        message = t("The service has ended (exit status {code}).", code=code)
+        found.error(message, f"atoll logs{where}; atoll start{where}")
     elif state == "starting" and running["phase"] == "running":
-        found.error(f"The service runs but is not ready: {said}.", f"atoll logs{where}")
+        found.error(t("The service runs but is not ready: {said}.", said=said), f"atoll logs{where}")
     if history.last_failure is not None:
         failure = history.last_failure
-        message = f"the last install failed in step {failure['step']} at {failure['at']}: {failure['error']}"
-        found.warn(message, "Correct it and run the same install again")
+        found.warn(
+            t("The last install failed in step {step} at {at}: {error}", step=failure["step"], at=failure["at"],
+              error=failure["error"]),
+            t("Correct it and run the same install again."),
+        )
 
 
 def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings) -> Facts | None:
     """The last time that every byte was read: by `atoll verify`, or else by the install."""
-    record = found.look("the last verification", lambda: _read_verify(layout), None)
+    record = found.look(t("the last verification"), lambda: _read_verify(layout), None)
     installed = next((r for r in reversed(log.records) if r["event"] == "done" and r.get("step") == "verify"), None)
     if record is None:
         if "the last verification" in found.unseen:
             return None
         at = (installed or committed).get("at")
         if at and _age_days(at) > VERIFY_DAYS:
-            found.warn(f"Nothing was verified since the install at {at}.", "atoll verify")
+            found.warn(t("Nothing was verified since the install at {at}.", at=at), "atoll verify")
         if installed is None:
             return None
         return {"at": at, "by": "install", "outcome": "good", "exit_code": 0, "detail": installed["detail"]}
     if record["outcome"] == "bad":
         for target in (target for target in record["targets"] if target.get("exit_code")):
-            found.error(f"Verification of {record['finished']}: {target['error']}", target.get("hint", ""))
+            message = t("Verification of {at}: {error}", at=record["finished"], error=target["error"])
+            found.error(message, target.get("hint", ""))
     elif record["outcome"] == "interrupted":
-        found.warn(f"The verification begun at {record['started']} was cut off.", "atoll verify")
+        found.warn(t("The verification begun at {at} was cut off.", at=record["started"]), "atoll verify")
     elif _age_days(record["finished"]) > VERIFY_DAYS:
-        found.warn(f"The last verification was {_age_days(record['finished'])} days ago.", "atoll verify")
+        found.warn(t("The last verification was {days} days ago.", days=_age_days(record["finished"])), "atoll verify")
     count = len(record["targets"])
     detail = f"{count} parts, {record['bytes'] / 2**30:.2f} GiB in {record['seconds']:.0f} s"
     return {"at": record["finished"], "by": "verify", "outcome": record["outcome"], "exit_code": record["exit_code"],
@@ -225,19 +233,21 @@ def _certificate(layout: Layout, endpoint: config.Endpoint | None, found: Findin
     facts = tls.facts(layout)
     if endpoint is None or endpoint.certificate is None:
         if endpoint is not None and not layout.system:
-            text = config.read_text(layout.config) or ""
-            found.look("the settings", lambda: check_exposure(config.parse(text, layout.config), layout.config), None)
+            path, text = layout.config, config.read_text(layout.config) or ""
+            found.look(t("the settings"), lambda: check_exposure(config.parse(text, path), path), None)
         return facts
     if facts is None:
-        found.error(f"The certificate {layout.server_cert} is missing.", "atoll tls renew")
+        found.error(t("The certificate {path} is missing.", path=layout.server_cert), "atoll tls renew")
         return None
     fix = "atoll tls renew" if facts["source"] == "local" else "atoll tls import --cert FILE --key FILE"
     if facts["days_left"] < 0:
-        found.error(f"The certificate expired at {facts['not_after']}: clients refuse it.", fix)
+        found.error(t("The certificate expired at {at}: clients refuse it.", at=facts["not_after"]), fix)
     elif facts["days_left"] < tls.RENEW_DAYS:
-        found.warn(f"The certificate ends in {facts['days_left']} days, at {facts['not_after']}.", fix)
+        days, at = facts["days_left"], facts["not_after"]
+        found.warn(t("The certificate ends in {days} days, at {at}.", days=days, at=at), fix)
     if facts["ca"] and facts["ca"]["days_left"] < 3 * tls.RENEW_DAYS:
-        found.warn(f"The local authority ends in {facts['ca']['days_left']} days.", "atoll tls renew --new-ca")
+        days = facts["ca"]["days_left"]
+        found.warn(t("The local authority ends in {days} days.", days=days), "atoll tls renew --new-ca")
     return facts
 
 
@@ -247,13 +257,15 @@ def _keys(layout: Layout, found: Findings, *, serving: bool) -> list[Facts]:
     entries = keys.people(layout.api_keys)
     active = [entry for entry in entries if keys.state(entry) == "active"]
     if serving and not any({"serve", "admin"} & set(keys.scopes_of(entry)) for entry in active):
-        found.error("No active API key is left: nobody can use the endpoint.", "atoll apikey new --name NAME")
+        found.error(t("No active API key is left: nobody can use the endpoint."), "atoll apikey new --name NAME")
     for entry in active:
         left = keys.seconds_left(entry)
         if left is not None and left < KEY_DAYS * 86400:
-            days = int(left // 86400)
-            found.warn(f"The API key {entry['id']} ({entry.get('name', '')}) ends in {days} days.",
-                       "atoll apikey new --name NAME, give it out, then revoke the old one")
+            days, name = int(left // 86400), entry.get("name", "")
+            found.warn(
+                t("The API key {id} ({name}) ends in {days} days.", id=entry["id"], name=name, days=days),
+                t("atoll apikey new --name NAME, give it out, then revoke the old one"),
+            )
     return [
         {**{name: entry.get(name) for name in ("id", "name", "created", "expires")},
          "scopes": keys.scopes_of(entry), "state": keys.state(entry)}
@@ -280,14 +292,17 @@ def _gpu(settings: Facts, found: Findings) -> Facts | None:
     facts = collect()
     if not facts.answered:
         if any(Path("/dev").glob("nvidia[0-9]*")):
-            found.error(f"The GPU does not answer: {facts.nvml_error}.", "nvidia-smi; atoll logs --unit gpu-ready")
+            message = t("The GPU does not answer: {why}.", why=facts.nvml_error)
+            found.error(message, "nvidia-smi; atoll logs --unit gpu-ready")
         return None
     for gpu in facts.gpus:
         if gpu.ecc_uncorrected:
-            message = f"{gpu.label} has {gpu.ecc_uncorrected} uncorrected memory errors."
-            found.error(message, "Reboot, then atoll preflight")
+            found.error(
+                t("{gpu} has {count} uncorrected memory errors.", gpu=gpu.label, count=gpu.ecc_uncorrected),
+                t("Reboot, then atoll preflight"),
+            )
         if gpu.remap_failed:
-            found.error(f"{gpu.label} can no longer replace bad memory.", "Have the GPU replaced")
+            found.error(t("{gpu} can no longer replace bad memory.", gpu=gpu.label), t("Have the GPU replaced."))
     return facts.to_json()
 
 
@@ -307,7 +322,8 @@ def _disk(layout: Layout, found: Findings) -> Facts:
     space = os.statvfs(layout.lib if layout.lib.exists() else layout.prefix)
     free = space.f_bavail * space.f_frsize
     if free < _FEW_BYTES:
-        found.warn(f"Only {free / 2**30:.1f} GiB of disk are free below {layout.lib}.", "df -h; atoll support-bundle")
+        message = t("Only {free} GiB of disk are free below {path}.", free=f"{free / 2**30:.1f}", path=layout.lib)
+        found.warn(message, f"df -h {layout.lib}")
     return {
         "models_bytes": fs.tree_size(layout.models),
         "logs_bytes": fs.tree_size(layout.log_dir),

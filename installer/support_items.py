@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from installer import audit, fs, keys, logs, release, support_redact, tls, unit_state, units
+from installer import audit, config, fs, keys, logs, release, support_redact, tls, unit_state, units
 from installer.journal import replay
 from installer.layout import Layout
-from installer.service import tail
+from installer.preflight import PreflightContext, run_checks
+from installer.preflight.report import report
+from installer.service import service_for, tail
 from installer.status import status
 
 LOG_LINES = 20_000
@@ -51,6 +53,7 @@ def items(layout: Layout, since: str) -> list[Item]:
         Item("certificate.json", "the served certificate (public)", lambda: _json(tls.facts(layout))),
         Item("apikeys.json", "ids, scopes and ends of API keys (no key, no hash, no name)",
              lambda: _json(_keys(layout))),
+        Item("preflight.json", "the checks of this machine, as of now", lambda: _json(_preflight(layout))),
         Item("log.txt", "the service's log, lines and fields that hold no request", lambda: _log(layout, since)),
     ]
     if layout.system:
@@ -151,6 +154,16 @@ def _gpu() -> Any:
     for gpu in facts["gpus"]:
         gpu["processes"] = [{"pid": p["pid"], "used": p["used"]} for p in gpu["processes"]]
     return facts
+
+
+def _preflight(layout: Layout) -> dict[str, Any]:
+    began = time.monotonic()
+    standing = config.standing(layout)
+    own = service_for(layout).pids() if layout.journal.exists() else frozenset()
+    context = PreflightContext(layout, standing, own_pids=own, tls=standing.certificate is not None)
+    found = report(run_checks(context), context, language="en", seconds=time.monotonic() - began)
+    found.pop("gpu", None)  # in gpu.json, without names of processes
+    return found
 
 
 def _kernel() -> str:

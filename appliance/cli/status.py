@@ -4,11 +4,14 @@ import time
 from typing import Annotated, Any
 
 import typer
+from rich.cells import set_cell_size
 
 from appliance.cli.byte_progress import size
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
 from appliance.engines import engine_facts
 from installer.errors import ExitCode
+from installer.i18n import joined, language_of, t
+from installer.i18n import told as in_language
 from installer.logs import printable
 from installer.status import status
 
@@ -38,8 +41,10 @@ def command(
         if as_json:
             print_json(facts)
         else:
+            language = language_of()
             for name, text in rows(facts, plan=plan):
-                typer.echo(f"{name:11} {printable(text)}".rstrip())
+                label = set_cell_size(in_language(name, language), 11)
+                typer.echo(f"{label} {printable(in_language(text, language))}".rstrip())
     if not facts["healthy"]:
         raise typer.Exit(ExitCode.UNHEALTHY)
 
@@ -48,28 +53,31 @@ def rows(facts: dict[str, Any], *, plan: bool = False) -> list[tuple[str, str]]:
     """The screen, as (label, text)."""
     found = [_state(facts)]
     if facts["endpoint"]:
-        found.append(("endpoint", facts["endpoint"]))
+        found.append((t("endpoint"), facts["endpoint"]))
         if facts["endpoints"]:
-            found.append(("", f"for others {_some(facts['endpoints'], 2)}"))
+            found.append(("", t("for others {urls}", urls=_some(facts["endpoints"], 2))))
     released = facts["release"]
     if released["committed"]:
-        before = f"; before it {released['previous']}" if released["previous"] else ""
-        found.append(("release", f"{released['committed']}  since {released['at'] or '?'}{before}"))
+        since, name = released["at"] or "?", released["committed"]
+        text = t("{release}  since {at}", release=name, at=since)
+        if before := released["previous"]:
+            text = t("{release}  since {at}; before it {previous}", release=name, at=since, previous=before)
+        found.append((t("release"), text))
     for model in facts["models"]:
-        found.append(("model", f"{_named(model)} {model['version']}  sequence {model['sequence']}  "
+        found.append((t("model"), f"{_named(model)} {model['version']}  sequence {model['sequence']}  "
                                f"{str(model['digest'])[:16]}…  signed by {str(model['key_fingerprint'])[:16]}…"))
         found += _memory(facts["engines"].get(model["instance"], {}), plan)
     for gpu in (facts["gpu"] or {}).get("gpus", ()):
-        found.append(("gpu", _gpu(gpu, facts["gpu"]["driver"])))
+        found.append(("GPU", _gpu(gpu, facts["gpu"]["driver"])))
     found += _service(facts)
     found += _permissions(facts)
     found += _disk(facts)
     for problem in facts["problems"]:
-        found.append(("PROBLEM" if problem["severity"] == "error" else "warning", problem["what"]))
+        found.append((t("PROBLEM") if problem["severity"] == "error" else t("warning"), problem["what"]))
         if problem["next"]:
-            found.append(("", f"next: {problem['next']}"))
+            found.append(("", t("next: {command}", command=problem["next"])))
     if facts["unseen"]:
-        found.append(("not seen", f"{', '.join(facts['unseen'])}; to see them: sudo atoll status"))
+        found.append((t("not seen"), t("{what}; to see them: sudo atoll status", what=joined(facts["unseen"]))))
     return found
 
 
@@ -78,21 +86,21 @@ def _state(facts: dict[str, Any]) -> tuple[str, str]:
     since = f"  up {_duration(uptime)}" if uptime is not None else ""
     busy = f"  ({facts['busy']})" if facts["busy"] else ""
     sick = "" if facts["healthy"] or facts["state"] != "serving" else ", with problems"
-    return "state", f"{facts['state'].upper()}{sick}{since}{busy}"
+    return t("state"), f"{facts['state'].upper()}{sick}{since}{busy}"
 
 
 def _memory(engine: dict[str, Any], full: bool) -> list[tuple[str, str]]:
     table = [line for line in engine.get("memory_plan", "").splitlines() if line.strip()]
     if full and table:
-        return [("memory", table[0]), *(("", line) for line in table[1:])]
+        return [(t("memory"), table[0]), *(("", line) for line in table[1:])]
     if engine.get("state") == "ready":
         text = (f"{engine['cache_tokens']:,} tokens of cache, {engine['max_num_seqs']:,} requests at once, "
                 f"context {engine['max_model_len']:,} tokens, {engine['dtype']} on {engine['device']}")
-        return [("memory", text)]
+        return [(t("memory"), text)]
     if engine.get("progress"):
-        return [("memory", f"loading: {engine['progress']}")]
+        return [(t("memory"), f"loading: {engine['progress']}")]
     short = [line.strip() for line in table if line.strip().startswith(("KV", "context"))]
-    return [("memory" if i == 0 else "", " ".join(line.split())) for i, line in enumerate(short)]
+    return [(t("memory") if i == 0 else "", " ".join(line.split())) for i, line in enumerate(short)]
 
 
 def _service(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -103,42 +111,53 @@ def _service(facts: dict[str, Any]) -> list[tuple[str, str]]:
             name = unit["name"].removeprefix("atoll-").removesuffix(".service")
             again = f" ({unit['restarts']} restarts)" if unit["restarts"] else ""
             words.append(f"{name} {unit['active']}{again}")
-        found.append(("units", " · ".join(words)))
+        found.append((t("units"), " · ".join(words)))
     else:
         service = facts["service"]
         what = f"process {service['pid']}" if service["pid"] else service["phase"]
         again = f", {service['restarts']} restarts" if service["restarts"] else ""
-        found.append(("service", what + again))
-    found.append(("health", f"{'good' if facts['health']['ok'] else 'bad'}: {facts['health']['said']}"))
+        found.append((t("service"), what + again))
+    good = t("good") if facts["health"]["ok"] else t("bad")
+    found.append((t("health"), t("{verdict}: {said}", verdict=good, said=facts["health"]["said"])))
     if smoke := facts["smoke"]:
-        first = f"first token after {smoke['ttft_s'] * 1000:.0f} ms"
-        found.append(("at install", f"{first}, then {smoke['tokens_per_s']:.1f} tokens/s"))
+        first, rate = f"{smoke['ttft_s'] * 1000:.0f}", f"{smoke['tokens_per_s']:.1f}"
+        text = t("first token after {first} ms, then {rate} tokens/s", first=first, rate=rate)
+        found.append((t("at install"), text))
     return found
 
 
 def _permissions(facts: dict[str, Any]) -> list[tuple[str, str]]:
     found = []
     if verified := facts["last_verify"]:
-        word = {"good": "all as signed", "bad": "NOT AS SIGNED", "interrupted": "cut off"}[verified["outcome"]]
-        found.append(("verified", f"{verified['at']} by {verified['by']}: {word}; {verified['detail']}"))
+        words = {"good": t("all as signed"), "bad": t("NOT AS SIGNED"), "interrupted": t("cut off")}
+        text = t("{at} by {who}: {verdict}; {detail}", at=verified["at"], who=verified["by"],
+                 verdict=words[verified["outcome"]], detail=verified["detail"])
+        found.append((t("verified"), text))
     for entry in facts["licences"]:
         who = (entry.get("who") or {}).get("user", "?")
-        found.append(("licence", f"{entry['spdx']}, {entry['how']}, by {who} at {entry['when']}"))
+        found.append((t("licence"), f"{entry['spdx']}, {entry['how']}, by {who} at {entry['when']}"))
     if certificate := facts["certificate"]:
-        made = "local authority" if certificate["source"] == "local" else "imported"
-        found.append(("certificate", f"{made}, ends {certificate['not_after']} ({certificate['days_left']} days)"))
+        made = t("local authority") if certificate["source"] == "local" else t("imported")
+        text = t("{made}, ends {at} ({days} days)", made=made, at=certificate["not_after"],
+                 days=certificate["days_left"])
+        found.append((t("certificate"), text))
     for key in facts["keys"][:4]:
-        ends = f"ends {key['expires']}" if key["expires"] else "no end"
-        gone = ", EXPIRED" if key["state"] == "expired" else ""
-        found.append(("key", f"{key['id']}  {key['name']}, {'+'.join(key['scopes'])}, {ends}{gone}"))
+        ends = t("ends {at}", at=key["expires"]) if key["expires"] else t("no end")
+        if key["state"] == "expired":
+            ends = t("EXPIRED {at}", at=key["expires"])
+        what = f"{key['id']}  {key['name']}, {'+'.join(key['scopes'])}"
+        found.append((t("key"), joined([what, ends])))
     if len(facts["keys"]) > 4:
-        found.append(("", f"and {len(facts['keys']) - 4} more: atoll apikey list"))
+        found.append(("", t("and {count} more: atoll apikey list", count=len(facts["keys"]) - 4)))
     return found
 
 
 def _disk(facts: dict[str, Any]) -> list[tuple[str, str]]:
     disk = facts["disk"]
-    return [("disk", f"models {size(disk['models_bytes'])}, free {size(disk['free_bytes'])}")] if disk else []
+    if not disk:
+        return []
+    text = t("models {models}, free {free}", models=size(disk["models_bytes"]), free=size(disk["free_bytes"]))
+    return [(t("disk"), text)]
 
 
 def _gpu(gpu: dict[str, Any], driver: str | None) -> str:

@@ -46,6 +46,20 @@ def test_a_healthy_installation_fits_on_one_screen_and_exits_with_0(site: Site, 
     assert [key["scopes"] for key in facts["keys"]] == [["serve", "metrics"]]
 
 
+def test_the_screen_speaks_korean_and_json_does_not(
+    site: Site, bundle: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.install(bundle())
+    keys.revoke(site.layout.api_keys, keys.people(site.layout.api_keys)[0]["id"])
+    monkeypatch.setenv("LC_ALL", "ko_KR.UTF-8")
+    shown = atoll("status", "--prefix", site.prefix).stdout
+    assert "상태" in shown
+    assert "사용할 수 있는 API 키가 없습니다" in shown
+    assert "다음: atoll apikey new" in shown
+    facts = json.loads(atoll("status", "--prefix", site.prefix, "--json").stdout)
+    assert facts["problems"][0]["what"].startswith("No active API key")
+
+
 def test_without_an_active_key_it_serves_nobody(site: Site, bundle: Bundles) -> None:
     site.install(bundle())
     (key,) = keys.people(site.layout.api_keys)
