@@ -75,16 +75,14 @@ def build_own_wheel(out: Path, python: Path) -> Path:
         for name in (*ROOMS, "docs"):
             if (root / name).is_dir():
                 shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", ".*"))
-        _pip(
-            python,
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--wheel-dir",
-            str(out),
-            str(source),
-            deed="build Atoll's own wheel",
-        )
+        command = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
+        try:
+            _pip(python, *command, deed="build Atoll's own wheel")
+        except BundleError as e:
+            try:  # no index gives a setuptools; the one that is installed here may do
+                _pip(python, *command, "--no-build-isolation", deed="build Atoll's own wheel")
+            except BundleError:
+                raise e from None
     return next(out.glob("atoll-*.whl"))
 
 
