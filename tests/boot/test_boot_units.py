@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from machine import Machine, MachineError, when
+from tiny_llama import TINY_LLAMAS, save_tiny_llama
 
 from installer import keys, tls, units
 from installer.layout import Layout
-from tests.tiny_llama import TINY_LLAMAS, save_tiny_llama
 
 pytestmark = pytest.mark.incremental
 
