@@ -42,15 +42,13 @@ def told(as_json: bool) -> Iterator[None]:
 
     try:
         yield
-    except InstallError as error:
+    except (InstallError, OSError) as error:
+        known = error if isinstance(error, InstallError) else io_error("finish this command", error)
         if as_json:
-            print_json(error.to_json())
+            print_json(known.to_json())
         else:
-            print_error(error)
-        raise typer.Exit(error.exit_code) from None
-    except OSError as error:
-        print_error(io_error("finish this command", error))
-        raise typer.Exit(ExitCode.IO) from None
+            print_error(known)
+        raise typer.Exit(known.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
 
