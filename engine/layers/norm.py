@@ -8,6 +8,10 @@ from torch import nn
 
 from engine.layers.linear import Activations, Linear, QuantizedRows, UnnormedRows, empty_parameter
 
+# Numbers of a row up to which the products of a few vectors take its norm in passing. Each of their programs does it
+# anew: at 4,096 that costs what the norm's own kernel would (Qwen3-8B on an H100), and more beyond.
+_NORM_IN_PRODUCT = 4096
+
 
 class RMSNorm(nn.Module):
     """w * x / sqrt(mean(x²) + eps), statistics in float32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
@@ -43,7 +47,8 @@ class RMSNorm(nn.Module):
         if x is None or residual is None:
             x, residual = x if residual is None else residual, None
             assert x is not None
-            if all(product.in_vector_form(x.shape[0]) for product in (consumer, *others)):
+            small = x.shape[-1] <= _NORM_IN_PRODUCT
+            if small and all(product.in_vector_form(x.shape[0]) for product in (consumer, *others)):
                 return UnnormedRows(x, self.weight, self.eps, self.wide_offset), x
         kept = x if residual is None else residual
         if consumer.wants_fp8(x.shape[0]):
