@@ -9,7 +9,7 @@ import torch
 
 from engine.capabilities import FP8_COMPUTE_CAPABILITY, MIN_COMPUTE_CAPABILITY, check_capabilities, resolve_device
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib, plan_memory
+from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib, plan_memory, sensible_seqs
 from engine.core.kv.spec import CacheSpec
 from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
@@ -80,7 +80,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         kv_dtype.itemsize,
         config.block_size or DEFAULT_PAGE_SIZE[device.type],
     )
-    num_seqs = config.max_num_seqs or _DEFAULT_SEQS[device.type]
+    default_seqs = _DEFAULT_SEQS[device.type]
+    if card is not None:
+        free = card.usable(config.gpu_memory_utilization) - weight_bytes(model)
+        default_seqs = sensible_seqs(spec, default_seqs, min(free, config.kv_cache_memory_bytes or free))
+    num_seqs = config.max_num_seqs or default_seqs
     if card is not None:
         if progress:
             progress("measuring steps", 0, 1)
@@ -95,7 +99,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_model_len=max_len_wanted,
         model_max_len=model_config.max_position_embeddings,
         max_num_seqs=config.max_num_seqs,
-        default_num_seqs=_DEFAULT_SEQS[device.type],
+        default_num_seqs=default_seqs,
         step_tokens=max_tokens,
     )
     log.info("%s", plan.table())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.kv.planner import GIB, MemoryBudget, plan_memory, request_table_bytes
+from engine.core.kv.planner import GIB, MemoryBudget, plan_memory, request_table_bytes, sensible_seqs
 from engine.core.kv.spec import AttentionLayer, CacheSpec, pages_for
 from engine.errors import OutOfMemoryPlanError
 
@@ -138,3 +138,11 @@ def test_the_largest_that_a_refusal_names_fits_and_one_page_more_does_not(usable
         assert plan(max_model_len=largest, **kwargs).max_model_len == largest
         with pytest.raises(OutOfMemoryPlanError):
             plan(max_model_len=largest + 16, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "seqs"),
+    [(55, 1024), (37, 1024), (35, 512), (10, 256), (1, 16), (0.1, 8), (0, 8)],  # 256 tokens take 36 MiB
+)
+def test_as_many_sequences_as_could_have_a_short_context(free_gib, seqs):
+    assert sensible_seqs(SPEC, 1024, int(free_gib * GIB)) == seqs

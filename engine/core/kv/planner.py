@@ -23,6 +23,7 @@ from engine.errors import OutOfMemoryPlanError
 GIB = 1 << 30
 _FEWEST_SEQS = 8   # sequences at once are not fitted to less than this for the sake of the request table
 _TABLE_SHARE = 8   # where the number of sequences is open, their table takes at most an eighth of what is left
+_SHORT_CONTEXT = 256  # tokens that each sequence should have room for, where their number is open
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,14 @@ def plan_memory(
             notes.append(f"sequences at once fitted to memory: {seqs:,}")
     table = request_table_bytes(wanted, seqs, spec)
     return MemoryPlan(device, budget, table, spec, num_extents, wanted, seqs, step_tokens, tuple(notes))
+
+
+def sensible_seqs(spec: CacheSpec, most: int, free: int) -> int:
+    """How many sequences to prepare for where nobody says: `most`, or fewer if not each could have a short context in
+    `free` bytes. What steps of more would take (logits, sampling, graphs) is better spent on their pages."""
+    choices = _halves(most)
+    extents = max(0, free - spec.fixed_bytes) // spec.extent_bytes
+    return next((n for n in choices if spec.extents_for(_SHORT_CONTEXT, 1, n) <= extents), choices[-1])
 
 
 def request_table_bytes(max_model_len: int, max_num_seqs: int, spec: CacheSpec) -> int:
