@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _WORTH_A_POOL = 4  # fewer jobs are compiled sooner than a process has started
 # These first: the last one decides when all is done.
-_LONGEST = ("_solve_kernel", "_mixed_kernel", "_decode_kernel", "_filter_kernel")
+_LONGEST = ("solve_kernel", "_mixed_kernel", "_decode_kernel", "_filter_kernel")
 
 
 def compile_ahead(jobs: Iterable[Job], capability: tuple[int, int]) -> int:

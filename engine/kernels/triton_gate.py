@@ -1,4 +1,4 @@
-"""The activation of a gate, as a part of other kernels."""
+"""Activations of gates, as parts of other kernels."""
 
 import triton
 import triton.language as tl
@@ -13,3 +13,13 @@ def activated(x, KIND: tl.constexpr):
         return 1 / (1 + tl.exp(-x))
     else:
         return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1 / (1 + tl.exp(-x))

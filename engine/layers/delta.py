@@ -112,7 +112,7 @@ class GatedDeltaNet(nn.Module):
     def _on_device(
         self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch
     ) -> torch.Tensor | QuantizedRows:
-        from engine.kernels import triton_delta
+        from engine.kernels import triton_delta, triton_gated_norm
 
         out = torch.empty(qkv.shape[0], self.value_heads, self.value_dim, dtype=qkv.dtype, device=qkv.device)
         arguments = self.kernel_arguments(qkv, ba, batch, out)
@@ -121,10 +121,9 @@ class GatedDeltaNet(nn.Module):
             triton_delta.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
         triton_delta.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts)
         if self.out_proj.wants_fp8(out.shape[0]):
-            from engine.kernels.triton_gated_norm import gated_rms_norm_to_fp8
-
-            return QuantizedRows(*gated_rms_norm_to_fp8(out, z, self.norm_weight, self.eps), out.dtype)
-        return triton_delta.gated_rms_norm(out, z, self.norm_weight, self.eps)
+            quantized = triton_gated_norm.gated_rms_norm_to_fp8(out, z, self.norm_weight, self.eps)
+            return QuantizedRows(*quantized, out.dtype)
+        return triton_gated_norm.gated_rms_norm(out, z, self.norm_weight, self.eps)
 
     def kernel_arguments(
         self, qkv: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch, out: torch.Tensor
