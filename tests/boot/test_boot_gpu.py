@@ -16,7 +16,7 @@ from vendor import ensure_vendor
 
 SCRIPTED = Path(__file__).resolve().parents[1] / "installer/nvidia_smi"
 FROM_THE_SCRIPT = ("gpu", "nvml", "compute-capability", "vram", "gpu-health", "gpu-modes", "fabric-manager")
-REALLY_MISSING = ("driver", "gpu-nodes", "compiler")  # the medium carries the CPU's PyTorch; there are no device nodes
+REALLY_MISSING = ("driver", "gpu-nodes")  # the medium carries the CPU's PyTorch, and there are no device nodes
 
 NewMachine = Callable[..., Machine]
 

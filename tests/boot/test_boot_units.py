@@ -165,7 +165,7 @@ def test_the_services_start_under_their_hardening(server: Server):
     assert [card["id"] for card in server.curl("/v1/models")[1]["data"]] == ["chat", "tiny", "klein"]
     assert server.chat("chat", key="sk-wrong")[0] == 401
     assert server.show("atoll-engine@chat", "StatusText") == "serving chat, 1024 tokens of context"
-    assert server.show("atoll-gateway", "StatusText") == "chat ready; tiny ready"
+    when(lambda: server.show("atoll-gateway", "StatusText") == "chat ready; tiny ready", 20, "the gateway's status")
     said = server.machine.journal("-u atoll-engine@chat -u atoll-gateway")
     assert "loading weights" in said
 

@@ -165,9 +165,9 @@ def test_a_real_file_is_read_past_the_cache(tmp_path: Path) -> None:
 def test_reading_stops_when_patience_ends(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     with path.open("wb") as file:
-        file.truncate(4 * GIB)
-    count, _ = read_speed.measure(path, amount=4 * GIB, patience=0.05)
-    assert count < 4 * GIB
+        file.truncate(256 * GIB)  # holes are read as fast as memory is cleared
+    count, _ = read_speed.measure(path, amount=256 * GIB, patience=0.05)
+    assert count < 256 * GIB
 
 
 def test_a_short_file_is_not_worth_it(tmp_path: Path) -> None:
