@@ -61,8 +61,9 @@ def _make(suite: str, root: Path) -> None:
         shutil.rmtree(old)
     partial, log = root.with_name(f".{root.name}.partial"), root.with_name(f"{suite}.log")
     shutil.rmtree(partial, ignore_errors=True)
-    command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", suite, str(partial),
-               mirror(suite)]  # fmt: skip
+    # Its mounts are its own: killed half way, it must not leave the host's /proc where a removal would walk into it.
+    command = ["unshare", "--mount", "--propagation", "private", "debootstrap", "--variant=minbase",
+               f"--include={','.join(PACKAGES)}", suite, str(partial), mirror(suite)]  # fmt: skip
     with log.open("wb") as out:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False)
     if done.returncode:
