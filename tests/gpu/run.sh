@@ -4,9 +4,9 @@
 # the server want its packages too (a folder of them on PYTHONPATH will do), and one wants a real model's directory in
 # ATOLL_TEST_MODEL; without them they are skipped, and say so.
 #
-#   tests/gpu/run.sh              all of it (about 6 minutes on an H100)
+#   tests/gpu/run.sh              all of it (about 20 minutes on an H100)
 #   tests/gpu/run.sh tests        only the tests
-#   tests/gpu/run.sh bench        only the benchmark: random weights in the real shapes of Qwen3-0.6B and 8B
+#   tests/gpu/run.sh bench        only the benchmark: random weights in the real shapes of Qwen3, Qwen3.6 and Gemma 4
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -24,5 +24,12 @@ if [ "$what" != tests ]; then
     bench prefill --model $configs/qwen3-8b
     bench mixed single --model $configs/qwen3-8b --quantization fp8 --kv-cache-dtype fp8
     bench prefill --model $configs/qwen3-8b --quantization fp8 --kv-cache-dtype fp8
+    bench mixed mixed-small single --model $configs/qwen3.6-27b --quantization fp8
+    bench prefill --model $configs/qwen3.6-27b --quantization fp8
+    bench mixed-small single --model $configs/gemma4-31b --quantization fp8
+    bench mixed-small single --model $configs/gemma4-31b --quantization fp8 --kv-cache-dtype fp8
+    bench prefill --model $configs/gemma4-31b --quantization fp8
+    bench single --model $configs/gemma4-26b-a4b --quantization fp8
+    bench single --model $configs/qwen3.6-35b-a3b --quantization fp8
     python3 -m engine.bench moe --model $configs/qwen3-30b-a3b --json
 fi
