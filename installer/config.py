@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from tomlkit.exceptions import TOMLKitError
 
 from installer import migrate
 from installer.errors import ExitCode, InstallError
@@ -60,15 +59,7 @@ def read_text(path: Path) -> str | None:
 
 def parse(text: str, path: Path, table: str = "serve") -> dict[str, Any]:
     """One table, empty if absent. Raises InstallError (usage) for a file that cannot be parsed."""
-    try:
-        found = tomlkit.parse(text).unwrap().get(table, {})
-    except TOMLKitError as error:
-        raise InstallError(
-            f"The settings in {path} cannot be read: {error}.",
-            exit_code=ExitCode.USAGE,
-            changed="Nothing was changed.",
-            hint="Correct that line, then run this again.",
-        ) from None
+    found = migrate.document(text, path).unwrap().get(table, {})
     return found if isinstance(found, dict) else {}
 
 

@@ -13,6 +13,7 @@ import contextlib
 import os
 import secrets
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -82,7 +83,7 @@ class InstallResult:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-class Run:
+class Run(ABC):
     """What an install and a rollback share: lock, journal, steps, the way back."""
 
     purpose = "install"
@@ -102,8 +103,8 @@ class Run:
         except OSError as error:
             raise io_error(f"use {self.layout.name}", error) from error
 
-    def _run(self) -> InstallResult:
-        raise NotImplementedError
+    @abstractmethod
+    def _run(self) -> InstallResult: ...
 
     def _context(self) -> Context:
         past = intact(self.layout.journal)

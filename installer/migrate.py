@@ -33,13 +33,10 @@ def version_of(document: Any) -> int:
     return int(found) if isinstance(found, int) and not isinstance(found, bool) and found >= 1 else 0
 
 
-def migrate(text: str, path: Path) -> tuple[str, int]:
-    """The same settings in today's form, and the version that they had.
-
-    Raises InstallError (usage): not TOML, no version that could be, or one that a newer Atoll wrote.
-    """
+def document(text: str, path: Path) -> tomlkit.TOMLDocument:
+    """The settings file, comments and all. Raises InstallError (usage) where it cannot be parsed."""
     try:
-        document = tomlkit.parse(text)
+        return tomlkit.parse(text)
     except TOMLKitError as error:
         raise InstallError(
             f"The settings in {path} cannot be read: {error}.",
@@ -47,11 +44,19 @@ def migrate(text: str, path: Path) -> tuple[str, int]:
             changed="Nothing was changed.",
             hint="Correct that line, then run this again.",
         ) from None
-    had = version_of(document)
+
+
+def migrate(text: str, path: Path) -> tuple[str, int]:
+    """The same settings in today's form, and the version that they had.
+
+    Raises InstallError (usage): not TOML, no version that could be, or one that a newer Atoll wrote.
+    """
+    settings = document(text, path)
+    had = version_of(settings)
     if had == current():
         return text, had
     if had == 0 or had > current():
-        said = f"{VERSION_KEY} = {document.get(VERSION_KEY)}"
+        said = f"{VERSION_KEY} = {settings.get(VERSION_KEY)}"
         raise InstallError(
             f"The settings in {path} have {said}; this Atoll knows 1 to {current()}.",
             exit_code=ExitCode.USAGE,
@@ -60,8 +65,8 @@ def migrate(text: str, path: Path) -> tuple[str, int]:
             hint=f"Install the newer release, or put back the older file that lies beside it (ls {path}.v*).",
         )
     for version in range(had, current()):
-        STEPS[version](document)
-    return _stamped(document), had
+        STEPS[version](settings)
+    return _stamped(settings), had
 
 
 def _stamped(document: Any) -> str:

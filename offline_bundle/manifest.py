@@ -52,18 +52,23 @@ def _path(value: str) -> str:
     return value
 
 
-class _Strict(BaseModel):
+SafePath = Annotated[str, AfterValidator(_path)]
+
+
+class Strict(BaseModel):
+    """Unknown fields and other types are errors."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Source(_Strict):
+class Source(Strict):
     """Where the model came from: an upstream repository and its exact revision."""
 
     repo: Line
     revision: Line
 
 
-class Requires(_Strict):
+class Requires(Strict):
     """What the target needs. A null is 'no requirement known'."""
 
     disk_bytes: Annotated[int, Field(ge=0, le=limits.MAX_FILE_SIZE)]
@@ -75,20 +80,20 @@ class Requires(_Strict):
     host_ram_bytes: Annotated[int, Field(ge=0, le=limits.MAX_FILE_SIZE)] | None = None
 
 
-class License(_Strict):
+class License(Strict):
     """The licence whose text is `file`; `acceptance` says what an installer must obtain before it goes on."""
 
     spdx: Spdx
-    file: Annotated[str, AfterValidator(_path)]
+    file: SafePath
     sha256: Sha256
     acceptance: Acceptance = "click"
     url: Line | None = None
 
 
-class FileEntry(_Strict):
+class FileEntry(Strict):
     """One file: size in bytes, SHA-256 of the whole and of each `chunk_size` bytes of it."""
 
-    path: Annotated[str, AfterValidator(_path)]
+    path: SafePath
     size: Annotated[int, Field(ge=0, le=limits.MAX_FILE_SIZE)]
     sha256: Sha256
     role: Role
@@ -108,7 +113,7 @@ class FileEntry(_Strict):
         return self
 
 
-class BundleManifest(_Strict):
+class BundleManifest(Strict):
     """The content of bundle.json. `files` lists every file of the bundle except bundle.json and model.sig."""
 
     schema_version: Literal[1] = SCHEMA_VERSION

@@ -7,11 +7,11 @@ import hashlib
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from . import limits, names
 from .errors import CONTENT, BundleError
-from .manifest import MANIFEST, SIGNATURE, Semver, Sha256, Timestamp
+from .manifest import MANIFEST, SIGNATURE, SafePath, Semver, Sha256, Strict, Timestamp
 from .strictjson import StrictJSONError, canonical, loads
 
 Role = Literal["wheel", "tool", "requirements", "setup", "unit", "doc", "license", "sbom"]
@@ -30,17 +30,7 @@ Short = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._+-]{1,64}\z")]
 Bytes = Annotated[int, Field(ge=0, le=limits.MAX_FILE_SIZE)]
 
 
-def _path(value: str) -> str:
-    if (why := names.problem(value)) is not None:
-        raise ValueError(f"the path '{names.show(value)}' {why}")
-    return value
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class RuntimeRequires(_Strict):
+class RuntimeRequires(Strict):
     """What the server must have. Null: no such requirement (a CPU build needs no driver)."""
 
     arch: Short
@@ -53,10 +43,10 @@ class RuntimeRequires(_Strict):
     unpacked_bytes: Bytes
 
 
-class RuntimeFile(_Strict):
+class RuntimeFile(Strict):
     """One file of the runtime: size in bytes, SHA-256, and what it is for."""
 
-    path: Annotated[str, AfterValidator(_path)]
+    path: SafePath
     role: Role
     sha256: Sha256
     size: Bytes
@@ -69,7 +59,7 @@ class RuntimeFile(_Strict):
         return self
 
 
-class RuntimeManifest(_Strict):
+class RuntimeManifest(Strict):
     """The content of bundle.json. `files` lists every file except bundle.json and model.sig."""
 
     schema_version: Literal[1] = 1

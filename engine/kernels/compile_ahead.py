@@ -63,8 +63,9 @@ class Compilation:
         self._pool = None
         if errors:
             log.warning(
-                "%d of %d kernels could not be compiled ahead: %s", len(errors), self.count, next(iter(errors.values()))
-            )
+                "%d of %d kernels could not be compiled ahead; each is tried again when it is first needed, and 'atoll "
+                "doctor' tests all. The first error: %s", len(errors), self.count, next(iter(errors.values())),
+            )  # fmt: skip
         else:
             self._done.touch(mode=0o600)
 

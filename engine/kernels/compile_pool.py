@@ -33,8 +33,8 @@ class CompilePool:
         self._process: subprocess.Popen[str] | None = None
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.kernels.compile_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                env=environment, text=True,
+                [sys.executable, "-P", "-m", "engine.kernels.compile_worker"], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, env=environment, text=True,
             )  # fmt: skip
         except OSError as error:  # no memory for another process, say
             self._failure = str(error)

@@ -1,5 +1,6 @@
 """What the worker needs of any model family."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -12,7 +13,7 @@ from engine.models.config import ModelConfig
 Weights = Mapping[str, torch.Tensor]
 
 
-class CausalLM(nn.Module):
+class CausalLM(nn.Module, ABC):
     """Token ids [T] -> hidden states [T, H] (`forward`) -> logits [S, V] (`logits`).
 
     The tokens of a step stand one behind the other, whatever sequence they belong to; layers find out through
@@ -24,18 +25,18 @@ class CausalLM(nn.Module):
         self.config = config
         self.max_model_len = max_model_len
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor: ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def adapt(self, names: Iterable[str]) -> None:
         """Told all names of a checkpoint before it is loaded: families whose files differ in them choose theirs."""
 
+    @abstractmethod
     def weights(self) -> Weights:
         """Checkpoint name -> the tensor (or slice of a fused one) it is loaded into: exactly what must be on disk."""
-        raise NotImplementedError
 
     def cache_layers(self) -> list[CacheLayer]:
         """What each caching layer keeps, in layer order. By default: equal attention layers, one a layer."""

@@ -294,13 +294,18 @@ def _check_ranges(config: EngineConfig) -> None:
             raise ConfigError("--served-model-name must be 1 to 256 printable characters.", "--served-model-name")
 
 
-def _check_http(options: ServeOptions) -> None:
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port must lie between 0 and 65535, got {options.port}.", "--port")
-    if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
+def check_listening(port: int, ssl_certfile: Path | None, ssl_keyfile: Path | None, shutdown_timeout: float) -> None:
+    """What `atoll serve` and `atoll gateway` ask of the same flags. Raises ConfigError."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must lie between 0 and 65535, got {port}.", "--port")
+    if (ssl_certfile is None) != (ssl_keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile belong together: one of them is missing.", "--ssl-certfile")
-    if options.shutdown_timeout < 0:
+    if shutdown_timeout < 0:
         raise ConfigError("--shutdown-timeout must not be negative.", "--shutdown-timeout")
+
+
+def _check_http(options: ServeOptions) -> None:
+    check_listening(options.port, options.ssl_certfile, options.ssl_keyfile, options.shutdown_timeout)
     if options.max_restarts < 0:
         raise ConfigError("--max-restarts must not be negative.", "--max-restarts")
     for flag, path in (("--ssl-certfile", options.ssl_certfile), ("--ssl-keyfile", options.ssl_keyfile),

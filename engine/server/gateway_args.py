@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.server.args import add_log_flags
+from engine.server.args import add_log_flags, check_listening
 from engine.server.flag_parser import FlagParser, json_strings
 from engine.server.logs import LogFormat
 from engine.server.settings import gateway_argv_of
@@ -99,9 +99,4 @@ def parse_gateway(argv: Sequence[str]) -> GatewayOptions:
 def _check(options: GatewayOptions) -> None:
     if options.publish is not None and (options.to is None or not options.user):
         raise ConfigError("--publish needs --to DIR and --user USER.", "--publish")
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port must lie between 0 and 65535, got {options.port}.", "--port")
-    if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
-        raise ConfigError("--ssl-certfile and --ssl-keyfile belong together: one of them is missing.", "--ssl-certfile")
-    if options.shutdown_timeout < 0:
-        raise ConfigError("--shutdown-timeout must not be negative.", "--shutdown-timeout")
+    check_listening(options.port, options.ssl_certfile, options.ssl_keyfile, options.shutdown_timeout)

@@ -100,6 +100,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         model_max_len=model_config.max_position_embeddings,
         max_num_seqs=config.max_num_seqs,
         default_num_seqs=default_seqs,
+        usual_num_seqs=_DEFAULT_SEQS[device.type],
         step_tokens=max_tokens,
     )
     log.info("%s", plan.table())

@@ -16,7 +16,7 @@ from engine.core.batch import StepPlan, StepResult
 from engine.core.kv.spec import CacheSpec, table_widths
 from engine.core.request import TokenLogprobs
 from engine.kernels import triton_inputs
-from engine.kernels.delta import CHUNK
+from engine.kernels.triton_delta import num_chunks
 from engine.kernels.triton_gemv import PRODUCT_ROWS
 from engine.layers.attention import Attention, tile_tokens
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
@@ -220,8 +220,7 @@ class DeviceRunner:
         state = None
         if self.state_slots is not None:
             slots = self.state_slots.index_select(0, per_seq[0]).long()
-            chunks = sum(-(-count // CHUNK) for count in counts.tolist() if count > 1)
-            state = StateBatch(slots, per_seq[1] == 0, per_seq[2], per_seq[3], chunks)
+            state = StateBatch(slots, per_seq[1] == 0, per_seq[2], per_seq[3], num_chunks(counts.tolist()))
         hidden = self._forward(total, batches, state)
         self._hidden = hidden if any(s.prompt_logprobs is not None for s in plan.seqs) else None
         column = words[columns_at : columns_at + NUM_COLUMNS * width].view(NUM_COLUMNS, width)

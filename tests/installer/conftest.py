@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from installer_kit import Site
 from safetensors.numpy import save_file
+from server_kit import Server, empty_server
 
 from installer.lifecycle import stop
 from offline_bundle.build import build_bundle
@@ -64,3 +65,11 @@ def site(tmp_path: Path, free_port: Callable[[], int], signer: KeyPair) -> Itera
         stop(made.layout, service=made.service)
     else:
         made.service.stop()
+
+
+@pytest.fixture
+def server(tmp_path: Path, free_port: Callable[[], int], signer: KeyPair) -> Iterator[Server]:
+    """A server's root with nothing of ours, on which the system form is installed."""
+    made = empty_server(tmp_path / "server", free_port(), signer.public_path)
+    yield made
+    made.service.stop()

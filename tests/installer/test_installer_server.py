@@ -2,29 +2,21 @@
 
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tomlkit
 from installer_kit import Witness, tree
-from server_kit import Server, empty_server
+from server_kit import Server
 
 from installer import audit, units
 from installer.errors import ExitCode, InstallError
 from installer.machine import SYSTEM_STEPS
 from installer.options import ModelChoice
-from offline_bundle.keys import KeyPair
 
 Bundles = Callable[..., Path]
 THEIRS = {"processes.json", "log", "run/tiny"}  # of the fake units
-
-
-@pytest.fixture
-def server(tmp_path: Path, free_port: Callable[[], int], signer: KeyPair) -> Iterator[Server]:
-    made = empty_server(tmp_path / "server", free_port(), signer.public_path)
-    yield made
-    made.service.stop()
 
 
 def test_a_first_install_makes_units_users_and_tls(server: Server, bundle: Bundles) -> None:

@@ -1,28 +1,20 @@
 """kill -9 at every step of the system form, then the same command again: it must end as if nothing had happened."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from installer_kit import tree
 from kill_kit import fsyncs, killed_at, killed_at_step
-from server_kit import Server, empty_server
+from server_kit import Server
 
 from installer import audit, keys, units
 from installer.frontend import Unattended
 from installer.journal import replay
 from installer.lifecycle import start
-from offline_bundle.keys import KeyPair
 
 Bundles = Callable[..., Path]
 THEIRS = {"processes.json", "log", "run/tiny"}  # of the fake units
-
-
-@pytest.fixture
-def server(tmp_path: Path, free_port: Callable[[], int], signer: KeyPair) -> Iterator[Server]:
-    made = empty_server(tmp_path / "server", free_port(), signer.public_path)
-    yield made
-    made.service.stop()
 
 
 def assert_converged(server: Server, bundle: Path) -> None:

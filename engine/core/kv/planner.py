@@ -137,13 +137,15 @@ def plan_memory(
     model_max_len: int,
     max_num_seqs: int | None,
     default_num_seqs: int,
+    usual_num_seqs: int = 0,
     step_tokens: int = 8192,
 ) -> MemoryPlan:
     """Turn a budget into a plan. `step_tokens`: the most that a step adds to a sequence.
 
     `max_model_len`: a number is honoured or refused; None takes the largest that fits, at most `model_max_len`.
     `max_num_seqs`: a number is honoured; None takes `default_num_seqs`, or less so that the context fits, that their
-    table stays small beside the pages, and that each can have a page.
+    table stays small beside the pages, and that each can have a page; it says so if that is less than
+    `usual_num_seqs`.
     Raises OutOfMemoryPlanError with the numbers.
     """
     free = budget.left
@@ -184,7 +186,7 @@ def plan_memory(
     num_extents = extents(wanted, seqs)
     if max_num_seqs is None:
         seqs = max(1, _largest(lambda n: spec.extents_for(1, 1, n) <= num_extents, seqs, 1))
-        if seqs < default_num_seqs:
+        if seqs < max(default_num_seqs, usual_num_seqs):
             notes.append(f"sequences at once fitted to memory: {seqs:,}")
     table = request_table_bytes(wanted, seqs, spec)
     return MemoryPlan(device, budget, table, spec, num_extents, wanted, seqs, step_tokens, tuple(notes))
