@@ -95,6 +95,8 @@ class EngineService:
         now = time.monotonic()
         if not changed and done < total and now - self._progress_sent < PROGRESS_SECONDS:
             return
+        if changed:
+            log.info("%s", stage)  # the journal tells what a start spent its time on
         self._progress, self._progress_sent = m.Progress(stage, done, total), now
         self._notifier.loading(str(self._progress), LOAD_PATIENCE_SECONDS)
         self._notifier.watchdog()
