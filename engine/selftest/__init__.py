@@ -5,7 +5,8 @@
     __main__    starts the tests in a child process, passes its lines on, and ends it after a time limit: a GPU that
                 hangs or loses its state ends in a sentence too
     run         the child: facts of the machine, then each check
-    checks      what is computed, with the kernels and with their twins      (sampling: against the CPU's sampler)
+    checks      what is computed, with the kernels and with their twins      (sampling: against the CPU's sampler;
+                delta: recurrent layers)
     compare     how far two results may be apart
     machine     driver, GPU, memory, measured rates
     report      the lines, and the words for each kind of failure

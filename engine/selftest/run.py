@@ -2,14 +2,15 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
-from engine.selftest import checks, sampling
+from engine.selftest import checks, delta, sampling
 from engine.selftest.checks import Check, Side, kernel_side
 from engine.selftest.compare import Difference, difference
-from engine.selftest.machine import examine
+from engine.selftest.machine import examine, measure
 from engine.selftest.report import Fault, Tally
 
 _REASON = 400  # characters of an error that are shown
@@ -20,19 +21,31 @@ def run(tally: Tally) -> int:
     found = examine(tally)
     if isinstance(found, int):
         return found
-    return run_checks(tally, found.device, torch.bfloat16, with_fp8=found.fp8)
+    return run_checks(
+        tally, found.device, torch.bfloat16, with_fp8=found.fp8, meanwhile=lambda: measure(tally, found)
+    )
 
 
 def run_checks(
-    tally: Tally, device: torch.device, dtype: torch.dtype, *, with_fp8: bool, only: list[Check] | None = None
+    tally: Tally,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    with_fp8: bool,
+    only: list[Check] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> int:
-    """Compare every kernel with its twin on `device`, in `dtype`. On a CPU: in Triton's interpreter."""
-    every = [*checks.CHECKS, *sampling.CHECKS] if only is None else only
+    """Compare every kernel with its twin on `device`, in `dtype`. On a CPU: in Triton's interpreter.
+
+    `meanwhile` is called once other processes compile."""
+    every = [*checks.CHECKS, *sampling.CHECKS, *delta.CHECKS] if only is None else only
     possible = [check for check in every if with_fp8 or not check.needs_fp8]
     kernels = None
     if device.type == "cuda":
         tally.see({"kind": "begin", "name": "compilation"})
         kernels = _Kernels(possible, device, dtype)
+    if meanwhile is not None:
+        meanwhile()
     for check in every:
         if check not in possible:
             tally.see({"kind": "check", "name": check.name, "passed": True, "skipped": True, "reason": "needs fp8"})

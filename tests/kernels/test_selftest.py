@@ -9,7 +9,9 @@ pytest.importorskip("triton")
 
 from engine.kernels import (
     triton_attention,
+    triton_delta,
     triton_fused,
+    triton_gated_norm,
     triton_gemv,
     triton_heads,
     triton_inputs,
@@ -18,13 +20,13 @@ from engine.kernels import (
     triton_quant,
     triton_sampling,
 )
-from engine.selftest import checks, sampling
+from engine.selftest import checks, delta, sampling
 from engine.selftest.compare import Result, difference
 from engine.selftest.report import Tally
 from engine.selftest.run import run_checks
 
 CPU = torch.device("cpu")
-EVERY = {check.name: check for check in (*checks.CHECKS, *sampling.CHECKS)}
+EVERY = {check.name: check for check in (*checks.CHECKS, *sampling.CHECKS, *delta.CHECKS)}
 
 
 def run(*names, dtype=torch.float32, with_fp8=True):
@@ -43,7 +45,8 @@ def test_sound_kernels_pass(name):
     assert "fit to serve" in end["message"]
 
 
-@pytest.mark.parametrize("name", ["decode d80", "mixed d80", "product 1 row", "norm residual", "sampling drawn"])
+@pytest.mark.parametrize("name", ["decode d80", "mixed d80", "product 1 row", "norm residual", "sampling drawn",
+                                  "delta rule, 1 token", "delta rule, chunks", "gated norm"])
 def test_sound_kernels_pass_in_float16(name):
     assert run(name, dtype=torch.float16, with_fp8=False)[0] == 0
 
@@ -109,6 +112,10 @@ def spoil(monkeypatch, module, name, which=None):
         ("heads d256 fp8", triton_heads, "heads_and_write_kv", None),
         ("step inputs", triton_inputs, "apply_runs", 4),
         ("step inputs", triton_inputs, "gather_inputs", 7),
+        ("delta rule, 1 token", triton_delta, "decode", 10),
+        ("delta rule, chunks", triton_delta, "prefill", 10),
+        ("gated norm", triton_gated_norm, "gated_rms_norm", None),
+        ("gated norm to fp8", triton_gated_norm, "gated_rms_norm_to_fp8", None),
         ("sampling greedy", triton_sampling, "sample_rows", 4),
         ("sampling filtered", triton_sampling, "sample_rows", 4),
         ("sampling log-probabilities", triton_sampling, "logprobs", 3),
@@ -125,6 +132,38 @@ def test_a_wrong_kernel_fails(monkeypatch, check, module, name, which):
     assert end["failed"] == [check]
     assert check in end["message"]
     assert "Do not serve" in end["next"]
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_a_state_that_is_off_or_of_another_slot_is_noticed(monkeypatch, name):
+    """Its outputs are right; what it leaves for the next step is not."""
+    original = getattr(triton_delta, name)
+    check = "delta rule, 1 token" if name == "decode" else "delta rule, chunks"
+
+    def leave(change):
+        def wrong(*args, **kwargs):
+            original(*args, **kwargs)
+            change(*args[6:9])  # slots, state, newest inputs
+
+        monkeypatch.setattr(triton_delta, name, wrong)
+        return run(check)[1][check]["fault"]
+
+    assert leave(lambda slots, state, ring: state[slots[2]].mul_(1.05)) == "wrong"
+    assert leave(lambda slots, state, ring: ring[slots[0], 0].add_(1)) == "wrong"
+    assert leave(lambda slots, state, ring: state[1].add_(1)) == "wrong", "nobody's slot"
+
+
+def test_inputs_from_before_a_sequence_began_are_noticed(monkeypatch):
+    """Its slot's last owner left them: the kernel believes that the sequence is older than it is."""
+    original = triton_delta.decode
+
+    def wrong(*args, **kwargs):
+        original(*args[:5], args[5].clamp_min(1), *args[6:], **kwargs)
+
+    monkeypatch.setattr(triton_delta, "decode", wrong)
+    found = run("delta rule, 1 token")[1]["delta rule, 1 token"]
+    assert found["fault"] == "wrong"
+    assert found["error"] is None, "NaN"
 
 
 def test_penalties_that_do_nothing_are_noticed(monkeypatch):

@@ -1,0 +1,149 @@
+"""The kernels of recurrent layers (Gated DeltaNet) against their twins, in the dimensions of Qwen3.5 and 3.6.
+
+    1 token     convolution and rule from a state in float32; sequences near their start, and far behind it
+    chunks      prompts of several chunks, continued ones, and single tokens between them, with states in bfloat16
+    gated norm  what follows, also straight to fp8
+
+Slots of sequences that begin hold NaN, and so do all that nobody owns: a state that is not set to zero shows.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from engine.kernels import delta, reference
+from engine.kernels.delta import RecurrentBatch
+from engine.selftest.checks import Check, Side
+from engine.selftest.compare import Result, exact, fp8_rows, numbers
+
+_KEY_HEADS, _VALUE_HEADS, _DIM, _WIDTH = 2, 4, 128, 4
+_KEYS, _VALUES = _KEY_HEADS * _DIM, _VALUE_HEADS * _DIM
+_CHANNELS = 2 * _KEYS + _VALUES
+# Rounded on their way, once a chunk: inputs, U, W, scores, corrections. So much of a row's size in the model's dtype.
+_CHUNK_BOUNDS = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3}
+_STATE_BOUND = 1e-2  # of a state in bfloat16
+
+
+@dataclass
+class Inputs:
+    """Of a step: each sequence's position and number of new tokens, random weights, what others left in the slots."""
+
+    steps: list[tuple[int, int]]
+    qkv: torch.Tensor
+    ba: torch.Tensor
+    weight: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    state: torch.Tensor
+    ring: torch.Tensor
+
+    @classmethod
+    def draw(cls, side: Side, steps: list[tuple[int, int]], state_dtype: torch.dtype) -> "Inputs":
+        num_slots, total = len(steps) + 2, sum(count for _, count in steps)
+        slots = [num_slots - 1 - i for i in range(len(steps))]  # 0 and 1 are nobody's
+        drawn = cls(
+            steps,
+            side.strided(total, _CHANNELS),
+            side.strided(total, 2 * _VALUE_HEADS),
+            side.randn(_CHANNELS, _WIDTH) * 0.5,
+            side.randn(_VALUE_HEADS).float(),
+            side.randn(_VALUE_HEADS).float(),
+            side.ints([start + i for start, count in steps for i in range(count)]).long(),
+            side.ints(slots).long(),
+            (side.randn(num_slots, _VALUE_HEADS, _DIM, _DIM) * 0.1).to(state_dtype),
+            side.randn(num_slots, _WIDTH, _CHANNELS),
+        )
+        for stale in (0, *[slot for slot, (start, _) in zip(slots, steps, strict=True) if start == 0]):
+            drawn.state[stale] = torch.nan
+            drawn.ring[stale] = torch.nan
+        return drawn
+
+    @property
+    def counts(self) -> list[int]:
+        return [count for _, count in self.steps]
+
+    @property
+    def q_starts(self) -> list[int]:
+        return [end - count for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
+
+
+def rule(side: Side, steps: list[tuple[int, int]], state_dtype: torch.dtype) -> list[Result]:
+    """Outputs, states, the newest inputs of the convolution, and that nobody's slot is as it was."""
+    inputs = Inputs.draw(side, steps, state_dtype)
+    with side.clock():
+        out = _twin(inputs) if side.is_twin else _kernels(side, inputs)
+    owned = inputs.slots
+    bound = _CHUNK_BOUNDS[side.dtype] if max(inputs.counts) > 1 else numbers(out, 2).bound
+    state_bound = max(bound, _STATE_BOUND) if state_dtype == torch.bfloat16 else bound
+    return [
+        Result(out.flatten(1), bound, "rms"),  # a head alone may have next to nothing to say about a token
+        Result(inputs.state[owned].float().flatten(2), state_bound, "rms"),
+        exact(inputs.ring[owned].nan_to_num(0.0)),  # some rows no token has reached yet
+        exact(inputs.state[1]),
+        exact(inputs.ring[1]),
+    ]
+
+
+def _kernels(side: Side, inputs: Inputs) -> torch.Tensor:
+    from engine.kernels import triton_delta
+
+    shape = triton_delta.DeltaShape(_KEY_HEADS, _VALUE_HEADS, _DIM, _DIM)
+    out = torch.full((len(inputs.positions), _VALUE_HEADS, _DIM), torch.nan, dtype=side.dtype, device=side.device)
+    arguments = (
+        inputs.qkv, inputs.ba, inputs.weight, inputs.a_log, inputs.dt_bias, inputs.positions, inputs.slots,
+        inputs.state, inputs.ring, shape, out,
+    )  # fmt: skip
+    total = triton_delta.num_chunks(inputs.counts)
+    if not total:
+        triton_delta.decode(*arguments)
+        return out
+    q_starts, counts = side.ints(inputs.q_starts), side.ints(inputs.counts)
+    chunks = triton_delta.plan_chunks(counts, total)
+    triton_delta.prefill(*arguments, q_starts=q_starts, counts=counts, chunks=chunks)
+    triton_delta.decode(*arguments, q_starts=q_starts, counts=counts)
+    return out
+
+
+def _twin(inputs: Inputs) -> torch.Tensor:
+    """On the CPU: a GPU would first have to load libraries of convolutions and of linear systems."""
+    for name in ("qkv", "ba", "weight", "a_log", "dt_bias", "positions", "slots", "state", "ring"):
+        setattr(inputs, name, getattr(inputs, name).cpu())
+    batch = RecurrentBatch.build(
+        inputs.positions, inputs.slots, torch.tensor(inputs.q_starts), torch.tensor(inputs.counts)
+    )
+    mixed = delta.causal_conv(inputs.qkv, inputs.weight, inputs.ring, batch)
+    q, k, v = (x.unflatten(-1, (-1, _DIM)) for x in mixed.split((_KEYS, _KEYS, _VALUES), -1))
+    b, a = inputs.ba.chunk(2, -1)
+    g, beta = delta.decay_and_beta(a, b, inputs.a_log, inputs.dt_bias)
+    return delta.gated_delta_rule(q, k, v, g, beta, inputs.state, batch)
+
+
+def gated_norm(side: Side, *, quantize: bool) -> list[Result]:
+    """Of 16 heads, gated by columns of a wider matrix."""
+    heads = 16
+    x = side.randn(9, heads, _DIM)
+    z, weight = side.strided(9, heads * _DIM), 1 + side.randn(_DIM) * 0.1
+    with side.clock():
+        if side.is_twin:
+            y = delta.gated_rms_norm(x, z.unflatten(-1, (heads, _DIM)), weight, 1e-6).flatten(1)
+            return fp8_rows(reference.quantize_rows(y)) if quantize else [numbers(y, 4)]
+        from engine.kernels import triton_gated_norm
+
+        if quantize:
+            return fp8_rows(triton_gated_norm.gated_rms_norm_to_fp8(x, z, weight, 1e-6))
+        return [numbers(triton_gated_norm.gated_rms_norm(x, z, weight, 1e-6), 4)]
+
+
+_ONE_TOKEN = [(0, 1), (1, 1), (2, 1), (3, 1), (500, 1)]
+_CHUNKS = [(0, 130), (77, 1), (3, 2), (0, 1), (41, 64)]
+
+CHECKS = [
+    Check("delta rule, 1 token", partial(rule, steps=_ONE_TOKEN, state_dtype=torch.float32)),
+    Check("delta rule, chunks", partial(rule, steps=_CHUNKS, state_dtype=torch.bfloat16)),
+    Check("gated norm", partial(gated_norm, quantize=False)),
+    Check("gated norm to fp8", partial(gated_norm, quantize=True), True),
+]
