@@ -2,7 +2,8 @@
 # On a machine with a CUDA GPU: the GPU tests, then the benchmark, as JSON rows. Needs that machine's python3 with torch,
 # triton, numpy, safetensors, tokenizers, jinja2, tqdm and pytest; nothing is installed, and nothing is fetched. Tests of
 # the server want its packages too (a folder of them on PYTHONPATH will do), and one wants a real model's directory in
-# ATOLL_TEST_MODEL; without them they are skipped, and say so.
+# ATOLL_TEST_MODEL; without them they are skipped, and say so. The presets' tests start large models in fp8, and want a
+# card of 80 GB for themselves.
 #
 #   tests/gpu/run.sh              all of it (about 20 minutes on an H100)
 #   tests/gpu/run.sh tests        only the tests
