@@ -5,7 +5,7 @@ Each refusal is one sentence that names the flag, and says what to do instead.
 
 from pathlib import Path
 
-from engine.config import PAGE_SIZES, STATE_DTYPES, EngineConfig
+from engine.config import PAGE_SIZES, STATE_DTYPES, TABLE_PLACES, EngineConfig
 from engine.errors import ConfigError
 
 # Grows with the code that makes them work.
@@ -52,6 +52,16 @@ def check_capabilities(config: EngineConfig, device: str) -> None:
         raise ConfigError(
             f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype} is not available.", "--mamba-ssm-cache-dtype",
             f"Use one of: auto, {', '.join(STATE_DTYPES)}.",
+        )
+    if config.per_layer_embeddings not in ("auto", *TABLE_PLACES):
+        raise ConfigError(
+            f"--per-layer-embeddings {config.per_layer_embeddings} is not available.", "--per-layer-embeddings",
+            f"Use one of: auto, {', '.join(TABLE_PLACES)}.",
+        )
+    if device == "cpu" and config.per_layer_embeddings == "gpu":
+        raise ConfigError(
+            "--per-layer-embeddings gpu is not available on cpu.", "--per-layer-embeddings",
+            "Leave the flag out: all weights are in host memory.",
         )
     if config.block_size is not None and config.block_size not in PAGE_SIZES:
         raise ConfigError(

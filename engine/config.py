@@ -7,6 +7,7 @@ from typing import Literal
 Device = Literal["auto", "cpu", "cuda"]
 
 PAGE_SIZES = (8, 16, 32, 64)
+TABLE_PLACES = ("host", "gpu")  # where a table that is only looked up may be
 STATE_DTYPES = ("float32", "bfloat16")  # in which a recurrent layer may keep its state
 # Tokens a page by default. The GPU's kernels like 16. Short answers on a CPU waste less in pages of 8: of 64 requests
 # of 16-128 tokens in and out, 2.1 % of the slots are never written, against 5.0 %.
@@ -44,6 +45,7 @@ class EngineConfig:
     overlap: bool | None = None                 # schedule step N+1 while step N runs; None: only where it helps (GPU)
     seed: int | None = None                     # base of the seeds of requests without one; None: random
     skip_tokenizer_init: bool = False
+    per_layer_embeddings: Literal["auto", "host", "gpu"] = "auto"  # Gemma 4 E2B, E4B: where their table is
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of recurrent layers' states
 
     def __post_init__(self) -> None:

@@ -353,6 +353,12 @@ def gather_inputs(
     seq_lens.copy_(at + 1)
 
 
+def gather_rows(table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0, *, programs: int = 0) -> torch.Tensor:
+    """triton_host_rows.gather_rows. `programs` changes nothing here."""
+    rows = F.embedding(ids.to(table.device), table)
+    return (rows.float() * scale).to(table.dtype).to(ids.device)
+
+
 def choose_experts(
     logits: torch.Tensor, top_k: int, *, renormalize: bool = True, expert_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,18 +4,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels import host_memory
 from engine.layers.linear import Linear, empty_parameter
 
 
 class Embedding(nn.Module):
     """[T] token ids -> [T, H]; times `scale`, rounded to the weight's dtype (Gemma: the root of H)."""
 
+    on_host = False  # the weight lies in page-locked host memory, of which a GPU reads the rows that it needs
+
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = empty_parameter(vocab_size, hidden_size)
         self.scale = torch.tensor(scale, dtype=self.weight.dtype).item()
 
+    def keep_on_host(self) -> None:
+        """Before loading: give the weight host memory (worker/host_tables.py locks it afterwards). Raises
+        HostMemoryError."""
+        self.weight = nn.Parameter(host_memory.empty(self.weight.shape, self.weight.dtype), requires_grad=False)
+        self.on_host = True
+
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.on_host:
+            from engine.kernels.triton_host_rows import gather_rows
+
+            return gather_rows(self.weight, token_ids, self.scale)
         rows = F.embedding(token_ids, self.weight)
         return rows if self.scale == 1 else rows.mul_(self.scale)
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.layers.attention import Attention
+from engine.layers.embed import Embedding
 from engine.models.config import ModelConfig
 
 Weights = Mapping[str, torch.Tensor]
@@ -49,6 +50,11 @@ class CausalLM(nn.Module, ABC):
         An attention module gets `k_cache` and `v_cache`, a recurrent one `state`, a tuple of [num_slots, *shape].
         """
         return [m for m in self.modules() if isinstance(m, Attention)]
+
+    def lookup_tables(self) -> list[Embedding]:
+        """Large tables of which a step reads a row a token, and not before its first layer's end: a GPU may read them
+        out of host memory (worker/host_tables.py)."""
+        return []
 
     def set_state_dtype(self, wanted: str, device: str) -> None:
         """How recurrent layers keep their states, from now on: --mamba-ssm-cache-dtype, on "cpu" or "cuda"."""

@@ -180,6 +180,9 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
             return self._through_layers(x)
         return self._through_layers(x, self.per_layer(token_ids, x).unbind(1))
 
+    def lookup_tables(self) -> list[Embedding]:
+        return [] if self.per_layer is None else [self.per_layer.embed_tokens_per_layer]
+
     def adapt(self, names: Iterable[str]) -> None:
         names = set(names)
         super().adapt(names)

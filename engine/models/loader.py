@@ -19,11 +19,12 @@ from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
 from engine.models.base import CausalLM, Weights
 from engine.models.checkpoint import TensorInfo, check_checkpoint
-from engine.models.reader import Reader
+from engine.models.reader import Reader, read_into
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 _CPU = torch.device("cpu")
+_RANDOM_BLOCK = (8 << 20) + 1  # numbers; no multiple of a row, so that rows differ
 
 
 def quantize(model: CausalLM, method: str) -> None:
@@ -40,20 +41,27 @@ def load_weights(
     tensors = check_checkpoint(model_dir)
     model.adapt(tensors)
     _check_names(model, model_dir, tensors)
-    order = _order(model)
+    order, in_place = _order(model), _in_place(model)
     total, done = sum(tensors[name].num_bytes for name in order), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress("loading weights", done, total)
+
     with ExitStack() as stack:
         if device.type == "cuda":
-            copy = _read_files(stack, tensors, order, device)
+            copy = _read_files(stack, tensors, [name for name in order if name not in in_place], device)
         else:
             copy = _map_files(stack, tensors)
 
         def fill(name: str, target: torch.Tensor) -> None:
-            nonlocal done
-            copy(name, target)
-            done += tensors[name].num_bytes
-            if progress:
-                progress("loading weights", done, total)
+            if name in in_place:
+                read_into(tensors[name], target, advance)
+            else:
+                copy(name, target)
+                advance(tensors[name].num_bytes)
 
         _materialize(model, device, fill)
 
@@ -61,10 +69,13 @@ def load_weights(
 def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -> None:
     """Random weights in the real shapes (load_format="dummy"): benchmarks and sizing without a checkpoint."""
     generator = torch.Generator(device=device).manual_seed(seed)
+    in_place = _in_place(model)
 
     def fill(name: str, target: torch.Tensor) -> None:
         if name.endswith(("norm.weight", "layer_scalar")):
             target.fill_(1)
+        elif name in in_place:
+            _fill_with_copies(target, seed)
         else:
             target.normal_(0, 0.02, generator=generator)
 
@@ -102,10 +113,26 @@ def _map_files(stack: ExitStack, tensors: dict[str, TensorInfo]) -> Callable[[st
     return lambda name, target: target.copy_(files[tensors[name].shard].get_tensor(name))  # type: ignore[func-returns-value]
 
 
+def _in_place(model: CausalLM) -> set[str]:
+    """Names of what has memory before it is loaded: tables that stay on the host (Embedding.keep_on_host)."""
+    return {name for name, target in model.weights().items() if not target.is_meta}
+
+
+def _fill_with_copies(target: torch.Tensor, seed: int) -> None:
+    """One block of random numbers after the other, all equal: so many of a table's on a CPU would take a minute."""
+    flat = target.view(-1)
+    block = torch.empty(min(_RANDOM_BLOCK, flat.numel()), dtype=target.dtype)
+    block.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+    whole = flat.numel() // block.numel() * block.numel()
+    flat[:whole].view(-1, block.numel()).copy_(block)
+    flat[whole:].copy_(block[: flat.numel() - whole])
+
+
 def _materialize(model: CausalLM, device: torch.device, fill: Callable[[str, torch.Tensor], None]) -> None:
     """Give every parameter memory on `device` and let `fill(checkpoint name, target)` set its parts, module by module.
 
-    Buffers (tables that constructors compute) move to the device. A parameter that two modules share stays shared.
+    A parameter that has memory already is filled where it is; one that two modules share stays shared. Buffers (tables
+    that constructors compute) move to the device.
     """
     parts = _parts(model.weights())
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
@@ -116,7 +143,8 @@ def _materialize(model: CausalLM, device: torch.device, fill: Callable[[str, tor
                 continue
             parameter = shared.get(id(empty))
             if parameter is None:
-                parameter = nn.Parameter(torch.empty_like(empty, device=device), requires_grad=False)
+                memory = torch.empty_like(empty, device=device) if empty.is_meta else empty
+                parameter = nn.Parameter(memory, requires_grad=False)
                 for name, part in parts[id(empty)]:
                     fill(name, parameter.as_strided(part.shape, part.stride(), part.storage_offset()))
                 if uses[id(empty)] > 1:

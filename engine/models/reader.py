@@ -8,7 +8,7 @@ another dtype is converted on the device, a buffer at a time.
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,7 @@ class Reader:
     def _open(self) -> None:
         """Open the files, make the buffers, start the first reads."""
         for shard in {info.shard for info in self._tensors}:
-            try:
-                self._files[shard] = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise ModelError(f"Weight file {shard} cannot be read: {error.strerror}.") from None
+            self._files[shard] = _open(shard)
         on_gpu = self._device.type == "cuda"
         for _ in range(self._num_buffers):
             # Pinning takes about as long as reading: the first buffer is read into while the second is pinned.
@@ -129,15 +126,53 @@ class Reader:
         """In a thread: fill buffer `index`. No torch operation here: its modes belong to the calling thread."""
         if (event := self._copied[index]) is not None:
             event.synchronize()
-        view, descriptor, done = self._views[index], self._files[shard], 0
-        while done < size:
-            try:
-                count = os.preadv(descriptor, [view[done:size]], offset + done)
-            except OSError as error:
-                raise ModelError(f"Weight file {shard} cannot be read: {error.strerror}.") from None
-            if count == 0:
-                raise ModelError(f"Weight file {shard} became shorter while it was read.")
-            done += count
+        _read_whole(shard, self._files[shard], offset, self._views[index][:size])
+
+
+def read_into(info: TensorInfo, target: torch.Tensor, advance: Callable[[int], None]) -> None:
+    """A tensor straight into host memory, by several threads, without a buffer between; if `target` has another dtype,
+    through a ring of buffers. `advance(bytes)` is called as they come. Raises ModelError as a Reader does."""
+    if _DTYPES[info.dtype] != target.dtype:
+        with Reader([info], torch.device("cpu")) as reader:
+            reader.copy_to(target)
+        advance(info.num_bytes)
+        return
+    assert tuple(target.shape) == info.shape
+    assert target.is_contiguous()
+    content = target.view(-1).view(torch.uint8).numpy().data
+    descriptor = _open(info.shard)
+    threads = ThreadPoolExecutor(max(1, min(_NUM_THREADS, os.cpu_count() or 1)), "weights")
+    try:
+        reads = []
+        for shard, offset, size in _pieces([info], _BUFFER_BYTES):
+            at = offset - info.offset
+            reads.append((size, threads.submit(_read_whole, shard, descriptor, offset, content[at : at + size])))
+        for size, read in reads:
+            read.result()
+            advance(size)
+    finally:
+        threads.shutdown(wait=True, cancel_futures=True)
+        os.close(descriptor)
+
+
+def _open(shard: Path) -> int:
+    try:
+        return os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"Weight file {shard} cannot be read: {error.strerror}.") from None
+
+
+def _read_whole(shard: Path, descriptor: int, offset: int, view: memoryview) -> None:
+    """Fill `view` with the file's bytes from `offset` on."""
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise ModelError(f"Weight file {shard} cannot be read: {error.strerror}.") from None
+        if count == 0:
+            raise ModelError(f"Weight file {shard} became shorter while it was read.")
+        done += count
 
 
 def _pieces(tensors: Sequence[TensorInfo], buffer_bytes: int) -> Iterator[tuple[Path, int, int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.capabilities import check_capabilities, nvidia_driver_present, resolve_device
-from engine.config import PAGE_SIZES, STATE_DTYPES, EngineConfig
+from engine.config import PAGE_SIZES, STATE_DTYPES, TABLE_PLACES, EngineConfig
 from engine.errors import ConfigError
 from engine.server.flag_parser import (
     FlagParser,
@@ -192,6 +192,9 @@ def _add_engine_flags(parser: FlagParser) -> None:
     memory.add_argument("--kv-cache-dtype", metavar="DTYPE", help="precision of the KV cache (auto)")
     memory.add_argument("--mamba-ssm-cache-dtype", choices=("auto", *STATE_DTYPES),
                         help="precision of recurrent layers' states; auto takes the model's own (auto)")
+    memory.add_argument("--per-layer-embeddings", choices=("auto", *TABLE_PLACES),
+                        help="where Gemma 4 E2B's and E4B's are: auto takes the host where it has room, else the GPU "
+                             "(auto)")
     memory.add_argument("--block-size", type=int, metavar="TOKENS", choices=PAGE_SIZES,
                         help="tokens a page (8 on a CPU, 16 on a GPU)")
 

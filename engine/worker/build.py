@@ -19,12 +19,14 @@ from engine.models.config import ModelConfig
 from engine.models.loader import fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
 from engine.worker.cache import Cache
+from engine.worker.host_tables import keep_tables, lock_tables
 from engine.worker.memory import (
     Card,
     activation_bytes,
     check_weights_fit,
     cpu_budget,
     gpu_budget,
+    host_bytes,
     outcome,
     weight_bytes,
 )
@@ -66,6 +68,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         quantize(model, config.quantization)
     card = Card.now(device) if device.type == "cuda" else None
     if card is not None:
+        keep_tables(model, config, device)
         check_weights_fit(model, config, card)
         compile_pool.start_early()  # it gets ready while weights load
     with torch.inference_mode():
@@ -73,6 +76,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             fill_randomly(model, device=device)
         else:
             load_weights(model, config.model, progress, device)
+        if card is not None:
+            lock_tables(model, config, device)
 
     kv_dtype = _kv_dtype(config, dtype)
     spec = CacheSpec(
@@ -154,7 +159,7 @@ def _measured_budget(
             "--max-num-batched-tokens",
             "Lower --max-num-batched-tokens and --max-num-seqs.",
         ) from None
-    return gpu_budget(config, weights, needs, card)
+    return gpu_budget(config, weights, needs, card, host_bytes(model))
 
 
 def _start_on_gpu(

@@ -8,9 +8,12 @@ from torch import nn
 from engine.config import EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib
 from engine.errors import OutOfMemoryPlanError
+from engine.layers.embed import Embedding
 from engine.layers.linear import Linear, can_quantize
 from engine.layers.moe import ExpertLinear
+from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
+from engine.worker.host import host_memory
 
 _DEFAULT_CPU_KV = 4 * GIB
 _HOST_RESERVE = GIB // 2    # left to the rest of the machine on CPU
@@ -56,8 +59,11 @@ class Card:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and tables, shared ones once, packed copies included."""
+    """Bytes of parameters and tables, shared ones once, packed copies included; not those that a GPU reads out of host
+    memory."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if t.numel()}
+    for table in _on_host(model):
+        tensors.pop(table.weight.data_ptr(), None)
     packed = [m.packed_bytes for m in model.modules() if isinstance(m, Linear)]
     return sum(t.nbytes for t in tensors.values()) + sum(packed)
 
@@ -69,15 +75,26 @@ def loaded_bytes(model: nn.Module) -> int:
         if isinstance(module, Linear | ExpertLinear) and module.quantization == "fp8" and can_quantize(module):
             rows = module.weight.numel() // module.in_features
             sizes[id(module.weight)] = module.weight.numel() + 4 * rows
-    return sum(sizes.values())
+    return sum(sizes.values()) - host_bytes(model)
 
 
-def check_weights_fit(model: nn.Module, config: EngineConfig, card: Card) -> None:
+def host_bytes(model: nn.Module) -> int:
+    """Bytes of the tables that a GPU reads out of host memory (host_tables.py)."""
+    return sum(table.weight.nbytes for table in _on_host(model))
+
+
+def _on_host(model: nn.Module) -> list[Embedding]:
+    return [module for module in model.modules() if isinstance(module, Embedding) and module.on_host]
+
+
+def check_weights_fit(model: CausalLM, config: EngineConfig, card: Card) -> None:
     """Before anything is read. Raises OutOfMemoryPlanError."""
     weights, usable = loaded_bytes(model), card.usable(config.gpu_memory_utilization)
     if weights >= usable:
         ways = ["raise --gpu-memory-utilization"] if config.gpu_memory_utilization < 0.9 else []
         ways += ["--quantization fp8 halves most of the weights"] if config.quantization is None else []
+        tables = sum(table.weight.nbytes for table in model.lookup_tables() if not table.on_host)
+        ways += [f"--per-layer-embeddings host keeps {gib(tables)} of them in host memory"] if tables else []
         hint = "; ".join([*ways, "a smaller model or a larger GPU"]) + "."
         raise OutOfMemoryPlanError(
             f"The model does not fit: its weights take {gib(weights)}; {gib(usable)} of the {gib(card.total)} on "
@@ -99,14 +116,15 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> MemoryBu
     Without `kv_cache_memory_bytes` the pages get at most 4 GiB: the CPU path is for demonstration and tests, and should
     not take a workstation's memory because it is there. They are mapped, not touched: unused ones cost nothing.
     """
-    info = _meminfo()
-    usable = weights + max(0, int(info["MemAvailable"] * config.gpu_memory_utilization) - _HOST_RESERVE)
+    total, available = host_memory()
+    usable = weights + max(0, int(available * config.gpu_memory_utilization) - _HOST_RESERVE)
     limit = config.kv_cache_memory_bytes or _DEFAULT_CPU_KV
-    return MemoryBudget(info["MemTotal"], usable, weights, activations, limit)
+    return MemoryBudget(total, usable, weights, activations, limit)
 
 
-def gpu_budget(config: EngineConfig, weights: int, needs: StepNeeds, card: Card) -> MemoryBudget:
-    """`gpu_memory_utilization` of the card, and what was measured there with the weights in place."""
+def gpu_budget(config: EngineConfig, weights: int, needs: StepNeeds, card: Card, on_host: int = 0) -> MemoryBudget:
+    """`gpu_memory_utilization` of the card, and what was measured there with the weights in place, but for `on_host`
+    bytes of them that stay in host memory."""
     return MemoryBudget(
         card.total,
         card.usable(config.gpu_memory_utilization),
@@ -116,6 +134,7 @@ def gpu_budget(config: EngineConfig, weights: int, needs: StepNeeds, card: Card)
         needs.graphs,
         max(0, needs.in_use - card.others - weights) + _ROUNDING,
         needs.buffers,
+        on_host,
     )
 
 
@@ -130,19 +149,3 @@ def outcome(plan: MemoryPlan, card: Card) -> str:
         f"allocated {gib(torch.cuda.memory_allocated(card.device))}, reserved {gib(reserved)}; "
         f"{gib(plan.budget.usable - taken)} left for steps, {gib(plan.budget.activations)} planned"
     )
-
-
-def _meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes, `MemAvailable` lowered to the cgroup's limit if there is one."""
-    info = {}
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            name, value = line.split(":", 1)
-            info[name] = int(value.split()[0]) * 1024
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, \
-                open("/sys/fs/cgroup/memory.current", encoding="ascii") as used:
-            info["MemAvailable"] = min(info["MemAvailable"], int(limit.read()) - int(used.read()))
-    except (OSError, ValueError):
-        pass  # no cgroup v2 limit ("max" is no number)
-    return info

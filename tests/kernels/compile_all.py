@@ -17,6 +17,7 @@ from engine.kernels import (
     triton_gated_norm,
     triton_gemv,
     triton_heads,
+    triton_host_rows,
     triton_moe,
     triton_post_norm,
     triton_quant,
@@ -110,6 +111,7 @@ def run_all(fp8):
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
     triton_fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu")
+    triton_host_rows.gather_rows(zeros(4, 8960), numbers(3).long(), 16.0)
     post_norm(5376, 1)
     post_norm(2816, 3)
     experts(4, 2, 2048, 768, BF16, 2)

@@ -10,6 +10,8 @@
       |- request table   token ids and block tables
       '- KV cache        the rest: extents of pages, and of states if the model has recurrent layers (spec.py)
 
+Tables that the GPU reads out of host memory are listed below it: they take none of this.
+
 What does not fit is fitted where the user left it open (context, sequences), else refused with the numbers and the flag
 to change: never an out-of-memory error minutes later.
 """
@@ -38,6 +40,7 @@ class MemoryBudget:
     graphs: int = 0
     overhead: int = 0
     buffers: int = 0
+    on_host: int = 0  # weights that a GPU reads out of host memory: no part of what is usable here
 
     @property
     def parts(self) -> list[tuple[str, int, str]]:
@@ -99,6 +102,9 @@ class MemoryPlan:
         lines = ["Memory plan"] + [f"  {name:<15}{gib(size):>12}   {text}".rstrip() for name, size, text in rows]
         if not self._uniform:
             lines += [f"  {'':<15}{gib(size):>12}   {text}" for size, text in self._kinds()]
+        if self.budget.on_host:
+            lines.append(f"  {'in host memory':<15}{gib(self.budget.on_host):>12}   per-layer embeddings: as much GPU "
+                         "memory is saved; each token's row comes over the bus")
         full = _largest(lambda n: self._extents_for(n) <= self.num_extents, self.num_extents, 1)
         lines.append(f"  context {self.max_model_len:,} tokens; {full:,} requests of that length fit at the same time")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])

@@ -1,0 +1,128 @@
+"""Host memory that kernels read by its address: for tables of which a step needs a few rows only.
+
+    anonymous pages ─► filled, by whoever loads ─► page-locked and mapped for the GPU ─► read over the bus ─► released
+
+The size is exact, where an allocator of pinned buffers rounds up to a power of two (a table of 4.7 GB would take 8).
+Pages are locked after they were filled: the threads that fill them have them made, side by side, and only then does the
+driver walk through them. The memory goes back when the last tensor in it is gone.
+"""
+
+import ctypes
+import functools
+import math
+import mmap
+import sys
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+_PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_...
+# Huge pages are locked and looked up faster; a fork (of whatever library) must neither inherit nor copy the table.
+_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP")
+
+
+class HostMemoryError(Exception):
+    """The system or the driver refuses host memory; the text says why."""
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros in pages of its own, not locked yet. Nothing is taken before it is written to.
+
+    Raises HostMemoryError if the system has no room for it.
+    """
+    count = math.prod(shape)
+    try:
+        pages = _Pages(count * dtype.itemsize)
+    except OSError as error:
+        raise HostMemoryError(f"the system gives no memory ({error.strerror})") from None
+    flat = torch.frombuffer(pages, dtype=dtype, count=count)  # holds `pages` as long as it lives
+    _alive[flat.data_ptr()] = pages
+    return flat.view(shape)
+
+
+def lock(tensor: torch.Tensor) -> None:
+    """Page-lock what `empty` gave, and let every kernel of this process read it by `tensor.data_ptr()`.
+
+    Raises HostMemoryError, with the memory as it was.
+    """
+    _alive[tensor.data_ptr()].lock(tensor.data_ptr())
+
+
+def is_locked(tensor: torch.Tensor) -> bool:
+    pages = _alive.get(tensor.data_ptr())
+    return pages is not None and pages.address is not None
+
+
+class _Pages(mmap.mmap):
+    """Anonymous memory that unlocks itself before it is unmapped: the driver would hold on to the pages."""
+
+    address: int | None = None  # set while locked
+    context: ctypes.c_void_p    # the one that was current then
+
+    def __new__(cls, size: int) -> "_Pages":
+        whole = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = super().__new__(cls, -1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for name in _ADVICE:
+            try:
+                pages.madvise(getattr(mmap, name))
+            except (AttributeError, OSError):
+                pass  # a system without it: slower, not wrong
+        return pages
+
+    def lock(self, address: int) -> None:
+        if self.address is not None:
+            return
+        driver, context, seen = _driver(), ctypes.c_void_p(), ctypes.c_uint64()
+        _check(driver, driver.cuCtxGetCurrent(ctypes.byref(context)))
+        _check(driver, driver.cuMemHostRegister_v2(address, len(self), _PORTABLE | _MAPPED))
+        self.address, self.context = address, context
+        result = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(seen), address, 0)
+        if result or seen.value != address:
+            self.unlock()
+            _check(driver, result)
+            raise HostMemoryError("the GPU would see it under another address")
+
+    def unlock(self) -> None:
+        """After what still reads it on the GPU. An error says that the driver is gone, and with it the lock."""
+        if self.address is None:
+            return
+        driver, popped = _driver(), ctypes.c_void_p()
+        inside = driver.cuCtxPushCurrent_v2(self.context) == 0
+        driver.cuCtxSynchronize()
+        driver.cuMemHostUnregister(self.address)
+        if inside:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(popped))
+        self.address = None
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the end of a process releases everything
+            self.unlock()
+
+
+_alive: WeakValueDictionary[int, _Pages] = WeakValueDictionary()  # by address
+
+
+@functools.cache
+def _driver() -> Any:
+    """libcuda with the types of what is called here. Raises HostMemoryError where there is none."""
+    try:
+        torch.cuda.synchronize()  # torch makes the context, and it becomes this thread's
+        driver = ctypes.CDLL("libcuda.so.1")
+    except (OSError, RuntimeError, AssertionError) as error:
+        raise HostMemoryError(f"there is no CUDA driver ({error})") from None
+    pointer = ctypes.c_void_p
+    driver.cuMemHostRegister_v2.argtypes = [pointer, ctypes.c_size_t, ctypes.c_uint]
+    driver.cuMemHostGetDevicePointer_v2.argtypes = [pointer, pointer, ctypes.c_uint]
+    driver.cuMemHostUnregister.argtypes = [pointer]
+    driver.cuCtxPushCurrent_v2.argtypes = [pointer]
+    for name in ("cuCtxGetCurrent", "cuCtxPopCurrent_v2"):
+        getattr(driver, name).argtypes = [pointer]
+    return driver
+
+
+def _check(driver: Any, result: int) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(result, ctypes.byref(text))
+        raise HostMemoryError(f"the CUDA driver says: {(text.value or b'unknown error').decode()} ({result})")
