@@ -46,6 +46,27 @@ class Tiles(NamedTuple):
     down: VectorTiles | MatrixTiles
 
 
+class StreamTiles(NamedTuple):
+    """A program multiplies BLOCK_N rows of a weight (twice as many with a gate, as many of each expert in `down`) by
+    BLOCK_K columns at a time, and has DEPTH such blocks on their way."""
+
+    block_n: int
+    block_k: int
+    depth: int
+    warps: int
+
+
+class FewTiles(NamedTuple):
+    """For the three kernels of triton_moe_few. The first two of these run in one, and so do the last two: they have the
+    same number of warps."""
+
+    router: StreamTiles  # of which all blocks are on their way at once
+    beside_gate_up: StreamTiles
+    gate_up: StreamTiles
+    down: StreamTiles
+    beside_down: StreamTiles
+
+
 # Measured, for cards of compute capability 9.0: (E, k, H, I, bytes) -> {most tokens: tiles}, in order of tokens.
 _MEASURED: dict[Shape, dict[int, Tiles]] = {}
 
@@ -59,6 +80,23 @@ def tiles_for(shape: Shape, tokens: int, shared: int) -> Tiles:
         return Tiles(0, vector_gate_up(shape), vector_down(shape))
     rows = block_rows(shape, tokens)
     return Tiles(rows, matrix(shape, rows, shared, gate=True), matrix(shape, rows, shared, gate=False))
+
+
+def few_tiles(shape: Shape, router_itemsize: int, beside: int, beside_itemsize: int) -> FewTiles:
+    """For up to VECTOR_TOKENS tokens. `beside`: width of the MLP beside the experts.
+
+    64 to 128 bytes of a weight a thread are on their way, in rows of 256 bytes or more, and programs are as many as
+    find room at a time: so much that the memory is never idle.
+    """
+    whole = _power_of_two(shape.hidden)
+    router = StreamTiles(2, whole if whole * router_itemsize <= 4096 else 2048 // router_itemsize, 0, 4)
+    beside_gate_up = StreamTiles(8 if beside >= 1024 else 4, 512 // beside_itemsize, 3, 4)
+    beside_down = StreamTiles(16, 256 // beside_itemsize, 4, 4)
+    if beside <= 1024:
+        beside_down = StreamTiles(16, min(512, 1024 // beside_itemsize), 2, 4)
+    gate_up = StreamTiles(4, 512 // shape.itemsize, 2, 1)
+    down = StreamTiles(4, 256 // shape.itemsize, 3, 4)
+    return FewTiles(router, beside_gate_up, gate_up, down, beside_down)
 
 
 def all_kinds(shape: Shape, most: int, shared: int) -> list[int]:

@@ -9,7 +9,7 @@ The experts of a layer are two stacked weights, filled in place from whatever fo
 (Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088.)
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,11 @@ from torch import nn
 from engine.kernels.moe_tiles import VECTOR_TOKENS, Shape, all_kinds
 from engine.kernels.threads import num_threads
 from engine.layers.activation import Gate
-from engine.layers.linear import Linear, can_quantize, empty_parameter
+from engine.layers.linear import Linear, UnnormedRows, can_quantize, empty_parameter
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
+
+if TYPE_CHECKING:
+    from engine.kernels.triton_moe_few import Beside
 
 
 class Routing(NamedTuple):
@@ -54,10 +57,6 @@ class Router(Linear):
         super().__init__(hidden_size, num_experts)
         self.top_k = top_k
         self.renormalize = renormalize
-
-    def in_vector_form(self, rows: int) -> bool:
-        """No: the norm before it gives its result to the experts as well, so it cannot be a part of this product."""
-        return False
 
     def choose(self, x: torch.Tensor) -> Routing:
         """x [T, H] -> the experts of each token."""
@@ -111,6 +110,11 @@ class RoutedExperts(nn.Module):
     def finalize(self) -> None:
         self._threads = torch.get_num_threads()
 
+    @property
+    def stacks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Weights and scales, as kernels take them."""
+        return self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale, self.down_proj.scale
+
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, H] -> [T, H]."""
         if x.is_cuda:
@@ -128,10 +132,7 @@ class RoutedExperts(nn.Module):
     def _on_gpu(self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None) -> torch.Tensor:
         from engine.kernels.triton_moe import routed_experts
 
-        return routed_experts(
-            x, *routing, self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale,
-            self.down_proj.scale, gate=self.gate, residual=residual,
-        )  # fmt: skip
+        return routed_experts(x, *routing, *self.stacks, gate=self.gate, residual=residual)
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """One expert after the other, each with all of its tokens; experts that nobody chose are not touched."""
@@ -177,12 +178,35 @@ class SparseMLP(nn.Module):
         self.gate = Router(hidden_size, num_experts, top_k, renormalize=renormalize)
         self.experts = RoutedExperts(hidden_size, inner, num_experts)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(x, self.gate.choose(x))
+    def for_few(self, rows: int) -> bool:
+        """Whether so few rows take three kernels for the whole block, norm and all (engine/kernels/triton_moe_few)."""
+        return self.gate.in_vector_form(rows)
 
-    def onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._of_few(x, None) if self.for_few(x.shape[0]) else self.experts(x, self.gate.choose(x))
+
+    def onto(self, residual: torch.Tensor, x: torch.Tensor | UnnormedRows) -> torch.Tensor | None:
         """As RoutedExperts.onto."""
+        if isinstance(x, UnnormedRows) or self.for_few(x.shape[0]):
+            self._of_few(x, residual)
+            return None
         return self.experts.onto(residual, x, self.gate.choose(x))
+
+    def _beside(self) -> "Beside | None":
+        """The MLP that every token goes through, if there is one."""
+        return None
+
+    def _of_few(self, x: torch.Tensor | UnnormedRows, residual: torch.Tensor | None) -> torch.Tensor:
+        from engine.kernels.triton_moe_few import Norm, sparse_block
+
+        norm = None
+        if isinstance(x, UnnormedRows):
+            x, norm = x.values, Norm(x.weight, x.eps, x.offset)
+        out, _ = sparse_block(
+            x, self.gate.weight, *self.experts.stacks, top_k=self.gate.top_k, renormalize=self.gate.renormalize,
+            gate=self.experts.gate, norm=norm, beside=self._beside(), residual=residual,
+        )  # fmt: skip
+        return out
 
 
 def kinds_of_steps(model: nn.Module, most: int, shared: int) -> set[int]:

@@ -28,7 +28,7 @@ from engine.layers.rope import Rope
 from engine.models.base import Weights
 from engine.models.config import ModelConfig
 from engine.models.config_gemma import GemmaConfig, GemmaLayerConfig, read_gemma4
-from engine.models.gemma import Following, GemmaForCausalLM, GemmaLayer
+from engine.models.gemma import Following, GemmaForCausalLM, GemmaLayer, GemmaMLP
 from engine.models.moe_config import MoeConfig
 
 _LAYER_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
@@ -109,6 +109,26 @@ class ParallelExperts(nn.Module):
         """x [T, H] normalised for the experts, and for the router."""
         return self.experts(x, self.router(for_router))
 
+    def with_mlp(
+        self, mlp: GemmaMLP, normed: Activations, x: Activations, for_router: Activations
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The MLP's result and these experts'; few rows take three kernels for both."""
+        assert isinstance(x, torch.Tensor)
+        assert isinstance(for_router, torch.Tensor)
+        first, second, router = mlp.gate_up_proj, mlp.down_proj, self.router
+        few = all(product.in_vector_form(x.shape[0]) for product in (first, second, router.proj))
+        if not few or not isinstance(normed, torch.Tensor):
+            return mlp(normed), self(x, for_router)
+        from engine.kernels.triton_moe_few import Beside, sparse_block
+
+        ours, beside = sparse_block(
+            x, router.proj.weight, *self.experts.stacks, top_k=router.proj.top_k, gate=self.experts.gate,
+            expert_scale=router.per_expert_scale, for_router=for_router, for_beside=normed,
+            beside=Beside(first.weight, first.scale, second.weight, second.scale),
+        )  # fmt: skip
+        assert beside is not None
+        return beside, ours
+
     def weights(self, prefix: str) -> Weights:
         experts = self.experts.stacked_weights if self.stacked else self.experts.weights
         return {
@@ -143,9 +163,12 @@ class Gemma4Layer(GemmaLayer):
             norms += sparse.pre_feedforward_layernorm_2, sparse.router.norm
         y = self.self_attn(normed, rope)
         normed, *others = self.post_attention_layernorm.onto(x, y, norms, self.mlp.gate_up_proj)
-        y, branch = self.mlp(normed), None
-        if sparse is not None:
-            branch = sparse.post_feedforward_layernorm_1, sparse(*others), sparse.post_feedforward_layernorm_2
+        branch = None
+        if sparse is None:
+            y = self.mlp(normed)
+        else:
+            y, experts = sparse.with_mlp(self.mlp, normed, *others)
+            branch = sparse.post_feedforward_layernorm_1, experts, sparse.post_feedforward_layernorm_2
         post = self.post_feedforward_layernorm
         if extra is not None:
             assert e is not None

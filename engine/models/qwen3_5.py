@@ -13,6 +13,7 @@ Checkpoints of the multimodal model load too: their vision tensors, and the draf
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,6 +33,9 @@ from engine.models.base import CausalLM, Weights
 from engine.models.config import ModelConfig
 from engine.models.config_qwen3_5 import Qwen35Config, read_qwen3_5
 from engine.models.llama import LlamaMLP
+
+if TYPE_CHECKING:
+    from engine.kernels.triton_moe_few import Beside
 
 _MULTIMODAL = "model.language_model."  # where those checkpoints have the text model
 
@@ -101,10 +105,24 @@ class SharedExpertMLP(SparseMLP):
         """Products that read the layer's norm; experts do as well, and need it in plain numbers."""
         return self.shared_expert.gate_up_proj, self.shared_expert_gate, self.gate
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).addcmul_(self.shared_expert_gate(x).sigmoid(), self.shared_expert(x))
+    def for_few(self, rows: int) -> bool:
+        return all(product.in_vector_form(rows) for product in (*self.readers, self.shared_expert.down_proj))
 
-    def onto(self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows) -> torch.Tensor | None:
+    def _beside(self) -> "Beside":
+        from engine.kernels.triton_moe_few import Beside
+
+        first, second = self.shared_expert.gate_up_proj, self.shared_expert.down_proj
+        return Beside(first.weight, first.scale, second.weight, second.scale, self.shared_expert_gate.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.for_few(x.shape[0]):
+            return y
+        return y.addcmul_(self.shared_expert_gate(x).sigmoid(), self.shared_expert(x))
+
+    def onto(self, residual: torch.Tensor, x: Activations) -> torch.Tensor | None:
+        if isinstance(x, UnnormedRows) or (isinstance(x, torch.Tensor) and self.for_few(x.shape[0])):
+            return super().onto(residual, x)
         plain = x.plain if isinstance(x, QuantizedRows) else x
         assert plain is not None
         y = super().onto(residual, plain)
@@ -157,7 +175,6 @@ class Qwen35Layer(nn.Module):
             normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate_up_proj)
             return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual
         normed, residual = self.post_attention_layernorm.add(x, residual, *mlp.readers)
-        assert not isinstance(normed, UnnormedRows)  # the router reads no such
         return mlp.onto(residual, normed), residual
 
     def weights(self, prefix: str) -> Weights:

@@ -2,6 +2,7 @@
 
 import torch
 
+from engine.layers.linear import QuantizedRows
 from engine.layers.moe import SparseMLP
 from engine.layers.rope import Rope
 from engine.models.base import Weights
@@ -39,7 +40,7 @@ class SparseLayer(LlamaLayer):
         normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
         x = attention.o_proj.onto(residual, attention.heads(normed, rope))
         normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate)
-        assert isinstance(normed, torch.Tensor)  # experts read no other form
+        assert not isinstance(normed, QuantizedRows)  # experts read no such
         return mlp.onto(residual, normed), residual
 
 

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.moe_tiles import Shape, tiles_for
-from engine.layers.linear import Linear
-from engine.layers.moe import ExpertLinear, RoutedExperts, Router, Routing, choose_experts, kinds_of_steps
+from engine.layers.linear import Linear, UnnormedRows
+from engine.layers.moe import ExpertLinear, RoutedExperts, Router, Routing, SparseMLP, choose_experts, kinds_of_steps
+from engine.layers.norm import RMSNorm
 from engine.layers.quant import FP8
 from engine.models.loader import quantize
 from engine.worker.memory import loaded_bytes, weight_bytes
@@ -105,12 +106,16 @@ def test_quantisation_leaves_the_router_and_odd_sizes_alone():
     assert model.experts.down_proj.weight.dtype == torch.float32
 
 
-def test_the_norm_before_a_router_gives_plain_activations():
-    """The experts read them too, so they may not be in a form for the router's product alone."""
-    router = Router(HIDDEN, EXPERTS, 2)
-    router._product = Linear._on_gpu
-    assert not router.in_vector_form(1)
-    assert not router.wants_fp8(100)
+def test_the_norm_before_a_sparse_block():
+    """Few rows pass it in the block's own kernels; more come as plain numbers, for the experts read them too."""
+    block, norm = SparseMLP(HIDDEN, 32, EXPERTS, 2), RMSNorm(HIDDEN, 1e-6)
+    norm.weight = nn.Parameter(torch.ones(HIDDEN), requires_grad=False)
+    block.gate._product = Linear._on_gpu
+    assert block.for_few(4)
+    assert not block.for_few(5)
+    assert isinstance(norm.add(None, torch.ones(4, HIDDEN), block.gate)[0], UnnormedRows)
+    assert isinstance(norm.add(None, torch.ones(5, HIDDEN), block.gate)[0], torch.Tensor)
+    assert not block.gate.wants_fp8(100)
 
 
 def test_memory_of_a_quantised_model_is_known_before_it_is_loaded():
