@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--mamba-ssm-cache-dtype", default="auto")
+    parser.add_argument("--per-layer-embeddings", default="auto")
 
 
 class Phases:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         model=args.model, skip_tokenizer_init=True, device=args.device, dtype=args.dtype,
         load_format=args.load_format, max_model_len=args.context + steps + 1, max_num_seqs=args.batch,
         quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype,
-        mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype,
+        mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype, per_layer_embeddings=args.per_layer_embeddings,
     )  # fmt: skip
     engine = llm.engine
     runner: Any = engine.runner

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--mamba-ssm-cache-dtype", default="auto")
+    parser.add_argument("--per-layer-embeddings", default="auto")
     parser.add_argument("--max-model-len", type=int, help="default: the longest request of the workloads")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     ours = Ours(
         args.model, load_format=args.load_format, skip_tokenizer_init=True, device=args.device, dtype=args.dtype,
         quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype, max_num_seqs=args.max_num_seqs,
-        mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype,
+        mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype, per_layer_embeddings=args.per_layer_embeddings,
         max_model_len=args.max_model_len or longest, max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
     )  # fmt: skip
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     facts = {
         "engine": "atoll", "model": args.model.name, "dtype": args.dtype, "quantization": args.quantization,
         "kv_cache_dtype": args.kv_cache_dtype, "mamba_ssm_cache_dtype": args.mamba_ssm_cache_dtype,
+        "per_layer_embeddings": args.per_layer_embeddings,
         **report.machine(device), "temperature": _TEMPERATURE,
         "start_secs": round(ours.start_secs, 2), "first_answer_secs": round(first_answer, 2),
     }  # fmt: skip

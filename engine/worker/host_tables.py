@@ -67,8 +67,7 @@ def lock_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> 
     if config.per_layer_embeddings == "host":
         raise ConfigError(f"{FLAG} host: {gib(size)} of host memory cannot be locked for {device}: {reason}.", FLAG,
                           f"Use {FLAG} gpu, or leave the flag out.")  # fmt: skip
-    log.warning("Per-layer embeddings take %s of the GPU's memory: on the host they cannot be locked, as %s.", gib(size),
-                reason)  # fmt: skip
+    log.warning("Per-layer embeddings take %s of the GPU's memory: the host's cannot be locked, %s.", gib(size), reason)
     try:
         for table in model.lookup_tables():
             if table.on_host:

@@ -135,7 +135,7 @@ def test_with_too_little_host_memory_they_stay_on_the_gpu_and_the_log_says_so(ma
 
 def test_asked_for_but_impossible_is_refused_with_the_numbers_and_what_to_do(machine, model_dir, monkeypatch):
     machine.left = 3 * GIB
-    with pytest.raises(ConfigError, match=r"0\.1 MiB cannot be kept in host memory: 3\.00 GiB are available") as refusal:
+    with pytest.raises(ConfigError, match=r"0\.1 MiB cannot be kept .*: 3\.00 GiB are available") as refusal:
         kept(model_dir, "host")
     assert refusal.value.flag == "--per-layer-embeddings"
     assert "MemoryMax=" in refusal.value.hint
@@ -212,7 +212,7 @@ def test_what_fits_nowhere_is_refused(machine, unlockable, model_dir, monkeypatc
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, 8 * GIB))
     monkeypatch.setattr(torch.Tensor, "to", full)
     model = kept(model_dir)
-    with pytest.raises(OutOfMemoryPlanError, match=r"fit nowhere: .*801.*1\.00 GiB of the 8\.00 GiB on cuda:0 are free"):
+    with pytest.raises(OutOfMemoryPlanError, match=r"fit nowhere: .*801.*1\.00 GiB of the 8\.00 GiB on cuda:0"):
         host_tables.lock_tables(model, config(), GPU)
 
 
