@@ -30,6 +30,10 @@ if [ "$what" != tests ]; then
     bench mixed-small single --model $configs/gemma4-31b --quantization fp8
     bench mixed-small single --model $configs/gemma4-31b --quantization fp8 --kv-cache-dtype fp8
     bench prefill --model $configs/gemma4-31b --quantization fp8
+    for place in host gpu; do  # what the bus costs
+        bench mixed mixed-small single --model $configs/gemma4-e2b --per-layer-embeddings $place
+        bench prefill --model $configs/gemma4-e2b --per-layer-embeddings $place
+    done
     bench single --model $configs/gemma4-26b-a4b --quantization fp8
     bench single --model $configs/qwen3.6-35b-a3b --quantization fp8
     python3 -m engine.bench moe --model $configs/qwen3-30b-a3b --json
