@@ -181,8 +181,8 @@ SETTINGS = frozenset({
     "schema_version", "host", "port", "model", "served-model-name", "gpus", "device", "dtype", "quantization",
     "max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "kv-cache-memory-bytes",
     "kv-cache-dtype", "block-size", "enable-prefix-caching", "enable-chunked-prefill", "enforce-eager",
-    "tensor-parallel-size", "seed", "load-format", "mamba-ssm-cache-dtype", "shutdown-timeout", "max-restarts",
-    "log-level", "log-format", "access-log", "disable-access-log", "generation-config", "api-key-file", "ssl-certfile",
+    "tensor-parallel-size", "seed", "load-format", "mamba-ssm-cache-dtype", "per-layer-embeddings", "shutdown-timeout",
+    "max-restarts", "log-level", "log-format", "access-log", "disable-access-log", "generation-config", "api-key-file", "ssl-certfile",
     "ssl-keyfile", "allow-plain-http", "uds", "scheduling-policy", "stream-interval", "async-scheduling",
 })  # fmt: skip
 
