@@ -182,8 +182,9 @@ SETTINGS = frozenset({
     "max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "kv-cache-memory-bytes",
     "kv-cache-dtype", "block-size", "enable-prefix-caching", "enable-chunked-prefill", "enforce-eager",
     "tensor-parallel-size", "seed", "load-format", "mamba-ssm-cache-dtype", "per-layer-embeddings", "shutdown-timeout",
-    "max-restarts", "log-level", "log-format", "access-log", "disable-access-log", "generation-config", "api-key-file", "ssl-certfile",
-    "ssl-keyfile", "allow-plain-http", "uds", "scheduling-policy", "stream-interval", "async-scheduling",
+    "max-restarts", "log-level", "log-format", "access-log", "disable-access-log", "generation-config", "api-key-file",
+    "ssl-certfile", "ssl-keyfile", "allow-plain-http", "uds", "scheduling-policy", "stream-interval",
+    "async-scheduling",
 })  # fmt: skip
 
 
