@@ -38,6 +38,43 @@ def decode(
     return out
 
 
+def decode_projection(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    splits: int = 1,
+    scale: float,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """triton_attention.decode_projection. `splits` changes nothing here."""
+    page_size = k_cache.shape[1]
+    there = (seq_lens > 0).nonzero().flatten()
+    positions = seq_lens[there].long() - 1
+    slots = block_table[rows[there].long(), positions // page_size].long() * page_size + positions % page_size
+    q = torch.zeros_like(out)
+    q[there] = rope_and_write_kv(
+        qkv[there], cos, sin, positions, slots, k_cache, v_cache, out.shape[1], q_norm=q_norm, k_norm=k_norm, eps=eps,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    return decode(
+        q, k_cache, v_cache, rows, seq_lens, block_table, out, scale=scale, k_scale=k_scale, v_scale=v_scale,
+        window=window, softcap=softcap,
+    )  # fmt: skip
+
+
 def mixed(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -234,6 +271,7 @@ def rope_and_write_kv(
     v_cache: torch.Tensor,
     num_heads: int,
     *,
+    begin: int = 0,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
@@ -242,6 +280,8 @@ def rope_and_write_kv(
 ) -> torch.Tensor:
     """triton_fused.rope_and_write_kv."""
     _, page_size, kv_heads, dim = k_cache.shape
+    whole = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
+    qkv, positions, slots = qkv[begin:], positions[begin:], slots[begin:]
     q, k, v = qkv.unflatten(-1, (-1, dim)).split((num_heads, kv_heads, kv_heads), 1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
@@ -253,9 +293,8 @@ def rope_and_write_kv(
     qkv.unflatten(-1, (-1, dim))[:, num_heads : num_heads + kv_heads] = k
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         _indexable(cache)[page, offset] = _indexable(_to_cache(new, scale, cache.dtype))
-    out = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
-    out.copy_(_rotated(q, cos[at], sin[at]))
-    return out
+    whole[begin:] = _rotated(q, cos[at], sin[at])
+    return whole
 
 
 def heads_and_write_kv(

@@ -8,7 +8,9 @@ The G = Hq / Hkv query heads that share a key head are the rows of one tile, so 
 
 Decode: grid (B, Hkv, SPLITS). A program attends to one slice of the sequence; the last of a sequence's programs to
 arrive merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one
-captured grid serves any length.
+captured grid serves any length. From a raw projection (`decode_projection`) each program normalises and rotates its
+query heads itself; the program that has a sequence's end does so with the new key, starts from it, and writes it and
+its value to their page, which none of the step's programs reads.
 
 Mixed: grid (tiles, Hkv), one launch for prefill and decode together. The host lists the tiles of BLOCK_Q query tokens;
 a tile holds BLOCK_Q * G query rows (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys
@@ -32,15 +34,15 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, shared_memory, wait_for_previous
+from engine.kernels.triton_fused import saturated
 
 SMALL_BATCH = 8  # sequences
 
 
 @triton.jit
-def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
-    """q k, and the factor that makes exponents of base 2 of it. Without a cap the factor is left to the exponent's
-    argument, where the multiplication costs nothing."""
-    s = tl.dot(q, k)
+def _capped(s, scale, softcap, SOFTCAP: tl.constexpr):
+    """Products s of queries and keys, and the factor that makes exponents of base 2 of them. Without a cap the factor
+    is left to the exponent's argument, where the multiplication costs nothing."""
     if SOFTCAP:  # softcap * tanh(s / softcap); tanh(x) = 1 - 2 / (exp2(2 x log2 e) + 1)
         e = tl.exp2(s * (scale / softcap * 2.8853900817779268))
         return softcap * (1 - 2 / (e + 1)), 1.4426950408889634
@@ -51,7 +53,7 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr):
 def _attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
     """One tile of keys k [D, n] and values v [n, D] more, for running maxima m, sums `total` and outputs acc of q's
     rows; with MASKED only where `live` (which broadcasts to [rows, n])."""
-    s, factor = _scores(q, k, scale, softcap, SOFTCAP)
+    s, factor = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
     if MASKED:
         s = tl.where(live, s, -float("inf"))
     new_m = tl.maximum(m, tl.max(s, 1) * factor)
@@ -104,13 +106,27 @@ def _for_cache(q, FP8: tl.constexpr):
         return q
 
 
+@triton.jit
+def _rotated(x_at, d, partner, live, norm_ptr, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Raw heads [R, DP] at `x_at`, normalised and rotated. `partner` is the dimension that each d rotates with."""
+    x = tl.load(x_at + d[None, :], mask=live, other=0.0)
+    other = tl.load(x_at + partner[None, :], mask=live, other=0.0)
+    a, b = x.to(tl.float32), other.to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
+        a = ((a * factor).to(x.dtype) * tl.load(norm_ptr + d, mask=d < D, other=0.0)[None, :]).to(tl.float32)
+        b = ((b * factor).to(x.dtype) * tl.load(norm_ptr + partner, mask=d < D, other=0.0)[None, :]).to(tl.float32)
+    return (a * cos[None, :] + b * sin[None, :]).to(x.dtype)
+
+
 @kernel
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps,
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -131,18 +147,49 @@ def _decode_kernel(
         if split == 0:  # a sequence of length 0
             tl.store(out_ptr + at_out, tl.zeros([GP, DP], out_ptr.dtype.element_ty), mask=q_mask)
         return
-    q = tl.load(q_ptr + b * q_stride + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
-    q = _for_cache(q, FP8)
     table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
-    m = tl.full([GP], -float("inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
-    pages = _pages_of(table, start, first, end, PAGE, TILE)
-    for at in range(start, end, TILE):
+    stop = end  # of what the pages hold
+    if RAW:
+        stop = tl.minimum(end, seq_len - 1)
+    pages = _pages_of(table, start, first, stop, PAGE, TILE)
+    at_token = q_ptr + b * q_stride
+    if RAW:
+        partner = (d + D // 2) % D
+        inside = d < D
+        angle = (seq_len - 1) * (D // 2) + d % (D // 2)
+        cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
+        sin = tl.where(d < D // 2, -sin, sin)
+        q = _rotated(at_token + head[:, None] * D, d, partner, q_mask, q_norm_ptr, cos, sin, eps, D, NORM)
+        q = _for_cache(q, FP8)
+        # The newest key and value, as the cache holds them: the slice with the end starts from them.
+        is_last = end == seq_len
+        at_k = at_token + (HKV * G + h) * D + tl.zeros([1, 1], tl.int32)
+        new_k = _rotated(at_k, d, partner, inside[None, :], k_norm_ptr, cos, sin, eps, D, NORM)
+        new_v = tl.load(at_k + HKV * D + d[None, :], mask=inside[None, :], other=0.0)
+        if FP8:
+            new_k = saturated(new_k.to(tl.float32) / k_scale)
+            new_v = saturated(new_v.to(tl.float32) / v_scale)
+        new_k, new_v = new_k.to(k_ptr.dtype.element_ty), new_v.to(v_ptr.dtype.element_ty)
+        page = tl.load(table + (seq_len - 1) // PAGE).to(tl.int64)
+        slot = page * k_stride_page + (seq_len - 1) % PAGE * k_stride_token + h * k_stride_head + d[None, :]
+        tl.store(k_ptr + slot, new_k, mask=inside[None, :] & is_last)
+        tl.store(v_ptr + slot, new_v, mask=inside[None, :] & is_last)
+        s = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32), 1)
+        s, factor = _capped(s, scale * k_scale, softcap, SOFTCAP)
+        m = tl.where(is_last, s * factor, -float("inf"))
+        total = tl.where(is_last, 1.0, tl.zeros([GP], tl.float32))
+        acc = tl.where(is_last, new_v.to(q.dtype).to(tl.float32), tl.zeros([GP, DP], tl.float32))
+    else:
+        q = _for_cache(tl.load(at_token + head[:, None] * D + d[None, :], mask=q_mask, other=0.0), FP8)
+        m = tl.full([GP], -float("inf"), tl.float32)
+        total = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([GP, DP], tl.float32)
+    for at in range(start, stop, TILE):
         k, v, live = _page_tile(
-            k_ptr, v_ptr, pages, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
+            k_ptr, v_ptr, pages, at, first, stop, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
         )
-        pages = _pages_of(table, at + TILE, first, end, PAGE, TILE)
+        pages = _pages_of(table, at + TILE, first, stop, PAGE, TILE)
         m, total, acc = _attend(
             q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
         )
@@ -364,7 +411,72 @@ def decode(
     more than one, float32 scratch of B Hq splits (D + 1) is taken from torch's allocator, also inside a CUDA graph.
     Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice is at least `shortest` keys.
     """
-    batch, num_heads, dim = q.shape
+    return _decode(
+        q, q.stride(0), (None, None, None, None, 0.0), k_cache, v_cache, rows, seq_lens, block_table, out,
+        splits=splits, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window, softcap=softcap,
+        shortest=shortest, tile=tile, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def decode_projection(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    splits: int,
+    scale: float,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    shortest: int = 0,
+    tile: int = 0,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> torch.Tensor:
+    """`triton_fused.rope_and_write_kv` and `decode` in one: qkv [B, (Hq + 2 Hkv) D], one token a sequence, which stays
+    as it is -> out [B, Hq, D]. The token of sequence b is its last one, at position seq_lens[b] - 1; its key and value
+    go to the slot that the block table gives it. cos, sin [max_len, 1, D / 2] float32.
+    """
+    return _decode(
+        qkv, qkv.stride(0), (cos, sin, q_norm, k_norm, eps), k_cache, v_cache, rows, seq_lens, block_table, out,
+        splits=splits, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window, softcap=softcap,
+        shortest=shortest, tile=tile, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def _decode(
+    q: torch.Tensor,
+    q_stride: int,
+    raw: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float],
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    splits: int,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    window: int | None,
+    softcap: float | None,
+    shortest: int,
+    tile: int,
+    num_warps: int,
+    num_stages: int,
+) -> torch.Tensor:
+    batch, num_heads, dim = out.shape
     kv_heads = k_cache.shape[2]
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(dim)
@@ -378,11 +490,12 @@ def decode(
         lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
     _decode_kernel(
         (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
-        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        *raw, q_stride, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
         DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
-        SOFTCAP=softcap is not None, WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, RAW=raw[0] is not None, NORM=raw[2] is not None,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
 

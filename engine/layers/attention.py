@@ -1,5 +1,7 @@
 """One attention layer's view of the KV cache: write the step's keys and values, then attend over pages."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -18,8 +20,9 @@ class Attention(nn.Module):
     `own_kv=False` there is neither, and the cache that is bound is another layer's. `v_norm_eps`: v is normalised, by
     a norm that has no weight.
 
-    On a GPU all steps before the attention are one kernel; Llama's kind of layer has its own, which works in place. The
-    worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D] after it has planned memory.
+    On a GPU all steps before the attention are one kernel. In Llama's kind of layer a sequence with one token needs
+    none: its attention does them in passing. The worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D]
+    after it has planned memory.
     """
 
     k_cache: torch.Tensor
@@ -98,20 +101,28 @@ class Attention(nn.Module):
         from engine.kernels import triton_attention
 
         tokens = qkv.shape[0]
-        if self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim:
-            q, own = self._heads_like_llama(qkv, rope, positions, slot_mapping)
-        else:
-            q, own = self._heads(qkv, rope, positions, slot_mapping, keep=batch.tiles is not None)
-        out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
         single = tokens if batch.tiles is None else batch.num_single
+        like_llama = self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim
+        q = own = None
+        if not like_llama:
+            q, own = self._heads(qkv, rope, positions, slot_mapping, keep=batch.tiles is not None)
+        elif single < tokens:
+            q, own = self._heads_like_llama(qkv, rope, positions, slot_mapping, begin=single)
+        out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
         if single:
             splits = triton_attention.num_splits(single, self.num_kv_heads, batch.multiprocessors)
-            triton_attention.decode(
-                q[:single], self.k_cache, self.v_cache, batch.rows[:single], batch.seq_lens[:single],
-                batch.block_table, out[:single], splits=splits, scale=self.scale, window=self.window,
-                softcap=self.softcap,
+            pages = (
+                self.k_cache, self.v_cache, batch.rows[:single], batch.seq_lens[:single], batch.block_table,
+                out[:single],
             )  # fmt: skip
+            options: Any = {"splits": splits, "scale": self.scale, "window": self.window, "softcap": self.softcap}
+            if like_llama:
+                triton_attention.decode_projection(qkv[:single], rope.cos, rope.sin, *pages, **self._norms, **options)
+            else:
+                assert q is not None
+                triton_attention.decode(q[:single], *pages, **options)
         if batch.tiles is not None:
+            assert q is not None
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             assert own is not None
             k, v = own.unbind(1)
@@ -127,18 +138,23 @@ class Attention(nn.Module):
         unlike = self.k_eq_v or not self.own_kv or self.v_norm_eps is not None
         return not unlike and not isinstance(self.q_norm, WideRMSNorm)
 
+    @property
+    def _norms(self) -> dict[str, Any]:
+        if self.q_norm is None or self.k_norm is None:
+            return {}
+        return {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps}
+
     def _heads_like_llama(
-        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor
+        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, begin: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [T, Hq, D] and the chunk's own k and v [T, 2, Hkv, D], in place; the cache has k and v too."""
+        """q [T, Hq, D] and the chunk's own k and v [T, 2, Hkv, D], in place, from token `begin` on; the cache has k and
+        v too."""
         from engine.kernels import triton_fused
 
-        norms = {}
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps}
         q = triton_fused.rope_and_write_kv(
-            qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads, **norms
-        )
+            qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads, begin=begin,
+            **self._norms,
+        )  # fmt: skip
         own = qkv[:, self.num_heads * self.head_dim :].view(qkv.shape[0], 2, self.num_kv_heads, self.head_dim)
         return q, own
 

@@ -19,6 +19,7 @@ from engine.kernels import (
     triton_heads,
     triton_host_rows,
     triton_moe,
+    triton_moe_few,
     triton_post_norm,
     triton_quant,
 )
@@ -39,6 +40,11 @@ def attend(dim, group, cache, **options):
     n, table = numbers(4), numbers(4, 4)
     options = {"scale": 0.1, **options}
     triton_attention.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
+    qkv, angle, norm = zeros(4, (group + 2) * dim), torch.zeros(64, 1, dim // 2), zeros(dim)
+    for weights in ({}, {"q_norm": norm, "k_norm": norm}):
+        triton_attention.decode_projection(
+            qkv, angle, angle, kv, kv, n, n, table, torch.empty_like(q), splits=4, **weights, **options
+        )
     block_q = triton_attention.query_rows(dim, q.device) // group
     own, tiles = q[:, :1], numbers(4, 2)
     triton_attention.mixed(
@@ -75,6 +81,22 @@ def experts(num_experts, top_k, hidden, inner, dtype, tokens, **options):
     scales = [torch.zeros(w.shape[:2]) for w in (w13, w2)] if dtype == FP8 else []
     routing = triton_moe.choose_experts(zeros(tokens, num_experts), top_k)
     triton_moe.routed_experts(zeros(tokens, hidden), *routing, w13, w2, *scales, **options)
+
+
+def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, factor, **options):
+    def weight(*shape):
+        return zeros(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
+
+    (w13, scale13), (w2, scale2) = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
+    x, beside = zeros(tokens, hidden), None
+    if width:
+        extra = zeros(1, hidden) if factor else None
+        beside = triton_moe_few.Beside(*weight(2 * width, hidden), *weight(hidden, width), extra)
+    if factor:
+        options |= {"norm": triton_moe_few.Norm(zeros(hidden), 1e-6, 1.0), "residual": x}
+    triton_moe_few.sparse_block(
+        x, zeros(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, beside=beside, **options
+    )
 
 
 def delta():
@@ -117,7 +139,11 @@ def run_all(fp8):
     experts(4, 2, 2048, 768, BF16, 2)
     experts(4, 2, 2816, 704, BF16, 9, gate="gelu_tanh")
     experts(4, 2, 2048, 768, BF16, 4100)
+    sparse_block(8, 2, 2048, 512, 512, BF16, 1, factor=True)
+    sparse_block(8, 2, 2048, 768, 0, BF16, 2, factor=False)
     if fp8:
+        sparse_block(8, 4, 2048, 512, 512, FP8, 1, factor=True)
+        sparse_block(8, 4, 2816, 704, 2112, FP8, 4, factor=False, gate="gelu_tanh", expert_scale=zeros(8))
         experts(4, 2, 2048, 512, FP8, 2)
         experts(4, 2, 2048, 512, FP8, 9)
         experts(4, 2, 2816, 704, FP8, 300)

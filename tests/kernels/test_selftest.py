@@ -88,6 +88,9 @@ def spoil(monkeypatch, module, name, which=None):
     [
         ("decode d128", triton_attention, "decode", None),
         ("decode d128 fp8", triton_attention, "decode", None),
+        ("decode from projection", triton_attention, "decode_projection", None),
+        ("decode from projection, norm", triton_attention, "decode_projection", None),
+        ("decode from projection fp8", triton_attention, "decode_projection", None),
         ("mixed d64 window softcap", triton_attention, "mixed", None),
         ("product 1 row", triton_gemv, "gemv", None),
         ("product 16 rows fp8", triton_gemv, "few_rows", None),

@@ -129,6 +129,70 @@ def test_every_split_count_gives_the_same_result():
         torch.testing.assert_close(result, results[0], rtol=2e-5, atol=2e-5)
 
 
+def check_projection(lengths, group, *, splits, dim=32, kv_heads=2, dtype=torch.float32, cache=None, norm=False,
+                     tol=2e-5, **options):  # fmt: skip
+    """The newest key and value of each sequence still stand in the projection: their slots hold NaN until then."""
+    angle = torch.rand(max(lengths), 1, dim // 2) * 6
+    results = []
+    for kernels in (triton_attention, reference):
+        pages = Pages(lengths, kv_heads, dim, cache or dtype)
+        last = torch.tensor(lengths) - 1
+        at = pages.table[pages.rows.long(), last // PAGE].long(), last % PAGE
+        pages.put(at, *(torch.full((len(lengths), kv_heads, dim), NAN) for _ in range(2)))
+        qkv = pages.randn(len(lengths), (group + 2) * kv_heads * dim + 8).to(dtype)[:, :-8]
+        weights = {}
+        if norm:
+            weights = {"q_norm": pages.randn(dim).to(dtype), "k_norm": pages.randn(dim).to(dtype), "eps": 1e-3}
+        out = torch.full((len(lengths), group * kv_heads, dim), NAN, dtype=dtype)
+        before = qkv.clone()
+        kernels.decode_projection(
+            qkv, angle.cos(), angle.sin(), pages.k, pages.v, pages.rows, torch.tensor(lengths, dtype=torch.int32),
+            pages.table, out, splits=splits, **{"scale": dim**-0.5, **weights, **options},
+        )  # fmt: skip
+        assert torch.equal(qkv, before) or kernels is reference
+        results.append((out, pages.k.float(), pages.v.float()))
+    for ours, twin in zip(*results, strict=True):
+        torch.testing.assert_close(ours, twin, rtol=tol, atol=tol, equal_nan=True)  # unowned slots stay NaN
+    assert not results[0][0].isnan().any()
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("norm", [False, True])
+def test_decode_from_the_projection_at_every_kind_of_length(group, splits, norm):
+    check_projection([1, 2, 15, 16, 17, 63, 64, 65, 66, 129, 200], group, splits=splits, norm=norm)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_decode_from_the_projection_head_sizes(dim):
+    check_projection([1, 70, 150], 2, splits=2, dim=dim, kv_heads=1, norm=True)
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("window", [1, 5, 64, 500])
+def test_decode_from_the_projection_window(window, splits):
+    check_projection([1, 5, 64, 65, 130, 200], 4, splits=splits, window=window)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_from_the_projection_softcap_and_other_types(splits):
+    check_projection([40, 129, 130], 2, splits=splits, scale=2.0, softcap=3.0)
+    check_projection([1, 100, 200], 4, splits=splits, dtype=torch.float16, norm=True, tol=4e-3)
+    check_projection([1, 100, 200], 4, splits=splits, cache=torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0)
+
+
+def test_a_projection_without_a_sequence_gives_zeros_and_writes_nothing():
+    pages = Pages([40], 2, 32)
+    before = pages.k.clone()
+    angle = torch.rand(64, 1, 16)
+    out = triton_attention.decode_projection(
+        pages.randn(1, 8 * 32), angle, angle, pages.k, pages.v, torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32), pages.table, torch.full((1, 4, 32), NAN), splits=2, scale=0.2,
+    )  # fmt: skip
+    assert not out.any()
+    assert torch.equal(pages.k.isnan(), before.isnan())
+
+
 def test_num_splits_fills_the_card_and_no_more():
     assert triton_attention.num_splits(1, 8, 132) == 64
     assert triton_attention.num_splits(8, 8, 132) == 8
