@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.layout import Layout
 from installer.proc import ProcessId
 
@@ -38,6 +39,14 @@ class ServiceState:
         return self.phase in ("running", "restarting")
 
 
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """When a change of what runs began to be felt, and when it began: seconds of the monotonic clock."""
+
+    silent_from: float      # the first part had stopped, or was about to
+    starting_from: float    # the first new process was started
+
+
 class ServiceManager(Protocol):
     """What the install steps need from whatever runs the service."""
 
@@ -47,6 +56,11 @@ class ServiceManager(Protocol):
 
     def stop(self, names: Collection[str] | None = None) -> bool:
         """Stop it and everything it started, or only these parts (instances, "gateway"); whether anything ran."""
+        ...
+
+    def switch(self, names: Collection[str] | None, timeout: float) -> Switched:
+        """Start these parts anew (None: all), with the shortest silence. Returns when none of the old processes is
+        left. Raises InstallError (40)."""
         ...
 
     def apply_units(self, models: Sequence[str]) -> None:
@@ -76,6 +90,15 @@ class ServiceManager(Protocol):
         ...
 
     def log_tail(self, lines: int) -> list[str]: ...
+
+
+def stop_and_start(service: ServiceManager, names: Collection[str] | None) -> Switched:
+    """The plain way from the old processes to the new ones."""
+    silent_from = time.monotonic()
+    service.stop(names)
+    starting_from = time.monotonic()
+    service.start()
+    return Switched(silent_from, starting_from)
 
 
 def code_root() -> Path:
@@ -147,9 +170,9 @@ class PrefixService:
 
     def _not_started(self) -> InstallError:
         return InstallError(
-            "The supervisor of the service did not start.",
+            t("The supervisor of the service did not start."),
             exit_code=ExitCode.UNHEALTHY,
-            hint=f"Read {self.layout.log}.",
+            hint=t("Read {log}.", log=self.layout.log),
             log_tail=self.log_tail(10),
         )
 
@@ -182,6 +205,9 @@ class PrefixService:
                 _wait_gone(process, 5.0)
         self.layout.pidfile.unlink(missing_ok=True)
         return bool(before)
+
+    def switch(self, names: Collection[str] | None, timeout: float) -> Switched:
+        return stop_and_start(self, names)
 
     def state(self) -> ServiceState:
         supervisor = self._supervisor()

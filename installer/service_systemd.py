@@ -5,20 +5,23 @@ With a layout whose root is not the running system (a tree seen from outside), f
 """
 
 import re
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from installer import units
 from installer.errors import ExitCode, InstallError
 from installer.layout import Layout
-from installer.service import ServiceState
+from installer.service import ServiceState, Switched, stop_and_start
 from installer.systemctl import Runner, journal, parse_show, run
 
 _PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "MainPID", "NRestarts", "ExecMainCode", "ExecMainStatus",
-               "Result", "StateChangeTimestamp", "Job", "ControlGroup", "StatusText")  # fmt: skip
+               "Result", "StateChangeTimestamp", "Job", "ControlGroup", "StatusText", "CanReload")  # fmt: skip
 _START_SECONDS = 30.0    # for systemd to take the jobs; loading goes on after that
 _STOP_SECONDS = 180.0    # above TimeoutStopSec= of every unit, one after another
 _RELOAD_SECONDS = 60.0
+_WARM_SECONDS = 120.0    # for a cold disk to give the code of a release
+_POLL_SECONDS = 0.05
 _SLICE = r"system-atoll\x2dengine.slice"  # of the instances of atoll-engine@.service
 _UP = ("active", "activating", "reloading")
 _KILLED = 2              # ExecMainCode: ended by a signal (CLD_KILLED)
@@ -117,6 +120,26 @@ class SystemdService:
         self.stop(names)
         self.start()
 
+    def switch(self, names: Collection[str] | None, timeout: float) -> Switched:
+        """Engines that run hand over to their successors, which have everything ready but the device (the engine's
+        ExecReload=); the gateway is started anew meanwhile, and its clients wait at the socket."""
+        if not self.booted:
+            return stop_and_start(self, names)
+        heirs = self._heirs(names)
+        self._warm({"gateway", *self.models()} - heirs if names is None else set(names) - heirs)
+        if names is None or not heirs:
+            return stop_and_start(self, names)
+        began = time.monotonic()
+        silent_from, old = self._take_over(heirs, timeout)
+        rest = set(names) - heirs
+        self.stop(rest)
+        fresh = [units.GATEWAY, *(units.engine_unit(model) for model in self.models() if model not in heirs)]
+        self._run(["systemctl", "reset-failed", *fresh], 30.0)
+        # Not the target: a start of what still takes over would be merged into a second reload of it.
+        self._systemctl(["start", "--no-block", *fresh], "start the services", timeout=_START_SECONDS)
+        self._await_end(old)
+        return Switched(silent_from, began)
+
     def reload_keys(self) -> None:
         """API keys, the certificate or its key have changed: they hold for the gateway when this returns."""
         if self.booted and self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] in _UP:
@@ -178,6 +201,56 @@ class SystemdService:
         return journal(self._run, ["atoll-engine@*.service", units.GATEWAY, units.SOCKET, units.GPU_READY], lines)
 
     # -- inside
+
+    def _heirs(self, names: Collection[str] | None) -> set[str]:
+        """Engines among these that run, and whose units know how to hand over."""
+        wanted = {units.engine_unit(name): name for name in names or () if name in self.models()}
+        shown = self._show(wanted)
+        return {name for unit, name in wanted.items()
+                if shown[unit]["ActiveState"] == "active" and shown[unit].get("CanReload") == "yes"}
+
+    def _warm(self, names: Collection[str]) -> None:
+        """Read what these will read when they start, while the old ones serve: a cold disk costs seconds. Whether they
+        would start is not judged here, and a release that does not know --check says so in no time."""
+        for name in sorted(names):
+            words = ["gateway"] if name == "gateway" else ["engine", "--model", name]
+            self._run([str(self.layout.current / "bin/atoll"), *words, "--config", str(self.layout.config), "--check"],
+                      _WARM_SECONDS)  # fmt: skip
+
+    def _take_over(self, names: Collection[str], timeout: float) -> tuple[float, set[int]]:
+        """Returns when every one of these engines has a new main process: since when the first may have had it, and
+        the old processes. Raises InstallError (40) for one whose successor could not be prepared; it serves on."""
+        old = {unit: facts["MainPID"] for unit, facts in self._show([units.engine_unit(n) for n in names]).items()}
+        end = time.monotonic() + timeout
+        self._systemctl(["reload", "--no-block", *sorted(old)], "have new engines take over", *sorted(old))
+        pending, silent_from = set(old), None
+        last = now = time.monotonic()
+        while pending:
+            last, now = now, time.monotonic()
+            for unit, facts in self._show(sorted(pending)).items():
+                if facts["MainPID"] != old[unit] or facts["ActiveState"] not in ("active", "reloading"):
+                    pending.discard(unit)
+                    silent_from = silent_from or last
+                elif facts["ActiveState"] == "active" and facts["Job"] in ("", "0"):
+                    raise self._not_prepared(unit)
+            if pending and now > end:
+                raise self._not_prepared(min(pending))
+            time.sleep(_POLL_SECONDS if pending else 0)
+        return silent_from or now, {int(pid) for pid in old.values()}
+
+    def _not_prepared(self, unit: str) -> InstallError:
+        return InstallError(
+            f"The new {unit} could not make itself ready to take over.",
+            exit_code=ExitCode.UNHEALTHY,
+            hint=f"journalctl -b -u {unit} says why.",
+            log_tail=journal(self._run, [unit], 20),
+        )
+
+    def _await_end(self, pids: Collection[int]) -> None:
+        """Until the engines that were taken over from have let their last answers finish and are gone."""
+        end = time.monotonic() + _STOP_SECONDS
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
+            time.sleep(0.01)
 
     def _release(self) -> str | None:
         current = self.layout.current

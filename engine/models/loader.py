@@ -143,8 +143,7 @@ def _materialize(model: CausalLM, device: torch.device, fill: Callable[[str, tor
                 continue
             parameter = shared.get(id(empty))
             if parameter is None:
-                memory = torch.empty_like(empty, device=device) if empty.is_meta else empty
-                parameter = nn.Parameter(memory, requires_grad=False)
+                parameter = nn.Parameter(_memory(empty, device) if empty.is_meta else empty, requires_grad=False)
                 for name, part in parts[id(empty)]:
                     fill(name, parameter.as_strided(part.shape, part.stride(), part.storage_offset()))
                 if uses[id(empty)] > 1:
@@ -154,6 +153,11 @@ def _materialize(model: CausalLM, device: torch.device, fill: Callable[[str, tor
             if buffer is not None:
                 setattr(module, key, buffer.to(device))
         _finalize(module)
+
+
+def _memory(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Not `empty_like`: of a meta tensor that imports a symbolic algebra library, a second or more of every start."""
+    return torch.empty_strided(empty.shape, empty.stride(), dtype=empty.dtype, device=device)
 
 
 def _order(model: CausalLM) -> list[str]:

@@ -51,6 +51,7 @@ ENGINE_EXAMPLES = """\
 examples:
   atoll engine --model ./SmolLM2-135M-Instruct --uds /tmp/engine.sock
   atoll engine --model chat --config /etc/atoll/atoll.toml --uds /run/atoll/engine/chat/engine.sock
+  atoll engine --model chat --config /etc/atoll/atoll.toml --check
 
 On a server, systemd runs the second form, one for each model: systemctl status 'atoll-engine@*'
 """
@@ -87,6 +88,9 @@ class EngineOptions:
     allow_user: list[str] = field(default_factory=list)
     allow_group: list[str] = field(default_factory=list)
     parent_pid: int = 0
+    check: bool = False                 # do not serve: prepare, and say whether that went well
+    take_over: int = 0                  # process to take over from; 0: none
+    watchdog: float = 0.0               # seconds, where systemd does not tell (it tells no successor)
     gpus: str = ""                      # CUDA_VISIBLE_DEVICES; "": all
     log_format: LogFormat = "auto"
     log_level: str = "info"
@@ -123,7 +127,11 @@ def parse_engine(argv: Sequence[str]) -> EngineOptions:
     group.add_argument("--allow-group", action="append", metavar="GROUP", help="members may connect")
     group.add_argument("--config", type=Path, metavar="TOML",
                        help="take flags from [engine] and [models.NAME] of this file, where NAME is given by --model")
+    group.add_argument("--check", action="store_const", const=True,
+                       help="do not serve: check settings and model, and load the libraries")
     group.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    group.add_argument("--take-over", type=int, metavar="PID", help=argparse.SUPPRESS)  # for ExecReload
+    group.add_argument("--watchdog", type=float, metavar="SECONDS", help=argparse.SUPPRESS)
     add_log_flags(group)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text")
 
@@ -131,9 +139,11 @@ def parse_engine(argv: Sequence[str]) -> EngineOptions:
         return engine_argv_of(given.pop("model", ""), given["config"])
 
     given, _ = parser.parse(argv, from_file)
-    if "uds" not in given:
+    if "uds" not in given and not given.get("check"):
         raise ConfigError("--uds is required: the Unix socket to listen on.", "--uds")
-    names = ("uds", "allow_user", "allow_group", "parent_pid", "log_format", "log_level")
+    given.setdefault("uds", Path("/"))
+    names = ("uds", "allow_user", "allow_group", "parent_pid", "log_format", "log_level", "check", "take_over",
+             "watchdog")
     config = _engine_config(given)
     gpus = check_gpus(given.get("gpus", []))
     if gpus and config.device == "cpu":

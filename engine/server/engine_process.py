@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -28,6 +28,9 @@ from engine.server import messages as m
 from engine.server.ipc_server import Connected, Connection, Disconnected, Incoming, IpcServer
 from engine.server.notify import Notifier
 from engine.server.pulse import Pulse
+
+if TYPE_CHECKING:
+    from engine.server.args import EngineOptions
 
 log = logging.getLogger("atoll.engine")
 
@@ -57,21 +60,27 @@ class Core(Protocol):
 class EngineService:
     """A core and its clients. `load` then `run`; both turn the same socket, so clients see the loading too."""
 
-    def __init__(self, server: IpcServer, notifier: Notifier) -> None:
+    def __init__(self, server: IpcServer, notifier: Notifier, *, watchdog: float = 0.0) -> None:
         self._server = server
         self._notifier = notifier
+        self._watchdog = watchdog  # seconds from readiness on; 0: as systemd said
         self._core: Core | None = None
         self._info: m.EngineInfo | None = None
         self._progress = m.Progress("starting")
         self._progress_sent = 0.0
         self._owners: dict[str, tuple[Connection, str]] = {}  # engine-wide request id -> (client, its own id)
         self._stop_at: float | None = None                    # monotonic deadline of the drain; None: serving
+        self._silent = False                                  # systemd is not told of the stop
         self._idle_told = True                                # clients know the stats of the present idle state
 
-    def stop(self) -> None:
-        """Begin to drain (from a signal handler or the loop): no new requests, running ones get a little time."""
+    def stop(self, *, silently: bool = False) -> None:
+        """Begin to drain (from a signal handler or the loop): no new requests, running ones get a little time.
+
+        `silently`: another process is the service's main one now, and speaks to systemd.
+        """
         if self._stop_at is None:
             self._stop_at = time.monotonic() + DRAIN_SECONDS
+            self._silent = silently
 
     def load(self, build: Callable[[ProgressCallback], Core], started: float) -> None:
         """Build the core, make it produce real tokens, and only then be ready."""
@@ -85,6 +94,8 @@ class EngineService:
         info = msgspec.convert(facts, m.EngineInfo)
         self._core, self._info = core, info
         self._server.broadcast(m.Ready(info, core.stats()))
+        if self._watchdog:
+            self._notifier.set_watchdog(self._watchdog)
         self._notifier.ready(f"serving {info.model_names[0]}, {info.max_model_len} tokens of context")
         log.info("ready", extra={"fields": {"seconds": info.load_seconds, "device": info.device,
                                             "max_model_len": info.max_model_len, "pages": info.num_pages}})
@@ -137,7 +148,8 @@ class EngineService:
             if self._stop_at is not None:
                 if not told_stopping:
                     told_stopping = True
-                    self._notifier.stopping("draining")
+                    if not self._silent:
+                        self._notifier.stopping("draining")
                     server.broadcast(m.Goodbye("The engine is stopping."))
                 if not core.has_work() or time.monotonic() > self._stop_at:
                     return
@@ -248,7 +260,8 @@ def go_offline() -> None:
 
 @contextlib.contextmanager
 def signals(service: EngineService, server: IpcServer, *, under_parent: bool) -> Iterator[Callable[[], None]]:
-    """SIGTERM (and Ctrl-C, unless a parent handles it) drains; while loading it ends the process at once.
+    """SIGTERM (and Ctrl-C, unless a parent handles it) drains; while loading it ends the process at once. A successor
+    ends us by SIGINT: then systemd listens to it, and not to us.
 
     Yields a function to call when loading is over.
     """
@@ -257,7 +270,7 @@ def signals(service: EngineService, server: IpcServer, *, under_parent: bool) ->
     def on_stop(signum: int, _: FrameType | None) -> None:
         if loading:
             raise SystemExit(0)
-        service.stop()
+        service.stop(silently=signum == signal.SIGINT)
 
     def loaded() -> None:
         nonlocal loading
@@ -273,17 +286,17 @@ def signals(service: EngineService, server: IpcServer, *, under_parent: bool) ->
         signal.set_wakeup_fd(-1)
 
 
-def serve(config: EngineConfig, server: IpcServer, *, under_parent: bool, started: float) -> int:
+def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, started: float) -> int:
     """Load and serve until stopped; returns the exit status."""
-    service = EngineService(server, Notifier())
+    service = EngineService(server, notifier, watchdog=options.watchdog)
 
     def build(progress: ProgressCallback) -> Core:
         progress("importing torch", 0, 0)
         from engine.worker.build import build_engine
 
-        return build_engine(config, progress)
+        return build_engine(options.engine, progress)
 
-    with signals(service, server, under_parent=under_parent) as loaded:
+    with signals(service, server, under_parent=bool(options.parent_pid)) as loaded:
         try:
             service.load(build, started)
             loaded()
@@ -291,7 +304,7 @@ def serve(config: EngineConfig, server: IpcServer, *, under_parent: bool, starte
         except AtollError as error:
             log.error("%s", error)
             service.farewell(error.message, error.hint)
-            return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_MODEL if isinstance(error, ModelError) else 1
+            return _status_of(error)
         except Exception as error:
             log.exception("the engine cannot go on")
             service.farewell(f"The engine met a defect: {type(error).__name__}.", "Its log holds the traceback.")
@@ -301,6 +314,22 @@ def serve(config: EngineConfig, server: IpcServer, *, under_parent: bool, starte
     return 0
 
 
+def prepare(config: EngineConfig) -> int:
+    """Everything of a start that needs neither the device nor the socket; 0, or the exit status it would end with."""
+    from engine.worker.build import prepare as prepare_worker
+
+    try:
+        prepare_worker(config)
+    except AtollError as error:
+        log.error("%s", error)
+        return _status_of(error)
+    return 0
+
+
+def _status_of(error: AtollError) -> int:
+    return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_MODEL if isinstance(error, ModelError) else 1
+
+
 def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     faulthandler.enable()
@@ -308,6 +337,8 @@ def main(argv: list[str] | None = None) -> int:
     from engine.server import logs
     from engine.server.args import parse_engine
     from engine.server.ipc import PeerPolicy, listen
+    from engine.server.leave import leave
+    from engine.server.takeover import take_over
 
     try:
         options = parse_engine(sys.argv[1:] if argv is None else argv)
@@ -318,15 +349,23 @@ def main(argv: list[str] | None = None) -> int:
             os.environ["CUDA_VISIBLE_DEVICES"] = options.gpus
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the indices of nvidia-smi
         policy = PeerPolicy.parse(options.allow_user, options.allow_group)
+        if options.check:
+            return prepare(options.engine)
+        notifier = Notifier()
+        if options.take_over:
+            take_over(options.take_over, lambda: prepare(options.engine), notifier)
+            notifier.set_watchdog(LOAD_PATIENCE_SECONDS)
+            started = time.monotonic()
         shared = bool(options.allow_user or options.allow_group)
         server = IpcServer(listen(options.uds, shared_with_group=shared), policy, pid=os.getpid())
     except ConfigError as error:
         print(f"atoll engine: {error}", file=sys.stderr)
         return EXIT_CONFIG
     try:
-        return serve(options.engine, server, under_parent=bool(options.parent_pid), started=started)
+        status = serve(options, server, notifier, started=started)
     finally:
         options.uds.unlink(missing_ok=True)
+    return leave(status)
 
 
 if __name__ == "__main__":

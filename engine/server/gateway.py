@@ -22,6 +22,7 @@ from engine.server.args import model_config
 from engine.server.client import EngineClient
 from engine.server.gateway_args import GatewayOptions, parse_gateway
 from engine.server.ipc import PeerPolicy
+from engine.server.leave import leave
 from engine.server.limits import Limits
 from engine.server.listening import bind_tcp, check_tls, inherited_sockets, is_local, url_of
 from engine.server.notify import Notifier
@@ -46,6 +47,8 @@ def main(argv: list[str]) -> int:
             return 0
         logs.setup(options.log_format, options.log_level)
         check_tls(*_tls(options))
+        if options.check:
+            return _check(options)
         keys = _keys(options)
         sockets = inherited_sockets() or [bind_tcp(options.host, options.port)]
         _refuse_exposure(options, sockets)
@@ -57,7 +60,16 @@ def main(argv: list[str]) -> int:
         print(f"atoll gateway: {error}", file=sys.stderr)
         return EXIT_MODEL
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(options, sockets, keys, models, broken))
+        status = runner.run(_serve(options, sockets, keys, models, broken))
+    return leave(status)
+
+
+def _check(options: GatewayOptions) -> int:
+    """Load what serving needs, without a socket; 0 if every model can be served."""
+    from engine.server import app, http_server, metrics  # noqa: F401
+
+    _, broken = load_models(options)
+    return EXIT_MODEL if broken else 0
 
 
 def load_models(options: GatewayOptions) -> tuple[dict[str, ServedModel], dict[str, str]]:

@@ -14,6 +14,7 @@ from engine.server.settings import gateway_argv_of
 EXAMPLES = """\
 examples:
   atoll gateway --config /etc/atoll/atoll.toml
+  atoll gateway --config /etc/atoll/atoll.toml --check
   atoll gateway --config atoll.toml --engines run/engine --host 127.0.0.1 --port 8080
 
 atoll.toml:
@@ -47,6 +48,7 @@ class GatewayOptions:
     log_level: str = "info"
     access_log: bool = True
     allowed_origins: list[str] = field(default_factory=list)
+    check: bool = False                         # do not serve: load everything, and say whether that went well
     publish: Path | None = None                 # instead of serving: copy secrets from here …
     to: Path | None = None                      # … to here …
     user: str = ""                              # … for this user
@@ -63,6 +65,8 @@ def parse_gateway(argv: Sequence[str]) -> GatewayOptions:
                          help="holds a directory with engine.sock for each model (/run/atoll/engine)")
     engines.add_argument("--allow-group", action="append", metavar="GROUP",
                          help="engines of this group are trusted too, not only those of our own user")
+    engines.add_argument("--check", action="store_const", const=True,
+                         help="do not serve: check the settings, and load the models' tokenizers and templates")
     http = parser.add_argument_group("endpoint")
     http.add_argument("--host", help="address to listen on, unless systemd hands us a socket (127.0.0.1)")
     http.add_argument("--port", type=int, help="its TCP port (8443); 0 takes a free one")

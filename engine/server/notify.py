@@ -1,8 +1,13 @@
 """systemd's readiness and watchdog protocol (sd_notify(3)): datagrams to the socket named by NOTIFY_SOCKET."""
 
+import contextlib
 import os
+import select
 import socket
+import sys
 import time
+
+BARRIER_SECONDS = 5.0
 
 
 class Notifier:
@@ -35,12 +40,38 @@ class Notifier:
     def stopping(self, status: str) -> None:
         self._send(f"STOPPING=1\nSTATUS={status}")
 
+    def hand_over(self, pid: int) -> None:
+        """From now on `pid` is the service's main process, which will say when it is ready.
+
+        Returns when systemd has read that: the process that was it until now may end.
+        """
+        self._send(f"RELOADING=1\nMAINPID={pid}\nSTATUS=taking over")
+        self._await_read()
+
+    def set_watchdog(self, seconds: float) -> None:
+        """The longest silence from now on: for a main process that systemd did not tell."""
+        self.watchdog_seconds = seconds
+        if seconds:
+            self._send(f"WATCHDOG=1\nWATCHDOG_USEC={int(seconds * 1e6)}")
+
     def watchdog(self) -> None:
         """Call from the scheduler loop, between steps: a loop that hangs must fall silent."""
         now = time.monotonic()
         if self.watchdog_seconds and now - self._last_ping > self.watchdog_seconds / 4:
             self._last_ping = now
             self._send("WATCHDOG=1")
+
+    def _await_read(self) -> None:
+        """systemd closes its copy of the descriptor when it gets there in its queue (sd_notify_barrier(3))."""
+        if self._socket is None:
+            return
+        here, there = os.pipe2(os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, there.to_bytes(4, sys.byteorder))]
+            self._socket.sendmsg([b"BARRIER=1"], rights, 0, self._address)
+        os.close(there)
+        select.select([here], [], [], BARRIER_SECONDS)  # readable when every copy of the other end is closed
+        os.close(here)
 
     def _send(self, text: str) -> None:
         if self._socket is not None:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.capabilities import FP8_COMPUTE_CAPABILITY, MIN_COMPUTE_CAPABILITY, check_capabilities, resolve_device
+from engine.capabilities import (
+    FP8_COMPUTE_CAPABILITY,
+    MIN_COMPUTE_CAPABILITY,
+    check_capabilities,
+    nvidia_driver_present,
+    resolve_device,
+)
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib, plan_memory, sensible_seqs
 from engine.core.kv.spec import CacheSpec
@@ -133,6 +139,21 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         depth=depth,
         description=_describe(plan, model_config, dtype, device),
     )
+
+
+def prepare(config: EngineConfig) -> None:
+    """What `build_engine` does before it needs the device: import every library, check flags and the model's config.
+
+    Raises ModelError or ConfigError.
+    """
+    kind = resolve_device(config.device, nvidia_driver_present())
+    check_capabilities(config, kind)
+    model_config = ModelConfig.load(config.model)
+    model_class(model_config)
+    resolve_dtype(config, model_config)
+    _wanted_context(config, model_config)
+    if kind == "cuda":
+        from engine.worker import device_runner, probe  # noqa: F401
 
 
 def _measured_budget(

@@ -13,6 +13,7 @@ from installer.preflight.record import gib
 from installer.prune import prune
 from installer.ready import unhealthy, wait_ready
 from installer.sequence import raise_sequence
+from installer.service import stop_and_start
 from installer.smoke import SmokeFailure, smoke_test
 
 
@@ -92,7 +93,7 @@ def _keep_old_form(context: Context) -> None:
 
 
 def start(context: Context) -> str:
-    """Stop what changes, start the new release, wait until a token has come from its engines."""
+    """Change over to the new release, and wait until a token has come from its engines."""
     layout, service = context.layout, context.service
     drop_private_keys(context)
     if not keys.usable(layout.api_keys):
@@ -101,15 +102,12 @@ def start(context: Context) -> str:
     context.smoke_key = keys.add_smoke(layout.api_keys, lifetime)
     ran = service.state().up
     parts = changes.changed(context) if ran else None
-    began = time.monotonic()
-    service.stop(parts)
-    started = time.monotonic()
-    service.start()
+    switched = service.switch(parts, context.options.start_timeout) if ran else stop_and_start(service, None)
     service.reload_keys()
     wait_ready(service, context.endpoint, layout, context.frontend, context.options.start_timeout)
     ready = time.monotonic()
-    context.startup_s = round(ready - started, 2)
-    context.downtime_s = round(ready - began, 2) if ran else None
+    context.startup_s = round(ready - switched.starting_from, 2)
+    context.downtime_s = round(ready - switched.silent_from, 2) if ran else None
     told = f"ready in {context.startup_s:.1f} s at {context.endpoint.url}"
     if context.downtime_s is not None:
         told += f", {context.downtime_s:.1f} s without service" if parts is None or parts else ", nothing was restarted"

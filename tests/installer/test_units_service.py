@@ -4,6 +4,7 @@ What runs is in tests/boot/test_boot_units.py; here a scripted systemctl says wh
 """
 
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -146,6 +147,61 @@ def test_only_the_named_parts_are_stopped(layout: Layout):
     assert booted(layout, runner).stop(["chat", "gateway"])
     stops = [words for words in runner.asked if " stop " in words]
     assert stops == [f"systemctl --no-ask-password stop {CHAT} {GATEWAY}"]
+
+
+class Changing(Scripted):
+    """A systemctl whose engine gets another main process after a few looks at it, or does not."""
+
+    def __init__(self, *looks: str) -> None:
+        super().__init__()
+        self.looks = list(looks)
+
+    def __call__(self, words: Sequence[str], timeout: float) -> Done:
+        super().__call__(words, timeout)
+        if "show" not in words or CHAT not in words:
+            return Done(0, block(GATEWAY, "active") if "show" in words else "")
+        return Done(0, self.looks.pop(0) if len(self.looks) > 1 else self.looks[0])
+
+
+def running(pid: int, active: str = "active", **more: str) -> str:
+    return block(CHAT, active, "running", **{"MainPID": str(pid), "CanReload": "yes", **more})
+
+
+OLD, NEW = 4194301, 4194302  # of no process here
+
+
+def test_an_engine_that_runs_hands_over_and_the_gateway_starts_anew_meanwhile(layout: Layout):
+    SystemdService(layout).apply_units(["chat"])
+    job = {"active": "reloading", "Job": "7"}
+    runner = Changing(running(OLD), running(OLD), running(OLD, **job), running(OLD, **job), running(NEW, **job))
+    began = time.monotonic()
+    switched = booted(layout, runner).switch({"chat", "gateway"}, 10.0)
+    assert began <= switched.starting_from <= switched.silent_from <= time.monotonic()
+    deeds = [words.removeprefix("systemctl --no-ask-password ") for words in runner.asked if "show" not in words]
+    assert deeds[0].endswith(f"bin/atoll gateway --config {layout.config} --check"), "what is cold is read first"
+    assert deeds[1:] == [f"reload --no-block {CHAT}", f"stop {GATEWAY}", f"systemctl reset-failed {GATEWAY}",
+                         f"start --no-block {GATEWAY}"]  # fmt: skip
+
+
+def test_a_successor_that_cannot_be_prepared_is_an_error_and_nothing_is_stopped(layout: Layout):
+    SystemdService(layout).apply_units(["chat"])
+    runner = Changing(running(OLD), running(OLD), running(OLD, "reloading", Job="7"), running(OLD))
+    with pytest.raises(InstallError, match="could not make itself ready") as failed:
+        booted(layout, runner).switch({"chat", "gateway"}, 10.0)
+    assert failed.value.exit_code == 40
+    assert not any(" stop " in words for words in runner.asked)
+    with pytest.raises(InstallError, match="could not make itself ready"):
+        booted(layout, Changing(running(OLD), running(OLD), running(OLD, "reloading", Job="7"))).switch({"chat"}, 0.2)
+
+
+@pytest.mark.parametrize("engine", [running(OLD, CanReload="no"), block(CHAT, "failed", "failed")])
+def test_an_engine_that_cannot_hand_over_is_stopped_and_started(layout: Layout, engine: str):
+    """It does not run, or an older release's unit does not know how."""
+    SystemdService(layout).apply_units(["chat"])
+    runner = Changing(engine)
+    booted(layout, runner).switch({"chat"}, 10.0)
+    assert not any("reload " in words for words in runner.asked)
+    assert any(f" start --no-block {units.SOCKET} {units.TARGET}" in words for words in runner.asked)
 
 
 def test_properties_of_several_units_are_told_apart():
