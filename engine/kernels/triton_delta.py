@@ -22,7 +22,7 @@ import triton.language as tl
 from engine.kernels.delta import CHUNK
 from engine.kernels.launch import kernel, wait_for_previous
 from engine.kernels.triton_delta_solve import solve_kernel
-from engine.kernels.triton_gate import sigmoid, softplus
+from engine.kernels.triton_gate import activated, sigmoid, softplus
 
 _FEW_SEQUENCES = 16  # up to here a state is cut finer, so that all multiprocessors have a part
 
@@ -63,7 +63,7 @@ def _conv_newest_once(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.
 @kernel
 def _decode_kernel(
     x_ptr, ba_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr,
-    state_ptr, ring_ptr, out_ptr, x_stride, ba_stride, state_stride, ring_stride,
+    state_ptr, ring_ptr, out_ptr, z_ptr, norm_ptr, x_stride, ba_stride, state_stride, ring_stride, z_stride, eps,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -80,6 +80,8 @@ def _decode_kernel(
     q_channel = head // (HV // HK) * K + k_range
     k_channel = q_channel + HK * K
     v_channel = 2 * HK * K + row
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + v_range)
     wait_for_previous(PDL)
     token = sequence.to(tl.int64)
     count = 1
@@ -113,7 +115,13 @@ def _decode_kernel(
         state = state + delta[:, None] * k[None, :]
         out = tl.sum(state * q[None, :], 1)
         tl.store(state_at, state.to(state_ptr.dtype.element_ty))
-        tl.store(out_ptr + token * (HV * V) + row, out.to(out_ptr.dtype.element_ty))
+        y = out.to(out_ptr.dtype.element_ty)
+        if norm_ptr is not None:  # rounded where triton_gated_norm rounds
+            wide = y.to(tl.float32)
+            normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / V + eps)).to(y.dtype) * norm
+            z = tl.load(z_ptr + token * z_stride + row).to(tl.float32)
+            y = (normed.to(tl.float32) * activated(z, "silu")).to(y.dtype)
+        tl.store(out_ptr + token * (HV * V) + row, y)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +153,7 @@ def decode(
     *,
     q_starts: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    gated_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     block_v: int | None = None,
     num_warps: int = 4,
 ) -> None:
@@ -153,15 +162,20 @@ def decode(
     qkv [T, C] and ba [T, 2 HV] may be columns of wider rows; conv_weight [C, W]; a_log, dt_bias [HV] float32;
     positions [T], slots [B]; out [T, HV, V]. Token i belongs to sequence i, or with `q_starts` and `counts` [B] to any:
     then sequences with more than one token are left to `prefill`.
+
+    gated_norm: (z [T, HV V], weight [V], eps), with which `out` passes triton_gated_norm's gated_rms_norm.
     """
     _check(conv_weight, state, conv_state, out)
     batch = slots.shape[0]
     width = conv_weight.shape[1]
     block_v = block_v or min(shape.value_dim, 32 if batch <= _FEW_SEQUENCES else 256 // state.element_size())
+    z, norm, eps = (None, None, 0.0) if gated_norm is None else gated_norm
+    if norm is not None:  # the norm is over all of a head
+        block_v, num_warps = shape.value_dim, 8
     _decode_kernel(
         (shape.value_heads * (shape.value_dim // block_v), batch), qkv, ba, conv_weight, a_log, dt_bias, positions,
-        slots, q_starts, counts, state, conv_state, out, qkv.stride(0), ba.stride(0), state.stride(0),
-        conv_state.stride(0),
+        slots, q_starts, counts, state, conv_state, out, z, norm, qkv.stride(0), ba.stride(0), state.stride(0),
+        conv_state.stride(0), 0 if z is None else z.stride(0), eps,
         **shape.constants, W=width, ROWS=triton.next_power_of_2(width), BLOCK_V=block_v, MIXED=counts is not None,
         num_warps=num_warps,
     )  # fmt: skip

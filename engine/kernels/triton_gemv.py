@@ -72,14 +72,14 @@ def _norm_scales(x_ptr, M, x_stride, eps, K: tl.constexpr, ROWS: tl.constexpr, B
     return result
 
 
-@kernel
-def _vector_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
+@triton.jit
+def _vector_product(
+    program, x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = K % BLOCK_K == 0
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     n_live = n < N
     w_at = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
@@ -89,7 +89,17 @@ def _vector_kernel(
     up = w
     if GATE is not None:
         up = tl.load(up_at, mask=mask, other=0.0)
+    # What the end needs is asked for with them: there each load would wait for the memory.
+    scale, bias = _of_outputs(scale_ptr, bias_ptr, n, n_live)
+    up_scale = scale
+    up_bias = bias
+    if GATE is not None:
+        up_scale, up_bias = _of_outputs(scale_ptr, bias_ptr, N + n, n_live)
     wait_for_previous(PDL)
+    before = ()
+    if residual_ptr is not None:  # y is the residual stream: each program adds to its own part
+        for m in tl.static_range(ROWS):
+            before = before + (tl.load(residual_ptr + m * y_stride + n, mask=n_live & (m < M), other=0.0),)  # noqa: RUF005
     sums = ()
     for _ in tl.static_range(ROWS):
         sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005
@@ -114,23 +124,56 @@ def _vector_kernel(
             up = next_up
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
-        y = _finish(sums[m], scale_ptr, bias_ptr, n, n_live, SCALED, BIAS).to(dtype)
+        y = (sums[m] * scale + bias).to(dtype)
         if GATE is not None:  # rounded where separate kernels would round
             y = activated(y.to(tl.float32), GATE).to(dtype)
-            y = y * _finish(up_sums[m], scale_ptr, bias_ptr, N + n, n_live, SCALED, BIAS).to(dtype)
-        if residual_ptr is not None:  # y is the residual stream: each program adds to its own part
-            at_residual = residual_ptr + m * y_stride + n
-            y = (y.to(tl.float32) + tl.load(at_residual, mask=n_live & (m < M), other=0.0).to(tl.float32)).to(dtype)
+            y = y * (up_sums[m] * up_scale + up_bias).to(dtype)
+        if residual_ptr is not None:
+            y = (y.to(tl.float32) + before[m].to(tl.float32)).to(dtype)
         tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
 
 
 @triton.jit
-def _finish(y, scale_ptr, bias_ptr, n, n_live, SCALED: tl.constexpr, BIAS: tl.constexpr):
-    if SCALED:
-        y = y * tl.load(scale_ptr + n, mask=n_live, other=0.0)
-    if BIAS:
-        y = y + tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
-    return y
+def _of_outputs(scale_ptr, bias_ptr, n, n_live):
+    """Scales and biases of outputs n, float32; without them 1 and 0, which cost nothing."""
+    scale = 1.0
+    bias = 0.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + n, mask=n_live, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
+    return scale, bias
+
+
+@kernel
+def _vector_kernel(
+    x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    _vector_product(
+        tl.program_id(0), x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride,
+        eps, offset, N, K, ROWS, BLOCK_N, BLOCK_K, GATE, WIDE, PDL,
+    )
+
+
+@kernel
+def _two_vector_kernel(
+    x_ptr, w_ptr, scale_ptr, second_ptr, norm_ptr, y_ptr, second_y_ptr, M, x_stride, eps, offset,
+    N: tl.constexpr, SECOND: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    FIRST: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    if tl.program_id(0) < FIRST:
+        _vector_product(
+            tl.program_id(0), x_ptr, w_ptr, scale_ptr, None, norm_ptr, None, y_ptr, M, x_stride, N, eps, offset,
+            N, K, ROWS, BLOCK_N, BLOCK_K, None, WIDE, PDL,
+        )
+    else:
+        _vector_product(
+            tl.program_id(0) - FIRST, x_ptr, second_ptr, None, None, norm_ptr, None, second_y_ptr, M, x_stride, SECOND,
+            eps, offset, SECOND, K, ROWS, BLOCK_N, BLOCK_K, None, WIDE, PDL,
+        )
 
 
 @triton.jit
@@ -233,10 +276,35 @@ def gemv(
     _vector_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
         x.stride(0), y.stride(0), eps, wide_offset or 0.0, N=out_features, K=inner,
-        ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n, BLOCK_K=block_k, SCALED=scale is not None,
-        BIAS=bias is not None, GATE=gate, WIDE=wide_offset is not None, num_warps=warps,
+        ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n, BLOCK_K=block_k, GATE=gate, WIDE=wide_offset is not None,
+        num_warps=warps,
     )  # fmt: skip
     return y
+
+
+def two_gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    second: torch.Tensor,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    wide_offset: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gemv` with two weights in one launch: a small `second` one [N', K], of x's dtype, costs next to nothing beside
+    the first."""
+    rows, inner = x.shape
+    assert rows <= VECTOR_ROWS
+    ys = [torch.empty(rows, w.shape[0], dtype=x.dtype, device=x.device) for w in (weight, second)]
+    norm_weight, eps = (None, 0.0) if norm is None else norm
+    block_n, block_k, warps = _vector_tiles(inner, weight.element_size())
+    programs = sum(triton.cdiv(w.shape[0], block_n) for w in (weight, second))
+    _two_vector_kernel(
+        (programs,), x, weight, scale, second, norm_weight, *ys, rows, x.stride(0), eps, wide_offset or 0.0,
+        N=weight.shape[0], SECOND=second.shape[0], K=inner, ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n,
+        BLOCK_K=block_k, WIDE=wide_offset is not None, num_warps=warps,
+    )  # fmt: skip
+    return ys[0], ys[1]
 
 
 def few_rows(

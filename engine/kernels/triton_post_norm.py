@@ -53,6 +53,10 @@ def _post_norm_kernel(
         scalar = tl.load(scalar_ptr).to(tl.float32)
     if first_ptr is not None:
         first = load_row(first_ptr, N, BLOCK)
+    if second_ptr is not None:
+        second = load_row(second_ptr, N, BLOCK)
+    if third_ptr is not None:
+        third = load_row(third_ptr, N, BLOCK)
     wait_for_previous(PDL)
     x = load_row(x_ptr + row * x_stride, N, BLOCK)
     residual = load_row(residual_ptr + row * N, N, BLOCK)
@@ -70,9 +74,9 @@ def _post_norm_kernel(
     store_row(h, residual_ptr + row * N, N, BLOCK)
     inverse = _inverse_rms(h, eps, N, BLOCK)
     if second_ptr is not None:
-        store_row(_weighted(h, inverse, load_row(second_ptr, N, BLOCK), offset), second_out_ptr + row * N, N, BLOCK)
+        store_row(_weighted(h, inverse, second, offset), second_out_ptr + row * N, N, BLOCK)
     if third_ptr is not None:
-        store_row(_weighted(h, inverse, load_row(third_ptr, N, BLOCK), offset), third_out_ptr + row * N, N, BLOCK)
+        store_row(_weighted(h, inverse, third, offset), third_out_ptr + row * N, N, BLOCK)
     if first_ptr is not None:
         h = _weighted(h, inverse, first, offset)
     if scale_ptr is not None:

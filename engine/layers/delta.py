@@ -16,6 +16,8 @@ from engine.kernels.delta import (
 )
 from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, empty_parameter
 
+_FEW_SEQUENCES = 4  # whose heads' norm and gate the rule's own kernel does in passing
+
 
 class ByKeyHead(MergedLinear):
     """Products whose weights may stand on disk key head by key head: all parts of the first, all of the second, ...
@@ -92,8 +94,8 @@ class GatedDeltaNet(nn.Module):
         self, x: Activations, batch: RecurrentBatch | DeviceRecurrentBatch
     ) -> torch.Tensor | QuantizedRows:
         """All before the output projection: [T, H] -> [T, HV V]."""
-        qkv, z = self.in_proj_qkvz(x).split((self.channels, self.value_size), -1)
-        ba = self.in_proj_ba(x)
+        qkvz, ba = self.in_proj_qkvz.with_small(self.in_proj_ba, x)
+        qkv, z = qkvz.split((self.channels, self.value_size), -1)
         if isinstance(batch, DeviceRecurrentBatch):
             return self._on_device(qkv, z, ba, batch)
         return self._on_cpu(qkv, z, ba, batch)
@@ -119,6 +121,9 @@ class GatedDeltaNet(nn.Module):
         if batch.chunks is not None:
             assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             triton_delta.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
+        if batch.counts is None and len(batch.slots) <= _FEW_SEQUENCES and not self.out_proj.wants_fp8(out.shape[0]):
+            triton_delta.decode(*arguments, gated_norm=(z, self.norm_weight, self.eps))
+            return out.flatten(1)
         triton_delta.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts)
         if self.out_proj.wants_fp8(out.shape[0]):
             quantized = triton_gated_norm.gated_rms_norm_to_fp8(out, z, self.norm_weight, self.eps)

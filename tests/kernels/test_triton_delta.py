@@ -92,6 +92,15 @@ def test_decode(shape, width):
         close(layer.ours(triton_delta.decode, block_v=block_v), layer.twin())
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_with_its_gated_norm(shape):
+    layer = Layer(shape, [0, 3, 77], [1] * 3)
+    z, weight = strided(3, shape.value_heads * shape.value_dim), torch.randn(shape.value_dim)
+    out, *states = layer.twin()
+    expected = delta.gated_rms_norm(out, z.unflatten(-1, out.shape[1:]), weight, 1e-3)
+    close(layer.ours(triton_delta.decode, gated_norm=(z, weight, 1e-3)), (expected, *states))
+
+
 def test_states_in_bfloat16():
     """Outputs come from the state before it is rounded; a state may round the other way where both are close to the
     middle, so it may be off by one in its eighth bit."""
