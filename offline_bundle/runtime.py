@@ -10,31 +10,49 @@ Model bundles lie beside runtime/. No C stub of Triton is among it: engine/kerne
 that Triton brings, and starts kernels through the CUDA driver's own functions, so nothing on the server needs one.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from pydantic import ValidationError
 
-from . import keys, limits, media, names, oms, runtime_licenses, runtime_verify, runtime_wheels
+from . import (
+    keys,
+    limits,
+    media,
+    names,
+    oms,
+    parallel,
+    runtime_download,
+    runtime_licenses,
+    runtime_resolve,
+    runtime_verify,
+    runtime_wheels,
+)
 from .build import write_failed
-from .errors import CONTENT, USAGE, BundleError
+from .errors import BUSY, CONTENT, USAGE, BundleError
 from .manifest import MANIFEST, SIGNATURE
+from .parallel import Tick
 from .progress import Progress, silent
+from .runtime_download import Downloads, Load
 from .runtime_manifest import ROOMS, RuntimeFile, RuntimeManifest, RuntimeRequires
+from .runtime_resolve import Pick, Pip, Source, Torch
 from .runtime_wheels import Wheel
 from .strictjson import canonical
+from .text import complaint, t
 
-Torch = Literal["cpu", "cuda"]
+_DOWNLOADS = ".atoll-downloads"  # below OUT; what a stopped run fetched, until a run ends well
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +74,7 @@ def build_runtime(
     pythons: Sequence[Path] = (),
     passphrase: bytes | None = None,
     progress: Progress = silent,
+    planned: Callable[[Load], None] = lambda load: None,
     packages: Sequence[str] | None = None,
     own_wheel: Path | None = None,
     wheels: Path | None = None,
@@ -64,31 +83,32 @@ def build_runtime(
 
     `pythons` are interpreters (with pip) of the versions that the servers have; the one that runs this, if none is
     given. `wheels` is a directory to take packages from instead of an index. `packages` replaces the dependencies of
-    our wheel, and `own_wheel` the wheel itself (a vendor's own build).
-    Progress stages: ``wheels`` (in steps), ``verify`` (in bytes).
+    our wheel, and `own_wheel` the wheel itself (a vendor's own build). `planned` is told what will be downloaded,
+    before it is. Progress stages: ``resolve`` (in steps), ``download``, ``read`` and ``verify`` (in bytes).
 
     Raises BundleError with exit code 2 (an argument, or the target exists), 11 (a package that cannot be shipped), 13
-    (pip could not get a package), 30 (space or I/O). Nothing is left at the target unless it is complete.
+    (pip could not get a package), 30 (space or I/O), 75 (another build into `out`). Nothing is left at the target
+    unless it is complete; downloads of a run that was stopped lie hidden in `out` until the next one ends well.
     """
     key = keys.load_private(private_key, passphrase)
     target = out / "runtime"
     if os.path.lexists(target):
         raise BundleError(
-            f"{target} exists already; a runtime is never overwritten.",
-            "Delete it yourself, or choose another disk.",
+            t("{target} exists already; a runtime is never overwritten.", target=target),
+            t("Delete it yourself, or choose another disk."),
             USAGE,
         )
     if sequence < 1:
-        raise BundleError("The sequence is a whole number from 1.", "Raise it with every release: --sequence N", USAGE)
+        raise BundleError(
+            t("The sequence is a whole number from 1."), t("Raise it with every release: --sequence N"), USAGE
+        )
+    choice = _Choice(pythons or [runtime_wheels.default_python()], torch, packages, own_wheel, wheels)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".runtime-", dir=out) as scratch:
-            partial = Path(scratch) / "runtime"
+        with _workshop(out) as (scratch, downloads):
+            partial = scratch / "runtime"
             partial.mkdir()
-            facts = _collect(
-                partial, pythons or [runtime_wheels.default_python()], torch, packages, own_wheel, wheels, progress
-            )
-            manifest = _describe(partial, sequence, *facts)
+            requires, version = _collect(partial, downloads, choice, planned, progress)
+            manifest = _describe(partial, sequence, requires, version)
             text = manifest.to_bytes()
             resources = {f.path: f.sha256 for f in manifest.files} | {MANIFEST: hashlib.sha256(text).hexdigest()}
             _write(partial / MANIFEST, text)
@@ -101,10 +121,33 @@ def build_runtime(
             _place(out, "README.txt", _data("README.txt"), 0o644)
             os.sync()
             os.rename(partial, target)
+            runtime_download.remove(downloads)
             _sync(out)
     except OSError as e:
         raise write_failed(out, e) from e
     return BuiltRuntime(out, manifest, public.fingerprint, hashlib.sha256(install).hexdigest())
+
+
+@contextmanager
+def _workshop(out: Path) -> Iterator[tuple[Path, Path]]:
+    """(a directory that is gone afterwards, one for downloads that stays if it holds any), for one build at a time."""
+    out.mkdir(parents=True, exist_ok=True)
+    with media.open_root(out) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BundleError(
+                t("Another build into {out} is running.", out=out), t("Wait until it is done, then run again."), BUSY
+            ) from None
+        for left_over in out.glob(".runtime-*"):  # of a build that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
+        downloads = out / _DOWNLOADS
+        try:
+            with tempfile.TemporaryDirectory(prefix=".runtime-", dir=out) as scratch:
+                yield Path(scratch), downloads
+        finally:
+            if downloads.is_dir() and not any(downloads.iterdir()):
+                downloads.rmdir()
 
 
 def install_script() -> bytes:
@@ -127,73 +170,114 @@ def _data(name: str) -> bytes:
     return (files("offline_bundle.medium") / name).read_bytes()
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What the runtime is made of, as the caller of `build_runtime` said."""
+
+    pythons: Sequence[Path]
+    torch: Torch
+    packages: Sequence[str] | None
+    own_wheel: Path | None
+    wheels: Path | None
+
+
+class _House:
+    """Every wheel of the runtime, on its way into the rooms below `partial`."""
+
+    def __init__(self, partial: Path, downloads: Path, choice: _Choice, progress: Progress) -> None:
+        self.partial, self.choice, self.progress = partial, choice, progress
+        self.wheels: dict[str, Wheel] = {}  # by file name
+        self.contents: dict[str, dict[str, Any]] = {}
+        self.picks: dict[str, list[Pick]] = {}  # by version of Python
+        self._downloads = downloads
+
+    def build_ours(self) -> Wheel:
+        """Our own wheel."""
+        house = self.partial / "wheels"
+        if self.choice.own_wheel is not None:
+            shutil.copyfile(self.choice.own_wheel, house / self.choice.own_wheel.name)
+        else:
+            runtime_wheels.build_own_wheel(house, self.choice.pythons[0])
+        (path,) = house.glob("atoll-*.whl")
+        self._look_into(path, lambda _: None)
+        return self.wheels[path.name]
+
+    def collect(self, planned: Callable[[Load], None]) -> Path:
+        """Choose and bring every package for every Python; returns the path of pip's own wheel."""
+        choice, source = self.choice, Source(self.choice.wheels)
+        wanted = runtime_wheels.requirements() if choice.packages is None else list(choice.packages)
+        pythons: dict[str, Path] = {}
+        for python in choice.pythons:
+            if (version := Pip(python).version) in pythons:
+                raise BundleError(
+                    t("Python {version} was given twice.", version=version), t("Give each version once."), USAGE
+                )
+            pythons[version] = python
+        steps = len(pythons) + 1
+        self.progress("resolve", 0, steps)
+        wheel = runtime_resolve.fetch_pip(choice.pythons[0], self.partial / "pip", source)
+        for done, (version, python) in enumerate(pythons.items(), 1):
+            self.progress("resolve", done, steps)
+            self.picks[version], source = runtime_resolve.resolve(Pip(python, wheel), wanted, choice.torch, source)
+        self.progress("resolve", steps, steps)
+        downloads = Downloads(self._downloads, Pip(choice.pythons[0], wheel))
+        every = {pick.file: pick for picks in self.picks.values() for pick in picks}
+        load = downloads.plan(list(every.values()))
+        planned(load)
+        downloads.fetch(load, source, self.progress)
+        for file, pick in every.items():
+            runtime_download.link(downloads.path(pick), self.partial / "wheels" / file)
+        paths = sorted(((self.partial / "wheels" / file) for file in every), key=lambda path: -path.stat().st_size)
+        total = sum(path.stat().st_size for path in paths)
+        parallel.run(paths, self._look_into, stage="read", total=total, progress=self.progress)
+        return wheel
+
+    def _look_into(self, path: Path, tick: Tick) -> None:
+        wheel, contents = runtime_wheels.read_wheel(path), dict(runtime_wheels.contents(path))
+        self.wheels[path.name], self.contents[path.name] = wheel, contents
+        tick(path.stat().st_size)
+
+
 def _collect(
-    partial: Path,
-    pythons: Sequence[Path],
-    torch: Torch,
-    packages: Sequence[str] | None,
-    own_wheel: Path | None,
-    wheels: Path | None,
-    progress: Progress,
-) -> tuple[RuntimeRequires, str, list[Wheel]]:
-    """Fill every room of the runtime; returns what it requires, its version, and its wheels."""
+    partial: Path, downloads: Path, choice: _Choice, planned: Callable[[Load], None], progress: Progress
+) -> tuple[RuntimeRequires, str]:
+    """Fill every room of the runtime; returns what it requires, and its version."""
     for room in ROOMS:
         (partial / room).mkdir()
-    house = partial / "wheels"
-    steps = len(pythons) + 2
-    progress("wheels", 0, steps)
-    if own_wheel is not None:
-        shutil.copyfile(own_wheel, house / own_wheel.name)
-    else:
-        runtime_wheels.build_own_wheel(house, pythons[0])
-    ours = runtime_wheels.read_wheel(next(house.glob("atoll-*.whl")))
-    wanted = runtime_wheels.requirements() if packages is None else list(packages)
-    versions, house_wheels = [], {ours.path.name: ours}
-    for done, python in enumerate(pythons, 1):
-        version = runtime_wheels.python_version(python)
-        if version in versions:
-            raise BundleError(f"Python {version} was given twice.", "Give each version once.", USAGE)
-        versions.append(version)
-        progress("wheels", done, steps)
-        with tempfile.TemporaryDirectory(dir=partial.parent) as scratch:
-            runtime_wheels.download(python, wanted, Path(scratch), torch=torch, wheels=wheels)
-            pins = [ours]
-            for path in sorted(Path(scratch).iterdir()):
-                if path.suffix != ".whl":
-                    raise BundleError(f"{path.name} is not a wheel.", "The server cannot compile packages.", CONTENT)
-                path = path.rename(house / path.name)
-                pins.append(house_wheels.setdefault(path.name, runtime_wheels.read_wheel(path)))
-        text = "".join(f"{wheel.pin}\n" for wheel in sorted(pins, key=lambda w: w.name))
+    house = _House(partial, downloads, choice, progress)
+    ours = house.build_ours()
+    pip = house.collect(planned)
+    sizes, installed = [], []
+    for version, picks in house.picks.items():
+        files = [ours.path.name, *(pick.file for pick in picks)]
+        pins = sorted((house.wheels[file] for file in files), key=lambda w: w.name)
         lists = partial / "requirements" / f"cp{version.replace('.', '')}"
-        _write(lists.with_suffix(".txt"), text.encode())
-        unpacked = dict(entry for wheel in pins for entry in runtime_wheels.contents(wheel.path))
+        _write(lists.with_suffix(".txt"), "".join(f"{wheel.pin}\n" for wheel in pins).encode())
+        unpacked = {path: entry for file in files for path, entry in house.contents[file].items()}
         _write(lists.with_suffix(".json"), canonical({"files": unpacked}))
-    pip = runtime_wheels.download_pip(pythons[0], partial / "pip", wheels)
-    progress("wheels", steps, steps)
-    every = sorted(house_wheels.values(), key=lambda w: w.name)
+        sizes.append(sum(wheel.unpacked for wheel in pins))
+        installed.append(runtime_wheels.installed_bytes(unpacked))
+    every = sorted(house.wheels.values(), key=lambda w: w.name)
     _add_texts(partial, [*every, runtime_wheels.read_wheel(pip)])
-    paths = [w.path for w in every]
-    runtime_wheels.check_arch(paths, platform.machine())
     version, cuda, driver = runtime_wheels.torch_facts(every)
-    if version and (cuda is not None) != (torch == "cuda"):
+    if version and (cuda is not None) != (choice.torch == "cuda"):
         raise BundleError(
-            f"pip chose torch {version}, which is not the {torch} build.",
-            "Look at 'pip config list': extra indexes may offer only the other build.",
+            t("pip chose torch {version}, which is not the {build} build.", version=version, build=choice.torch),
+            t("Look at 'pip config list': extra indexes may offer only the other build."),
             CONTENT,
         )
     copied = sum(w.path.stat().st_size for w in every) + pip.stat().st_size
-    size = sum(w.unpacked for w in every)
     requires = RuntimeRequires(
         arch=platform.machine(),
-        python=tuple(sorted(versions, key=lambda v: tuple(int(n) for n in v.split(".")))),
-        glibc=runtime_wheels.glibc_floor(paths),
+        python=tuple(sorted(house.picks, key=lambda v: tuple(int(n) for n in v.split(".")))),
+        glibc=runtime_wheels.glibc_floor([w.path for w in every]),
         torch=version,
         cuda=cuda,
         driver_min=driver,
-        disk_bytes=copied + size * 4 // 3 + 64 * limits.MIB,  # a third for bytecode and small files' blocks
-        unpacked_bytes=size,
+        disk_bytes=copied + max(installed) + 64 * limits.MIB,
+        unpacked_bytes=max(sizes),
     )
-    return requires, ours.version, every
+    return requires, ours.version
 
 
 def _add_texts(partial: Path, wheels: Sequence[Wheel]) -> None:
@@ -210,9 +294,7 @@ def _add_texts(partial: Path, wheels: Sequence[Wheel]) -> None:
     _write(partial / "sbom/bom.cdx.json", runtime_licenses.sbom(ours.version, _now(), wheels))
 
 
-def _describe(
-    partial: Path, sequence: int, requires: RuntimeRequires, version: str, _: Sequence[Wheel]
-) -> RuntimeManifest:
+def _describe(partial: Path, sequence: int, requires: RuntimeRequires, version: str) -> RuntimeManifest:
     """Every file with its size and hash."""
     entries = []
     for path in sorted(p for p in partial.rglob("*") if p.is_file()):
@@ -236,7 +318,9 @@ def _describe(
         )
     except ValidationError as e:
         raise BundleError(
-            f"This cannot become a runtime: {e.errors()[0]['msg']}.", "Correct it, build again.", CONTENT
+            t("This cannot become a runtime: {why}.", why=complaint(e.errors()[0])),
+            t("Correct it, build again."),
+            CONTENT,
         ) from e
 
 

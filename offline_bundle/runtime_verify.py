@@ -1,19 +1,19 @@
 """Verify a runtime on a machine that has Atoll: signature, bundle.json, the exact set of files, every byte."""
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import limits, media, names, oms
+from . import limits, media, names, oms, parallel
 from .errors import CONTENT, REPLAY, SPACE_IO, UNTRUSTED, BundleError
 from .keys import PublicKey
 from .manifest import MANIFEST, SIGNATURE
 from .progress import Progress, silent
-from .runtime_manifest import RuntimeManifest
+from .runtime_manifest import RuntimeFile, RuntimeManifest
+from .text import t
 
-_TAMPERED = "Do not use this medium. Get it again from its vendor."
+_TAMPERED = t("Do not use this medium. Get it again from its vendor.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,15 @@ def verify_runtime(
         text = media.read_small(root, MANIFEST, limits.MAX_MANIFEST)
         digest = hashlib.sha256(text).hexdigest()
         if resources.pop(MANIFEST, None) != digest:
-            raise BundleError("bundle.json is not the file that was signed.", _TAMPERED, CONTENT)
+            raise BundleError(t("bundle.json is not the file that was signed."), _TAMPERED, CONTENT)
         manifest = RuntimeManifest.parse(text)
         if {f.path: f.sha256 for f in manifest.files} != resources:
-            raise BundleError("bundle.json and the signature name different files.", _TAMPERED, CONTENT)
+            raise BundleError(t("bundle.json and the signature name different files."), _TAMPERED, CONTENT)
         if min_sequence is not None and manifest.sequence < min_sequence:
             raise BundleError(
-                f"This runtime has sequence {manifest.sequence}, but {min_sequence} was already accepted here.",
-                "Use the newest medium. To go back on purpose: atoll rollback",
+                t("This runtime has sequence {sequence}, but {accepted} was already accepted here.",
+                  sequence=manifest.sequence, accepted=min_sequence),
+                t("Use the newest medium. To go back on purpose: atoll rollback"),
                 REPLAY,
             )
         if not signature_only:
@@ -82,8 +83,9 @@ def _signature(root: int, trusted: Mapping[str, PublicKey]) -> tuple[bytes, dict
     except BundleError as e:
         if e.exit_code == SPACE_IO:
             raise
-        message = f"The runtime has no usable signature: {e.message}"
-        raise BundleError(message, "An unsigned one is never accepted; get it again from its vendor.", UNTRUSTED) from e
+        message = t("The runtime has no usable signature: {why}", why=e.message)
+        hint = t("An unsigned one is never accepted; get it again from its vendor.")
+        raise BundleError(message, hint, UNTRUSTED) from e
     return signature, *oms.verify(signature, trusted)
 
 
@@ -91,27 +93,41 @@ def _check_file_set(root: int, sizes: Mapping[str, int]) -> None:
     tree = media.walk(root)
     directories = {path[:i] for path in sizes for i, c in enumerate(path) if c == "/"}
     for path in sorted((tree.files.keys() - sizes.keys()) | (tree.directories - directories)):
-        raise BundleError(f"{names.show(path)} is not part of the signed runtime.", names.litter_hint(path), CONTENT)
+        message = t("{path} is not part of the signed runtime.", path=names.show(path))
+        raise BundleError(message, names.litter_hint(path), CONTENT)
     for path, size in sizes.items():
         if path not in tree.files:
             raise media.missing(path)
         if tree.files[path] != size:
             raise BundleError(
-                f"{names.show(path)} has {tree.files[path]} bytes, not the {size} signed.", _TAMPERED, CONTENT
+                t("{path} has {found} bytes, not the {size} signed.", path=names.show(path), found=tree.files[path],
+                  size=size),
+                _TAMPERED,
+                CONTENT,
             )
 
 
 def _check_bytes(root: int, manifest: RuntimeManifest, progress: Progress) -> None:
-    done, buffer = 0, bytearray(limits.MIB)
-    for entry in manifest.files:
-        digest = hashlib.sha256()
+    reader = parallel.Reader(root)
+
+    def check(entry: RuntimeFile, tick: parallel.Tick) -> None:
+        digest, buffer, left = hashlib.sha256(), reader.buffer(limits.DEFAULT_CHUNK), entry.size
         with media.open_file(root, entry.path) as fd:
-            try:
-                while count := os.readv(fd, [buffer]):
-                    digest.update(memoryview(buffer)[:count])
-                    done += count
-                    progress("verify", min(done, manifest.total_bytes), manifest.total_bytes)
-            except OSError as e:
-                raise media.read_failed(entry.path, e) from e
-        if digest.hexdigest() != entry.sha256:
-            raise BundleError(f"{names.show(entry.path)} differs from what was signed.", _TAMPERED, CONTENT)
+            while left:
+                try:
+                    count = reader.read_into(fd, buffer[: min(len(buffer), left)], entry.size - left)
+                except OSError as e:
+                    raise media.read_failed(entry.path, e) from e
+                if not count:
+                    break
+                digest.update(buffer[:count])
+                left -= count
+                tick(count)
+        if left or digest.hexdigest() != entry.sha256:
+            raise BundleError(
+                t("{path} differs from what was signed.", path=names.show(entry.path)), _TAMPERED, CONTENT
+            )
+
+    largest_first = sorted(manifest.files, key=lambda f: -f.size)
+    total, workers = manifest.total_bytes, reader.workers
+    parallel.run(largest_first, check, stage="verify", total=total, progress=progress, workers=workers)

@@ -1,27 +1,29 @@
-"""The wheelhouse of a runtime, made on the connected side: our own wheel, every dependency, pip, and what they need."""
+"""The wheels of a runtime: our own, made here, and what is to be known of each: name, licence, content, needs."""
 
 import base64
 import hashlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from .errors import CONTENT, MISSING, USAGE, BundleError
+from .errors import CONTENT, BundleError
+from .runtime_resolve import Pip
+from .text import t
 
 ROOMS = ("appliance", "engine", "installer", "offline_bundle", "systemd", "tui")
-PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # Lowest driver branch for a CUDA major version: https://docs.nvidia.com/deploy/cuda-compatibility/
 DRIVER_MIN = {"12": "525", "13": "580"}
+_BLOCK = 4096  # of most file systems
 _MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_")
 _OLD_TAGS = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
 
@@ -77,10 +79,10 @@ def build_own_wheel(out: Path, python: Path) -> Path:
                 shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", ".*"))
         command = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
         try:
-            _pip(python, *command, deed="build Atoll's own wheel")
+            Pip(python).run(*command, deed=t("build Atoll's own wheel"))
         except BundleError as e:
             try:  # no index gives a setuptools; the one that is installed here may do
-                _pip(python, *command, "--no-build-isolation", deed="build Atoll's own wheel")
+                Pip(python).run(*command, "--no-build-isolation", deed=t("build Atoll's own wheel"))
             except BundleError:
                 raise e from None
     return next(out.glob("atoll-*.whl"))
@@ -116,71 +118,6 @@ def _repack(out: Path) -> Path:
     return made
 
 
-def download(python: Path, wanted: Sequence[str], out: Path, *, torch: str, wheels: Path | None = None) -> None:
-    """Every wheel that `wanted` needs under `python`, into `out`, with the user's own pip settings.
-
-    `torch` is "cpu" or "cuda": which build of the pinned torch to take. With `wheels` they come from that directory and
-    no index is asked. Source distributions are refused: the server has no compiler.
-    """
-    pins = [_torch_pin(r, torch) for r in wanted]
-    common = ["download", "--quiet", "--only-binary", ":all:", "--dest", str(out), *_source(wheels), *pins]
-    if wheels is None and torch == "cpu" and any(p.startswith("torch") for p in pins):
-        try:
-            _pip(python, *common, deed="collect the packages")
-            return
-        except BundleError:
-            # PyPI has the CUDA build only; the CPU build is on PyTorch's own index.
-            common += ["--extra-index-url", PYTORCH_INDEX]
-    _pip(python, *common, deed="collect the packages")
-
-
-def _source(wheels: Path | None) -> list[str]:
-    """Where pip looks: its own settings, or a directory of wheels (such as that of an earlier runtime)."""
-    return ["--no-index", "--find-links", str(wheels), "--find-links", str(wheels / "../pip")] if wheels else []
-
-
-def _torch_pin(requirement: str, build: str) -> str:
-    match = re.fullmatch(r"torch==([0-9.]+)", requirement.replace(" ", ""))
-    if match is None:
-        return requirement
-    version = match[1]
-    # A local version sorts above the plain one, so for CUDA the CPU build must be ruled out by name.
-    return f"torch=={version}+cpu" if build == "cpu" else f"torch=={version},!={version}+cpu"
-
-
-def download_pip(python: Path, out: Path, wheels: Path | None = None) -> Path:
-    """pip itself, as a wheel: it is run from there on the server."""
-    where = ["--dest", str(out), *_source(wheels)]
-    _pip(python, "download", "--quiet", "--no-deps", "--only-binary", ":all:", *where, "pip>=25", deed="get pip")
-    return next(out.glob("pip-*.whl"))
-
-
-def python_version(python: Path) -> str:
-    """'3.11' of an interpreter."""
-    ask = "import sys; print('%d.%d' % sys.version_info[:2])"
-    try:
-        done = subprocess.run([python, "-I", "-c", ask], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as e:
-        raise BundleError(f"{python} does not run as a Python.", "Give the path of one: --python", USAGE) from e
-    return done.stdout.strip()
-
-
-def _pip(python: Path, *arguments: str, deed: str) -> None:
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    except OSError as e:
-        raise BundleError(f"Could not {deed}: {python}: {e.strerror}.", "Give another --python.", MISSING) from e
-    if done.returncode:
-        errors = [line.strip() for line in done.stderr.splitlines() if "ERROR" in line or "error" in line]
-        words = " / ".join((errors or done.stderr.strip().splitlines())[-3:])[:600]
-        raise BundleError(
-            f"Could not {deed} with pip: {words}",
-            "Check that this machine reaches a package index (pip config list), that --python has pip, and the disk.",
-            MISSING,
-        )
-
-
 def read_wheel(path: Path) -> Wheel:
     """Name, version, licence and sizes of a wheel. Raises BundleError (content) if it is not a sound one."""
     try:
@@ -190,7 +127,7 @@ def read_wheel(path: Path) -> Wheel:
             unpacked = sum(item.file_size for item in wheel.infolist())
     except (OSError, zipfile.BadZipFile, StopIteration, KeyError) as e:
         raise BundleError(
-            f"{path.name} is not a sound wheel.", "Delete it from pip's cache and build again.", CONTENT
+            t("{name} is not a sound wheel.", name=path.name), t("Delete it from pip's cache and build again."), CONTENT
         ) from e
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -240,16 +177,6 @@ def glibc_floor(paths: Sequence[Path]) -> str:
     return f"{floor[0]}.{floor[1]}"
 
 
-def check_arch(paths: Sequence[Path], arch: str) -> None:
-    """Every wheel is for Linux of this processor, or for any."""
-    for path in paths:
-        tags = path.name.removesuffix(".whl").split("-")[-1]
-        if tags != "any" and not all(t.endswith(arch) and "linux" in t for t in tags.split(".")):
-            raise BundleError(
-                f"{path.name} is not for Linux on {arch}.", "Build on a machine like the server.", CONTENT
-            )
-
-
 def torch_facts(wheels: Sequence[Wheel]) -> tuple[str | None, str | None, str | None]:
     """(version of torch, CUDA it was built with, lowest driver) by the wheel's own torch/version.py."""
     torch = next((w for w in wheels if w.name == "torch"), None)
@@ -261,11 +188,18 @@ def torch_facts(wheels: Sequence[Wheel]) -> tuple[str | None, str | None, str | 
     cuda = match[1] if match else None
     if cuda and cuda.split(".")[0] not in DRIVER_MIN:
         raise BundleError(
-            f"{torch.path.name} is built for CUDA {cuda}, of which Atoll does not know the lowest driver.",
-            "Add it to DRIVER_MIN in offline_bundle/runtime_wheels.py.",
+            t("{name} is built for CUDA {cuda}, of which Atoll does not know the lowest driver.",
+              name=torch.path.name, cuda=cuda),
+            t("Add it to DRIVER_MIN in offline_bundle/runtime_wheels.py."),
             CONTENT,
         )
     return torch.version, cuda, DRIVER_MIN[cuda.split(".")[0]] if cuda else None
+
+
+def installed_bytes(files: Mapping[str, Mapping[str, Any]]) -> int:
+    """Disk that these files take once they are installed: whole blocks, and bytecode beside each module."""
+    blocks = sum(-(-int(entry["size"]) // _BLOCK) * _BLOCK for entry in files.values())
+    return blocks + sum(int(entry["size"]) + _BLOCK for name, entry in files.items() if name.endswith(".py"))
 
 
 def default_python() -> Path:

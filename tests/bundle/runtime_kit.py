@@ -12,7 +12,10 @@ from typing import Any
 
 from offline_bundle import oms, runtime_wheels
 from offline_bundle.keys import KeyPair, load_private
+from offline_bundle.progress import silent
 from offline_bundle.runtime import build_runtime
+from offline_bundle.runtime_download import Downloads
+from offline_bundle.runtime_resolve import Pip, Source, Torch, fetch_pip, resolve
 from offline_bundle.runtime_verify import inspect_runtime
 from offline_bundle.strictjson import canonical
 
@@ -24,25 +27,35 @@ _LARGE = ("torch", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn", "
 SMALL = [r for r in runtime_wheels.requirements() if not r.startswith(_LARGE)]
 
 
-def wheelhouse(packages: Sequence[str]) -> Path:
+def wheelhouse(packages: Sequence[str], torch: Torch = "cpu") -> Path:
     """The wheels of `packages`, collected once and kept in .cache, so that only the first run asks an index."""
-    name = hashlib.sha256("\n".join([*packages, sys.version[:6], "pip>=25"]).encode()).hexdigest()[:12]
+    name = hashlib.sha256("\n".join([*packages, torch, sys.version[:6], "pip>=25"]).encode()).hexdigest()[:12]
     house = ROOT / ".cache" / f"wheelhouse-{name}"
     if not house.is_dir():
         partial = house.with_name(f".{house.name}.{os.getpid()}.partial")
         for room in ("wheels", "pip"):
             (partial / room).mkdir(parents=True)
         python = Path(sys.executable)
-        runtime_wheels.download(python, packages, partial / "wheels", torch="cpu")
-        runtime_wheels.download_pip(python, partial / "pip")
+        source = Source()
+        pip = Pip(python, fetch_pip(python, partial / "pip", source))
+        picks, source = resolve(pip, packages, torch, source)
+        downloads = Downloads(partial / "wheels", pip)
+        downloads.fetch(downloads.plan(picks), source, silent)
         partial.rename(house)
     return house / "wheels"
 
 
-def build(out: Path, keys: KeyPair, *, own_wheel: Path, sequence: int = 5, packages: Sequence[str] = SMALL) -> Path:
+def build(
+    out: Path,
+    keys: KeyPair,
+    *,
+    own_wheel: Path,
+    sequence: int = 5,
+    packages: Sequence[str] = SMALL,
+    torch: Torch = "cpu",
+) -> Path:
     """A medium in `out` with a runtime of `packages`."""
-    wheels = wheelhouse(packages)
-    private, torch = keys.private_path, "cpu"
+    wheels, private = wheelhouse(packages, torch), keys.private_path
     build_runtime(
         out, private_key=private, sequence=sequence, torch=torch, packages=packages, own_wheel=own_wheel, wheels=wheels
     )

@@ -14,7 +14,7 @@ from runtime_kit import ROOT, SMALL, build, wheelhouse
 from typer.testing import CliRunner
 
 from appliance.cli.app import app
-from offline_bundle import runtime_wheels
+from offline_bundle import runtime_resolve, runtime_wheels
 from offline_bundle.keys import KeyPair
 from offline_bundle.runtime import build_runtime, install_script
 from offline_bundle.runtime_manifest import RuntimeManifest
@@ -183,9 +183,9 @@ def test_the_lowest_glibc() -> None:
 def test_wheels_for_other_processors_are_refused() -> None:
     names = ("x-1-cp311-cp311-manylinux_2_28_aarch64.whl", "x-1-cp311-cp311-win_amd64.whl")
     for name in names:
-        refused(11, "not for Linux", lambda name=name: runtime_wheels.check_arch([Path(name)], "x86_64"))
+        refused(11, "not for Linux", lambda name=name: runtime_resolve.check_platform([name], "x86_64"))
     names = ("x-1-py3-none-any.whl", "x-1-cp311-abi3-manylinux_2_17_x86_64.whl")
-    runtime_wheels.check_arch([Path(name) for name in names], "x86_64")
+    runtime_resolve.check_platform(names, "x86_64")
 
 
 def test_manifests_are_canonical(medium: Path) -> None:

@@ -1,0 +1,79 @@
+"""Sentences that can be told in another language: each *is* its English wording, and remembers what it was made of.
+
+This package marks its words and knows no other language; installer/i18n.py has the catalogue and picks the language.
+"""
+
+import errno
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+class Text(str):
+    """An English sentence with its `source`, and its `params` or `parts`. Made by `t` and `joined`."""
+
+    __slots__ = ("params", "parts", "source")
+
+    source: str
+    params: Mapping[str, Any]
+    parts: tuple[str, ...] | None
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    def with_values(self, change: Callable[[Any], Any]) -> "Text":
+        """The same sentence, each of its values or parts changed."""
+        if self.parts is not None:
+            return joined([change(part) for part in self.parts], self.source)
+        return t(self.source, **{name: change(value) for name, value in self.params.items()})
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # a copy or a pickle is plain English
+
+
+def t(source: str, /, **params: Any) -> Text:
+    """`source` with its {placeholders} filled in. Must be called with a literal: the catalogue is made from these."""
+    text = Text(source.format(**params))
+    text.source, text.params, text.parts = source, params, None
+    return text
+
+
+def joined(parts: Iterable[str], separator: str = ", ") -> Text:
+    """A list of texts as one text."""
+    parts = tuple(parts)
+    text = Text(separator.join(parts))
+    text.source, text.params, text.parts = separator, {}, parts
+    return text
+
+
+def plain(error: Exception) -> str:
+    """What `error` says: the sentence it was made with, if it was one, else its text."""
+    said = error.args[0] if len(error.args) == 1 else None
+    return said if isinstance(said, Text) else str(error)
+
+
+def complaint(finding: Any) -> str:
+    """One entry of pydantic's `ValidationError.errors` in words: our own, where a validator of ours said them."""
+    said = finding.get("ctx", {}).get("error")
+    return plain(said) if isinstance(said, ValueError) else finding["msg"]
+
+
+_SYSTEM_SAYS = {
+    errno.EACCES: t("Permission denied"),
+    errno.EBUSY: t("Device or resource busy"),
+    errno.EEXIST: t("File exists"),
+    errno.EIO: t("Input/output error"),
+    errno.EISDIR: t("Is a directory"),
+    errno.ELOOP: t("Too many levels of symbolic links"),
+    errno.ENOENT: t("No such file or directory"),
+    errno.ENOSPC: t("No space left on device"),
+    errno.ENOTDIR: t("Not a directory"),
+    errno.ENXIO: t("No such device or address"),
+    errno.EPERM: t("Operation not permitted"),
+    errno.EROFS: t("Read-only file system"),
+    errno.ESTALE: t("Stale file handle"),
+}
+
+
+def reason(error: OSError) -> str:
+    """Why the operating system refused, in its own words, without the path."""
+    return _SYSTEM_SAYS.get(error.errno or 0) or error.strerror or str(error)
