@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, plain, reason, t
 
 _LIMIT = 1 << 20
 
@@ -77,33 +78,56 @@ def read_answers(path: Path) -> Answers:
     try:
         data = path.read_bytes()
         if len(data) > _LIMIT:
-            raise ValueError("it is larger than 1 MiB")
+            raise ValueError(t("it is larger than 1 MiB"))
         text = data.decode()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         return Answers.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         problems = [_problem(entry) for entry in error.errors(include_url=False)]
     except (OSError, ValueError) as error:  # of TOML and JSON too; they name line and column
-        problems = [getattr(error, "strerror", None) or str(error)]
+        problems = [reason(error) if isinstance(error, OSError) else plain(error)]
     raise InstallError(
-        f"The answers file {path} cannot be used: {'; '.join(problems)}.",
+        t("The answers file {path} cannot be used: {names}.", path=path, names=joined(problems, "; ")),
         exit_code=ExitCode.USAGE,
-        changed="Nothing was changed.",
-        hint=f"Correct it, then check it: atoll answers validate {path}  (`atoll answers template` prints a good one)",
+        changed=t("Nothing was changed."),
+        hint=t("Correct it, then check it: atoll answers validate {path}  (`atoll answers template` prints a good "
+               "one)", path=path),
     )
 
 
 def _problem(entry: Any) -> str:
     """One finding in plain words: where, what, and for an unknown key the nearest known one."""
-    where = _place(entry["loc"]) or "the file"
+    where = _place(entry["loc"]) or t("the file")
     if entry["type"] == "extra_forbidden":
         known = _known(entry["loc"][:-1])
         wrong = str(entry["loc"][-1])
         near = difflib.get_close_matches(wrong, known, 1, 0.5)
-        return f"{where} is not known" + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}")
+        if near:
+            return t("{where} is not known; did you mean {near}?", where=where, near=near[0])
+        return t("{where} is not known; known: {names}", where=where, names=joined(known))
     if entry["type"] == "missing":
-        return f"{where} is missing"
+        return t("{where} is missing", where=where)
+    if (wanted := _wanted(entry["type"], entry.get("ctx", {}))) is not None:
+        return t("{where}: {wanted}", where=where, wanted=wanted)
     return f"{where}: {entry['msg'][:1].lower()}{entry['msg'][1:]}"
+
+
+def _wanted(kind: str, limits: dict[str, Any]) -> str | None:
+    """What a value should have been, by pydantic's name of the mistake; None for those that this schema cannot have."""
+    if kind.startswith(("int_", "float_")) or kind in ("int_type", "float_type"):
+        return t("this is not a number")
+    if kind.startswith(("bool_", "list_", "dict_", "model_", "string_type", "path_type")):
+        words = {"bool": t("true or false"), "list": t("a list"), "string": t("a text"), "path": t("a text")}
+        return t("this should be {kind}", kind=words.get(kind.split("_")[0], t("a table")))
+    return {
+        "literal_error": lambda: t("this should be one of {expected}",
+                                   expected=str(limits.get("expected")).replace(" or ", ", ")),
+        "string_too_short": lambda: t("this needs {count} characters or more", count=limits.get("min_length")),
+        "string_too_long": lambda: t("this has more than {count} characters", count=limits.get("max_length")),
+        "string_pattern_mismatch": lambda: t("this does not match {pattern}", pattern=limits.get("pattern")),
+        "greater_than_equal": lambda: t("this is less than {least}", least=limits.get("ge")),
+        "less_than_equal": lambda: t("this is more than {most}", most=limits.get("le")),
+    }.get(kind, lambda: None)()
 
 
 def _place(location: tuple[int | str, ...]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from installer import fs
+from installer.i18n import t
 
 GENESIS = "0" * 64
 
@@ -49,7 +50,8 @@ def read(path: Path) -> tuple[list[dict[str, Any]], str | None]:
         except (ValueError, KeyError, TypeError):
             good, record = False, None
         if not good or record is None:
-            return records, f"the audit log {path} does not follow its hash chain at line {number}"
+            return records, t("the audit log {path} does not follow its hash chain at line {number}", path=path,
+                              number=number)
         records.append(record)
         previous = record["hash"]
     return records, None

@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from installer.i18n import t
+
 SERVER_DAYS = 825          # the most that Apple's and others' clients accept
 CA_DAYS = 3650
 _EARLY = timedelta(days=1)  # clocks of isolated machines differ
@@ -207,7 +209,7 @@ def to_pem(certificate: x509.Certificate) -> bytes:
 def title(name: x509.Name) -> str:
     """A subject or issuer for people, without what could disturb a terminal."""
     text = name.rfc4514_string()
-    return "".join(c if c.isprintable() else "?" for c in text)[:200] or "(no name)"
+    return "".join(c if c.isprintable() else "?" for c in text)[:200] or t("(no name)")
 
 
 def _builder(

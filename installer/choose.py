@@ -11,6 +11,7 @@ from typing import Any
 from installer import release, units
 from installer.context import Context, Model
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, t
 from installer.options import ModelChoice
 from installer.preflight.needs import bundles_on
 from offline_bundle import media
@@ -20,21 +21,21 @@ from offline_bundle.manifest import MANIFEST
 from offline_bundle.store import verify_model
 from offline_bundle.verify import SignedManifest, check_signed_manifest
 
-_UNTOUCHED = "Nothing was changed."
+_UNTOUCHED = t("Nothing was changed.")
 
 
 def which_bundle() -> InstallError:
-    hint = "Give the medium, or one bundle of it: atoll install MEDIUM, atoll install --bundle DIR"
-    return InstallError("Which bundle?", exit_code=ExitCode.USAGE, changed=_UNTOUCHED, hint=hint)
+    hint = t("Give the medium, or one bundle of it: atoll install MEDIUM, atoll install --bundle DIR")
+    return InstallError(t("Which bundle?"), exit_code=ExitCode.USAGE, changed=_UNTOUCHED, hint=hint)
 
 
 def no_medium(path: Path) -> InstallError:
     return InstallError(
-        f"There is no bundle at {path}.",
+        t("There is no bundle at {path}.", path=path),
         exit_code=ExitCode.MEDIA,
-        why="The medium may not be mounted, or the path may be another.",
+        why=t("The medium may not be mounted, or the path may be another."),
         changed=_UNTOUCHED,
-        hint="Mount it and give its directory, or one that holds bundle.json: atoll install DIR",
+        hint=t("Mount it and give its directory, or one that holds bundle.json: atoll install DIR"),
     )
 
 
@@ -65,19 +66,19 @@ def choose(context: Context) -> list[Model]:
         model = _kept(context, choice, here) if choice.bundle is None else _brought(context, choice, here)
         if model.instance in chosen:
             raise InstallError(
-                f"Two models would have the name {model.instance}.",
+                t("Two models would have the name {instance}.", instance=model.instance),
                 exit_code=ExitCode.USAGE,
                 changed=_UNTOUCHED,
-                hint="Give each a name of its own: `name` in the answers' [[models]], or --model NAME=BUNDLE.",
+                hint=t("Give each a name of its own: `name` in the answers' [[models]], or --model NAME=BUNDLE."),
             )
         chosen[model.instance] = model
     for name in options.remove:
         if name not in here:
             raise InstallError(
-                f"No model called {name} runs here.",
+                t("No model called {name} runs here.", name=name),
                 exit_code=ExitCode.USAGE,
                 changed=_UNTOUCHED,
-                hint=f"Installed: {', '.join(here) or 'none'}.",
+                hint=t("Installed: {names}.", names=joined(here) or t("none")),
             )
     if layout.system and not options.only_these:
         for name in here:
@@ -85,17 +86,18 @@ def choose(context: Context) -> list[Model]:
                 chosen[name] = _kept(context, ModelChoice(name=name), here)
     if not chosen:
         raise InstallError(
-            "No model would be left.",
+            t("No model would be left."),
             exit_code=ExitCode.USAGE,
             changed=_UNTOUCHED,
-            hint="To stop serving: atoll stop. To remove everything: atoll uninstall",
+            hint=t("To stop serving: atoll stop. To remove everything: atoll uninstall"),
         )
     if not layout.system and len(chosen) > 1:
         raise InstallError(
-            f"An installation under a prefix runs one model; {len(chosen)} were given: {', '.join(chosen)}.",
+            t("An installation under a prefix runs one model; {count} were given: {names}.", count=len(chosen),
+              names=joined(chosen)),
             exit_code=ExitCode.USAGE,
             changed=_UNTOUCHED,
-            hint="Give one bundle, or install on the server itself: as root, without --prefix.",
+            hint=t("Give one bundle, or install on the server itself: as root, without --prefix."),
         )
     context.removed = sorted(here.keys() - chosen.keys())
     return [chosen[name] for name in sorted(chosen)]
@@ -132,11 +134,12 @@ def _only(found: list[Path]) -> Path:
         return found[0]
     listed = "; ".join(str(path) for path in found)
     raise InstallError(
-        f"The medium holds {len(found)} models: {listed}.",
+        t("The medium holds {count} models: {listed}.", count=len(found), listed=listed),
         exit_code=ExitCode.USAGE,
-        why="Each model needs a GPU of its own, so which of them run is for you to say.",
+        why=t("Each model needs a GPU of its own, so which of them run is for you to say."),
         changed=_UNTOUCHED,
-        hint=f"Choose: --bundle {found[0]}. For several, each with its GPU: [[models]] in --answers FILE",
+        hint=t("Choose: --bundle {found}. For several, each with its GPU: [[models]] in --answers FILE",
+               found=found[0]),
     )
 
 
@@ -166,10 +169,12 @@ def _resolve(context: Context, bundle: Path | str | None) -> tuple[Path, SignedM
             return candidate, signed
         names.append(signed.manifest.name)
     raise InstallError(
-        f"There is no bundle called {bundle} on the medium.",
+        t("There is no bundle called {bundle} on the medium.", bundle=bundle),
         exit_code=ExitCode.MEDIA,
         changed=_UNTOUCHED,
-        hint=f"It holds: {', '.join(names)}." if names else "Give its directory, or the medium: atoll install DIR",
+        hint=t("It holds: {names}.", names=joined(names))
+        if names
+        else t("Give its directory, or the medium: atoll install DIR"),
     )
 
 
@@ -177,10 +182,11 @@ def _kept(context: Context, choice: ModelChoice, here: dict[str, dict[str, Any]]
     facts = here.get(choice.name or "")
     if facts is None:
         raise InstallError(
-            f"No model called {choice.name or '(no name)'} is installed, and no bundle was given for it.",
+            t("No model called {name} is installed, and no bundle was given for it.",
+              name=choice.name or t("(no name)")),
             exit_code=ExitCode.USAGE,
             changed=_UNTOUCHED,
-            hint=f"Name its bundle. Installed: {', '.join(here) or 'none'}.",
+            hint=t("Name its bundle. Installed: {names}.", names=joined(here) or t("none")),
         )
     return stored(context, facts, choice)
 
@@ -191,7 +197,7 @@ def stored(context: Context, facts: dict[str, Any], choice: ModelChoice) -> Mode
     try:
         found = verify_model(models, facts["digest"], context.trusted_keys, deep=False)
     except BundleError as error:
-        error.hint = f"Install it again from its medium: atoll install DIR  ({error.hint})"
+        error.hint = t("Install it again from its medium: atoll install DIR  ({hint})", hint=error.hint)
         raise
     return Model(
         facts["instance"], choice, models / facts["digest"], found.manifest, found.digest, found.key_fingerprint,

@@ -15,6 +15,7 @@ from typing import Any
 
 from installer import fs
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.layout import Layout
 from installer.service import code_root
 
@@ -36,10 +37,10 @@ def read_facts(tree: Path) -> dict[str, Any]:
         raise ValueError
     except (OSError, ValueError, KeyError) as error:
         raise InstallError(
-            f"{tree} is not a whole release of Atoll.",
+            t("{tree} is not a whole release of Atoll.", tree=tree),
             exit_code=ExitCode.IO,
-            why="Its runtime.json is missing or damaged.",
-            hint="Install it again from the medium: sudo sh install.sh",
+            why=t("Its runtime.json is missing or damaged."),
+            hint=t("Install it again from the medium: sudo sh install.sh"),
         ) from error
 
 

@@ -16,6 +16,7 @@ import tomlkit
 
 from installer import migrate
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.layout import Layout
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000          # of a prefix
@@ -69,10 +70,10 @@ def endpoint(text: str | None, path: Path, *, system: bool = False) -> Endpoint:
     port = table.get("port", SERVER_PORT if system else DEFAULT_PORT)
     if type(port) is not int or not 1 <= port <= 65535:
         raise InstallError(
-            f"The port {port!r} in {path} is not a number from 1 to 65535.",
+            t("The port {port!r} in {path} is not a number from 1 to 65535.", port=port, path=path),
             exit_code=ExitCode.USAGE,
-            changed="Nothing was changed.",
-            hint="Correct it, then run this again.",
+            changed=t("Nothing was changed."),
+            hint=t("Correct it, then run this again."),
         )
     certificate = path.parent / "tls/server.crt" if system or table.get("ssl-certfile") else None
     return Endpoint(str(table.get("host", SERVER_HOST if system else DEFAULT_HOST)), port, certificate)

@@ -2,6 +2,8 @@
 
 from enum import IntEnum
 
+from installer.i18n import reason, t
+
 
 class ExitCode(IntEnum):
     """Exit codes of `atoll`; scripts may rely on them."""
@@ -61,24 +63,32 @@ class InstallError(Exception):
 
 
 def io_error(action: str, error: OSError) -> InstallError:
-    """Turn an OSError during `action` into words (full disk, read-only file system, permission, else)."""
+    """Turn an OSError during `action` into words (full disk, read-only file system, permission, else).
+
+    `action` completes "Could not …"; its Korean is a noun phrase.
+    """
     import errno
 
-    where = f" ({error.filename})" if error.filename else ""
     causes = {
-        errno.ENOSPC: ("the disk is full", "Free some space (df -h) and run the same command again."),
-        errno.EDQUOT: ("the disk quota is used up", "Raise the quota and run the same command again."),
-        errno.EFBIG: ("a file-size limit was reached", "Raise it (ulimit -f unlimited), then run again."),
-        errno.EROFS: ("the file system is read-only", "Choose a writable --prefix, or remount it read-write."),
-        errno.EACCES: ("permission denied", "Choose a --prefix that this user may write to."),
-        errno.EPERM: ("operation not permitted", "Choose a --prefix that this user may write to."),
-        errno.EIO: ("the device reported a read or write error", "Check disk and medium (dmesg), then run again."),
+        errno.ENOSPC: (t("the disk is full"), t("Free some space (df -h) and run the same command again.")),
+        errno.EDQUOT: (t("the disk quota is used up"), t("Raise the quota and run the same command again.")),
+        errno.EFBIG: (t("a file-size limit was reached"), t("Raise it (ulimit -f unlimited), then run again.")),
+        errno.EROFS: (t("the file system is read-only"), t("Choose a writable --prefix, or remount it read-write.")),
+        errno.EACCES: (t("permission denied"), t("Choose a --prefix that this user may write to.")),
+        errno.EPERM: (t("operation not permitted"), t("Choose a --prefix that this user may write to.")),
+        errno.EIO: (
+            t("the device reported a read or write error"),
+            t("Check disk and medium (dmesg), then run again."),
+        ),
     }
-    other = (error.strerror or str(error), "Correct this and run the same command again.")
+    other = (reason(error), t("Correct this and run the same command again."))
     why, hint = causes.get(error.errno or 0, other)
+    message = t("Could not {action}: {why}.", action=action, why=why)
+    if error.filename:
+        message = t("Could not {action} ({file}): {why}.", action=action, file=error.filename, why=why)
     return InstallError(
-        f"Could not {action}{where}: {why}.",
+        message,
         exit_code=ExitCode.IO,
-        why=f"The operating system answered: {error.strerror or error}.",
+        why=t("The operating system answered: {why}.", why=reason(error)),
         hint=hint,
     )

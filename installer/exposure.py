@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 
 
 def is_loopback(host: str) -> bool:
@@ -25,9 +26,11 @@ def check_exposure(table: Mapping[str, Any], path: Path) -> None:
     if is_loopback(host) or table.get("uds") or (table.get("ssl-certfile") and table.get("ssl-keyfile")):
         return
     raise InstallError(
-        f"The settings in {path} would serve plain HTTP on {host}, which other machines can reach.",
+        t("The settings in {path} would serve plain HTTP on {host}, which other machines can reach.", path=path,
+          host=host),
         exit_code=ExitCode.USAGE,
-        why="Anyone on that network could read keys, prompts and answers.",
-        changed="Nothing was changed.",
-        hint='Set host = "127.0.0.1", or give the endpoint a certificate: atoll install with --tls, or atoll tls renew',
+        why=t("Anyone on that network could read keys, prompts and answers."),
+        changed=t("Nothing was changed."),
+        hint=t('Set host = "127.0.0.1", or give the endpoint a certificate: atoll install with --tls, or atoll tls '
+               "renew"),
     )

@@ -1,82 +1,201 @@
 """Words for people, in English and Korean, from one gettext catalogue (installer/locale).
 
-A `Text` *is* its English wording, so it can be logged, compared and formatted like any string, and it remembers what it
-was made of, so a front end can show the same sentence in another language when it is printed.
+A `Text` (offline_bundle/text.py) *is* its English wording, so it can be logged, compared and formatted like any string,
+and it remembers what it was made of, so a front end can show the same sentence in another language when it is printed.
 
     seen = t("{port} is in use by {who}", port=8443, who=t("process {pid}", pid=812))
     str(seen)          # English, for logs and for exceptions
-    seen.to("ko")      # Korean, parts included
+    told(seen, "ko")   # Korean, parts included
+
+Only what a person reads on a terminal is told in his language; journals, logs and the audit log stay English.
 """
 
 import gettext
 import os
-from collections.abc import Iterable, Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from string import Formatter
+from typing import Any, TextIO
+
+from offline_bundle.text import Text, joined, plain, reason, t
+
+__all__ = [
+    "LANGUAGES", "Text", "foreign", "joined", "language_of", "libraries_in", "looked_up", "plain", "reason", "retold",
+    "speaking", "t", "told",
+]  # fmt: skip
 
 LANGUAGES = ("en", "ko")
 DOMAIN = "atoll"
 LOCALE_DIR = Path(__file__).with_name("locale")
-
-
-class Text(str):
-    """An English sentence that can be told in another language. Made by `t` and `joined`."""
-
-    __slots__ = ("_params", "_parts", "_source")
-
-    _source: str
-    _params: Mapping[str, Any]
-    _parts: tuple[str, ...] | None
-
-    def to(self, language: str) -> str:
-        """This sentence in `language`; in English where there is no translation."""
-        if language == "en":
-            return str(self)
-        if self._parts is not None:
-            return self._source.join(told(part, language) for part in self._parts)
-        params = {name: told(value, language) for name, value in self._params.items()}
-        try:
-            return _catalogue(language).gettext(self._source).format(**params)
-        except (KeyError, IndexError, ValueError):  # a translation with other placeholders must not hide the fact
-            return str(self)
-
-    def __str__(self) -> str:
-        return str.__str__(self)
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # a copy or a pickle is plain English
-
-
-def t(source: str, /, **params: Any) -> Text:
-    """`source` with its {placeholders} filled in. Must be called with a literal: the catalogue is made from these."""
-    text = Text(source.format(**params))
-    text._source, text._params, text._parts = source, params, None
-    return text
-
-
-def joined(parts: Iterable[str], separator: str = ", ") -> Text:
-    """A list of texts as one text."""
-    parts = tuple(parts)
-    text = Text(separator.join(parts))
-    text._source, text._params, text._parts = separator, {}, parts
-    return text
+CHOSEN = "ATOLL_LANG"  # what --lang said, also for the programs that this one starts
 
 
 def told(value: Any, language: str) -> Any:
-    """`value` in `language` if it is a Text, else as it is."""
-    return value.to(language) if isinstance(value, Text) else value
+    """`value` in `language` if it is a Text, or an exception that says one; else as it is.
+
+    Where there is no translation it is English.
+    """
+    if language == "en":
+        return value
+    if isinstance(value, BaseException):
+        return _exception(value, language)
+    if not isinstance(value, Text):
+        return value
+    if value.parts is not None:
+        return value.source.join(told(part, language) for part in value.parts)
+    params = {name: told(param, language) for name, param in value.params.items()}
+    try:
+        return _particles(_catalogue(language).gettext(value.source).format(**params))
+    except (KeyError, IndexError, ValueError):  # a translation with other placeholders must not hide the fact
+        return str(value)
+
+
+def _exception(error: BaseException, language: str) -> str:
+    """As `str(error)` would say it: an error of ours its message and hint, any other its first argument."""
+    message, hint = getattr(error, "message", None), getattr(error, "hint", "")
+    if message is not None:
+        return f"{told(message, language)} {told(hint, language)}".strip()
+    if isinstance(error, OSError):
+        return str(told(reason(error), language))
+    first = error.args[0] if len(error.args) == 1 else None
+    return told(first, language) if isinstance(first, Text) else str(error)
 
 
 def language_of(environment: Mapping[str, str] | None = None) -> str:
-    """The language that the environment asks for, as gettext reads it: the first of these variables that is set."""
-    environment = os.environ if environment is None else environment
-    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
-        if value := environment.get(name):
-            return "ko" if value.lower().startswith("ko") else "en"
-    return "en"
+    """The language to speak: what --lang said, else what the system is set to, as gettext reads it, if it can be shown.
+
+    The Linux console (TERM=linux) draws no Hangul, and a stream in ASCII cannot carry it: both get English.
+    """
+    asked = os.environ if environment is None else environment
+    if asked.get(CHOSEN) in LANGUAGES:
+        return asked[CHOSEN]
+    system = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := asked.get(name))), "")
+    if not system.lower().startswith("ko") or asked.get("TERM") == "linux":
+        return "en"
+    return "ko" if environment is not None or all(map(_carries_hangul, (sys.stdout, sys.stderr))) else "en"
+
+
+@contextmanager
+def speaking(language: str | None) -> Iterator[None]:
+    """For the duration of the block `language` was asked for, here and in programs that are started; None: nothing."""
+    before = os.environ.get(CHOSEN)
+    try:
+        if language is not None:
+            os.environ[CHOSEN] = language
+        yield
+    finally:
+        if language is not None:
+            os.environ.pop(CHOSEN)
+            if before is not None:
+                os.environ[CHOSEN] = before
+
+
+def _carries_hangul(stream: TextIO | None) -> bool:
+    try:
+        "한글".encode(getattr(stream, "encoding", None) or "utf-8")
+        return True
+    except (UnicodeEncodeError, LookupError):
+        return False
+
+
+def looked_up(source: str, language: str) -> str:
+    """The words of `source` in `language`, nothing filled in; `source` itself where there is no translation."""
+    return _catalogue(language).gettext(source)
+
+
+def foreign(source: str) -> str:
+    """Marks what another program says, for the catalogue."""
+    return source
+
+
+def retold(said: str) -> str:
+    """A sentence that was written down in English (a journal's, another program's), as one that can be told again.
+
+    It is recognised by the catalogue's own wording, the most specific first; what is not known stays as it is.
+    """
+    if isinstance(said, Text) or not said:
+        return said
+    for source, shape in _shapes():
+        if found := shape.fullmatch(said):
+            return t(source, **{name: _value(retold(value)) for name, value in found.groupdict().items()})
+    return said
+
+
+def _value(said: str) -> str:
+    return said if isinstance(said, Text) else _Said(said)
+
+
+class _Said(str):
+    """A value that was formatted before."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+@cache
+def _shapes() -> list[tuple[str, re.Pattern[str]]]:
+    """Every sentence of the catalogue as a pattern; those with little but placeholders would match anything."""
+    known = []
+    for source in _sources("ko"):
+        parts = list(Formatter().parse(source))
+        words = sum(len(re.sub(r"[^A-Za-z]", "", literal)) for literal, *_ in parts)
+        names = [name for _, name, *_ in parts if name is not None]
+        apart = all(text for text, name, *_ in parts[1:] if name is not None)
+        if words >= 6 and apart and len(names) == len(set(names)) and all(name.isidentifier() for name in names):
+            pattern = "".join(re.escape(text) + (f"(?P<{name}>.+?)" if name else "") for text, name, *_ in parts)
+            known.append((words, source, re.compile(pattern, re.DOTALL)))
+    return [(source, shape) for _, source, shape in sorted(known, key=lambda each: -each[0])]
+
+
+@contextmanager
+def libraries_in(language: str) -> Iterator[None]:
+    """Have click and typer, which ask gettext, say their words ("Usage", "No such option") from our catalogue."""
+    before = os.environ.get("LANGUAGE")
+    gettext.bindtextdomain(DOMAIN, str(LOCALE_DIR))
+    gettext.textdomain(DOMAIN)
+    os.environ["LANGUAGE"] = language
+    try:
+        yield
+    finally:
+        gettext.textdomain("messages")
+        os.environ.pop("LANGUAGE")
+        if before is not None:
+            os.environ["LANGUAGE"] = before
+
+
+def _sources(language: str) -> list[str]:
+    return [source for source in getattr(_catalogue(language), "_catalog", {}) if source]
 
 
 @cache
 def _catalogue(language: str) -> gettext.NullTranslations:
     return gettext.translation(DOMAIN, LOCALE_DIR, [language], fallback=True)
+
+
+# -- Korean particles: which form follows depends on whether the word before ends in a consonant ----------------------
+
+_PARTICLE = re.compile(r"([가-힣0-9])(['\"`)\]]?)(이\(가\)|을\(를\)|은\(는\)|와\(과\)|\(으\)로)")
+_FORMS = {"이(가)": ("이", "가"), "을(를)": ("을", "를"), "은(는)": ("은", "는"), "와(과)": ("과", "와"),
+          "(으)로": ("으로", "로")}  # fmt: skip
+_DIGITS_WITH_END = "013678"  # 영 일 삼 육 칠 팔
+_ENDS_IN_L = "178"           # 일 칠 팔: 로 follows, as after a vowel
+
+
+def _particles(text: str) -> str:
+    """'8443이(가)' → '8443이'. What ends in a letter of another alphabet keeps both: nobody knows how it is read."""
+    return _PARTICLE.sub(_fitting, text)
+
+
+def _fitting(found: re.Match[str]) -> str:
+    last, closing, particle = found.groups()
+    tail = (ord(last) - 0xAC00) % 28 if last >= "가" else 0
+    closed = tail != 0 or last in _DIGITS_WITH_END
+    if particle == "(으)로" and (tail == 8 or last in _ENDS_IN_L):
+        closed = False
+    return last + closing + _FORMS[particle][0 if closed else 1]

@@ -16,6 +16,7 @@ from typing import Any
 
 from installer import fs
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, t
 
 Record = dict[str, Any]
 
@@ -49,11 +50,11 @@ def intact(path: Path) -> list[Record]:
     found = replay(path)
     if found.damaged_lines:
         raise InstallError(
-            f"The journal {path} is damaged at line {', '.join(map(str, found.damaged_lines))}.",
+            t("The journal {path} is damaged at line {names}.", path=path, names=joined(map(str, found.damaged_lines))),
             exit_code=ExitCode.IO,
-            why="A power cut tears only its last line. This is the disk, or somebody's hand.",
-            changed="Nothing was changed.",
-            hint="Look at the disk (dmesg) and the file; then keep its intact records: atoll journal repair",
+            why=t("A power cut tears only its last line. This is the disk, or somebody's hand."),
+            changed=t("Nothing was changed."),
+            hint=t("Look at the disk (dmesg) and the file; then keep its intact records: atoll journal repair"),
         )
     return found.records
 
@@ -151,7 +152,8 @@ def repair(path: Path) -> str | None:
     fs.write_atomic(path, b"".join(_line(record) for record in found.records), 0o600)
     lines = ", ".join(str(number) for number in found.damaged_lines)
     kept = len(found.records)
-    return f"The journal was damaged at line {lines}. Its {kept} intact records were kept, the damaged file is {copy}."
+    return t("The journal was damaged at line {lines}. Its {kept} intact records were kept, the damaged file is "
+             "{copy}.", lines=lines, kept=kept, copy=copy)
 
 
 class History:

@@ -26,12 +26,13 @@ from typing import Any
 
 from installer import fs
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, t
 from offline_bundle.strictjson import StrictJSONError, canonical, loads
 
 SCOPES = {
-    "serve": "chat, completions and the list of models",
-    "metrics": "the figures at /metrics",
-    "admin": "everything, and what is added later for operators",
+    "serve": t("chat, completions and the list of models"),
+    "metrics": t("the figures at /metrics"),
+    "admin": t("everything, and what is added later for operators"),
 }
 DEFAULT_SCOPES = ("serve", "metrics")   # also what keys without scopes have: they were made before scopes
 MAX_FILE_BYTES = 4 << 20                # as in engine/server/auth.py
@@ -60,47 +61,47 @@ def read(path: Path) -> list[Entry]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        problem = "it is not a regular file"
+        problem = t("it is not a regular file")
     try:
         if problem:
             raise ValueError(problem)
         if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+            raise ValueError(t("it is larger than {most} bytes", most=MAX_FILE_BYTES))
         content = loads(data)
         entries = content.get("keys") if isinstance(content, dict) else None
         if not isinstance(entries, list):
-            raise ValueError('it does not hold {"keys": [...]}')
+            raise ValueError(t('it does not hold {{"keys": [...]}}'))
         for number, entry in enumerate(entries):
             if (wrong := _problem(entry)) is not None:
-                raise ValueError(f"entry {number + 1}: {wrong}")
+                raise ValueError(t("entry {number}: {wrong}", number=number + 1, wrong=wrong))
         return entries
     except (StrictJSONError, ValueError) as error:
         raise InstallError(
-            f"The key file {path} is damaged: {error}.",
+            t("The key file {path} is damaged: {error}.", path=path, error=error),
             exit_code=ExitCode.IO,
-            changed="It was left as it is.",
-            hint=f"Restore it from a backup, or move it away for a new key: mv {path} {path}.damaged",
+            changed=t("It was left as it is."),
+            hint=t("Restore it from a backup, or move it away for a new key: mv {path} {path}.damaged", path=path),
         ) from None
 
 
 def _problem(entry: Any) -> str | None:
     """What is wrong with one entry, or None."""
     if not isinstance(entry, dict):
-        return "it is not an object"
+        return t("it is not an object")
     for name in ("id", "sha256"):
         if not isinstance(entry.get(name), str) or not entry[name]:
-            return f"{name} is missing"
+            return t("{name} is missing", name=name)
     if not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
-        return "sha256 is not 64 hexadecimal digits"
+        return t("sha256 is not 64 hexadecimal digits")
     if not isinstance(entry.get("name", ""), str):
-        return "name is not a text"
+        return t("name is not a text")
     if not isinstance(entry.get("revoked", False), bool):
-        return "revoked is neither true nor false"
+        return t("revoked is neither true nor false")
     if not isinstance(expires := entry.get("expires"), str | None) or (expires and not _TIME.match(expires)):
-        return f"expires is not a time such as {_now()}"
+        return t("expires is not a time such as {now}", now=_now())
     scopes = entry.get("scopes", [])
     if not isinstance(scopes, list) or not all(isinstance(scope, str) for scope in scopes):
-        return "scopes is not a list of words"
+        return t("scopes is not a list of words")
     return None
 
 
@@ -182,13 +183,15 @@ def find(entries: Sequence[Entry], reference: str) -> Entry:
         found = [entry for entry in people if entry.get("name") == reference]
     if len(found) == 1:
         return found[0]
-    problem = f"{len(found)} API keys are called '{reference}'" if found else f"There is no API key '{reference}'"
+    problem = t("There is no API key '{reference}'.", reference=reference)
+    if found:
+        problem = t("{count} API keys are called '{reference}'.", count=len(found), reference=reference)
     raise InstallError(
-        f"{problem}.",
+        problem,
         exit_code=ExitCode.USAGE,
-        why="A key is named by its id, never by its text: the text is a secret and is stored nowhere.",
-        changed="Nothing was changed.",
-        hint="Give the id of one: atoll apikey list",
+        why=t("A key is named by its id, never by its text: the text is a secret and is stored nowhere."),
+        changed=t("Nothing was changed."),
+        hint=t("Give the id of one: atoll apikey list"),
     )
 
 
@@ -225,10 +228,10 @@ def check_name(name: str) -> None:
     """Raises InstallError (usage) for a name that a listing could not show on one line."""
     if not name.strip() or not name.isprintable() or len(name) > 64:
         raise InstallError(
-            "A key's name has 1 to 64 printable characters.",
+            t("A key's name has 1 to 64 printable characters."),
             exit_code=ExitCode.USAGE,
-            changed="Nothing was changed.",
-            hint="Say who will use it, for example: atoll apikey new --name 'team a'",
+            changed=t("Nothing was changed."),
+            hint=t("Say who will use it, for example: atoll apikey new --name 'team a'"),
         )
 
 
@@ -236,12 +239,13 @@ def check_scopes(scopes: Sequence[str]) -> None:
     """Raises InstallError (usage)."""
     unknown = [scope for scope in scopes if scope not in SCOPES]
     if unknown or not scopes:
-        what = "; ".join(f"{name}: {meaning}" for name, meaning in SCOPES.items())
+        what = joined((t("{name}: {meaning}", name=name, meaning=meaning) for name, meaning in SCOPES.items()), "; ")
+        problem = t("There is no scope '{name}'.", name=unknown[0]) if unknown else None
         raise InstallError(
-            f"There is no scope '{unknown[0]}'." if unknown else "A key without a scope opens nothing.",
+            problem or t("A key without a scope opens nothing."),
             exit_code=ExitCode.USAGE,
-            changed="Nothing was changed.",
-            hint=f"The scopes are {what}.",
+            changed=t("Nothing was changed."),
+            hint=t("The scopes are {what}.", what=what),
         )
 
 

@@ -15,6 +15,8 @@ etc/tmpfiles.d/atoll.conf, and the command itself, usr/local/bin/atoll.
 from dataclasses import dataclass
 from pathlib import Path
 
+from installer.i18n import t
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -36,7 +38,7 @@ class Layout:
     @property
     def name(self) -> str:
         """What a person calls this installation."""
-        return "this server" if self.system and self.prefix == Path("/") else str(self.prefix)
+        return t("this server") if self.system and self.prefix == Path("/") else str(self.prefix)
 
     @property
     def opt(self) -> Path:
@@ -177,7 +179,7 @@ class Layout:
     @property
     def log_hint(self) -> str:
         """Where the service's log is, in words for a hint."""
-        return "`atoll logs`" if self.system else str(self.log)
+        return t("`atoll logs`") if self.system else str(self.log)
 
     @property
     def run(self) -> Path:

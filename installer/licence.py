@@ -16,6 +16,7 @@ from typing import Any
 
 from installer import audit, fs
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 
 _ANSWER = re.compile(r"([A-Za-z0-9.+-]+)@([0-9a-fA-F]{8,64})\Z")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -60,10 +61,10 @@ def read_text(root: Path, name: str, sha256: str) -> str:
         data = file.read(TEXT_LIMIT + 1)
     if len(data) > TEXT_LIMIT or hashlib.sha256(data).hexdigest() != sha256:
         raise InstallError(
-            f"The licence text {name} is not the one that was signed.",
+            t("The licence text {name} is not the one that was signed.", name=name),
             exit_code=ExitCode.CONTENT_MISMATCH,
-            changed="Nothing was changed.",
-            hint="Copy the bundle from its source again.",
+            changed=t("Nothing was changed."),
+            hint=t("Copy the bundle from its source again."),
         )
     return _CONTROL.sub("", data.decode(errors="replace").replace("\r\n", "\n"))
 
@@ -75,11 +76,12 @@ def answered(request: LicenceRequest, answers: Iterable[str]) -> bool:
         match = _ANSWER.match(answer.strip())
         if match is None:
             raise InstallError(
-                f"'{answer}' does not accept a licence.",
+                t("'{answer}' does not accept a licence.", answer=answer),
                 exit_code=ExitCode.USAGE,
-                why="An acceptance names the licence and its text: SPDX-ID@SHA256-PREFIX, with at least 8 hex digits.",
-                changed="Nothing was changed.",
-                hint=f"For this bundle: --accept-license {request.answer}",
+                why=t("An acceptance names the licence and its text: SPDX-ID@SHA256-PREFIX, with at least 8 hex "
+                      "digits."),
+                changed=t("Nothing was changed."),
+                hint=t("For this bundle: --accept-license {answer}", answer=request.answer),
             )
         found = found or (match[1] == request.spdx and request.sha256.startswith(match[2].lower()))
     return found
@@ -87,11 +89,11 @@ def answered(request: LicenceRequest, answers: Iterable[str]) -> bool:
 
 def not_accepted(request: LicenceRequest, where: Path) -> InstallError:
     return InstallError(
-        f"The licence {request.spdx} of {request.model} was not accepted.",
+        t("The licence {spdx} of {model} was not accepted.", spdx=request.spdx, model=request.model),
         exit_code=ExitCode.LICENCE,
-        why="The bundle's maker asks for acceptance before the model is installed.",
-        changed="Nothing was changed.",
-        hint=f"Read {where}, then accept it: --accept-license {request.answer}",
+        why=t("The bundle's maker asks for acceptance before the model is installed."),
+        changed=t("Nothing was changed."),
+        hint=t("Read {where}, then accept it: --accept-license {answer}", where=where, answer=request.answer),
     )
 
 

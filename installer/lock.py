@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 
 
 class InstallLock:
@@ -45,11 +46,11 @@ class InstallLock:
 
 def busy(path: Path, holder: str) -> InstallError:
     return InstallError(
-        f"Another Atoll command is working on this installation: {holder}.",
+        t("Another Atoll command is working on this installation: {holder}.", holder=holder),
         exit_code=ExitCode.BUSY,
-        why=f"It holds the lock {path}.",
-        changed="Nothing was changed.",
-        hint="Wait until it has finished, then run this again; `atoll status` shows how far it is.",
+        why=t("It holds the lock {path}.", path=path),
+        changed=t("Nothing was changed."),
+        hint=t("Wait until it has finished, then run this again; `atoll status` shows how far it is."),
     )
 
 
@@ -64,9 +65,10 @@ def _read_holder(fd: int) -> str:
     try:
         who = json.loads(os.pread(fd, 4096, 0))
         since = time.strftime("%H:%M:%S", time.localtime(who["since"]))
-        return f"`atoll {who['purpose']}`, process {who['pid']}, since {since}"
+        return t("`atoll {purpose}`, process {pid}, since {since}", purpose=who["purpose"], pid=who["pid"],
+                 since=since)
     except (ValueError, KeyError, TypeError):
-        return "an unnamed process"
+        return t("an unnamed process")
 
 
 def holder(path: Path) -> str | None:

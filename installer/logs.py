@@ -10,6 +10,7 @@ from typing import Any
 
 from installer import units
 from installer.errors import ExitCode, InstallError
+from installer.i18n import reason, t
 from installer.layout import Layout
 from installer.service import follow as follow_file
 from installer.service import tail
@@ -58,9 +59,9 @@ def unit_name(word: str) -> str:
     if f"{name}.service" in _SHORT.values():
         return f"{name}.service"
     raise InstallError(
-        f"Atoll has no unit '{printable(word)[:60]}'.",
+        t("Atoll has no unit '{word}'.", word=printable(word)[:60]),
         exit_code=ExitCode.USAGE,
-        hint="Say --unit gateway, engine, engine@NAME, gpu-ready or verify.",
+        hint=t("Say --unit gateway, engine, engine@NAME, gpu-ready or verify."),
     )
 
 
@@ -99,13 +100,15 @@ def printable(text: str) -> str:
 def _check_prefix(layout: Layout, wanted: Sequence[str], since: str | None) -> None:
     if wanted or since:
         raise InstallError(
-            f"The installation at {layout.name} is one process with one log file.",
+            t("The installation at {name} is one process with one log file.", name=layout.name),
             exit_code=ExitCode.USAGE,
-            hint=f"Leave out --unit and --since, or read {layout.log} itself.",
+            hint=t("Leave out --unit and --since, or read {log} itself.", log=layout.log),
         )
     if not layout.log.exists():
         raise InstallError(
-            f"There is no log at {layout.log}.", exit_code=ExitCode.USAGE, hint="Is this the right --prefix?"
+            t("There is no log at {log}.", log=layout.log),
+            exit_code=ExitCode.USAGE,
+            hint=t("Is this the right --prefix?"),
         )
 
 
@@ -125,9 +128,9 @@ def _journal(command: list[str]) -> Iterator[LogLine]:
         )
     except OSError as error:
         raise InstallError(
-            f"journalctl cannot be run: {error.strerror}.",
+            t("journalctl cannot be run: {why}.", why=reason(error)),
             exit_code=ExitCode.IO,
-            hint="Is systemd's journal installed?",
+            hint=t("Is systemd's journal installed?"),
         ) from None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -146,9 +149,9 @@ def _journal(command: list[str]) -> Iterator[LogLine]:
         process.wait()
     if process.returncode:
         raise InstallError(
-            f"The journal could not be read: {printable(said)[:300] or 'journalctl failed'}.",
+            t("The journal could not be read: {said}.", said=printable(said)[:300] or t("journalctl failed")),
             exit_code=ExitCode.USAGE if "timestamp" in said else ExitCode.IO,
-            hint="A time is written as '2026-01-31 14:00', 'yesterday' or '1 hour ago'.",
+            hint=t("A time is written as '2026-01-31 14:00', 'yesterday' or '1 hour ago'."),
         )
 
 

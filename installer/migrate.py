@@ -12,6 +12,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 
 VERSION_KEY = "schema_version"
 
@@ -39,10 +40,10 @@ def document(text: str, path: Path) -> tomlkit.TOMLDocument:
         return tomlkit.parse(text)
     except TOMLKitError as error:
         raise InstallError(
-            f"The settings in {path} cannot be read: {error}.",
+            t("The settings in {path} cannot be read: {error}.", path=path, error=error),
             exit_code=ExitCode.USAGE,
-            changed="Nothing was changed.",
-            hint="Correct that line, then run this again.",
+            changed=t("Nothing was changed."),
+            hint=t("Correct that line, then run this again."),
         ) from None
 
 
@@ -58,11 +59,13 @@ def migrate(text: str, path: Path) -> tuple[str, int]:
     if had == 0 or had > current():
         said = f"{VERSION_KEY} = {settings.get(VERSION_KEY)}"
         raise InstallError(
-            f"The settings in {path} have {said}; this Atoll knows 1 to {current()}.",
+            t("The settings in {path} have {said}; this Atoll knows 1 to {current}.", path=path, said=said,
+              current=current()),
             exit_code=ExitCode.USAGE,
-            why="A newer Atoll wrote them, or somebody changed the number.",
-            changed="Nothing was changed.",
-            hint=f"Install the newer release, or put back the older file that lies beside it (ls {path}.v*).",
+            why=t("A newer Atoll wrote them, or somebody changed the number."),
+            changed=t("Nothing was changed."),
+            hint=t("Install the newer release, or put back the older file that lies beside it (ls {path}.v*).",
+                   path=path),
         )
     for version in range(had, current()):
         STEPS[version](settings)

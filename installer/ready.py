@@ -5,6 +5,7 @@ import time
 from installer.config import Endpoint
 from installer.errors import ExitCode, InstallError
 from installer.frontend import Frontend
+from installer.i18n import t
 from installer.layout import Layout
 from installer.service import ServiceManager, readable
 from installer.smoke import health
@@ -23,14 +24,15 @@ def wait_ready(
         waited = time.monotonic() - began
         state = service.state()
         if state.phase in ("failed", "dead", "stopped") or state.restarts:
-            status = "" if state.last_exit is None else f" (exit status {state.last_exit})"
-            raise unhealthy(service, layout, f"The service ended while it was starting{status}.")
+            status = "" if state.last_exit is None else t(" (exit status {last_exit})", last_exit=state.last_exit)
+            raise unhealthy(service, layout, t("The service ended while it was starting{status}.", status=status))
         if good:
             return
         if waited > timeout:
-            raise unhealthy(service, layout, f"The service was not ready after {timeout:.0f} s: {said}.")
+            raise unhealthy(service, layout, t("The service was not ready after {timeout:.0f} s: {said}.",
+                                               timeout=timeout, said=said))
         line = readable(next(iter(service.log_tail(1)), said)).partition("\n")[0]
-        frontend.progress(f"starting: {line[:80]}", int(waited), 0)
+        frontend.progress(t("starting: {line}", line=line[:80]), int(waited), 0)
         time.sleep(0.1 if waited < 5 else 0.5)
 
 
@@ -39,6 +41,6 @@ def unhealthy(service: ServiceManager, layout: Layout, message: str) -> InstallE
     return InstallError(
         message,
         exit_code=ExitCode.UNHEALTHY,
-        hint=f"The log says why: {layout.log_hint}",
+        hint=t("The log says why: {log_hint}", log_hint=layout.log_hint),
         log_tail=[part for line in service.log_tail(20) for part in readable(line).splitlines()],
     )

@@ -2,6 +2,7 @@
 
 from installer import units
 from installer.errors import InstallError
+from installer.i18n import t
 from installer.layout import Layout
 from installer.service import service_for
 
@@ -15,5 +16,6 @@ def reload_gateway(layout: Layout) -> str | None:
     try:
         service_for(layout).reload_keys()
     except (InstallError, OSError):
-        return f"The running gateway could not be told. Restart it: systemctl restart {units.GATEWAY}"
+        return t("The running gateway could not be told. Restart it: systemctl restart {GATEWAY}",
+                 GATEWAY=units.GATEWAY)
     return None

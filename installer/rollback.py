@@ -14,6 +14,7 @@ from installer.choose import stored
 from installer.context import Context
 from installer.errors import ExitCode, InstallError
 from installer.frontend import Frontend
+from installer.i18n import joined, t
 from installer.layout import Layout
 from installer.lifecycle import history_of
 from installer.lock import ignore_hangup
@@ -62,11 +63,11 @@ class Rollback(Run):
         """An install was cut off behind its switch: the way back is to what had proved itself before it."""
         committed = context.before.committed
         if committed is None:
-            raise _nothing("The install that was cut off was the first one.")
+            raise _nothing(t("The install that was cut off was the first one."))
         _prepare(context, committed["release"], committed.get("snapshot"))
         if self.options.dry_run:
             return self._result(context, "dry-run")
-        outcome = roll_back(context, InstallError("An install was cut off.", exit_code=ExitCode.OK))
+        outcome = roll_back(context, InstallError(t("An install was cut off."), exit_code=ExitCode.OK))
         if outcome.exit_code != ExitCode.OK:
             raise outcome
         return self._result(context, "rolled-back")
@@ -76,9 +77,9 @@ def _discover(context: Context) -> str:
     """Which release, and that it is still whole."""
     committed = context.before.committed
     if committed is None:
-        raise _nothing("No release has been committed here.")
+        raise _nothing(t("No release has been committed here."))
     if committed.get("previous") is None:
-        raise _nothing("The release that runs is the first one.")
+        raise _nothing(t("The release that runs is the first one."))
     _prepare(context, committed["previous"], committed.get("previous_snapshot"))
     return f"{committed['release']} -> {context.target().name}"
 
@@ -87,7 +88,7 @@ def _prepare(context: Context, name: str, snapshot: str | None) -> None:
     layout = context.layout
     info = release.read_info(layout, name)
     if not info or not (layout.releases / name / "bin/atoll").is_file():
-        raise _nothing(f"The release {name} is not on the disk any more.")
+        raise _nothing(t("The release {name} is not on the disk any more.", name=name))
     context.release = Release(name, info, "")
     context.trusted_keys = installed_keys(layout)
     saved = snapshots.load(layout, snapshot) if snapshot else snapshots.Snapshot(None, [], [])
@@ -108,7 +109,7 @@ def _verify(context: Context) -> str:
     if context.endpoint.certificate is not None:
         context.tls_names = tls.wanted_names(context.endpoint.host)
     names = [f"{model.manifest.name} {model.manifest.version}" for model in context.models]
-    return f"{', '.join(names)} in the store, signature and seals hold"
+    return t("{names} in the store, signature and seals hold", names=joined(names))
 
 
 def _settings(context: Context, saved: str | None) -> str:
@@ -139,9 +140,9 @@ def _ours(table: Any) -> dict[str, Any]:
 
 def _nothing(why: str) -> InstallError:
     return InstallError(
-        "There is no release to go back to.",
+        t("There is no release to go back to."),
         exit_code=ExitCode.USAGE,
         why=why,
-        changed="Nothing was changed.",
-        hint="Install the one that you want from its medium: atoll install MEDIUM",
+        changed=t("Nothing was changed."),
+        hint=t("Install the one that you want from its medium: atoll install MEDIUM"),
     )

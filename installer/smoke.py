@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from installer.config import Endpoint
+from installer.i18n import plain, t
 
 PROMPT = "Say hello in one short sentence."
 MAX_TOKENS = 24
@@ -48,7 +49,8 @@ class _Pinned(http.client.HTTPSConnection):
         served = self.sock.getpeercert(binary_form=True) or b""
         if not hmac.compare_digest(served, ssl.PEM_cert_to_DER_cert(first)):
             self.close()
-            raise OSError(f"the endpoint serves another certificate than {self._certificate}; restart the service")
+            raise OSError(t("the endpoint serves another certificate than {certificate}; restart the service",
+                            certificate=self._certificate))
 
 
 def connect(endpoint: Endpoint, timeout: float) -> http.client.HTTPConnection:
@@ -67,9 +69,9 @@ def health(endpoint: Endpoint, timeout: float = 5.0) -> tuple[bool, str]:
         body = response.read(4096).decode(errors="replace").strip()
         return response.status == 200, f"HTTP {response.status} {body[:200]}".strip()
     except ConnectionRefusedError:
-        return False, "not listening yet"
+        return False, t("not listening yet")
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return False, str(error) or type(error).__name__
+        return False, plain(error) or type(error).__name__
     finally:
         connection.close()
 
@@ -96,10 +98,12 @@ def smoke_test(endpoint: Endpoint, model: str, key: str, timeout: float) -> Smok
         response = connection.getresponse()
         if response.status != 200:
             said = response.read(2000).decode(errors="replace").strip()
-            raise SmokeFailure(f"the endpoint answered HTTP {response.status}: {said[:500]}")
+            raise SmokeFailure(t("the endpoint answered HTTP {status}: {said}", status=response.status,
+                                 said=said[:500]))
         return _read_stream(response, started, started + timeout)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise SmokeFailure(f"the connection failed: {error or type(error).__name__}") from error
+        said = plain(error) or type(error).__name__
+        raise SmokeFailure(t("the connection failed: {said}", said=said)) from error
     finally:
         connection.close()
 
@@ -112,7 +116,7 @@ def _read_stream(response: http.client.HTTPResponse, started: float, deadline: f
     for line in response:
         now = time.monotonic()
         if now > deadline:
-            raise SmokeFailure("the stream did not end in time")
+            raise SmokeFailure(t("the stream did not end in time"))
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
@@ -121,7 +125,7 @@ def _read_stream(response: http.client.HTTPResponse, started: float, deadline: f
         try:
             event = json.loads(data)
             if "error" in event:
-                raise SmokeFailure(f"the stream carried an error: {str(event['error'])[:500]}")
+                raise SmokeFailure(t("the stream carried an error: {error}", error=str(event["error"])[:500]))
             for choice in event.get("choices") or []:
                 piece = (choice.get("delta") or {}).get("content")
                 if piece:
@@ -130,13 +134,15 @@ def _read_stream(response: http.client.HTTPResponse, started: float, deadline: f
                 finish_reason = choice.get("finish_reason") or finish_reason
             counted = (event.get("usage") or {}).get("completion_tokens") or counted
         except (ValueError, AttributeError, TypeError):
-            raise SmokeFailure(f"the stream carried something that is not a chunk: {data[:200]!r}") from None
+            raise SmokeFailure(
+                t("the stream carried something that is not a chunk: {data!r}", data=data[:200])
+            ) from None
     else:
-        raise SmokeFailure("the stream broke off before [DONE]")
+        raise SmokeFailure(t("the stream broke off before [DONE]"))
     if not pieces:
-        raise SmokeFailure("no content token arrived")
+        raise SmokeFailure(t("no content token arrived"))
     if finish_reason is None:
-        raise SmokeFailure("the stream ended without a finish_reason")
+        raise SmokeFailure(t("the stream ended without a finish_reason"))
     tokens = counted or len(pieces)
     spent = arrivals[-1] - arrivals[0]
     rate = (tokens - 1) / spent if spent > 0 and tokens > 1 else 0.0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from installer import fs
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.layout import Layout
 from installer.units import UnitFile
 
@@ -50,10 +51,10 @@ def load(layout: Layout, name: str) -> Snapshot:
         return Snapshot(content["settings"], units, list(content["instances"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InstallError(
-            f"The saved settings of the release before, {path}, cannot be read.",
+            t("The saved settings of the release before, {path}, cannot be read.", path=path),
             exit_code=ExitCode.IO,
-            changed="Nothing was changed.",
-            hint="Install that release again from its medium: atoll install MEDIUM",
+            changed=t("Nothing was changed."),
+            hint=t("Install that release again from its medium: atoll install MEDIUM"),
         ) from None
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from installer import certificates, fs, support_items, tls
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.layout import Layout
 from installer.support_items import Item
 from installer.support_redact import Addresses, looks_secret, secrets_out
@@ -74,8 +75,8 @@ def make(
     """
     if os.path.lexists(out):
         raise InstallError(
-            f"{out} is there already.", exit_code=ExitCode.USAGE, changed="Nothing was written.",
-            hint="Choose another file with --out, or remove that one.",
+            t("{out} is there already.", out=out), exit_code=ExitCode.USAGE, changed=t("Nothing was written."),
+            hint=t("Choose another file with --out, or remove that one."),
         )
     if not layout.journal.parent.exists() and not layout.current.is_symlink():
         from installer.lifecycle import history_of
@@ -90,9 +91,9 @@ def make(
         taken = Taken(item.name, item.why)
         data = _take(item, clean, taken)
         if data is not None and (secret := looks_secret(data, known)):
-            data, taken.not_taken = None, f"it still held {secret}"
+            data, taken.not_taken = None, t("it still held {secret}", secret=secret)
         if data is not None and total + len(data) > TOTAL_BYTES:
-            data, taken.not_taken = None, f"the archive may have {TOTAL_BYTES >> 20} MiB"
+            data, taken.not_taken = None, t("the archive may have {most} MiB", most=TOTAL_BYTES >> 20)
         if data is not None:
             total += len(data)
             taken.bytes, taken.sha256 = len(data), hashlib.sha256(data).hexdigest()
@@ -132,13 +133,14 @@ def _take(item: Item, clean: Callable[[str], str], taken: Taken) -> bytes | None
     try:
         text = item.take()
     except PermissionError:
-        taken.not_taken = "this user may not read it; root may"
+        taken.not_taken = t("this user may not read it; root may")
     except FileNotFoundError as error:
-        taken.not_taken = f"there is none ({Path(error.filename).name if error.filename else 'no file'})"
+        name = Path(error.filename).name if error.filename else t("no file")
+        taken.not_taken = t("there is none ({name})", name=name)
     except (OSError, InstallError) as error:
         taken.not_taken = clean(getattr(error, "message", "") or str(error.strerror or error))[:300]  # type: ignore[union-attr]
     except Exception as error:  # one part that breaks must not cost the others; its text could hold anything
-        taken.not_taken = f"it failed: {type(error).__name__}"
+        taken.not_taken = t("it failed: {name}", name=type(error).__name__)
     else:
         if len(text) > ITEM_BYTES:
             text, taken.cut = text[-ITEM_BYTES:], True

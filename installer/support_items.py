@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from installer import audit, config, fs, keys, logs, release, support_redact, tls, unit_state, units
+from installer.i18n import t
 from installer.journal import replay
 from installer.layout import Layout
 from installer.preflight import PreflightContext, run_checks
@@ -39,31 +40,31 @@ class Item:
 def items(layout: Layout, since: str) -> list[Item]:
     """Everything that may be taken from this installation. `since`: how far back logs go, in journalctl's words."""
     found = [
-        Item("about.json", "which Atoll on which system", lambda: _json(_about(layout))),
-        Item("status.json", "what `atoll status` shows", lambda: _json(_status(layout))),
-        Item("machine.txt", "processor, memory and disks that the service has", lambda: _machine(layout)),
-        Item("gpu.json", "the GPUs and their driver", lambda: _json(_gpu())),
-        Item("gpu-errors.txt", "what the kernel said about the GPU", _kernel),
-        Item("settings.json", "atoll.toml: known settings with values, others by name", lambda: _settings(layout)),
-        Item("files.txt", "names, owners, modes and sizes of the installation", lambda: _files(layout)),
-        Item("install-journal.jsonl", "what installs did, step by step", lambda: _lines(_journal(layout))),
-        Item("audit.jsonl", "when something was accepted or changed (not by whom)", lambda: _lines(_audit(layout))),
-        Item("verify.json", "what the last verification found", lambda: fs.read_regular(
+        Item("about.json", t("which Atoll on which system"), lambda: _json(_about(layout))),
+        Item("status.json", t("what `atoll status` shows"), lambda: _json(_status(layout))),
+        Item("machine.txt", t("processor, memory and disks that the service has"), lambda: _machine(layout)),
+        Item("gpu.json", t("the GPUs and their driver"), lambda: _json(_gpu())),
+        Item("gpu-errors.txt", t("what the kernel said about the GPU"), _kernel),
+        Item("settings.json", t("atoll.toml: known settings with values, others by name"), lambda: _settings(layout)),
+        Item("files.txt", t("names, owners, modes and sizes of the installation"), lambda: _files(layout)),
+        Item("install-journal.jsonl", t("what installs did, step by step"), lambda: _lines(_journal(layout))),
+        Item("audit.jsonl", t("when something was accepted or changed (not by whom)"), lambda: _lines(_audit(layout))),
+        Item("verify.json", t("what the last verification found"), lambda: fs.read_regular(
             layout.verify_state, 1 << 20)[0].decode()),
-        Item("certificate.json", "the served certificate (public)", lambda: _json(tls.facts(layout))),
-        Item("apikeys.json", "ids, scopes and ends of API keys (no key, no hash, no name)",
+        Item("certificate.json", t("the served certificate (public)"), lambda: _json(tls.facts(layout))),
+        Item("apikeys.json", t("ids, scopes and ends of API keys (no key, no hash, no name)"),
              lambda: _json(_keys(layout))),
-        Item("preflight.json", "the checks of this machine, as of now", lambda: _json(_preflight(layout))),
-        Item("log.txt", "the service's log, lines and fields that hold no request", lambda: _log(layout, since)),
+        Item("preflight.json", t("the checks of this machine, as of now"), lambda: _json(_preflight(layout))),
+        Item("log.txt", t("the service's log, lines and fields that hold no request"), lambda: _log(layout, since)),
     ]
     if layout.system:
-        found.append(Item("units.txt", "states of the units", lambda: _json(_units(layout))))
+        found.append(Item("units.txt", t("states of the units"), lambda: _json(_units(layout))))
         for path in _unit_files(layout):
             name = f"units/{path.parent.name}-{path.name}" if path.parent != layout.units else f"units/{path.name}"
-            found.append(Item(name, "a unit as installed; programs and environments not shown",
+            found.append(Item(name, t("a unit as installed; programs and environments not shown"),
                               lambda path=path: support_redact.unit_file(_text(path))))
         score = ["systemd-analyze", "--no-pager", "security", units.GATEWAY, "atoll-engine@*.service"]
-        found.append(Item("exposure.txt", "how the services are confined", lambda: _run(score)))
+        found.append(Item("exposure.txt", t("how the services are confined"), lambda: _run(score)))
     return found
 
 

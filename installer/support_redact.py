@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from installer.i18n import t
+
 GONE = "<redacted>"
 NOT_SHOWN = "<not shown>"
 
@@ -55,11 +57,11 @@ def looks_secret(data: bytes, known: Iterable[bytes] = ()) -> str | None:
     """What kind of secret `data` still holds, or None: the last look before it is written. `known`: this machine's."""
     text = data.decode(errors="replace")
     if "PRIVATE KEY-----" in text:
-        return "a private key"
+        return t("a private key")
     if _TOKENS.search(text):
-        return "an access key"
+        return t("an access key")
     if any(secret in data for secret in known if len(secret) >= 16):
-        return "a part of one of this machine's private keys"
+        return t("a part of one of this machine's private keys")
     return None
 
 

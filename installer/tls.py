@@ -20,6 +20,7 @@ from installer import certificates as x
 from installer import fs
 from installer.certificates import Pair
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, t
 from installer.layout import Layout
 from installer.tls_import import check_import as check_import
 
@@ -51,10 +52,10 @@ def wanted_names(host: str, given: Sequence[str] = ()) -> list[str]:
     for name in given:
         if not x.is_name(name):
             raise InstallError(
-                f"'{name}' is neither a DNS name nor an IP address.",
+                t("'{name}' is neither a DNS name nor an IP address.", name=name),
                 exit_code=ExitCode.USAGE,
-                changed="Nothing was changed.",
-                hint="Give names as clients will type them, without https:// and port.",
+                changed=t("Nothing was changed."),
+                hint=t("Give names as clients will type them, without https:// and port."),
             )
     return list(dict.fromkeys(name.lower() for name in (*x.machine_names(), *required_names(host, given))))
 
@@ -73,13 +74,13 @@ def ensure(layout: Layout, names: Sequence[str], *, required: Sequence[str] = ()
     client has to trust anew; so that happens for `required` names only, not because an address has come and gone.
     Raises InstallError (I/O) for a file that is there and cannot be understood: it is never overwritten.
     """
-    pair, source = _read(layout.server_key, "the endpoint's private key")
+    pair, source = _read(layout.server_key, t("the endpoint's private key"))
     if not names:
         names = x.names_of(pair.leaf) if pair is not None else x.machine_names()
     if pair is not None and source == "imported":
         changed = _publish(layout, None, pair)
         return Made("imported", changed, uncovered=_uncovered(pair, names))
-    ca, _ = _read(layout.ca_key, "the local authority's private key")
+    ca, _ = _read(layout.ca_key, t("the local authority's private key"))
     new_ca = ca is None or x.days_left(ca.leaf) < RENEW_DAYS or not all(x.may_issue(ca.leaf, n) for n in required)
     if ca is None or new_ca:
         ca = _make_ca(layout, names)
@@ -102,23 +103,23 @@ def renew(
     Raises InstallError (usage) where the certificate is the customer's and `local` does not say to replace it, and
     where `required` names need a new authority and `new_ca` does not say so.
     """
-    pair, source = _read(layout.server_key, "the endpoint's private key")
+    pair, source = _read(layout.server_key, t("the endpoint's private key"))
     if pair is not None and source == "imported" and not local:
         raise InstallError(
-            "The certificate was not made here, so it cannot be renewed here.",
+            t("The certificate was not made here, so it cannot be renewed here."),
             exit_code=ExitCode.USAGE,
-            changed="Nothing was changed.",
-            hint="Import a new one: atoll tls import --cert FILE --key FILE. Or go back to a certificate of our own: "
-            "atoll tls renew --local",
+            changed=t("Nothing was changed."),
+            hint=t("Import a new one: atoll tls import --cert FILE --key FILE. Or go back to a certificate of our "
+                   "own: atoll tls renew --local"),
         )
-    ca, _ = _read(layout.ca_key, "the local authority's private key") if not new_ca else (None, "local")
+    ca, _ = _read(layout.ca_key, t("the local authority's private key")) if not new_ca else (None, "local")
     if ca is not None and (outside := [name for name in required if not x.may_issue(ca.leaf, name)]):
         raise InstallError(
-            f"The local authority was made for other names than {', '.join(outside)}.",
+            t("The local authority was made for other names than {names}.", names=joined(outside)),
             exit_code=ExitCode.USAGE,
-            why="It may vouch only for what this machine was called when it was made.",
-            changed="Nothing was changed.",
-            hint="Make a new authority, which clients must then trust anew: atoll tls renew --new-ca",
+            why=t("It may vouch only for what this machine was called when it was made."),
+            changed=t("Nothing was changed."),
+            hint=t("Make a new authority, which clients must then trust anew: atoll tls renew --new-ca"),
         )
     held = x.names_of(pair.leaf) if pair is not None and source == "local" and not new_ca else []
     everything = list(dict.fromkeys([*names, *required, *held]))
@@ -144,7 +145,7 @@ def planned_files(layout: Layout) -> list[tuple[Path, int]]:
 
 def plan_files(layout: Layout) -> list[tuple[Path, int, str]]:
     """The same with a word about each."""
-    notes = ("mode 0600", "mode 0600", "for clients", "public")
+    notes = (t("mode 0600"), t("mode 0600"), t("for clients"), t("public"))
     return [(path, size, note) for (path, size), note in zip(planned_files(layout), notes, strict=True)]
 
 
@@ -236,10 +237,11 @@ def _read(path: Path, what: str) -> tuple[Pair | None, Source]:
     pair = x.parse_pair(data)
     if pair is None:
         raise InstallError(
-            f"{path}, {what}, is damaged: it does not hold a private key and its certificate.",
+            t("{path}, {what}, is damaged: it does not hold a private key and its certificate.", path=path, what=what),
             exit_code=ExitCode.IO,
-            changed="It was left as it is.",
-            hint=f"Restore it from a backup, or move it away for a new one: mv {path} {path}.damaged; atoll tls renew",
+            changed=t("It was left as it is."),
+            hint=t("Restore it from a backup, or move it away for a new one: mv {path} {path}.damaged; atoll tls "
+                   "renew", path=path),
         )
     return pair, "imported" if data.startswith(_IMPORTED) else "local"
 

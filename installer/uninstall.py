@@ -9,6 +9,7 @@ from pathlib import Path
 
 from installer import audit, fs, units
 from installer.errors import ExitCode, InstallError, io_error
+from installer.i18n import t
 from installer.journal import History, Journal, intact
 from installer.layout import Layout
 from installer.lifecycle import history_of
@@ -42,11 +43,11 @@ def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
     for root in layout.roots:
         if link := fs.symlink_on_the_way(layout.prefix, root):
             raise InstallError(
-                f"{link} is a symlink, and was not made by Atoll.",
+                t("{link} is a symlink, and was not made by Atoll.", link=link),
                 exit_code=ExitCode.USAGE,
-                why="Removing through it could delete something else.",
-                changed="Nothing was changed.",
-                hint=f"Look where it leads (ls -l {link}); remove the link itself, then run this again.",
+                why=t("Removing through it could delete something else."),
+                changed=t("Nothing was changed."),
+                hint=t("Look where it leads (ls -l {link}); remove the link itself, then run this again.", link=link),
             )
     plan = UninstallPlan(purge)
     gone, stays = (layout.opt, layout.run, layout.cache), [layout.models, layout.state, layout.etc]
@@ -95,7 +96,7 @@ def uninstall(layout: Layout, *, purge: bool, service: ServiceManager | None = N
                 _purge(layout, History(records))
                 service.reload()
         except OSError as error:
-            raise io_error("remove the installation", error) from error
+            raise io_error(t("remove the installation"), error) from error
         finally:
             journal.close()
     return plan

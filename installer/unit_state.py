@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from installer import units
+from installer.i18n import t
 
 _TIMEOUT = 10.0
 _FIELDS = (
@@ -55,9 +56,9 @@ def show(wanted: Sequence[str]) -> list[UnitState]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise OSError("systemctl did not answer") from None
+        raise OSError(t("systemctl did not answer")) from None
     if found.returncode:
-        raise OSError(f"systemctl: {found.stderr.strip()[:200]}")
+        raise OSError(t("systemctl: {strip}", strip=found.stderr.strip()[:200]))
     return parse(found.stdout)
 
 

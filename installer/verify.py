@@ -20,6 +20,7 @@ from typing import Any, Literal
 from installer import fs, release, sequence, trust
 from installer.code_tree import read_facts, verify_code
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, reason, t
 from installer.journal import History, replay
 from installer.layout import Layout
 from offline_bundle import limits, oms
@@ -139,43 +140,47 @@ def _targets(
 
 def _check_release(layout: Layout, history: History, readable: bool, target: Target) -> None:
     """`current` leads to the release that was committed, and that says what its name says."""
-    again = "Install it again from its medium: atoll install MEDIUM"
+    again = t("Install it again from its medium: atoll install MEDIUM")
     if target.name == "none":
-        raise InstallError("No release is live.", exit_code=ExitCode.MEDIA, hint=again)
+        raise InstallError(t("No release is live."), exit_code=ExitCode.MEDIA, hint=again)
     info = release.read_info(layout, target.name)
     wrapper = layout.releases / target.name / "bin/atoll"
     if not info or not wrapper.is_file():
-        message = f"The release {target.name} is not whole: release.json or bin/atoll is missing."
+        message = t("The release {name} is not whole: release.json or bin/atoll is missing.", name=target.name)
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
     target.bytes = fs.tree_size(wrapper.parent.parent)
     if info.get("release") != target.name:
-        message = f"The release {target.name} says of itself that it is {str(info.get('release'))[:80]}."
+        message = t("The release {name} says of itself that it is {other}.", name=target.name,
+                    other=str(info.get("release"))[:80])
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
     committed = history.committed
     if readable and committed and history.open_switch is None and committed["release"] != target.name:
         raise InstallError(
-            f"`current` leads to {target.name}, but {committed['release']} is what was installed.",
+            t("`current` leads to {name}, but {release} is what was installed.", name=target.name,
+              release=committed["release"]),
             exit_code=ExitCode.CONTENT_MISMATCH,
-            why="Somebody has changed it by hand.",
-            hint="Go back to what was installed: atoll rollback, or atoll install MEDIUM",
+            why=t("Somebody has changed it by hand."),
+            hint=t("Go back to what was installed: atoll rollback, or atoll install MEDIUM"),
         )
 
 
 def _check_code(tree: Path, trusted: list[Path], progress: Progress, target: Target) -> None:
     """The signed description of the code first, then every file."""
-    again = "Stop the service (atoll stop) and install again from its medium: atoll install MEDIUM"
+    again = t("Stop the service (atoll stop) and install again from its medium: atoll install MEDIUM")
     share = tree / "share"
     resources, _ = oms.verify(fs.read_regular(share / SIGNATURE, limits.MAX_SIGNATURE)[0], load_trusted(trusted, tree))
     digest = hashlib.sha256(fs.read_regular(share / MANIFEST, limits.MAX_MANIFEST)[0]).hexdigest()
     if resources.get(MANIFEST) != digest or read_facts(tree).get("digest") != digest:
-        message = f"The code in {tree} does not say of itself what was signed."
+        message = t("The code in {tree} does not say of itself what was signed.", tree=tree)
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
     differing = verify_code(tree, lambda done, total: progress("code", done, total))
     target.bytes = fs.tree_size(tree)
     if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        names = joined(differing[:3])
+        if len(differing) > 3:
+            names = t("{names} and {count} more", names=names, count=len(differing) - 3)
         raise InstallError(
-            f"The code differs from what was installed: {', '.join(differing[:3])}{more}.",
+            t("The code differs from what was installed: {names}.", names=names),
             exit_code=ExitCode.CONTENT_MISMATCH,
             hint=again,
         )
@@ -200,11 +205,11 @@ def _check_model(
     known = {bundle.get("digest") for facts in (committed, previous) for bundle in release.bundles_of(facts)}
     if newest is not None and found.manifest.sequence < newest and target.digest not in known:
         raise InstallError(
-            f"The store holds {target.name} of sequence {found.manifest.sequence}, older than {newest} which was "
-            "installed here, and no install has put it there.",
+            t("The store holds {name} of sequence {sequence}, older than {newest} which was installed here, and no "
+              "install has put it there.", name=target.name, sequence=found.manifest.sequence, newest=newest),
             exit_code=ExitCode.DOWNGRADE,
-            why="An old model may bring back what a newer one has mended; an attacker may have copied it there.",
-            hint="Install the newest bundle: atoll install MEDIUM. It removes what no release uses.",
+            why=t("An old model may bring back what a newer one has mended; an attacker may have copied it there."),
+            hint=t("Install the newest bundle: atoll install MEDIUM. It removes what no release uses."),
         )
 
 
@@ -221,11 +226,11 @@ def _run(target: Target, check: Check, known: dict[str, Target]) -> None:
     except (BundleError, InstallError) as error:
         target.exit_code, target.error, target.hint = int(error.exit_code), error.message, error.hint
     except OSError as error:
-        target.exit_code, target.error = int(ExitCode.IO), f"It could not be read: {error.strerror or error}."
-        target.hint = "As another user than root not everything can be read. Else look at the disk: dmesg"
+        target.exit_code, target.error = int(ExitCode.IO), t("It could not be read: {why}.", why=reason(error))
+        target.hint = t("As another user than root not everything can be read. Else look at the disk: dmesg")
         if isinstance(error, FileNotFoundError):
-            target.exit_code, target.error = int(ExitCode.MEDIA), f"{error.filename} is missing."
-            target.hint = "Install again from the medium: atoll install MEDIUM"
+            target.exit_code, target.error = int(ExitCode.MEDIA), t("{filename} is missing.", filename=error.filename)
+            target.hint = t("Install again from the medium: atoll install MEDIUM")
     target.at, target.seconds = _now(), round(time.monotonic() - began, 2)
 
 
@@ -256,10 +261,10 @@ def _history(layout: Layout) -> tuple[History, bool]:
         readable = True
     if not records and release.live(layout) is None:
         raise InstallError(
-            f"There is no Atoll installation at {layout.name}.",
+            t("There is no Atoll installation at {name}.", name=layout.name),
             exit_code=ExitCode.USAGE,
-            changed="Nothing was changed.",
-            hint="Give the right directory with --prefix or ATOLL_PREFIX, or install: atoll install --help",
+            changed=t("Nothing was changed."),
+            hint=t("Give the right directory with --prefix or ATOLL_PREFIX, or install: atoll install --help"),
         )
     return History(records), readable
 
@@ -278,10 +283,10 @@ def _alone(layout: Layout) -> Iterator[bool]:
     except BlockingIOError:
         os.close(fd)
         raise InstallError(
-            "Another verification is at work.",
+            t("Another verification is at work."),
             exit_code=ExitCode.BUSY,
-            changed="Nothing was changed.",
-            hint="Wait until it has finished; `atoll status` then shows what it found.",
+            changed=t("Nothing was changed."),
+            hint=t("Wait until it has finished; `atoll status` then shows what it found."),
         ) from None
     try:
         yield True

@@ -20,6 +20,7 @@ from .errors import CONTENT, MISSING, SPACE_IO, USAGE, BundleError
 from .manifest import MANIFEST, SIGNATURE, Acceptance, BundleManifest, FileEntry, License, Requires, Role, Source
 from .parallel import Reader, Tick, default_workers, run, write_at
 from .progress import Progress, silent
+from .text import complaint, joined, reason, t
 
 _SPACE_SLACK = 16 * limits.MIB
 
@@ -76,8 +77,8 @@ def build_bundle(
     )
     if os.path.lexists(target):
         raise BundleError(
-            f"{target} exists already; a bundle is never overwritten.",
-            "Raise --version and --sequence, choose another --out, or delete it yourself.",
+            t("{target} exists already; a bundle is never overwritten.", target=target),
+            t("Raise --version and --sequence, choose another --out, or delete it yourself."),
             USAGE,
         )
     partial = out_dir / f".{target.name}.partial"
@@ -109,13 +110,14 @@ def build_bundle(
 
 def write_failed(where: Path, e: OSError) -> BundleError:
     """The error for a destination that cannot be written."""
-    hint = "Free space or choose another disk, then run the same command again."
+    hint = t("Free space or choose another disk, then run the same command again.")
     if e.errno == errno.EFBIG:
         hint = (
-            "FAT32 holds no file of 4 GiB or more: format the disk as exFAT or ext4, then run the same command again."
+            t("FAT32 holds no file of 4 GiB or more: format the disk as exFAT or ext4, then run the same command "
+              "again.")
         )
     return BundleError(
-        f"Writing below {where} failed: {e.strerror or e}.",
+        t("Writing below {where} failed: {why}.", where=where, why=reason(e)),
         hint,
         SPACE_IO,
     )
@@ -142,9 +144,10 @@ def _draft(chunk_size: int, **fields: Any) -> BundleManifest:
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         raise BundleError(
-            f"The argument '{first['loc'][0] if first['loc'] else 'value'}' is not usable: {first['msg']}.",
-            "name: letters, digits, '.', '_', '-'; version: 1.2.3; sequence: a whole number from 1; licence: an SPDX "
-            "identifier; source: printable ASCII.",
+            t("The argument '{loc}' is not usable: {msg}.", loc=first["loc"][0] if first["loc"] else "value",
+              msg=complaint(first)),
+            t("name: letters, digits, '.', '_', '-'; version: 1.2.3; sequence: a whole number from 1; licence: an "
+              "SPDX identifier; source: printable ASCII."),
             USAGE,
         ) from e
 
@@ -163,7 +166,9 @@ def _complete(
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         raise BundleError(
-            f"The model cannot become a bundle: {first['msg']}.", "Correct it and build again.", CONTENT
+            t("The model cannot become a bundle: {msg}.", msg=complaint(first)),
+            t("Correct it and build again."),
+            CONTENT,
         ) from e
 
 
@@ -173,12 +178,16 @@ def _read_license(path: Path) -> bytes:
         text.decode("utf-8")
     except OSError as e:
         raise BundleError(
-            f"The licence text {path} cannot be read: {e.strerror}.", "Give the licence's text file.", MISSING
+            t("The licence text {path} cannot be read: {why}.", path=path, why=reason(e)),
+            t("Give the licence's text file."),
+            MISSING,
         ) from e
     except UnicodeDecodeError as e:
-        raise BundleError(f"The licence text {path} is not UTF-8 text.", "Convert it to UTF-8.", USAGE) from e
+        raise BundleError(
+            t("The licence text {path} is not UTF-8 text.", path=path), t("Convert it to UTF-8."), USAGE
+        ) from e
     if not text.strip():
-        raise BundleError(f"The licence text {path} is empty.", "Give the licence's full text.", USAGE)
+        raise BundleError(t("The licence text {path} is empty.", path=path), t("Give the licence's full text."), USAGE)
     return text
 
 
@@ -192,19 +201,23 @@ def _list_sources(root: int, source: Path, exclude: Sequence[str]) -> dict[str, 
     try:
         tree = media.walk(root, skip=skip)
     except BundleError as e:
-        advice = "To leave files out, use --exclude; to turn a download cache's links into files, use 'cp -rL'."
-        raise BundleError(f"In {source}: {e.message}", f"{e.hint} {advice}", e.exit_code) from e
+        advice = t("To leave files out, use --exclude; to turn a download cache's links into files, use 'cp -rL'.")
+        raise BundleError(
+            t("In {source}: {message}", source=source, message=e.message), joined([e.hint, advice], " "), e.exit_code
+        ) from e
     for path in tree.files:
         content.role_of(f"model/{path}")
     if "config.json" not in tree.files or not any(p.endswith(".safetensors") for p in tree.files):
         raise BundleError(
-            f"{source} is not a model directory: it lacks config.json or *.safetensors.",
-            "Give a directory in the usual Hugging Face layout.",
+            t("{source} is not a model directory: it lacks config.json or *.safetensors.", source=source),
+            t("Give a directory in the usual Hugging Face layout."),
             MISSING,
         )
     if pair := names.collision([f"model/{p}" for p in tree.files]):
         raise BundleError(
-            f"The paths '{pair[0]}' and '{pair[1]}' collide on some file systems.", "Rename one of them.", CONTENT
+            t("The paths '{one}' and '{other}' collide on some file systems.", one=pair[0], other=pair[1]),
+            t("Rename one of them."),
+            CONTENT,
         )
     return tree.files
 
@@ -214,8 +227,9 @@ def _check_space(out_dir: Path, need: int) -> None:
     free = info.f_bavail * info.f_frsize
     if free < need + _SPACE_SLACK:
         raise BundleError(
-            f"{out_dir} has {free:,} bytes free; the bundle needs {need + _SPACE_SLACK:,}.",
-            "Free space or choose another --out.",
+            t("{out_dir} has {free:,} bytes free; the bundle needs {need:,}.", out_dir=out_dir, free=free,
+              need=need + _SPACE_SLACK),
+            t("Free space or choose another --out."),
             SPACE_IO,
         )
 
@@ -278,7 +292,9 @@ def _copy_model(
 
 def _changed(path: str) -> BundleError:
     return BundleError(
-        f"{names.show(path)} changed while it was read.", "Let the download finish, then build again.", CONTENT
+        t("{path} changed while it was read.", path=names.show(path)),
+        t("Let the download finish, then build again."),
+        CONTENT,
     )
 
 
@@ -330,7 +346,7 @@ def _check_content(partial: Path, entries: Sequence[FileEntry]) -> str | None:
 def _sign(partial: Path, model_name: str, manifest: BundleManifest, key: ec.EllipticCurvePrivateKey) -> None:
     text = manifest.to_bytes()
     if len(text) > limits.MAX_MANIFEST:
-        raise BundleError("bundle.json would be too large.", "Use a larger chunk size.", CONTENT)
+        raise BundleError(t("bundle.json would be too large."), t("Use a larger chunk size."), CONTENT)
     resources = {f.path: f.sha256 for f in manifest.files} | {MANIFEST: hashlib.sha256(text).hexdigest()}
     _write(partial / MANIFEST, text)
     _write(partial / SIGNATURE, oms.sign(resources, model_name, key))

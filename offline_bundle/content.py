@@ -12,6 +12,7 @@ from . import limits, names, safetensors_header
 from .errors import CONTENT, BundleError
 from .manifest import FileEntry, Role
 from .strictjson import StrictJSONError, canonical, loads
+from .text import plain, t
 
 _TEXT = (".json", ".jinja", ".txt", ".md", ".tiktoken")
 _BINARY = (".model",)  # SentencePiece: a protobuf message
@@ -21,15 +22,15 @@ _CODE = (".py", ".pyc", ".pyi", ".ipynb", ".so", ".sh", ".js", ".dll", ".dylib",
 
 # First bytes of formats that can carry code, whatever the file is called.
 _MAGIC = {
-    b"PK\x03\x04": "a zip archive (torch.save writes these: pickle)",
-    b"PK\x05\x06": "a zip archive",
-    b"\x7fELF": "an executable",
-    b"MZ": "an executable",
+    b"PK\x03\x04": t("a zip archive (torch.save writes these: pickle)"),
+    b"PK\x05\x06": t("a zip archive"),
+    b"\x7fELF": t("an executable"),
+    b"MZ": t("an executable"),
     b"#!": "a script",
-    b"\x1f\x8b": "a gzip archive",
-    b"\x93NUMPY": "a numpy file",
-    b"\x89HDF": "an HDF5 file",
-    b"GGUF": "a GGUF file",
+    b"\x1f\x8b": t("a gzip archive"),
+    b"\x93NUMPY": t("a numpy file"),
+    b"\x89HDF": t("an HDF5 file"),
+    b"GGUF": t("a GGUF file"),
     **{bytes([0x80, protocol]): "a pickle" for protocol in range(1, 6)},
 }
 
@@ -46,9 +47,9 @@ def role_of(path: str) -> Role:
     stem, dot, suffix = name.rpartition(".")
     suffix = dot + suffix if stem else ""
     if suffix in _PICKLES:
-        raise _refused(path, "may hold pickled objects, which run code when loaded", "Convert it to safetensors.")
+        raise _refused(path, t("may hold pickled objects, which run code when loaded"), t("Convert it to safetensors."))
     if suffix in _CODE:
-        raise _refused(path, "is code", "A bundle never carries code; leave it out with --exclude.")
+        raise _refused(path, t("is code"), t("A bundle never carries code; leave it out with --exclude."))
     if room == "sbom":
         role, allowed = "sbom", suffix == ".json"
     elif name.startswith(_LICENSE_NAMES):
@@ -68,7 +69,7 @@ def role_of(path: str) -> Role:
     else:
         role, allowed = "doc", suffix in (".md", ".txt")
     if not allowed:
-        raise _refused(path, "is not a kind of file that a model bundle may hold", "Leave it out with --exclude.")
+        raise _refused(path, t("is not a kind of file that a model bundle may hold"), t("Leave it out with --exclude."))
     return role
 
 
@@ -80,17 +81,23 @@ def check_file(fd: int, entry: FileEntry) -> None:
     """Check the open file against the rules for its name and role. Raises BundleError (content)."""
     expected = role_of(entry.path)
     if (expected == "weights") != (entry.role == "weights") or (expected == "template" and entry.role != "template"):
-        raise _refused(entry.path, f"is listed as {entry.role} but is {expected}", "Build the bundle again.")
+        raise _refused(
+            entry.path,
+            t("is listed as {role} but is {expected}", role=entry.role, expected=expected),
+            t("Build the bundle again."),
+        )
     if entry.role == "weights":
         if (why := safetensors_header.problem(fd)) is not None:
             raise _refused(
-                entry.path, f"is not a sound safetensors file: {names.show(why)}", "Download or convert it again."
+                entry.path,
+                t("is not a sound safetensors file: {why}", why=names.show(why)),
+                t("Download or convert it again."),
             )
         return
     start = os.pread(fd, 16, 0)
     for magic, what in _MAGIC.items():
         if start.startswith(magic) and not (magic == b"MZ" and start.isascii()):
-            raise _refused(entry.path, f"is {what}", "Leave it out, or replace it by the real file.")
+            raise _refused(entry.path, t("is {what}", what=what), t("Leave it out, or replace it by the real file."))
     if entry.path.endswith(_BINARY):
         return
     text = _read_text(fd, entry)
@@ -100,8 +107,8 @@ def check_file(fd: int, entry: FileEntry) -> None:
         except StrictJSONError as e:
             raise _refused(
                 entry.path,
-                f"is refused: {names.show(str(e))}",
-                "Keys that import code from the model directory are not allowed, and JSON must be unambiguous.",
+                t("is refused: {why}", why=names.show(plain(e))),
+                t("Keys that import code from the model directory are not allowed, and JSON must be unambiguous."),
             ) from e
 
 
@@ -116,11 +123,15 @@ def check_index(read: Callable[[str], bytes], files: Mapping[str, FileEntry]) ->
         index = loads(read(path), constants=True)
         shards = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-            raise _refused(path, "has no weight_map", "Download it again.")
+            raise _refused(path, t("has no weight_map"), t("Download it again."))
         folder = path.rpartition("/")[0]
         for shard in sorted(set(shards.values())):
             if f"{folder}/{shard}" not in files:
-                raise _refused(path, f"names {names.show(shard)}, which is not there", "Download the missing shard.")
+                raise _refused(
+                    path,
+                    t("names {shard}, which is not there", shard=names.show(shard)),
+                    t("Download the missing shard."),
+                )
 
 
 def chat_template_sha256(read: Callable[[str], bytes], files: Mapping[str, FileEntry]) -> str | None:
@@ -145,22 +156,28 @@ def check_whole(read: Callable[[str], bytes], files: Mapping[str, FileEntry], pi
     """The rules that span files: complete weight indexes and the pinned chat template."""
     check_index(read, files)
     if chat_template_sha256(read, files) != pinned_template:
-        raise BundleError("The chat template is not the one that bundle.json pins.", "Build the bundle again.", CONTENT)
+        raise BundleError(
+            t("The chat template is not the one that bundle.json pins."), t("Build the bundle again."), CONTENT
+        )
 
 
 def _read_text(fd: int, entry: FileEntry) -> bytes:
     size = os.fstat(fd).st_size
     if size > limits.MAX_TEXT_FILE:
-        raise _refused(entry.path, f"is text of more than {limits.MAX_TEXT_FILE} bytes", "Leave it out.")
+        raise _refused(
+            entry.path,
+            t("is text of more than {most} bytes", most=limits.MAX_TEXT_FILE),
+            t("Leave it out."),
+        )
     text = safetensors_header.read_exactly(fd, size, 0)
     if b"\0" in text:
-        raise _refused(entry.path, "has binary content where text is expected", "Leave it out with --exclude.")
+        raise _refused(entry.path, t("has binary content where text is expected"), t("Leave it out with --exclude."))
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as e:
-        raise _refused(entry.path, "is not UTF-8 text", "Leave it out with --exclude.") from e
+        raise _refused(entry.path, t("is not UTF-8 text"), t("Leave it out with --exclude.")) from e
     return text
 
 
 def _refused(path: str, why: str, hint: str) -> BundleError:
-    return BundleError(f"{names.show(path)} {why}.", hint, CONTENT)
+    return BundleError(t("{path} {why}.", path=names.show(path), why=why), hint, CONTENT)

@@ -24,6 +24,7 @@ from .journal import Journal, stamp
 from .manifest import MANIFEST, SIGNATURE, BundleManifest, FileEntry
 from .parallel import Reader, Tick, run, write_at
 from .progress import Progress, silent
+from .text import joined, reason, t
 from .verify import (
     SignedManifest,
     check_file_set,
@@ -35,7 +36,7 @@ from .verify import (
 
 _SPACE_SLACK = 16 * limits.MIB
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_RESUME = "What was copied so far is kept: run the same command again to go on."
+_RESUME = t("What was copied so far is kept: run the same command again to go on.")
 
 
 @dataclass(frozen=True)
@@ -244,9 +245,9 @@ class _Ingest:
             if attempt == 0:
                 shelf.sweep(self.store, partials_except=self.signed.digest)
         raise BundleError(
-            f"The store's disk has {free:,} bytes free; {need + _SPACE_SLACK:,} are needed for "
-            f"{self.signed.manifest.name} {self.signed.manifest.version}.",
-            "Free space or remove a model that is no longer used, then run the same command again.",
+            t("The store's disk has {free:,} bytes free; {need:,} are needed for {name} {version}.", free=free,
+              need=need + _SPACE_SLACK, name=self.signed.manifest.name, version=self.signed.manifest.version),
+            t("Free space or remove a model that is no longer used, then run the same command again."),
             SPACE_IO,
         )
 
@@ -264,7 +265,7 @@ class _Ingest:
                     got = self.reader.read_into(source, view, at)
                 except OSError as e:
                     failed = media.read_failed(entry.path, e)
-                    raise BundleError(failed.message, f"{failed.hint} {_RESUME}", failed.exit_code) from e
+                    raise BundleError(failed.message, joined([failed.hint, _RESUME], " "), failed.exit_code) from e
                 if got != len(view):
                     raise chunk_mismatch(entry, start, length)
                 digest.update(view)
@@ -321,5 +322,7 @@ class _Ingest:
 
 def _write_failed(store: Path, e: OSError) -> BundleError:
     return BundleError(
-        f"Writing to the store {store} failed: {e.strerror or e}.", f"Free space or check the disk. {_RESUME}", SPACE_IO
+        t("Writing to the store {store} failed: {why}.", store=store, why=reason(e)),
+        joined([t("Free space or check the disk."), _RESUME], " "),
+        SPACE_IO,
     )

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from . import limits
 from .errors import MISSING, SPACE_IO, UNTRUSTED, USAGE, BundleError
+from .text import reason, t
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
@@ -47,7 +48,7 @@ def new_keypair(directory: Path, name: str, *, passphrase: bytes | None = None) 
     """
     if not _NAME.match(name):
         raise BundleError(
-            "A key's name may use letters, digits, '.', '_' and '-', at most 64.", "Choose another --name.", USAGE
+            t("A key's name may use letters, digits, '.', '_' and '-', at most 64."), t("Choose another --name."), USAGE
         )
     private_path, public_path = directory / f"{name}.key", directory / f"{name}.pub"
     key = ec.generate_private_key(ec.SECP256R1())
@@ -63,14 +64,15 @@ def new_keypair(directory: Path, name: str, *, passphrase: bytes | None = None) 
         _write_new(public_path, public_pem, 0o644)
     except FileExistsError as e:
         raise BundleError(
-            f"A key named '{name}' is already in {directory}; keys are never overwritten.",
-            "Choose another --name, or move the old pair away.",
+            t("A key named '{name}' is already in {directory}; keys are never overwritten.", name=name,
+              directory=directory),
+            t("Choose another --name, or move the old pair away."),
             USAGE,
         ) from e
     except OSError as e:
         raise BundleError(
-            f"The key could not be written to {directory}: {e.strerror}.",
-            "Choose a directory that you can write to.",
+            t("The key could not be written to {directory}: {why}.", directory=directory, why=reason(e)),
+            t("Choose a directory that you can write to."),
             SPACE_IO,
         ) from e
     return KeyPair(private_path, public_path, hashlib.sha256(public_pem).hexdigest())
@@ -81,12 +83,12 @@ def fingerprint(pem: bytes | str) -> str:
 
     The PEM is re-encoded first, so comments or line endings around it do not change the result.
     """
-    return _parse_public(pem.encode() if isinstance(pem, str) else pem, "the given text").fingerprint
+    return _parse_public(pem.encode() if isinstance(pem, str) else pem, t("the given text")).fingerprint
 
 
 def load_public(path: Path) -> PublicKey:
     """Read a P-256 public key in PEM. Raises BundleError: missing, or untrusted (not a P-256 public key)."""
-    return _parse_public(_read_key_file(path, "public key"), str(path), path)
+    return _parse_public(_read_key_file(path, t("public key")), str(path), path)
 
 
 def load_trusted(paths: Sequence[Path], bundle: Path) -> dict[str, PublicKey]:
@@ -96,8 +98,8 @@ def load_trusted(paths: Sequence[Path], bundle: Path) -> dict[str, PublicKey]:
     """
     if not paths:
         raise BundleError(
-            "No trusted key was given, so nothing can be verified.",
-            "Pass the vendor's public key, obtained apart from the bundle.",
+            t("No trusted key was given, so nothing can be verified."),
+            t("Pass the vendor's public key, obtained apart from the bundle."),
             USAGE,
         )
     root = bundle.resolve()
@@ -105,8 +107,9 @@ def load_trusted(paths: Sequence[Path], bundle: Path) -> dict[str, PublicKey]:
     for path in paths:
         if path.resolve().is_relative_to(root):
             raise BundleError(
-                f"The key {path} lies inside the bundle; whoever changed the bundle could have changed it too.",
-                "Use the vendor's key that you obtained separately, and compare its fingerprint.",
+                t("The key {path} lies inside the bundle; whoever changed the bundle could have changed it too.",
+                  path=path),
+                t("Use the vendor's key that you obtained separately, and compare its fingerprint."),
                 UNTRUSTED,
             )
         key = load_public(path)
@@ -116,21 +119,25 @@ def load_trusted(paths: Sequence[Path], bundle: Path) -> dict[str, PublicKey]:
 
 def load_private(path: Path, passphrase: bytes | None = None) -> ec.EllipticCurvePrivateKey:
     """Read a P-256 private key in PEM. Raises BundleError: missing, usage (wrong kind, permissions, passphrase)."""
-    pem = _read_key_file(path, "private key", private=True)
+    pem = _read_key_file(path, t("private key"), private=True)
     try:
         key = serialization.load_pem_private_key(pem, passphrase)
     except TypeError as e:
         if passphrase is None:
-            raise BundleError(f"The private key {path} is encrypted.", "Give its passphrase.", USAGE) from e
-        raise BundleError(f"The private key {path} is not encrypted.", "Leave the passphrase out.", USAGE) from e
+            raise BundleError(
+                t("The private key {path} is encrypted.", path=path), t("Give its passphrase."), USAGE
+            ) from e
+        raise BundleError(
+            t("The private key {path} is not encrypted.", path=path), t("Leave the passphrase out."), USAGE
+        ) from e
     except (ValueError, UnsupportedAlgorithm) as e:
         raise BundleError(
-            f"{path} could not be read as a private key: it is not PEM, or the passphrase is wrong.",
-            "Check the file and the passphrase; make a new pair with: atoll keys new",
+            t("{path} could not be read as a private key: it is not PEM, or the passphrase is wrong.", path=path),
+            t("Check the file and the passphrase; make a new pair with: atoll keys new"),
             USAGE,
         ) from e
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise BundleError(f"{path} is not an ECDSA P-256 key.", "Make one with: atoll keys new", USAGE)
+        raise BundleError(t("{path} is not an ECDSA P-256 key.", path=path), t("Make one with: atoll keys new"), USAGE)
     return key
 
 
@@ -158,15 +165,16 @@ def _spki_pem(key: ec.EllipticCurvePublicKey) -> bytes:
 
 
 def _parse_public(pem: bytes, where: str, path: Path | None = None) -> PublicKey:
-    hint = "Expected an ECDSA P-256 public key in PEM ('-----BEGIN PUBLIC KEY-----'), as 'atoll keys new' writes it."
+    hint = t("Expected an ECDSA P-256 public key in PEM ('-----BEGIN PUBLIC KEY-----'), as 'atoll keys new' writes "
+             "it.")
     if b"PRIVATE KEY" in pem:
-        raise BundleError(f"{where} is a private key where a public key is expected.", hint, UNTRUSTED)
+        raise BundleError(t("{where} is a private key where a public key is expected.", where=where), hint, UNTRUSTED)
     try:
         key = serialization.load_pem_public_key(pem)
     except (ValueError, UnsupportedAlgorithm) as e:
-        raise BundleError(f"{where} is not a public key.", hint, UNTRUSTED) from e
+        raise BundleError(t("{where} is not a public key.", where=where), hint, UNTRUSTED) from e
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise BundleError(f"{where} is a public key of another kind than ECDSA P-256.", hint, UNTRUSTED)
+        raise BundleError(t("{where} is a public key of another kind than ECDSA P-256.", where=where), hint, UNTRUSTED)
     return _wrap(key, path)
 
 
@@ -175,16 +183,19 @@ def _read_key_file(path: Path, what: str, *, private: bool = False) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as e:
         raise BundleError(
-            f"The {what} {path} cannot be opened: {e.strerror}.", "Check the path and its permissions.", MISSING
+            t("The {what} {path} cannot be opened: {why}.", what=what, path=path, why=reason(e)),
+            t("Check the path and its permissions."),
+            MISSING,
         ) from e
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_size > limits.MAX_KEY_FILE:
-            raise BundleError(f"{path} is not a key file.", "Give the path of a PEM file.", USAGE)
+            raise BundleError(t("{path} is not a key file.", path=path), t("Give the path of a PEM file."), USAGE)
         if private and info.st_mode & 0o077:
             raise BundleError(
-                f"The private key {path} can be read by other users (mode {stat.S_IMODE(info.st_mode):04o}).",
-                f"Run: chmod 600 {path}",
+                t("The private key {path} can be read by other users (mode {mode:04o}).", path=path,
+                  mode=stat.S_IMODE(info.st_mode)),
+                t("Run: chmod 600 {path}", path=path),
                 USAGE,
             )
         return os.read(fd, limits.MAX_KEY_FILE)

@@ -5,7 +5,6 @@ other spacing or another key order are refused, so the file's SHA-256 names the 
 """
 
 import hashlib
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -13,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from . import limits, names
 from .errors import CONTENT, BundleError
 from .strictjson import StrictJSONError, canonical, loads
+from .text import complaint, plain, t
 
 MANIFEST = "bundle.json"
 SIGNATURE = "model.sig"
@@ -48,7 +48,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
 
 def _path(value: str) -> str:
     if (why := names.problem(value)) is not None:
-        raise ValueError(f"the path '{names.show(value)}' {why}")
+        raise ValueError(t("the path '{value}' {why}", value=names.show(value), why=why))
     return value
 
 
@@ -103,13 +103,14 @@ class FileEntry(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if len(self.chunks) != -(-self.size // self.chunk_size):
-            raise ValueError(f"{self.path}: {len(self.chunks)} chunk hashes do not cover {self.size} bytes")
+            raise ValueError(t("{path}: {count} chunk hashes do not cover {size} bytes", path=self.path,
+                               count=len(self.chunks), size=self.size))
         if len(self.chunks) == 1 and self.chunks[0] != self.sha256:
-            raise ValueError(f"{self.path}: its only chunk and the whole file have different hashes")
+            raise ValueError(t("{path}: its only chunk and the whole file have different hashes", path=self.path))
         if not self.chunks and self.sha256 != hashlib.sha256().hexdigest():
-            raise ValueError(f"{self.path}: an empty file with the hash of something else")
+            raise ValueError(t("{path}: an empty file with the hash of something else", path=self.path))
         if self.path.split("/")[0] not in _ROOMS[self.role] or "/" not in self.path:
-            raise ValueError(f"{self.path}: a file with role {self.role} does not belong there")
+            raise ValueError(t("{path}: a file with role {role} does not belong there", path=self.path, role=self.role))
         return self
 
 
@@ -134,17 +135,18 @@ class BundleManifest(Strict):
     def _whole(self) -> Self:
         paths = [f.path for f in self.files]
         if paths != sorted(set(paths)):
-            raise ValueError("files are not in strict path order")
+            raise ValueError(t("files are not in strict path order"))
         if pair := names.collision([*paths, MANIFEST, SIGNATURE]):
-            raise ValueError(f"the paths '{pair[0]}' and '{pair[1]}' collide on some file systems")
+            raise ValueError(t("the paths '{one}' and '{other}' collide on some file systems", one=pair[0],
+                               other=pair[1]))
         texts = {f.path: f for f in self.files}
         text = texts.get(self.license.file)
         if text is None or text.role != "license" or text.sha256 != self.license.sha256:
-            raise ValueError("the licence text is not among the files, or has another hash")
+            raise ValueError(t("the licence text is not among the files, or has another hash"))
         if not any(f.role == "weights" for f in self.files):
-            raise ValueError("there are no weights")
+            raise ValueError(t("there are no weights"))
         if "model/config.json" not in texts:
-            raise ValueError("model/config.json is missing")
+            raise ValueError(t("model/config.json is missing"))
         return self
 
     @property
@@ -171,13 +173,14 @@ class BundleManifest(Strict):
         try:
             manifest = cls.model_validate(_tuples(loads(data)))
             if manifest.to_bytes() != data:
-                raise StrictJSONError("it is not in canonical form")
+                raise StrictJSONError(t("it is not in canonical form"))
         except ValidationError as e:
             first = e.errors(include_url=False)[0]
             where = ".".join(str(step) for step in first["loc"])
-            raise _invalid(f"{where}: {first['msg']}" if where else first["msg"]) from e
+            said = complaint(first)
+            raise _invalid(t("{where}: {said}", where=where, said=said) if where else said) from e
         except StrictJSONError as e:
-            raise _invalid(str(e)) from e
+            raise _invalid(plain(e)) from e
         return manifest
 
 
@@ -191,9 +194,8 @@ def _tuples(value: Any) -> Any:
 
 
 def _invalid(why: str) -> BundleError:
-    clean = re.sub(r"[^\x20-\x7e]", "?", why)[:300]
     return BundleError(
-        f"bundle.json is not a valid manifest: {clean}.",
-        "The bundle was made by another or a broken tool; ask its maker for a new one.",
+        t("bundle.json is not a valid manifest: {why}.", why=names.show(why)),
+        t("The bundle was made by another or a broken tool; ask its maker for a new one."),
         CONTENT,
     )

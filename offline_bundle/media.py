@@ -14,6 +14,7 @@ from pathlib import Path
 
 from . import limits, names
 from .errors import CONTENT, MISSING, SPACE_IO, BundleError
+from .text import reason, t
 
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must fail the regular-file check, not wait for a writer.
@@ -35,14 +36,16 @@ def open_root(path: Path) -> Iterator[int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except NotADirectoryError as e:
-        raise BundleError(f"{path} is not a directory.", "Give the bundle's directory.", MISSING) from e
+        raise BundleError(t("{path} is not a directory.", path=path), t("Give the bundle's directory."), MISSING) from e
     except FileNotFoundError as e:
         raise BundleError(
-            f"There is no bundle at {path}.", "Check the path, and that the disk is mounted.", MISSING
+            t("There is no bundle at {path}.", path=path), t("Check the path, and that the disk is mounted."), MISSING
         ) from e
     except OSError as e:
         raise BundleError(
-            f"{path} cannot be opened: {e.strerror}.", "Check the disk and its permissions.", SPACE_IO
+            t("{path} cannot be opened: {why}.", path=path, why=reason(e)),
+            t("Check the disk and its permissions."),
+            SPACE_IO,
         ) from e
     try:
         yield fd
@@ -78,11 +81,11 @@ def open_file(root: int, path: str) -> Iterator[int]:
         raise missing(path) from e
     except OSError as e:
         if e.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-            raise _odd(path, "is a link or a special file") from e
+            raise _odd(path, t("is a link or a special file")) from e
         raise read_failed(path, e) from e
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise _odd(path, "is not a regular file")
+            raise _odd(path, t("is not a regular file"))
         yield fd
     finally:
         os.close(fd)
@@ -101,8 +104,8 @@ def read_small(root: int, path: str, limit: int) -> bytes:
             raise read_failed(path, e) from e
     if left <= 0:
         raise BundleError(
-            f"{names.show(path)} is larger than the {limit} bytes it may have.",
-            "The bundle is damaged or hostile; do not use it.",
+            t("{path} is larger than the {limit} bytes it may have.", path=names.show(path), limit=limit),
+            t("The bundle is damaged or hostile; do not use it."),
             CONTENT,
         )
     return b"".join(parts)
@@ -138,9 +141,9 @@ def _walk(fd: int, prefix: str, tree: Tree, skip: Callable[[str], bool]) -> None
                 finally:
                     os.close(below)
             elif stat.S_ISLNK(info.st_mode):
-                raise _odd(path, "is a symbolic link")
+                raise _odd(path, t("is a symbolic link"))
             else:
-                raise _odd(path, "is not a regular file but a FIFO, socket or device")
+                raise _odd(path, t("is not a regular file but a FIFO, socket or device"))
     except OSError as e:
         raise read_failed(prefix or ".", e) from e
 
@@ -157,25 +160,32 @@ def _entries(fd: int) -> list[str]:
 
 def _flood() -> BundleError:
     return BundleError(
-        f"The directory holds more than {_MAX_ENTRIES} entries.", "Give the directory of one bundle or model.", CONTENT
+        t("The directory holds more than {most} entries.", most=_MAX_ENTRIES),
+        t("Give the directory of one bundle or model."),
+        CONTENT,
     )
 
 
 def missing(path: str) -> BundleError:
     """The error for a file that should be there."""
     return BundleError(
-        f"The file {names.show(path)} is missing.", "The copy is incomplete: copy the bundle again.", MISSING
+        t("The file {path} is missing.", path=names.show(path)),
+        t("The copy is incomplete: copy the bundle again."),
+        MISSING,
     )
 
 
 def read_failed(path: str, e: OSError) -> BundleError:
     """The error for a medium that cannot be read."""
     return BundleError(
-        f"Reading {names.show(path)} failed: {e.strerror}.",
-        "The disk may be damaged or unplugged; try again or use another copy.",
+        t("Reading {path} failed: {why}.", path=names.show(path), why=reason(e)),
+        t("The disk may be damaged or unplugged; try again or use another copy."),
         SPACE_IO,
     )
 
 
 def _odd(path: str, what: str) -> BundleError:
-    return BundleError(f"{names.show(path)} {what}; a bundle holds regular files only.", names.litter_hint(path))
+    return BundleError(
+        t("{path} {what}; a bundle holds regular files only.", path=names.show(path), what=what),
+        names.litter_hint(path),
+    )

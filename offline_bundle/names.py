@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from . import limits
 from .errors import CONTENT, BundleError
+from .text import Text, t
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@,-]*\Z")
 _WINDOWS_DEVICES = frozenset(
@@ -18,7 +19,12 @@ _DESKTOP_LITTER = (".ds_store", "thumbs.db", "desktop.ini", "._", ".spotlight", 
 
 
 def show(path: str) -> str:
-    """`path` made safe and short for a message: control and non-ASCII characters escaped."""
+    """`path` made safe and short for a message: control and non-ASCII characters escaped.
+
+    Of a sentence of ours only the values in it are: they may come from a medium.
+    """
+    if isinstance(path, Text):
+        return path.with_values(lambda value: show(value) if isinstance(value, str) else value)
     text = ascii(path)[1:-1]
     return text if len(text) <= 160 else f"{text[:120]}…{text[-30:]}"
 
@@ -26,36 +32,36 @@ def show(path: str) -> str:
 def problem(path: str) -> str | None:
     """Why `path` (relative, '/'-separated) is not allowed in a bundle, or None if it is."""
     if not path:
-        return "is empty"
+        return t("is empty")
     if len(path.encode("utf-8", "surrogatepass")) > limits.MAX_PATH:
-        return f"is longer than {limits.MAX_PATH} bytes"
+        return t("is longer than {most} bytes", most=limits.MAX_PATH)
     if path.startswith("/"):
-        return "is absolute"
+        return t("is absolute")
     if "\\" in path:
-        return "contains a backslash"
+        return t("contains a backslash")
     parts = path.split("/")
     if len(parts) > limits.MAX_DEPTH:
-        return f"is nested deeper than {limits.MAX_DEPTH} levels"
+        return t("is nested deeper than {most} levels", most=limits.MAX_DEPTH)
     for part in parts:
         if part in ("", ".", ".."):
-            return "contains an empty, '.' or '..' step"
+            return t("contains an empty, '.' or '..' step")
         if part.lower().startswith(".git"):
-            return "is git data, which the signature format does not cover"
+            return t("is git data, which the signature format does not cover")
         if len(part) > limits.MAX_NAME:
-            return f"has a part longer than {limits.MAX_NAME} characters"
+            return t("has a part longer than {most} characters", most=limits.MAX_NAME)
         if not _COMPONENT.match(part):
-            return "uses characters outside A-Z a-z 0-9 . _ + = @ , - or starts with '.' or '-'"
+            return t("uses characters outside A-Z a-z 0-9 . _ + = @ , - or starts with '.' or '-'")
         if part.endswith("."):
-            return "has a part that ends with '.'"
+            return t("has a part that ends with '.'")
         if part.split(".")[0].lower() in _WINDOWS_DEVICES:
-            return "is a reserved device name on some systems"
+            return t("is a reserved device name on some systems")
     return None
 
 
 def check(path: str) -> str:
     """Return `path`, or raise BundleError (content) when `problem` finds one."""
     if (why := problem(path)) is not None:
-        raise BundleError(f"The path '{show(path)}' {why}.", litter_hint(path), CONTENT)
+        raise BundleError(t("The path '{path}' {why}.", path=show(path), why=why), litter_hint(path), CONTENT)
     return path
 
 
@@ -78,5 +84,5 @@ def litter_hint(path: str) -> str:
     """Advice for files that desktops drop onto media unasked."""
     name = path.rsplit("/", 1)[-1].lower()
     if name.startswith(_DESKTOP_LITTER):
-        return "A desktop file manager left it there: delete it and try again."
-    return "Remove it, or copy the bundle again from its source."
+        return t("A desktop file manager left it there: delete it and try again.")
+    return t("Remove it, or copy the bundle again from its source.")

@@ -24,6 +24,7 @@ from . import limits, names
 from .errors import CONTENT, UNTRUSTED, BundleError
 from .keys import PublicKey, public_of
 from .strictjson import StrictJSONError, canonical, loads
+from .text import joined, plain, t
 
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
@@ -57,7 +58,9 @@ def sign(resources: Mapping[str, str], model_name: str, key: ec.EllipticCurvePri
     }
     text = canonical(envelope)
     if len(text) > limits.MAX_SIGNATURE:
-        raise BundleError(f"{len(resources)} files are too many for one signature.", "Bundle fewer files.", CONTENT)
+        raise BundleError(
+            t("{count} files are too many for one signature.", count=len(resources)), t("Bundle fewer files."), CONTENT
+        )
     return text
 
 
@@ -71,25 +74,26 @@ def verify(signature: bytes, trusted: Mapping[str, PublicKey]) -> tuple[dict[str
     key = next((k for f, k in trusted.items() if hmac.compare_digest(f.encode(), hint.encode())), None)
     if key is None:
         raise BundleError(
-            f"The bundle is signed by the key {names.show(hint)}, which is not trusted here.",
-            "Trusted: " + ", ".join(trusted) + ". Compare fingerprints with the vendor; do not trust a key because "
-            "it came with the bundle.",
+            t("The bundle is signed by the key {hint}, which is not trusted here.", hint=names.show(hint)),
+            t("Trusted: {names}. Compare fingerprints with the vendor; do not trust a key because it came with the "
+              "bundle.", names=joined(trusted)),
             UNTRUSTED,
         )
     try:
         key.key.verify(raw_signature, _pae(payload), _ECDSA_SHA256)
     except InvalidSignature as e:
         raise BundleError(
-            "The signature is not valid: model.sig was changed, or was not made by the trusted key.",
-            "Do not use this bundle. Get it again from its vendor.",
+            t("The signature is not valid: model.sig was changed, or was not made by the trusted key."),
+            t("Do not use this bundle. Get it again from its vendor."),
             UNTRUSTED,
         ) from e
     try:
         return _resources(loads(payload)), key
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise BundleError(
-            f"The signature is valid, but what it signs is outside our profile of the format: {names.show(str(e))}.",
-            "Sign with method 'files' and sha256, as 'atoll bundle build' does.",
+            t("The signature is valid, but what it signs is outside our profile of the format: {why}.",
+              why=names.show(plain(e))),
+            t("Sign with method 'files' and sha256, as 'atoll bundle build' does."),
             CONTENT,
         ) from e
 
@@ -111,50 +115,50 @@ def _open_envelope(signature: bytes) -> tuple[str, bytes, bytes]:
     """(hint, payload, raw signature) of a model.sig. Everything here is still untrusted."""
     try:
         if len(signature) > limits.MAX_SIGNATURE:
-            raise ValueError(f"it is larger than {limits.MAX_SIGNATURE} bytes")
+            raise ValueError(t("it is larger than {most} bytes", most=limits.MAX_SIGNATURE))
         bundle = loads(signature)
         if bundle["mediaType"] != MEDIA_TYPE:
-            raise ValueError("unknown media type")
+            raise ValueError(t("unknown media type"))
         envelope = bundle["dsseEnvelope"]
         if envelope["payloadType"] != PAYLOAD_TYPE:
-            raise ValueError("unknown payload type")
+            raise ValueError(t("unknown payload type"))
         if len(envelope["signatures"]) != 1:
-            raise ValueError("expected exactly one signature")
+            raise ValueError(t("expected exactly one signature"))
         hint = bundle["verificationMaterial"]["publicKey"]["hint"]
         if not _is_sha256(hint):
-            raise ValueError("the key hint is not a SHA-256")
+            raise ValueError(t("the key hint is not a SHA-256"))
         payload = base64.b64decode(envelope["payload"], validate=True)
         return hint, payload, base64.b64decode(envelope["signatures"][0]["sig"], validate=True)
     except (StrictJSONError, KeyError, TypeError, ValueError, IndexError, AttributeError, binascii.Error) as e:
         raise BundleError(
-            f"model.sig is not a model signature ({names.show(str(e)) or 'malformed'}).",
-            "Do not use this bundle. Get it again from its vendor.",
+            t("model.sig is not a model signature ({why}).", why=names.show(plain(e)) or t("malformed")),
+            t("Do not use this bundle. Get it again from its vendor."),
             UNTRUSTED,
         ) from e
 
 
 def _resources(statement: Any) -> dict[str, str]:
     """Path → SHA-256 of a signed statement, after checking every field that our profile fixes."""
-    _require(statement["_type"] == STATEMENT_TYPE, "unknown statement type")
-    _require(statement["predicateType"] == PREDICATE_TYPE, "unknown predicate type")
-    _require(len(statement["subject"]) == 1, "expected one subject")
+    _require(statement["_type"] == STATEMENT_TYPE, t("unknown statement type"))
+    _require(statement["predicateType"] == PREDICATE_TYPE, t("unknown predicate type"))
+    _require(len(statement["subject"]) == 1, t("expected one subject"))
     predicate = statement["predicate"]
     how = predicate["serialization"]
-    _require(how["method"] == "files", "method is not 'files'")
-    _require(how["hash_type"] == "sha256", "hash_type is not 'sha256'")
-    _require(how.get("allow_symlinks", False) is False, "symlinks are allowed")
+    _require(how["method"] == "files", t("method is not 'files'"))
+    _require(how["hash_type"] == "sha256", t("hash_type is not 'sha256'"))
+    _require(how.get("allow_symlinks", False) is False, t("symlinks are allowed"))
     # `ignore_paths` may be there (the model_signing command writes it); we ignore no path, whatever it says.
-    _require(len(predicate["resources"]) <= limits.MAX_FILES + 1, "too many files")
+    _require(len(predicate["resources"]) <= limits.MAX_FILES + 1, t("too many files"))
     resources: dict[str, str] = {}
     for item in predicate["resources"]:
         name, digest = item["name"], item["digest"]
-        _require(isinstance(name, str) and name not in resources, "a file is listed twice")
+        _require(isinstance(name, str) and name not in resources, t("a file is listed twice"))
         if (why := names.problem(name)) is not None:
-            raise ValueError(f"the path '{names.show(name)}' {why}")
-        _require(item["algorithm"] == "sha256" and _is_sha256(digest), f"{name} is not hashed with sha256")
+            raise ValueError(t("the path '{name}' {why}", name=names.show(name), why=why))
+        _require(item["algorithm"] == "sha256" and _is_sha256(digest), t("{name} is not hashed with sha256", name=name))
         resources[name] = digest
     root = _root_digest(list(resources.values()))
-    _require(statement["subject"][0]["digest"] == {"sha256": root}, "the root digest does not match the files")
+    _require(statement["subject"][0]["digest"] == {"sha256": root}, t("the root digest does not match the files"))
     return resources
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import limits
 from .strictjson import StrictJSONError, loads
+from .text import plain, t
 
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -24,7 +25,7 @@ def problem(fd: int) -> str | None:
     try:
         _check(fd)
     except (ValueError, KeyError, TypeError, StrictJSONError) as e:
-        return str(e) or "malformed header"
+        return plain(e) or t("malformed header")
     return None
 
 
@@ -32,43 +33,44 @@ def _check(fd: int) -> None:
     size = os.fstat(fd).st_size
     prefix = os.pread(fd, 8, 0)
     if len(prefix) < 8:
-        raise ValueError("the file is too short")
+        raise ValueError(t("the file is too short"))
     (length,) = struct.unpack("<Q", prefix)
     if length > limits.MAX_SAFETENSORS_HEADER:
-        raise ValueError(f"the header claims {length} bytes, more than the {limits.MAX_SAFETENSORS_HEADER} allowed")
+        raise ValueError(t("the header claims {length} bytes, more than the {most} allowed",
+                           length=length, most=limits.MAX_SAFETENSORS_HEADER))
     if 8 + length > size:
-        raise ValueError("the header is longer than the file")
+        raise ValueError(t("the header is longer than the file"))
     text = read_exactly(fd, length, 8)
     if not text.startswith(b"{"):
-        raise ValueError("the header does not start with '{'")
+        raise ValueError(t("the header does not start with '{{'"))
     header = loads(text)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError("__metadata__ is not a map of strings")
+        raise ValueError(t("__metadata__ is not a map of strings"))
     end = 0
     for begin, stop in sorted(_span(name, info) for name, info in header.items()):
         if begin != end:
-            raise ValueError("tensors overlap or leave a gap")
+            raise ValueError(t("tensors overlap or leave a gap"))
         end = stop
     if end != size - 8 - length:
-        raise ValueError(f"tensors cover {end} bytes of {size - 8 - length}")
+        raise ValueError(t("tensors cover {end} bytes of {size}", end=end, size=size - 8 - length))
 
 
 def _span(name: str, info: Any) -> tuple[int, int]:
     """The byte range of one tensor, after checking it against dtype and shape."""
     if set(info) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor {name!r} has unknown or missing fields")
+        raise ValueError(t("tensor {name!r} has unknown or missing fields", name=name))
     bits = _BITS.get(info["dtype"])
     if bits is None:
-        raise ValueError(f"tensor {name!r} has an unknown dtype")
+        raise ValueError(t("tensor {name!r} has an unknown dtype", name=name))
     begin, end = info["data_offsets"]
     numbers = [begin, end, *info["shape"]]
     if len(numbers) > limits.MAX_TENSOR_DIMS + 2 or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-        raise ValueError(f"tensor {name!r} has an impossible shape or offset")
+        raise ValueError(t("tensor {name!r} has an impossible shape or offset", name=name))
     for n in info["shape"]:
         bits *= n
     if bits % 8 or end - begin != bits // 8:
-        raise ValueError(f"tensor {name!r} has offsets that do not fit its shape")
+        raise ValueError(t("tensor {name!r} has offsets that do not fit its shape", name=name))
     return begin, end
 
 
@@ -78,7 +80,7 @@ def read_exactly(fd: int, length: int, offset: int) -> bytes:
     while length:
         part = os.pread(fd, length, offset)
         if not part:
-            raise ValueError("the file ends too early")
+            raise ValueError(t("the file ends too early"))
         parts.append(part)
         offset += len(part)
         length -= len(part)

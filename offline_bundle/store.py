@@ -22,6 +22,7 @@ from .errors import BUSY, CONTENT, MISSING, SPACE_IO, USAGE, BundleError
 from .journal import Stamp, load_stamps, save_stamps, stamp
 from .manifest import MANIFEST, SIGNATURE, BundleManifest
 from .progress import Progress
+from .text import reason, t
 from .verify import VerifiedBundle, verify_bundle
 
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
@@ -53,7 +54,9 @@ def list_models(store: Path) -> list[StoredModel]:
     except FileNotFoundError:
         return found
     except OSError as e:
-        raise BundleError(f"The store {store} cannot be read: {e.strerror}.", "Try again as root.", SPACE_IO) from e
+        raise BundleError(
+            t("The store {store} cannot be read: {why}.", store=store, why=reason(e)), t("Try again as root."), SPACE_IO
+        ) from e
     for path in entries:
         if not _DIGEST.match(path.name):
             continue
@@ -61,7 +64,9 @@ def list_models(store: Path) -> list[StoredModel]:
             manifest = BundleManifest.parse(media.read_small(root, MANIFEST, limits.MAX_MANIFEST))
         if manifest.digest != path.name:
             raise BundleError(
-                f"{path} holds another bundle.json than its name says.", "Remove it and ingest it again.", CONTENT
+                t("{path} holds another bundle.json than its name says.", path=path),
+                t("Remove it and ingest it again."),
+                CONTENT,
             )
         found.append(StoredModel(path, path.name, manifest))
     return sorted(found, key=lambda m: (m.manifest.name, m.manifest.sequence, m.digest))
@@ -93,19 +98,23 @@ def verify_model(
             verify.check_file_set(root, signed)
         if not is_sealed(store, digest):
             raise BundleError(
-                f"The files of {path} are not as they were left after the last verification.",
-                "Run a deep verification; if it fails, ingest the bundle again.",
+                t("The files of {path} are not as they were left after the last verification.", path=path),
+                t("Run a deep verification; if it fails, ingest the bundle again."),
                 CONTENT,
             )
         verified = VerifiedBundle(path, signed.manifest, signed.digest, signed.key_fingerprint)
     if verified.digest != digest:
-        raise BundleError(f"{path} holds the bundle {verified.digest}.", "Remove it and ingest the right one.", CONTENT)
+        raise BundleError(
+            t("{path} holds the bundle {digest}.", path=path, digest=verified.digest),
+            t("Remove it and ingest the right one."),
+            CONTENT,
+        )
     with media.open_root(path) as root:
         for name, mode in _modes(root).items():
             if mode & 0o222:
                 raise BundleError(
-                    f"{path / name} is writable; entries of the store are read-only.",
-                    f"Ingest the bundle again, or run: chmod -R a-w {path}",
+                    t("{path} is writable; entries of the store are read-only.", path=path / name),
+                    t("Ingest the bundle again, or run: chmod -R a-w {path}", path=path),
                     CONTENT,
                 )
     return verified
@@ -122,7 +131,9 @@ def remove_model(store: Path, digest: str) -> None:
         except FileNotFoundError as e:
             raise _absent(store, digest) from e
         except OSError as e:
-            raise BundleError(f"Removing {path} failed: {e.strerror}.", "Try again as root.", SPACE_IO) from e
+            raise BundleError(
+                t("Removing {path} failed: {why}.", path=path, why=reason(e)), t("Try again as root."), SPACE_IO
+            ) from e
 
 
 @contextmanager
@@ -132,25 +143,31 @@ def locked(store: Path) -> Iterator[None]:
         store.mkdir(mode=0o755, parents=True, exist_ok=True)
         if store.stat().st_mode & 0o002:
             raise BundleError(
-                f"Anybody may write to the store {store}, so nothing in it could be trusted.",
-                f"Run: chmod o-w {store}",
+                t("Anybody may write to the store {store}, so nothing in it could be trusted.", store=store),
+                t("Run: chmod o-w {store}", store=store),
                 SPACE_IO,
             )
         fd = os.open(store / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as e:
         raise BundleError(
-            f"The store {store} cannot be used: {e.strerror}.", "Check the path and its permissions.", SPACE_IO
+            t("The store {store} cannot be used: {why}.", store=store, why=reason(e)),
+            t("Check the path and its permissions."),
+            SPACE_IO,
         ) from e
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise BundleError(
-                f"Another process is changing the store {store}.", "Wait until it has finished and try again.", BUSY
+                t("Another process is changing the store {store}.", store=store),
+                t("Wait until it has finished and try again."),
+                BUSY,
             ) from e
         except OSError as e:
             raise BundleError(
-                f"The store {store} cannot be locked: {e.strerror}.", "Put it on a local disk.", SPACE_IO
+                t("The store {store} cannot be locked: {why}.", store=store, why=reason(e)),
+                t("Put it on a local disk."),
+                SPACE_IO,
             ) from e
         yield
     finally:
@@ -241,7 +258,9 @@ def _modes(root: int) -> dict[str, int]:
 
 def _entry(store: Path, digest: str) -> Path:
     if not _DIGEST.match(digest):
-        raise BundleError("A model in the store is named by 64 hexadecimal digits.", "List the store first.", USAGE)
+        raise BundleError(
+            t("A model in the store is named by 64 hexadecimal digits."), t("List the store first."), USAGE
+        )
     path = store / digest
     if path.is_symlink() or not path.is_dir():
         raise _absent(store, digest)
@@ -249,4 +268,8 @@ def _entry(store: Path, digest: str) -> Path:
 
 
 def _absent(store: Path, digest: str) -> BundleError:
-    return BundleError(f"The store {store} has no model {digest}.", "List the store, or ingest the bundle.", MISSING)
+    return BundleError(
+        t("The store {store} has no model {digest}.", store=store, digest=digest),
+        t("List the store, or ingest the bundle."),
+        MISSING,
+    )

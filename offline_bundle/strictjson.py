@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from .text import t
+
 
 class StrictJSONError(ValueError):
     """The text is not JSON, or not unambiguous JSON."""
@@ -18,12 +20,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise StrictJSONError(f"duplicate key {twice!r}")
+        raise StrictJSONError(t("duplicate key {twice!r}", twice=twice))
     return result
 
 
 def _no_constant(word: str) -> NoReturn:
-    raise StrictJSONError(f"{word} is not JSON")
+    raise StrictJSONError(t("{word} is not JSON", word=word))
 
 
 def loads(data: bytes, *, forbidden: frozenset[str] = frozenset(), constants: bool = False) -> Any:
@@ -36,7 +38,7 @@ def loads(data: bytes, *, forbidden: frozenset[str] = frozenset(), constants: bo
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = _unique(pairs)
         if bad := forbidden & result.keys():
-            raise StrictJSONError(f"the key {min(bad)!r} is forbidden")
+            raise StrictJSONError(t("the key {min!r} is forbidden", min=min(bad)))
         return result
 
     hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] = build if forbidden else _unique
@@ -47,9 +49,9 @@ def loads(data: bytes, *, forbidden: frozenset[str] = frozenset(), constants: bo
     except StrictJSONError:
         raise
     except UnicodeDecodeError as e:
-        raise StrictJSONError("not UTF-8 text") from e
+        raise StrictJSONError(t("not UTF-8 text")) from e
     except RecursionError as e:
-        raise StrictJSONError("nested too deeply") from e
+        raise StrictJSONError(t("nested too deeply")) from e
     except ValueError as e:
         raise StrictJSONError(str(e)) from e
 
@@ -60,4 +62,4 @@ def canonical(value: Any) -> bytes:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return text.encode("utf-8")
     except (UnicodeEncodeError, RecursionError, ValueError) as e:
-        raise StrictJSONError("holds a value that has no canonical form") from e
+        raise StrictJSONError(t("holds a value that has no canonical form")) from e

@@ -14,6 +14,7 @@ from .errors import CONTENT, REPLAY, SPACE_IO, UNTRUSTED, BundleError
 from .manifest import MANIFEST, SIGNATURE, BundleManifest, FileEntry
 from .parallel import Reader, Tick, run
 from .progress import Progress, silent
+from .text import t
 
 
 @dataclass(frozen=True)
@@ -100,20 +101,22 @@ def check_signed_manifest(root: int, trusted: dict[str, keys.PublicKey], min_seq
         if e.exit_code == SPACE_IO:
             raise
         raise BundleError(
-            f"The bundle has no usable signature: {e.message}",
-            "An unsigned bundle is never accepted; get it again from its vendor.",
+            t("The bundle has no usable signature: {message}", message=e.message),
+            t("An unsigned bundle is never accepted; get it again from its vendor."),
             UNTRUSTED,
         ) from e
     resources, key = oms.verify(signature, trusted)
     signed_digest = resources.pop(MANIFEST, None)
     if signed_digest is None:
-        raise BundleError("The signature does not cover bundle.json.", "Build it with 'atoll bundle build'.", CONTENT)
+        raise BundleError(
+            t("The signature does not cover bundle.json."), t("Build it with 'atoll bundle build'."), CONTENT
+        )
     raw = media.read_small(root, MANIFEST, limits.MAX_MANIFEST)
     digest = hashlib.sha256(raw).hexdigest()
     if digest != signed_digest:
         raise BundleError(
-            "bundle.json is not the file that was signed: it was changed after signing.",
-            "Do not use this bundle. Get it again from its vendor.",
+            t("bundle.json is not the file that was signed: it was changed after signing."),
+            t("Do not use this bundle. Get it again from its vendor."),
             CONTENT,
         )
     manifest = BundleManifest.parse(raw)
@@ -121,13 +124,16 @@ def check_signed_manifest(root: int, trusted: dict[str, keys.PublicKey], min_seq
     if listed != resources:
         odd = sorted(p for p in listed.keys() | resources.keys() if listed.get(p) != resources.get(p))
         raise BundleError(
-            f"bundle.json and the signature disagree about {names.show(odd[0])}.", "Build the bundle again.", CONTENT
+            t("bundle.json and the signature disagree about {odd}.", odd=names.show(odd[0])),
+            t("Build the bundle again."),
+            CONTENT,
         )
     if min_sequence is not None and manifest.sequence < min_sequence:
         raise BundleError(
-            f"{manifest.name} {manifest.version} has sequence {manifest.sequence}, but {min_sequence} was already "
-            "accepted here: an older bundle is being replayed.",
-            "Use the newest bundle from the vendor. To go back on purpose, roll the installation back.",
+            t("{name} {version} has sequence {sequence}, but {min_sequence} was already accepted here: an older "
+              "bundle is being replayed.", name=manifest.name, version=manifest.version, sequence=manifest.sequence,
+              min_sequence=min_sequence),
+            t("Use the newest bundle from the vendor. To go back on purpose, roll the installation back."),
             REPLAY,
         )
     return SignedManifest(manifest, raw, signature, digest, key.fingerprint)
@@ -141,14 +147,17 @@ def check_file_set(root: int, signed: SignedManifest) -> None:
     sizes[SIGNATURE] = len(signed.signature_bytes)
     directories = {path[:i] for path in sizes for i, c in enumerate(path) if c == "/"}
     for path in sorted((tree.files.keys() - sizes.keys()) | (tree.directories - directories)):
-        raise BundleError(f"{names.show(path)} is not part of the signed bundle.", names.litter_hint(path), CONTENT)
+        raise BundleError(
+            t("{path} is not part of the signed bundle.", path=names.show(path)), names.litter_hint(path), CONTENT
+        )
     for path, size in sizes.items():
         if path not in tree.files:
             raise media.missing(path)
         if tree.files[path] != size:
             raise BundleError(
-                f"{names.show(path)} has {tree.files[path]} bytes where {size} were signed: it is cut off or changed.",
-                "Copy the bundle again from its source.",
+                t("{path} has {files} bytes where {size} were signed: it is cut off or changed.",
+                  path=names.show(path), files=tree.files[path], size=size),
+                t("Copy the bundle again from its source."),
                 CONTENT,
             )
 
@@ -156,9 +165,9 @@ def check_file_set(root: int, signed: SignedManifest) -> None:
 def chunk_mismatch(entry: FileEntry, offset: int, length: int) -> BundleError:
     """The error for bytes that are not what was signed."""
     return BundleError(
-        f"{names.show(entry.path)} differs from what was signed, in bytes {offset}-{offset + length - 1}: "
-        "it was damaged or changed after signing.",
-        "Copy the bundle again from its source; if it happens again, suspect the disk or the vendor's copy.",
+        t("{path} differs from what was signed, in bytes {offset}-{offset2}: it was damaged or changed after signing.",
+          path=names.show(entry.path), offset=offset, offset2=offset + length - 1),
+        t("Copy the bundle again from its source; if it happens again, suspect the disk or the vendor's copy."),
         CONTENT,
     )
 
@@ -200,8 +209,8 @@ def _hash_files(root: int, manifest: BundleManifest, *, full: bool, progress: Pr
                 raise chunk_mismatch(entry, entry.size, 1)
         if whole and whole.hexdigest() != entry.sha256:
             raise BundleError(
-                f"{names.show(entry.path)}: the signed hash of the file and those of its chunks disagree.",
-                "The bundle was made by a broken tool; ask its maker for a new one.",
+                t("{path}: the signed hash of the file and those of its chunks disagree.", path=names.show(entry.path)),
+                t("The bundle was made by a broken tool; ask its maker for a new one."),
                 CONTENT,
             )
 

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.common import Json, examples, print_json, told
+from appliance.cli.common import Json, examples, print_json, say, told
 from installer.answers import TEMPLATE, read_answers
 from installer.answers import schema as json_schema
+from installer.i18n import t
 
 app = typer.Typer(help="Check or begin an answers file for an unattended install.", no_args_is_help=True)
 
@@ -20,7 +21,7 @@ def validate(file: Annotated[Path, typer.Argument(metavar="FILE")], as_json: Jso
     if as_json:
         print_json({"valid": True, "answers": answers.model_dump(mode="json", exclude_unset=True)})
     else:
-        typer.echo(f"{file} is a good answers file.")
+        say(t("{file} is a good answers file.", file=file))
 
 
 @app.command(epilog=examples("atoll answers template > answers.toml"))

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 
-from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from appliance.cli.common import Json, Prefix, examples, layout_for, padded, print_json, say, say_rows, spoken, told
 from installer import audit, fs, keys
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, t
 from installer.layout import Layout
 from installer.lifecycle import history_of
 from installer.reload import reload_gateway
@@ -22,6 +24,7 @@ app = typer.Typer(
 )
 
 _UNITS = {"h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
+_STATES = {"active": t("active"), "expired": t("expired"), "revoked": t("revoked")}
 _MOST = 10 * 365 * 86400
 _EXIT_CODES = "Exit codes: 0 ok, 2 usage or nothing installed, 30 the key file is damaged or cannot be written."
 
@@ -55,8 +58,8 @@ def new(
         keys.check_scopes(scopes)
         if out is not None and out.exists():
             raise InstallError(
-                f"{out} is there already.", exit_code=ExitCode.USAGE, changed="No key was made.",
-                hint="Give --out a new file: a key is never written over something else.",
+                t("{out} is there already.", out=out), exit_code=ExitCode.USAGE, changed=t("No key was made."),
+                hint=t("Give --out a new file: a key is never written over something else."),
             )
         key = keys.add(layout.api_keys, name, lifetime=lifetime, scopes=scopes)
         if out is not None:
@@ -68,13 +71,12 @@ def new(
         shown = {} if out else {"key": key.text}
         print_json({**_facts(entry), **shown, "file": str(out) if out else None, "note": note})
         return
-    if out is not None:
-        typer.echo(f"key       written to {out}, which only you can read")
-    else:
-        typer.echo(f"key       {key.text}")
-        typer.echo("          Keep it: it is shown this once, and only its hash is stored.")
-    typer.echo(f"id        {key.id}   (to revoke it: atoll apikey revoke {key.id}{_where(prefix)})")
-    typer.echo(f"may       {', '.join(keys.scopes_of(entry))}; {_until(entry)}")
+    made = [(t("key"), t("written to {out}, which only you can read", out=out))]
+    if out is None:
+        made = [(t("key"), key.text), ("", t("Keep it: it is shown this once, and only its hash is stored."))]
+    revoking = t("{id}   (to revoke it: atoll apikey revoke {id}{where})", id=key.id, where=_where(prefix))
+    allowed = t("{names}; {until}", names=joined(keys.scopes_of(entry)), until=_until(entry))
+    say_rows([*made, ("id", revoking), (t("may"), allowed)], width=8)
     _say_note(note)
 
 
@@ -88,17 +90,17 @@ def list_(prefix: Prefix = None, as_json: Json = False) -> None:
         print_json({"keys": [_facts(entry) for entry in entries]})
         return
     if not entries:
-        typer.echo("There is no API key: nobody can use the endpoint. Make one: atoll apikey new --name NAME")
+        say(t("There is no API key: nobody can use the endpoint. Make one: atoll apikey new --name NAME"))
         return
-    rows = [("ID", "STATE", "SCOPES", "MADE", "ENDS", "NAME")]
+    rows: list[tuple[str, ...]] = [("ID", t("STATE"), t("SCOPES"), t("MADE"), t("ENDS"), t("NAME"))]
     for entry in entries:
-        ends = (entry.get("expires") or "never")[:10]
+        ends = entry["expires"][:10] if entry.get("expires") else t("never")
         made, scopes = str(entry.get("created", ""))[:10], ",".join(keys.scopes_of(entry))
-        rows.append((entry["id"], keys.state(entry), scopes, made, ends, entry.get("name", "")))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        rows.append((entry["id"], _STATES[keys.state(entry)], scopes, made, ends, entry.get("name", "")))
+    widths = [max(cell_len(spoken(row[column])) for row in rows) for column in range(5)]
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        typer.echo("  ".join([*cells, row[5]]).rstrip())
+        cells = [padded(cell, width) for cell, width in zip(row, widths, strict=False)]
+        typer.echo("  ".join([*cells, spoken(row[5])]).rstrip())
 
 
 @app.command(epilog=examples("atoll apikey revoke 1f0c9a2e", "atoll apikey revoke 'team a'") + "\n\n" + _EXIT_CODES)
@@ -120,10 +122,13 @@ def revoke(
     if as_json:
         print_json({**_facts(entry), "changed": not before.get("revoked"), "active_keys_left": left, "note": note})
         return
-    done = "was revoked already" if before.get("revoked") else "is revoked"
-    typer.echo(f"The key {entry['id']} ({entry.get('name', '')}) {done}.")
+    facts = {"id": entry["id"], "name": entry.get("name", "")}
+    if before.get("revoked"):
+        say(t("The key {id} ({name}) was revoked already.", **facts))
+    else:
+        say(t("The key {id} ({name}) is revoked.", **facts))
     if not left:
-        typer.echo("No active key is left: nobody can use the endpoint. Make one: atoll apikey new --name NAME")
+        say(t("No active key is left: nobody can use the endpoint. Make one: atoll apikey new --name NAME"))
     _say_note(note)
 
 
@@ -139,10 +144,10 @@ def _layout(prefix: Path | None) -> Layout:
         if isinstance(error, InstallError) and error.exit_code != ExitCode.IO:
             raise
         raise InstallError(
-            f"The keys of {layout.name} belong to another user.",
+            t("The keys of {name} belong to another user.", name=layout.name),
             exit_code=ExitCode.IO,
-            changed="Nothing was changed.",
-            hint="Run it as root: sudo atoll apikey …",
+            changed=t("Nothing was changed."),
+            hint=t("Run it as root: sudo atoll apikey …"),
         ) from None
     return layout
 
@@ -171,10 +176,10 @@ def _lifetime(text: str) -> float | None:
             seconds = -1.0
     if not 0 < seconds <= _MOST:
         raise InstallError(
-            f"'{text}' is not a time from now on, within 10 years.",
+            t("'{text}' is not a time from now on, within 10 years.", text=text),
             exit_code=ExitCode.USAGE,
-            changed="No key was made.",
-            hint="Say --expires 90d, 12h, 8w, 1y, 2027-01-31, or never.",
+            changed=t("No key was made."),
+            hint=t("Say --expires 90d, 12h, 8w, 1y, 2027-01-31, or never."),
         )
     return seconds
 
@@ -183,11 +188,11 @@ def _not_a_key(text: str) -> None:
     """A key on the command line is in the shell's history and in the list of processes."""
     if text.startswith("sk-") and len(text) > 20:
         raise InstallError(
-            "That looks like a key itself, not its id.",
+            t("That looks like a key itself, not its id."),
             exit_code=ExitCode.USAGE,
-            why="On a command line other users may have seen it.",
-            changed="Nothing was changed.",
-            hint="Find its id with `atoll apikey list` and revoke that.",
+            why=t("On a command line other users may have seen it."),
+            changed=t("Nothing was changed."),
+            hint=t("Find its id with `atoll apikey list` and revoke that."),
         )
 
 
@@ -199,12 +204,12 @@ def _facts(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _until(entry: dict[str, Any]) -> str:
-    return f"ends {entry['expires']}" if entry.get("expires") else "never ends by itself"
+    return t("ends {expires}", expires=entry["expires"]) if entry.get("expires") else t("never ends by itself")
 
 
 def _say_note(note: str | None) -> None:
     if note:
-        typer.echo(note, err=True)
+        say(note, err=True)
 
 
 def _where(prefix: Path | None) -> str:

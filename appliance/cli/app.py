@@ -1,15 +1,22 @@
 """The command tree of `atoll`. A command's module is imported when it is called, not to list it in `--help`."""
 
+import io
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
+
+from appliance.cli.common import say
+from appliance.cli.help_texts import translate
+from appliance.cli.usage_errors import usage_errors_told
+from installer.errors import ExitCode
+from installer.i18n import LANGUAGES, joined, language_of, libraries_in, looked_up, speaking, t
 
 EPILOG = "Each command explains itself, with examples: atoll install --help"
 
@@ -19,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "engine": ("engine.server.engine_process", "main", "Run the engine of one model behind a Unix socket (units do)."),
     "gateway": ("engine.server.gateway", "main", "Serve HTTP in front of the engines of this server (units do)."),
     "gpu-ready": ("engine.server.gpu_ready", "main", "Wait until the GPU can be used; exit 0 when it can (units do)."),
+    "settle": ("installer.settle", "main", "Take back an upgrade that a power cut interrupted (a unit does, at boot)."),
     "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles."),
     "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
     "doctor": ("appliance.cli.doctor", "register", "Check this machine's GPU: each kernel against plain arithmetic."),
@@ -42,7 +50,19 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 class LazyGroup(TyperGroup):
-    """Lists commands from `COMMANDS`, and imports the one that is called."""
+    """Lists commands from `COMMANDS`, and imports the one that is called. Speaks the operator's language."""
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, **settings: Any) -> Any:
+        """`--lang` may stand anywhere. What a stream cannot encode becomes '?' instead of a traceback."""
+        language, rest = take_language(sys.argv[1:] if args is None else list(args))
+        if args is None:
+            sys.argv[1:] = rest  # also what an upgrade hands over to newer code, which finds the choice in $ATOLL_LANG
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        with speaking(language), libraries_in(language_of()):
+            translate(self, language_of())
+            return super().main(rest, *more, **settings)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*COMMANDS, *super().list_commands(ctx)]
@@ -59,27 +79,57 @@ class LazyGroup(TyperGroup):
             return args[0], load(args[0]), args[1:]
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        with usage_errors_told():
+            return super().make_context(*given, **more)
+
     def invoke(self, ctx: Any) -> Any:
         """Turn errors that are meant for a person into a message and an exit code; a traceback means a bug."""
         try:
-            return super().invoke(ctx)
+            with usage_errors_told():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("Interrupted. Run the same command again to go on.", err=True)
+            say(t("Interrupted. Run the same command again to go on."), err=True)
             raise typer.Exit(130) from None
         except Exception as error:
             # Each room has an error class of its own (they may not import one another); this is their common shape.
             message, hint = getattr(error, "message", None), getattr(error, "hint", None)
             if message is None or hint is None:
                 raise
-            typer.echo(f"error: {message}", err=True)
+            say(t("error: {message}", message=message), err=True)
             for line in (getattr(error, "why", ""), getattr(error, "changed", ""), hint):
                 if line:
-                    typer.echo(f"  {line}", err=True)
+                    say(joined(["  ", line], ""), err=True)
             raise typer.Exit(int(getattr(error, "exit_code", 1))) from None
+
+
+def take_language(args: list[str]) -> tuple[str | None, list[str]]:
+    """What `--lang` says, and the arguments without it. Commands with a parser of their own keep all they are given."""
+    if args and COMMANDS.get(args[0], ("", ""))[1] == "main":
+        return None, args
+    found, rest, words = None, [], iter(args)
+    for word in words:
+        if word == "--":
+            return found, [*rest, word, *words]
+        name, equals, value = word.partition("=")
+        if name != "--lang":
+            rest.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if value not in LANGUAGES:
+            say(t("error: --lang takes {names}, not '{value}'.", names=joined(LANGUAGES), value=value), err=True)
+            raise SystemExit(ExitCode.USAGE)
+        found = value
+    return found, rest
 
 
 def load(name: str) -> Any:
     """Import and return the real command called `name`."""
+    found = _load(name)
+    return found if COMMANDS[name][1] == "main" else translate(found, language_of())
+
+
+def _load(name: str) -> Any:
     module, attribute, help_line = COMMANDS[name]
     found = getattr(import_module(module), attribute)
     if attribute == "app":
@@ -106,7 +156,7 @@ def _pass_through(name: str, help_line: str, run: Callable[[list[str]], int | No
 
 def _stand_in(name: str) -> Any:
     holder = typer.Typer(add_completion=False)
-    holder.command(name=name, help=COMMANDS[name][2])(lambda: None)
+    holder.command(name=name, help=looked_up(COMMANDS[name][2], language_of()))(lambda: None)
     return get_command(holder)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from installer.i18n import joined, t
 from offline_bundle.build import build_bundle
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.keys import is_encrypted
@@ -15,11 +16,12 @@ from offline_bundle.verify import inspect_bundle, verify_bundle
 
 from . import bundle_runtime
 from .byte_progress import byte_progress, size
+from .common import say, say_rows, spoken
 from .json_output import emit, json_errors
 
 app = typer.Typer(help="Build, inspect and verify signed model bundles.", no_args_is_help=True, rich_markup_mode=None)
 
-_LABELS = {"copy": "Copying and hashing", "verify": "Verifying"}
+_LABELS = {"copy": t("Copying and hashing"), "verify": t("Verifying")}
 _EXIT_CODES = (
     "Exit codes: 0 ok, 2 usage, 10 untrusted or missing signature, 11 content differs or is not allowed, "
     "12 older than accepted before, 13 something is missing, 30 space or I/O."
@@ -105,7 +107,9 @@ def build(
     with json_errors(as_json):
         if runtime is not None:
             if model is not None:
-                raise BundleError("Give a model or --runtime, not both.", "Build the two one after the other.", USAGE)
+                raise BundleError(
+                    t("Give a model or --runtime, not both."), t("Build the two one after the other."), USAGE
+                )
             passphrase = _ask_passphrase(key) if is_encrypted(key) else None
             more = {"pythons": python or [], "wheels": wheels, "passphrase": passphrase}
             bundle_runtime.build(runtime, key, sequence, torch.value, **more, as_json=as_json)
@@ -143,10 +147,9 @@ def build(
                 | _summary(made.manifest, made.digest)
             )
             return
-        typer.echo(f"Built {path}")
-        _print(made.manifest, made.digest)
-        typer.echo(f"  signed by  {made.claimed_fingerprint}")
-        typer.echo(f"Next: atoll bundle verify {path} --key {key.with_suffix('.pub')}")
+        say(t("Built {path}", path=path))
+        _print(made.manifest, made.digest, (t("signed by"), made.claimed_fingerprint or ""))
+        say(t("Next: {command}", command=f"atoll bundle verify {path} --key {key.with_suffix('.pub')}"))
 
 
 @app.command(epilog=_EXIT_CODES)
@@ -174,10 +177,10 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
                 | {"manifest": found.manifest.model_dump(mode="json")}
             )
             return
-        typer.echo("NOT VERIFIED: this is what the bundle claims. Check it with: atoll bundle verify --key PUB")
-        _print(found.manifest, found.digest)
-        typer.echo(f"  claims key {found.claimed_fingerprint or 'none: there is no readable signature'}")
-        typer.echo("  files")
+        say(t("NOT VERIFIED: this is what the bundle claims. Check it with: atoll bundle verify --key PUB"))
+        claimed = found.claimed_fingerprint or t("none: there is no readable signature")
+        _print(found.manifest, found.digest, (t("claims key"), claimed))
+        say(joined(["  ", t("files")], ""))
         for entry in found.manifest.files:
             typer.echo(f"    {size(entry.size):>10}  {entry.role:<9}  {entry.path}")
 
@@ -217,17 +220,18 @@ def verify(
                 | _summary(found.manifest, found.digest)
             )
             return
-        typer.echo(f"VERIFIED: {bundle}")
-        _print(found.manifest, found.digest)
-        typer.echo(f"  signed by  {found.key_fingerprint}")
+        say(t("VERIFIED: {bundle}", bundle=bundle))
+        _print(found.manifest, found.digest, (t("signed by"), found.key_fingerprint))
 
 
 def _ask_passphrase(key: Path) -> bytes:
     try:
-        return typer.prompt(f"Passphrase of {key}", hide_input=True, err=True).encode()
+        return typer.prompt(spoken(t("Passphrase of {key}", key=key)), hide_input=True, err=True).encode()
     except typer.Abort as e:
         raise BundleError(
-            f"The private key {key} is encrypted and no passphrase was given.", "Run this on a terminal.", USAGE
+            t("The private key {key} is encrypted and no passphrase was given.", key=key),
+            t("Run this on a terminal."),
+            USAGE,
         ) from e
 
 
@@ -247,15 +251,18 @@ def _summary(manifest: BundleManifest, digest: str) -> dict[str, Any]:
     }
 
 
-def _print(manifest: BundleManifest, digest: str) -> None:
+def _print(manifest: BundleManifest, digest: str, signer: tuple[str, str]) -> None:
     weights = sum(f.size for f in manifest.files if f.role == "weights")
-    rows = {
-        "bundle": f"{manifest.name} {manifest.version} (sequence {manifest.sequence}, {manifest.created})",
-        "source": f"{manifest.source.repo} @ {manifest.source.revision}",
-        "licence": f"{manifest.license.spdx} (acceptance: {manifest.license.acceptance})",
-        "content": f"{len(manifest.files)} files, {size(manifest.total_bytes)}, of which weights {size(weights)}",
-        "template": manifest.chat_template_sha256 or "no chat template",
-        "digest": digest,
-    }
-    for label, value in rows.items():
-        typer.echo(f"  {label:<10} {value}")
+    rows = [
+        (t("bundle"), t("{name} {version} (sequence {sequence}, {created})", name=manifest.name,
+                        version=manifest.version, sequence=manifest.sequence, created=manifest.created)),
+        (t("source"), f"{manifest.source.repo} @ {manifest.source.revision}"),
+        (t("licence"), t("{spdx} (acceptance: {acceptance})", spdx=manifest.license.spdx,
+                         acceptance=manifest.license.acceptance)),
+        (t("content"), t("{count} files, {size}, of which weights {weights}", count=len(manifest.files),
+                         size=size(manifest.total_bytes), weights=size(weights))),
+        (t("template"), manifest.chat_template_sha256 or t("no chat template")),
+        (t("digest"), digest),
+        signer,
+    ]
+    say_rows(rows, indent=2, width=10, gap=1)

@@ -2,17 +2,20 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from appliance.cli.common import spoken
+from installer.i18n import joined, t
 from offline_bundle.progress import Progress, silent
 
 _LINE_EVERY = 5.0  # seconds between plain lines
 
 
 @contextmanager
-def byte_progress(labels: dict[str, str], *, quiet: bool = False) -> Iterator[Progress]:
+def byte_progress(labels: Mapping[str, str], *, quiet: bool = False) -> Iterator[Progress]:
     """A Progress callback for the duration of the block; `labels` gives each stage its words."""
+    labels = {stage: spoken(words) for stage, words in labels.items()}
     if quiet:
         yield silent
     elif sys.stderr.isatty():
@@ -70,11 +73,13 @@ class _Lines:
             return
         self.last = (now, done)
         rate = (done - offset) / max(now - began, 1e-3)
-        text = f"{self.labels.get(stage, stage)}: {size(done)} of {size(total)}"
+        text: str = t("{stage}: {done} of {total}", stage=self.labels.get(stage, stage), done=size(done),
+                      total=size(total))
         if not first and rate:
-            text += f", {size(int(rate))}/s"
-            text += f", {(total - done) / rate:.0f} s left" if done < total else ""
-        print(text, file=sys.stderr, flush=True)
+            text = joined([text, f"{size(int(rate))}/s"])
+            if done < total:
+                text = joined([text, t("{seconds:.0f} s left", seconds=(total - done) / rate)])
+        print(spoken(text), file=sys.stderr, flush=True)
 
 
 def size(n: int) -> str:

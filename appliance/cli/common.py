@@ -3,13 +3,16 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 
 from installer.errors import ExitCode, InstallError, io_error
+from installer.i18n import language_of, t
+from installer.i18n import told as in_language
 from installer.layout import Layout
 
 Prefix = Annotated[
@@ -43,7 +46,7 @@ def told(as_json: bool) -> Iterator[None]:
     try:
         yield
     except (InstallError, OSError) as error:
-        known = error if isinstance(error, InstallError) else io_error("finish this command", error)
+        known = error if isinstance(error, InstallError) else io_error(t("finish this command"), error)
         if as_json:
             print_json(known.to_json())
         else:
@@ -53,8 +56,39 @@ def told(as_json: bool) -> Iterator[None]:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
+def say(text: str = "", *, err: bool = False) -> None:
+    """One line for a person, in the language that this terminal is set to."""
+    typer.echo(spoken(text), err=err)
+
+
+def spoken(text: str) -> str:
+    """`text` in the language of this terminal."""
+    return in_language(text, language_of())
+
+
+def padded(text: str, width: int) -> str:
+    """`text`, spoken, filled up to `width` columns: Hangul takes two."""
+    text = spoken(text)
+    return text + " " * (width - cell_len(text))
+
+
+def say_rows(
+    labelled: Iterable[tuple[str, str]], *, indent: int = 0, width: int = 0, gap: int = 2, err: bool = False
+) -> None:
+    """Lines of a label and a text, the texts below one another whatever the language; labels have `width` or more."""
+    lines = [(spoken(label), spoken(text)) for label, text in labelled]
+    width = max([width, *(cell_len(label) for label, _ in lines)])
+    for label, text in lines:
+        typer.echo(f"{' ' * indent}{padded(label, width)}{' ' * gap}{text}".rstrip(), err=err)
+
+
+def agrees(question: str, *, err: bool = False) -> bool:
+    """A yes or no from the terminal; no where nothing is answered."""
+    return typer.confirm(spoken(question), err=err)
+
+
 def print_json(facts: Any) -> None:
-    """One JSON object on stdout."""
+    """One JSON object on stdout. What is said in it is English, whatever the terminal speaks."""
     typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from appliance.cli.json_output import emit
+from installer.i18n import t
 
 SELF_TEST = (sys.executable, "-s", "-P", "-m", "engine.selftest", "--json")
 FAILED = 1
@@ -66,8 +67,8 @@ def _self_test(command: list[str]) -> Iterator[dict[str, Any]]:
         why = f": {said[-1]}" if said else "."
         yield {
             "kind": "end", "exit_code": FAILED, "passed": 0, "failed": [], "skipped": 0, "seconds": 0.0,
-            "message": f"The self-test could not start{why}",
-            "next": "Atoll's installation is damaged: install it again.",
+            "message": t("The self-test could not start{why}", why=why),
+            "next": t("Atoll's installation is damaged: install it again."),
         }  # fmt: skip
 
 

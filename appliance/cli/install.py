@@ -15,6 +15,7 @@ from appliance.cli.preflight import read_waivers
 from installer.answers import Answers, read_answers
 from installer.code_tree import code_tree, read_facts, upgrade_command
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.layout import Layout
 from installer.lifecycle import history_of
 from installer.machine import Installer, key_was_shown
@@ -180,10 +181,10 @@ def upgrade(
         layout = layout_for(prefix)
         if history_of(layout).committed is None:
             raise InstallError(
-                "Nothing is installed here that could be upgraded.",
+                t("Nothing is installed here that could be upgraded."),
                 exit_code=ExitCode.USAGE,
-                changed="Nothing was changed.",
-                hint="Install it: atoll install MEDIUM",
+                changed=t("Nothing was changed."),
+                hint=t("Install it: atoll install MEDIUM"),
             )
     install(
         media=media, bundle=bundle, prefix=prefix, accept_license=accept_license, answers=answers, waive=waive,
@@ -226,7 +227,7 @@ def _models(bundles: list[str] | None, gpus: list[str] | None) -> list[ModelChoi
     for text in gpus or []:
         name, sep, listed = text.rpartition("=")
         if not sep and len(bundles or []) > 1:
-            raise _usage(f"--gpus {text}: of which model?", f"Name it: --gpus NAME={text}")
+            raise _usage(t("--gpus {text}: of which model?", text=text), t("Name it: --gpus NAME={text}", text=text))
         chosen[name] = tuple(int(gpu) if gpu.isdigit() else gpu for gpu in listed.split(",") if gpu)
     models = []
     for text in bundles or []:
@@ -259,9 +260,9 @@ def _tls(
 
 def _reason(text: str | None) -> str | None:
     if text is not None and len(text.strip()) < 3:
-        raise _usage("--allow-downgrade needs a reason.", "Say why, in words: --allow-downgrade 'ticket 4711'")
+        raise _usage(t("--allow-downgrade needs a reason."), t("Say why, in words: --allow-downgrade 'ticket 4711'"))
     return text
 
 
 def _usage(message: str, hint: str) -> InstallError:
-    return InstallError(message, exit_code=ExitCode.USAGE, changed="Nothing was changed.", hint=hint)
+    return InstallError(message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=hint)

@@ -7,22 +7,29 @@ from types import TracebackType
 from typing import Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from appliance.cli.common import layout_for, print_json
+from appliance.cli.common import agrees, layout_for, padded, print_json, say, say_rows, spoken
 from appliance.cli.preflight_view import print_checks
 from installer.errors import InstallError
 from installer.frontend import StepStatus
-from installer.i18n import language_of, told
+from installer.i18n import t
 from installer.layout import Layout
 from installer.licence import LicenceRequest
 from installer.machine import InstallResult
 from installer.plan import Plan
 from installer.preflight import CheckRecord
 
-_MARKS = {"done": "ok", "skipped": "--", "failed": "FAILED"}
+_MARKS = {"done": t("ok"), "skipped": "--", "failed": t("FAILED")}
+_STAGES = {"copy": t("copying"), "verify": t("verifying"), "code": t("comparing the code")}
+_TITLES = {
+    "discover": t("discover"), "verify": t("verify"), "preflight": t("preflight"), "licence": t("licence"),
+    "plan": t("plan"), "stage": t("stage"), "units": t("units"), "switch": t("switch"), "start": t("start"),
+    "smoke": t("smoke"), "commit": t("commit"), "rollback": t("rollback"),
+}  # fmt: skip
 
 
 def human_bytes(size: float) -> str:
@@ -59,10 +66,12 @@ class Terminal:
             return
         self._end_progress()
         style = "red" if status == "failed" else "green"
-        said = "" if status == "failed" else escape(detail)  # the error itself comes last, with its advice
-        self._print(f"[{style}]{_MARKS[status]:>6}[/]  {name:10} {said}")
+        said = "" if status == "failed" else escape(spoken(detail))  # the error itself comes last, with its advice
+        mark = spoken(_MARKS[status])
+        self._print(f"{' ' * (6 - cell_len(mark))}[{style}]{mark}[/]  {padded(_TITLES.get(name, name), 10)} {said}")
 
     def progress(self, label: str, done: int, total: int) -> None:
+        label = spoken(_STAGES.get(label, label))
         if not self.console.is_terminal:
             self._progress_line(label, done, total)
             return
@@ -75,7 +84,8 @@ class Terminal:
 
     def note(self, text: str) -> None:
         self._end_progress()
-        self._print(f"[yellow]  note[/]  {escape(text)}")
+        word = spoken(t("note"))
+        self._print(f"{' ' * (6 - cell_len(word))}[yellow]{word}[/]  {escape(spoken(text))}")
 
     def preflight(self, records: list[CheckRecord]) -> None:
         self._end_progress()
@@ -91,10 +101,11 @@ class Terminal:
         self._end_progress()
         with self.console.pager() if request.text.count("\n") > 40 else contextlib.nullcontext():
             self.console.print(request.text, markup=False)
-        return typer.confirm(f"Do you accept the licence {request.spdx} of {request.model}?", err=self.to_stderr)
+        question = t("Do you accept the licence {spdx} of {model}?", spdx=request.spdx, model=request.model)
+        return agrees(question, err=self.to_stderr)
 
     def confirm_plan(self, plan: Plan) -> bool:
-        return self.interactive and typer.confirm("Go on?", err=self.to_stderr)
+        return self.interactive and agrees(t("Go on?"), err=self.to_stderr)
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):
@@ -106,7 +117,7 @@ class Terminal:
         if bytes_known:
             columns += [BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()]
         else:
-            columns += [TextColumn("({task.completed} s)")]
+            columns += [TextColumn(spoken(t("({seconds} s)", seconds="{task.completed}")))]
         self._label = "bytes" if bytes_known else "seconds"
         self._progress = Progress(*columns, console=self.console, transient=True)
         self._progress.start()
@@ -118,8 +129,10 @@ class Terminal:
         if now - self._last_line < 10:
             return
         if self._last_line:
-            amount = f"{human_bytes(done)} of {human_bytes(total)}" if total else f"{done} s"
-            self._print(f"        {escape(label)}: {amount}")
+            text = t("{stage}: {seconds} s", stage=label, seconds=done)
+            if total:
+                text = t("{stage}: {done} of {total}", stage=label, done=human_bytes(done), total=human_bytes(total))
+            self._print(f"        {escape(spoken(text))}")
         self._last_line = now
 
     def _end_progress(self) -> None:
@@ -133,9 +146,12 @@ def print_plan(plan: Plan, console: Console, prefix: Path) -> None:
     """Everything that is new or changes, in full, paths below the prefix; what stays is counted."""
     kept = 0
     with contextlib.suppress(OSError):
-        replaced = f", in place of {plan.previous}" if plan.previous and plan.previous != plan.release else ""
-        where = "On this server" if prefix == Path("/") else f"Under {prefix}"
-        console.print(f"\nPlan: release {plan.release}{replaced}. {where}:", markup=False)
+        where = t("On this server") if prefix == Path("/") else t("Under {prefix}", prefix=prefix)
+        head = t("Plan: release {release}. {where}:", release=plan.release, where=where)
+        if plan.previous and plan.previous != plan.release:
+            head = t("Plan: release {release}, in place of {previous}. {where}:", release=plan.release,
+                     previous=plan.previous, where=where)
+        console.print(f"\n{spoken(head)}", markup=False)
         for item in plan.items:
             if item.deed == "keep" and item.kind != "user":
                 kept += 1
@@ -144,17 +160,23 @@ def print_plan(plan: Plan, console: Console, prefix: Path) -> None:
             below = prefix != Path("/") and path.is_relative_to(prefix)
             what = str(path.relative_to(prefix)) if below else item.what
             size = human_bytes(item.bytes) if item.bytes else ""
-            note = f"  {item.note}" if item.note else ""
-            console.print(f"  {item.deed:8}{item.kind:10} {size:>9}  {what}{note}", markup=False)
-        rest = f"; {kept} more stay as they are" if kept else ""
-        console.print(f"  {human_bytes(plan.bytes)} to write{rest}.\n", markup=False)
+            note = f"  {spoken(item.note)}" if item.note else ""
+            words = padded(_DEEDS[item.deed], 8) + padded(_KINDS[item.kind], 10)
+            console.print(f"  {words} {size:>9}  {what}{note}", markup=False)
+        rest = t("{size} to write.", size=human_bytes(plan.bytes))
+        if kept:
+            rest = t("{size} to write; {kept} more stay as they are.", size=human_bytes(plan.bytes), kept=kept)
+        console.print(f"  {spoken(rest)}\n", markup=False)
 
 
-_DONE = {
-    "installed": "Installed",
-    "already-installed": "Already installed and healthy",
-    "rolled-back": "Gone back",
-}
+_DEEDS = {
+    "create": t("create"), "replace": t("replace"), "keep": t("keep"), "start": t("start"), "restart": t("restart"),
+    "remove": t("remove"),
+}  # fmt: skip
+_KINDS = {
+    "directory": t("directory"), "file": t("file"), "symlink": t("symlink"), "model": t("model"),
+    "process": t("process"), "port": t("port"), "user": t("user"), "group": t("group"), "unit": t("unit"),
+}  # fmt: skip
 
 
 def print_result(result: InstallResult, layout: Layout, as_json: bool) -> None:
@@ -162,40 +184,62 @@ def print_result(result: InstallResult, layout: Layout, as_json: bool) -> None:
     if as_json:
         print_json(result.to_json())
         return
+    typer.echo()
     if result.outcome == "dry-run":
-        typer.echo("\nDry run: nothing was changed. The same command without --dry-run does what is listed above.")
+        say(t("Dry run: nothing was changed. The same command without --dry-run does what is listed above."))
         return
-    typer.echo(f"\n{_DONE[result.outcome]} in {result.seconds:.1f} s.\n")
-    typer.echo(f"  endpoint  {result.url}")
+    say(_done(result.outcome, f"{result.seconds:.1f}"))
+    typer.echo()
+    say_rows(_facts(result, layout), indent=2, width=8)
+    where = "" if layout == layout_for(None) else f" --prefix {result.prefix}"
+    typer.echo()
+    say(t("Next: {command}", command=f"atoll status{where} · atoll logs{where} · atoll stop{where}"))
+
+
+def _done(outcome: str, seconds: str) -> str:
+    if outcome == "already-installed":
+        return t("Already installed and healthy in {seconds} s.", seconds=seconds)
+    if outcome == "rolled-back":
+        return t("Gone back in {seconds} s.", seconds=seconds)
+    return t("Installed in {seconds} s.", seconds=seconds)
+
+
+def _facts(result: InstallResult, layout: Layout) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = [(t("endpoint"), result.url)]
     if result.certificate:
         trusted = layout.ca_cert if layout.ca_cert.exists() else result.certificate
-        typer.echo(f"            clients must trust {trusted}")
-    typer.echo(f"  release   {result.release}" + (f", before it {result.previous}" if result.previous else ""))
-    for model in result.models:
-        typer.echo(f"  model     {model['instance']}  ({model['name']} {model['version']})")
+        rows.append(("", t("clients must trust {path}", path=trusted)))
+    release: str = result.release
+    if result.previous:
+        release = t("{release}, before it {previous}", release=result.release, previous=result.previous)
+    rows.append((t("release"), release))
+    named = [f"{model['instance']}  ({model['name']} {model['version']})" for model in result.models]
+    rows += [(t("model"), name) for name in named]
     if result.api_key:
-        typer.echo(f"  key       {result.api_key}")
-        typer.echo("            Keep it: it is shown this once, and only its hash is stored.")
+        rows.append((t("key"), result.api_key))
+        rows.append(("", t("Keep it: it is shown this once, and only its hash is stored.")))
     else:
-        typer.echo(f"  key       the one shown when it was made (id {', '.join(result.key_ids)})")
+        rows.append((t("key"), t("the one shown when it was made (id {names})", names=", ".join(result.key_ids))))
     if result.downtime_s is not None:
-        started = f", its start took {result.startup_s:.1f} s" if result.startup_s is not None else ""
-        typer.echo(f"  switch    {result.downtime_s:.1f} s without service{started}")
-    where = "" if layout == layout_for(None) else f" --prefix {result.prefix}"
-    typer.echo(f"\nNext: atoll status{where} · atoll logs{where} · atoll stop{where}")
+        switch = t("{seconds} s without service", seconds=f"{result.downtime_s:.1f}")
+        if result.startup_s is not None:
+            switch = t("{seconds} s without service, its start took {startup} s", seconds=f"{result.downtime_s:.1f}",
+                       startup=f"{result.startup_s:.1f}")
+        rows.append((t("switch"), switch))
+    return rows
 
 
 def print_error(error: InstallError) -> None:
     """What happened, the end of the log, why, what was changed, what next: to stderr."""
-    console, language = Console(stderr=True, highlight=False, soft_wrap=True), language_of()
-    console.print(f"[bold red]error:[/] {escape(told(error.message, language))}")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]{spoken(t('error'))}:[/] {escape(spoken(error.message))}")
     if error.log_tail:
-        console.print("  The last lines of the log:")
+        console.print(f"  {spoken(t('The last lines of the log:'))}")
         for line in error.log_tail:
             console.print(f"    {line}", markup=False)
     for text in (error.why, error.changed):
         if text:
-            console.print(f"  {told(text, language)}", markup=False)
+            console.print(f"  {spoken(text)}", markup=False)
     if error.hint:
-        console.print(f"  Next: {told(error.hint, language)}", markup=False)
-    console.print(f"  (exit code {error.exit_code})", markup=False)
+        console.print(f"  {spoken(t('Next: {command}', command=error.hint))}", markup=False)
+    console.print(f"  {spoken(t('(exit code {code})', code=error.exit_code))}", markup=False)

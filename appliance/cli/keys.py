@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from installer.i18n import t
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.keys import load_public, new_keypair
 
+from .common import say_rows, spoken
 from .json_output import emit, json_errors
 
 app = typer.Typer(help="Make and look at the keys that sign bundles.", no_args_is_help=True, rich_markup_mode=None)
@@ -47,9 +49,12 @@ def new(
                 }
             )
             return
-        typer.echo(f"Private key  {pair.private_path}  (keep it offline; whoever has it can sign for you)")
-        typer.echo(f"Public key   {pair.public_path}  (give it to those who verify, apart from the bundles)")
-        typer.echo(f"Fingerprint  {grouped(pair.fingerprint)}")
+        say_rows([
+            (t("Private key"), t("{path}  (keep it offline; whoever has it can sign for you)", path=pair.private_path)),
+            (t("Public key"), t("{path}  (give it to those who verify, apart from the bundles)",
+                                path=pair.public_path)),
+            (t("Fingerprint"), grouped(pair.fingerprint)),
+        ])
 
 
 @app.command(epilog=_EXIT_CODES)
@@ -77,7 +82,7 @@ def grouped(fingerprint: str) -> str:
 
 def _new_passphrase() -> bytes:
     try:
-        text = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
+        text = typer.prompt(spoken(t("Passphrase")), hide_input=True, confirmation_prompt=True, err=True)
     except typer.Abort as e:
-        raise BundleError("No passphrase was given.", "Run this on a terminal.", USAGE) from e
+        raise BundleError(t("No passphrase was given."), t("Run this on a terminal."), USAGE) from e
     return text.encode()

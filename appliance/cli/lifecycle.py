@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, spoken, told
 from appliance.cli.install_view import Terminal, human_bytes, print_result
 from installer import audit, journal
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, t
 from installer.lifecycle import history_of
 from installer.lifecycle import restart as restart_service
 from installer.lifecycle import start as start_service
@@ -17,7 +18,7 @@ from installer.lifecycle import stop as stop_service
 from installer.lock import InstallLock
 from installer.options import InstallOptions
 from installer.rollback import Rollback
-from installer.uninstall import plan_uninstall
+from installer.uninstall import UninstallPlan, plan_uninstall
 from installer.uninstall import uninstall as remove
 
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds that it may take to become ready.")]
@@ -54,13 +55,14 @@ def start(prefix: Prefix = None, timeout: Timeout = 900.0, as_json: Json = False
         layout = layout_for(prefix)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             result = start_service(layout, terminal, timeout=timeout)
-    _say(result.to_json(), f"{result.detail}: {result.url}", as_json)
+    _say(result.to_json(), joined([result.detail, result.url or ""], ": "), as_json)
 
 
 def stop(prefix: Prefix = None, as_json: Json = False) -> None:
     with told(as_json):
         result = stop_service(layout_for(prefix))
-    _say(result.to_json(), f"The service {result.detail}." if not result.changed else "Stopped.", as_json)
+    said = t("Stopped.") if result.changed else t("The service was not running.")
+    _say(result.to_json(), said, as_json)
 
 
 def restart(prefix: Prefix = None, timeout: Timeout = 900.0, as_json: Json = False) -> None:
@@ -68,7 +70,7 @@ def restart(prefix: Prefix = None, timeout: Timeout = 900.0, as_json: Json = Fal
         layout = layout_for(prefix)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             result = restart_service(layout, terminal, timeout=timeout)
-    _say(result.to_json(), f"{result.detail}: {result.url}", as_json)
+    _say(result.to_json(), joined([result.detail, result.url or ""], ": "), as_json)
 
 
 def rollback(
@@ -80,9 +82,9 @@ def rollback(
 ) -> None:
     with told(as_json):
         layout = layout_for(prefix)
-        if not (yes or dry_run) and sys.stdin.isatty() and not typer.confirm("Go back to the release before?"):
+        if not (yes or dry_run) and sys.stdin.isatty() and not agrees(t("Go back to the release before?")):
             raise InstallError(
-                "Not confirmed.", exit_code=ExitCode.USAGE, changed="Nothing was changed.", hint="Say --yes."
+                t("Not confirmed."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=t("Say --yes.")
             )
         options = InstallOptions(prefix=layout.prefix, start_timeout=timeout, dry_run=dry_run)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
@@ -104,31 +106,33 @@ def uninstall(
         layout = layout_for(prefix)
         plan = plan_uninstall(layout, purge=purge)
         if not as_json:
-            for unit in plan.units:
-                typer.echo(f"  {'stop':7} {unit}")
-            for word, entries in (("remove", plan.remove), ("keep", plan.keep)):
-                for path, size in entries:
-                    typer.echo(f"  {word:7} {path}  {human_bytes(size)}")
-            for user in plan.users:
-                typer.echo(f"  {'remove':7} user {user}")
+            _show(plan)
         _confirm(purge, yes_purge, yes)
         plan = remove(layout, purge=purge)
-    kept = "Nothing is left of it." if purge else "Models, settings, keys, logs and the journal are still there."
-    _say(plan.to_json(), f"Uninstalled. {kept}", as_json)
+    kept = t("Nothing is left of it.") if purge else t("Models, settings, keys, logs and the journal are still there.")
+    _say(plan.to_json(), joined([t("Uninstalled."), kept], " "), as_json)
+
+
+def _show(plan: UninstallPlan) -> None:
+    lines: list[tuple[str, str]] = [(t("stop"), unit) for unit in plan.units]
+    for word, entries in ((t("remove"), plan.remove), (t("keep"), plan.keep)):
+        lines += [(word, f"{path}  {human_bytes(size)}") for path, size in entries]
+    say_rows([*lines, *((t("remove"), t("user {user}", user=user)) for user in plan.users)], indent=2, width=7, gap=1)
 
 
 def _confirm(purge: bool, named: str | None, yes: bool) -> None:
     host = socket.gethostname()
-    refused = InstallError("Not confirmed.", exit_code=ExitCode.USAGE, changed="Nothing was changed.")
+    refused = InstallError(t("Not confirmed."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."))
     if purge:
         if named is None and sys.stdin.isatty():
-            named = typer.prompt(f"This deletes the models, settings and keys. Type the machine's name ({host})")
-        refused.hint = f"Give the machine's name: --purge --yes-purge {host}"
+            question = t("This deletes the models, settings and keys. Type the machine's name ({host})", host=host)
+            named = typer.prompt(spoken(question))
+        refused.hint = t("Give the machine's name: --purge --yes-purge {host}", host=host)
         if named != host:
             raise refused
     elif not yes and named != host:
-        refused.hint = "Confirm with --yes."
-        if not sys.stdin.isatty() or not typer.confirm("Uninstall?"):
+        refused.hint = t("Confirm with --yes.")
+        if not sys.stdin.isatty() or not agrees(t("Uninstall?")):
             raise refused
 
 
@@ -138,7 +142,7 @@ def check(prefix: Prefix = None, as_json: Json = False) -> None:
         layout = layout_for(prefix)
         history_of(layout)
         records = journal.intact(layout.journal)
-    _say({"records": len(records), "damaged": False}, f"{len(records)} records, all intact.", as_json)
+    _say({"records": len(records), "damaged": False}, t("{count} records, all intact.", count=len(records)), as_json)
 
 
 def repair(prefix: Prefix = None, as_json: Json = False) -> None:
@@ -150,7 +154,9 @@ def repair(prefix: Prefix = None, as_json: Json = False) -> None:
             done = journal.repair(layout.journal)
             if done:
                 audit.append(layout.audit, "journal-repaired", what=done)
-    text = f"{done} Next: run what you were about to run." if done else "The journal is whole; nothing was changed."
+    text = t("The journal is whole; nothing was changed.")
+    if done:
+        text = joined([done, t("Next: run what you were about to run.")], " ")
     _say({"repaired": done is not None, "detail": done}, text, as_json)
 
 
@@ -158,4 +164,4 @@ def _say(facts: dict[str, object], text: str, as_json: bool) -> None:
     if as_json:
         print_json(facts)
     else:
-        typer.echo(text)
+        say(text)

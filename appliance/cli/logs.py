@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.common import Prefix, examples, layout_for, told
+from appliance.cli.common import Prefix, examples, layout_for, say, told
 from installer import logs as source
+from installer.i18n import t
 
 _HELP = """Show the service's log: journald's on a server, the log file below a prefix.
 
@@ -37,7 +38,7 @@ def command(
     with told(False):
         layout = layout_for(prefix)
         if layout.system and not source.may_read_all():
-            typer.echo("Only root and the groups systemd-journal and adm see all lines: sudo atoll logs", err=True)
+            say(t("Only root and the groups systemd-journal and adm see all lines: sudo atoll logs"), err=True)
         read = source.follow if follow else source.read
         try:
             for line in read(layout, lines=lines, wanted=unit or (), since=since):

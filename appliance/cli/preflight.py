@@ -15,7 +15,7 @@ from appliance.cli.preflight_view import print_checks, print_verdict
 from installer import config
 from installer.answers import read_answers
 from installer.errors import ExitCode, InstallError
-from installer.i18n import Text, language_of, t
+from installer.i18n import Text, joined, language_of, t
 from installer.i18n import told as in_words
 from installer.layout import Layout
 from installer.preflight import PreflightContext, run_checks
@@ -25,7 +25,6 @@ from installer.service import service_for
 from installer.trust import installed_keys
 
 Device = Literal["auto", "cuda", "cpu"]
-Language = Literal["ko", "en"]
 _HELP = """Check whether this machine can be installed on. Changes nothing.
 
 Works before anything is installed. Exit code 0: ready; 3: it is not; 4: warnings, with --strict. With --bundle the
@@ -67,14 +66,13 @@ def preflight(
         Path | None, typer.Option("--answers", metavar="FILE", help="Take what is not given here from an answers file.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 4 on warnings.")] = False,
-    lang: Annotated[Language | None, typer.Option("--lang", help="Language of the texts (from $LANG).")] = None,
     report_file: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the JSON object to this file too.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Look, tell, and leave with the exit code."""
-    language = lang or language_of()
+    language = language_of()
     with told(as_json):
         began = time.monotonic()
         given = read_answers(answers) if answers else None
@@ -152,7 +150,7 @@ def _medium(given: Any) -> Path | None:
 
 
 def _note(text: Text, language: str) -> None:
-    typer.echo(text.to(language), err=True)
+    typer.echo(in_words(text, language), err=True)
 
 
 def _error_line(records: list[Any], strict: bool, language: str) -> None:
@@ -160,8 +158,9 @@ def _error_line(records: list[Any], strict: bool, language: str) -> None:
     code = verdict(records, strict=strict)
     if code and not sys.stdout.isatty():
         bad = [r for r in records if (r.status == "fail" and r.waived is None) or (code == 4 and r.status == "warn")]
-        found = "; ".join(f"{record.id}: {in_words(record.observed, language)}" for record in bad)
-        typer.echo(f"error: {found}  (exit code {int(code)})", err=True)
+        found = joined((t("{id}: {seen}", id=record.id, seen=record.observed) for record in bad), "; ")
+        line = t("error: {found}  (exit code {code})", found=found, code=int(code))
+        typer.echo(in_words(line, language), err=True)
 
 
 def _write(path: Path, facts: dict[str, Any]) -> None:

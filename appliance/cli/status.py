@@ -4,14 +4,12 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.cells import set_cell_size
 
 from appliance.cli.byte_progress import size
-from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say_rows, spoken, told
 from appliance.engines import engine_facts
 from installer.errors import ExitCode
-from installer.i18n import joined, language_of, t
-from installer.i18n import told as in_language
+from installer.i18n import joined, retold, t
 from installer.logs import printable
 from installer.status import status
 
@@ -20,6 +18,15 @@ _HELP = """One screen: what is installed, whether it serves, since when, with wh
 Each problem comes with the next command. As another user than root it shows what it
 can, and says what it could not see.
 """
+_STATES = {
+    "serving": t("SERVING"), "starting": t("STARTING"), "stopped": t("STOPPED"), "failed": t("FAILED"),
+    "interrupted": t("INTERRUPTED"), "busy": t("BUSY"), "not-installed": t("NOT-INSTALLED"), "unknown": t("UNKNOWN"),
+}  # fmt: skip
+_PHASES = {
+    "running": t("running"), "starting": t("starting"), "restarting": t("restarting"), "stopped": t("stopped"),
+    "failed": t("failed"), "dead": t("dead"), "unknown": t("unknown"),
+}  # fmt: skip
+_ACCEPTED = {"interactive": t("interactive"), "answer": t("answer"), "not required": t("not required")}
 _EXIT_CODES = "Exit codes: 0 it serves and nothing is wrong, 2 nothing is installed, 40 not healthy."
 
 
@@ -41,10 +48,8 @@ def command(
         if as_json:
             print_json(facts)
         else:
-            language = language_of()
-            for name, text in rows(facts, plan=plan):
-                label = set_cell_size(in_language(name, language), 11)
-                typer.echo(f"{label} {printable(in_language(text, language))}".rstrip())
+            shown = ((name, printable(spoken(text))) for name, text in rows(facts, plan=plan))
+            say_rows(shown, width=11, gap=1)
     if not facts["healthy"]:
         raise typer.Exit(ExitCode.UNHEALTHY)
 
@@ -64,8 +69,10 @@ def rows(facts: dict[str, Any], *, plan: bool = False) -> list[tuple[str, str]]:
             text = t("{release}  since {at}; before it {previous}", release=name, at=since, previous=before)
         found.append((t("release"), text))
     for model in facts["models"]:
-        found.append((t("model"), f"{_named(model)} {model['version']}  sequence {model['sequence']}  "
-                               f"{str(model['digest'])[:16]}…  signed by {str(model['key_fingerprint'])[:16]}…"))
+        text = t("{name} {version}  sequence {sequence}  {digest}…  signed by {key}…", name=_named(model),
+                 version=model["version"], sequence=model["sequence"], digest=str(model["digest"])[:16],
+                 key=str(model["key_fingerprint"])[:16])
+        found.append((t("model"), text))
         found += _memory(facts["engines"].get(model["instance"], {}), plan)
     for gpu in (facts["gpu"] or {}).get("gpus", ()):
         found.append(("GPU", _gpu(gpu, facts["gpu"]["driver"])))
@@ -75,7 +82,7 @@ def rows(facts: dict[str, Any], *, plan: bool = False) -> list[tuple[str, str]]:
     for problem in facts["problems"]:
         found.append((t("PROBLEM") if problem["severity"] == "error" else t("warning"), problem["what"]))
         if problem["next"]:
-            found.append(("", t("next: {command}", command=problem["next"])))
+            found.append(("", t("next: {command}", command=retold(problem["next"]))))
     if facts["unseen"]:
         found.append((t("not seen"), t("{what}; to see them: sudo atoll status", what=joined(facts["unseen"]))))
     return found
@@ -83,10 +90,14 @@ def rows(facts: dict[str, Any], *, plan: bool = False) -> list[tuple[str, str]]:
 
 def _state(facts: dict[str, Any]) -> tuple[str, str]:
     uptime = facts["service"]["uptime_s"]
-    since = f"  up {_duration(uptime)}" if uptime is not None else ""
-    busy = f"  ({facts['busy']})" if facts["busy"] else ""
-    sick = "" if facts["healthy"] or facts["state"] != "serving" else ", with problems"
-    return t("state"), f"{facts['state'].upper()}{sick}{since}{busy}"
+    parts: list[str] = [_STATES[facts["state"]]]
+    if facts["state"] == "serving" and not facts["healthy"]:
+        parts = [t("{state}, with problems", state=parts[0])]
+    if uptime is not None:
+        parts.append(t("up {duration}", duration=_duration(uptime)))
+    if facts["busy"]:
+        parts.append(t("({holder})", holder=facts["busy"]))
+    return t("state"), joined(parts, "  ")
 
 
 def _memory(engine: dict[str, Any], full: bool) -> list[tuple[str, str]]:
@@ -94,11 +105,12 @@ def _memory(engine: dict[str, Any], full: bool) -> list[tuple[str, str]]:
     if full and table:
         return [(t("memory"), table[0]), *(("", line) for line in table[1:])]
     if engine.get("state") == "ready":
-        text = (f"{engine['cache_tokens']:,} tokens of cache, {engine['max_num_seqs']:,} requests at once, "
-                f"context {engine['max_model_len']:,} tokens, {engine['dtype']} on {engine['device']}")
+        text = t("{cache:,} tokens of cache, {requests:,} requests at once, context {context:,} tokens, {dtype} on "
+                 "{device}", cache=engine["cache_tokens"], requests=engine["max_num_seqs"],
+                 context=engine["max_model_len"], dtype=engine["dtype"], device=engine["device"])
         return [(t("memory"), text)]
     if engine.get("progress"):
-        return [(t("memory"), f"loading: {engine['progress']}")]
+        return [(t("memory"), t("loading: {progress}", progress=engine["progress"]))]
     short = [line.strip() for line in table if line.strip().startswith(("KV", "context"))]
     return [(t("memory") if i == 0 else "", " ".join(line.split())) for i, line in enumerate(short)]
 
@@ -109,16 +121,19 @@ def _service(facts: dict[str, Any]) -> list[tuple[str, str]]:
         words = []
         for unit in facts["units"]:
             name = unit["name"].removeprefix("atoll-").removesuffix(".service")
-            again = f" ({unit['restarts']} restarts)" if unit["restarts"] else ""
-            words.append(f"{name} {unit['active']}{again}")
-        found.append((t("units"), " · ".join(words)))
+            word: str = f"{name} {unit['active']}"
+            if unit["restarts"]:
+                word = t("{unit} ({count} restarts)", unit=word, count=unit["restarts"])
+            words.append(word)
+        found.append((t("units"), joined(words, " · ")))
     else:
         service = facts["service"]
-        what = f"process {service['pid']}" if service["pid"] else service["phase"]
-        again = f", {service['restarts']} restarts" if service["restarts"] else ""
-        found.append((t("service"), what + again))
+        what = t("process {pid}", pid=service["pid"]) if service["pid"] else _PHASES.get(service["phase"], "?")
+        if service["restarts"]:
+            what = t("{service}, {count} restarts", service=what, count=service["restarts"])
+        found.append((t("service"), what))
     good = t("good") if facts["health"]["ok"] else t("bad")
-    found.append((t("health"), t("{verdict}: {said}", verdict=good, said=facts["health"]["said"])))
+    found.append((t("health"), t("{verdict}: {said}", verdict=good, said=retold(facts["health"]["said"]))))
     if smoke := facts["smoke"]:
         first, rate = f"{smoke['ttft_s'] * 1000:.0f}", f"{smoke['tokens_per_s']:.1f}"
         text = t("first token after {first} ms, then {rate} tokens/s", first=first, rate=rate)
@@ -131,11 +146,13 @@ def _permissions(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if verified := facts["last_verify"]:
         words = {"good": t("all as signed"), "bad": t("NOT AS SIGNED"), "interrupted": t("cut off")}
         text = t("{at} by {who}: {verdict}; {detail}", at=verified["at"], who=verified["by"],
-                 verdict=words[verified["outcome"]], detail=verified["detail"])
+                 verdict=words[verified["outcome"]], detail=retold(verified["detail"]))
         found.append((t("verified"), text))
     for entry in facts["licences"]:
         who = (entry.get("who") or {}).get("user", "?")
-        found.append((t("licence"), f"{entry['spdx']}, {entry['how']}, by {who} at {entry['when']}"))
+        how = _ACCEPTED.get(entry["how"], entry["how"])
+        text = t("{spdx}, {how}, by {who} at {when}", spdx=entry["spdx"], how=how, who=who, when=entry["when"])
+        found.append((t("licence"), text))
     if certificate := facts["certificate"]:
         made = t("local authority") if certificate["source"] == "local" else t("imported")
         text = t("{made}, ends {at} ({days} days)", made=made, at=certificate["not_after"],
@@ -161,12 +178,12 @@ def _disk(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _gpu(gpu: dict[str, Any], driver: str | None) -> str:
-    parts = [f"{gpu['index']}  {gpu['name'] or gpu['uuid']}"]
+    parts: list[str] = [f"{gpu['index']}  {gpu['name'] or gpu['uuid']}"]
     if gpu["memory_total"] and gpu["memory_used"] is not None:
-        parts.append(f"{size(gpu['memory_used'])} of {size(gpu['memory_total'])} in use")
+        parts.append(t("{used} of {total} in use", used=size(gpu["memory_used"]), total=size(gpu["memory_total"])))
     if gpu["temperature"] is not None:
         parts.append(f"{gpu['temperature']} °C")
-    return ", ".join([*parts, f"driver {driver}"] if driver else parts)
+    return joined([*parts, t("driver {version}", version=driver)] if driver else parts)
 
 
 def _named(model: dict[str, Any]) -> str:
@@ -175,9 +192,11 @@ def _named(model: dict[str, Any]) -> str:
 
 
 def _some(items: list[str], most: int) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+    listed = joined(items[:most])
+    return listed if len(items) <= most else t("{names} and {count} more", names=listed, count=len(items) - most)
 
 
 def _duration(seconds: int) -> str:
     days, rest = divmod(seconds, 86400)
-    return (f"{days} d " if days else "") + time.strftime("%H:%M:%S", time.gmtime(rest))
+    clock = time.strftime("%H:%M:%S", time.gmtime(rest))
+    return t("{days} d {clock}", days=days, clock=clock) if days else clock

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from appliance.cli.byte_progress import size
-from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, spoken, told
 from appliance.engines import engine_facts
 from installer import release, support
+from installer.i18n import t
 from installer.layout import Layout
 from installer.support import Taken
 from installer.support_items import Item
@@ -46,7 +47,7 @@ def command(
 ) -> None:
     with told(as_json):
         layout = layout_for(prefix)
-        extra = [Item("memory-plan.txt", "how the engines divide their memory", lambda: _plans(layout))]
+        extra = [Item("memory-plan.txt", t("how the engines divide their memory"), lambda: _plans(layout))]
         if list_only:
             _list(support.planned(layout, extra), as_json)
             return
@@ -56,8 +57,8 @@ def command(
     if as_json:
         print_json(made.to_json())
         return
-    typer.echo(f"\nWritten: {made.path}  ({size(made.bytes)}, readable by you only)")
-    typer.echo("Look through it before you give it away: tar -tzf FILE lists it, MANIFEST.json explains it.")
+    say(t("\nWritten: {path}  ({bytes}, readable by you only)", path=made.path, bytes=size(made.bytes)))
+    say(t("Look through it before you give it away: tar -tzf FILE lists it, MANIFEST.json explains it."))
 
 
 def _list(items: list[Item], as_json: bool) -> None:
@@ -65,12 +66,16 @@ def _list(items: list[Item], as_json: bool) -> None:
         print_json({"members": [{"name": item.name, "why": item.why} for item in items]})
         return
     for item in items:
-        typer.echo(f"{item.name:34} {item.why}")
+        typer.echo(f"{item.name:34} {spoken(item.why)}")
 
 
 def _say(taken: Taken) -> None:
-    what = f"not taken: {taken.not_taken}" if taken.not_taken else size(taken.bytes) + (", cut" if taken.cut else "")
-    typer.echo(f"  {taken.name:34} {what}")
+    what = size(taken.bytes)
+    if taken.not_taken:
+        what = t("not taken: {why}", why=taken.not_taken)
+    elif taken.cut:
+        what = t("{size}, cut", size=what)
+    typer.echo(f"  {taken.name:34} {spoken(what)}")
 
 
 def _plans(layout: Layout) -> str:

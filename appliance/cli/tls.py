@@ -5,10 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
 from installer import audit, config, fs, tls
 from installer import tls_import as imports
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, t
 from installer.layout import Layout
 from installer.lifecycle import history_of
 from installer.lock import InstallLock
@@ -106,10 +107,10 @@ def export_ca(
         found = _facts(layout)
         if found["ca"] is None:
             raise InstallError(
-                "The served certificate was not made here: clients need its issuer's root, not ours.",
+                t("The served certificate was not made here: clients need its issuer's root, not ours."),
                 exit_code=ExitCode.USAGE,
-                why=f"Its issuer is {found['issuer']}.",
-                hint="Most clients of your organisation trust that root already; else ask its issuer for it.",
+                why=t("Its issuer is {issuer}.", issuer=found["issuer"]),
+                hint=t("Most clients of your organisation trust that root already; else ask its issuer for it."),
             )
         text = tls.ca_file(layout).read_text()
         if out is not None:
@@ -120,7 +121,9 @@ def export_ca(
         return
     if out is None:
         typer.echo(text, nl=False)
-    typer.echo(f"SHA-256 fingerprint, to compare by phone or on paper: {found['ca']['sha256']}", err=True)
+    say(
+        t("SHA-256 fingerprint, to compare by phone or on paper: {sha256}", sha256=found["ca"]["sha256"]), err=True
+    )
     where = out or "atoll-ca.crt"
     for line in (
         f"  curl, Python        curl --cacert {where} …   SSL_CERT_FILE={where}",
@@ -141,10 +144,10 @@ def _installed(prefix: Path | None) -> Layout:
         if isinstance(error, InstallError) and error.exit_code != ExitCode.IO:
             raise
         raise InstallError(
-            f"The certificate of {layout.name} belongs to another user.",
+            t("The certificate of {name} belongs to another user.", name=layout.name),
             exit_code=ExitCode.IO,
-            changed="Nothing was changed.",
-            hint="Run it as root: sudo atoll tls …",
+            changed=t("Nothing was changed."),
+            hint=t("Run it as root: sudo atoll tls …"),
         ) from None
     return layout
 
@@ -154,9 +157,9 @@ def _facts(layout: Layout) -> dict[str, Any]:
     if found is None:
         history_of(layout)
         raise InstallError(
-            "The endpoint has no certificate: it speaks plain HTTP, on loopback only.",
+            t("The endpoint has no certificate: it speaks plain HTTP, on loopback only."),
             exit_code=ExitCode.USAGE,
-            hint="Make one: atoll tls renew. Or use your own: atoll tls import --cert FILE --key FILE",
+            hint=t("Make one: atoll tls renew. Or use your own: atoll tls import --cert FILE --key FILE"),
         )
     return found
 
@@ -171,7 +174,7 @@ def _apply(layout: Layout) -> str | None:
         if changed != text:
             fs.write_atomic(layout.config, changed, 0o644)
     if PrefixService(layout).state().up:
-        return f"To serve it: atoll stop --prefix {layout.prefix}; atoll start --prefix {layout.prefix}"
+        return t("To serve it: atoll stop --prefix {prefix}; atoll start --prefix {prefix}", prefix=layout.prefix)
     return None
 
 
@@ -181,25 +184,28 @@ def _done(found: dict[str, Any], note: str | None, as_json: bool, *, new_ca: boo
         return
     _print(found)
     if new_ca:
-        typer.echo("The authority is new: every client must trust it. Give it out: atoll tls export-ca")
+        say(t("The authority is new: every client must trust it. Give it out: atoll tls export-ca"))
     if note:
-        typer.echo(note)
+        say(note)
 
 
 def _print(found: dict[str, Any]) -> None:
     left = found["days_left"]
-    ends = f"{found['not_after']}  ({'EXPIRED' if left < 0 else f'{left} days left'})"
+    ends = t("{at}  ({days} days left)", at=found["not_after"], days=left)
+    if left < 0:
+        ends = t("{at}  (EXPIRED)", at=found["not_after"])
     rows = [
-        ("made", "here, by the local authority" if found["source"] == "local" else "elsewhere, and imported"),
-        ("issuer", found["issuer"]),
-        ("names", ", ".join(found["names"])),
-        ("ends", ends),
+        (t("made"), t("here, by the local authority") if found["source"] == "local" else t("elsewhere, and imported")),
+        (t("issuer"), found["issuer"]),
+        (t("names"), ", ".join(found["names"])),
+        (t("ends"), ends),
         ("SHA-256", found["sha256"]),
     ]
     if found["ca"]:
         rows.append(("CA SHA-256", found["ca"]["sha256"]))
-        rows.append(("CA ends", f"{found['ca']['not_after']}; clients trust {found['ca']['file']}"))
+        rows.append((t("CA ends"), t("{not_after}; clients trust {file}", not_after=found["ca"]["not_after"],
+                                  file=found["ca"]["file"])))
     if found["missing_names"]:
-        rows.append(("missing", f"{', '.join(found['missing_names'])}: to add them, atoll tls renew --new-ca"))
-    for name, text in rows:
-        typer.echo(f"{name:10}  {text}")
+        rows.append((t("missing"), t("{names}: to add them, atoll tls renew --new-ca",
+                                  names=joined(found["missing_names"]))))
+    say_rows(rows, width=10)

@@ -3,9 +3,11 @@
 from typing import Annotated
 
 import typer
+from rich.cells import cell_len
 
 from appliance.cli.byte_progress import byte_progress, size
-from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
+from appliance.cli.common import Json, Prefix, examples, layout_for, padded, print_json, say, spoken, told
+from installer.i18n import joined, t
 from installer.verify import Report, Target, verify
 
 _HELP = """Read every byte of the installed models and code again and compare it with what was signed.
@@ -17,7 +19,8 @@ _EXIT_CODES = (
     "Exit codes: 0 all is as signed, 10 signature missing or not trusted, 11 content differs, 12 older than allowed, "
     "13 something is missing, 30 cannot be read, 75 another check is at work, 130 interrupted."
 )
-_LABELS = {"verify": "Reading and comparing", "code": "Comparing the code"}
+_KINDS = {"release": t("release"), "code": t("code"), "model": t("model")}
+_LABELS = {"verify": t("Reading and comparing"), "code": t("Comparing the code")}
 
 
 def register(app: typer.Typer) -> None:
@@ -56,25 +59,28 @@ def _quietly(target: Target) -> None:
 
 
 def _say(target: Target) -> None:
-    word = "FAIL" if target.exit_code else "kept" if target.kept else "ok"
-    what = f"{target.kind:8} {target.name}" + (f"  {target.digest[:12]}" if target.digest else "")
-    how = f"  {size(target.bytes)} in {target.seconds:.1f} s" if target.bytes and not target.kept else ""
-    note = f"  found good at {target.at}" if target.kept else ""
-    typer.echo(f"{word:>6}  {what}{how}{note}")
+    word = spoken(t("FAIL") if target.exit_code else t("kept") if target.kept else t("ok"))
+    parts = [f"{padded(_KINDS[target.kind], 8)} {target.name}", target.digest[:12]]
+    if target.kept:
+        parts.append(spoken(t("found good at {at}", at=target.at)))
+    elif target.bytes:
+        parts.append(spoken(t("{size} in {seconds:.1f} s", size=size(target.bytes), seconds=target.seconds)))
+    typer.echo(f"{' ' * (6 - cell_len(word))}{word}  {'  '.join(part for part in parts if part)}")
     for line in (target.error, target.hint):
         if line:
-            typer.echo(f"        {line}")
+            typer.echo(f"        {spoken(line)}")
 
 
 def _sum_up(report: Report) -> None:
-    rate = f", {size(int(report.bytes / report.seconds))}/s" if report.seconds > 1 else ""
-    done = f"{size(report.bytes)} in {report.seconds:.1f} s{rate}"
+    done = t("{size} in {seconds:.1f} s", size=size(report.bytes), seconds=report.seconds)
+    if report.seconds > 1:
+        done = joined([done, f"{size(int(report.bytes / report.seconds))}/s"])
     if report.exit_code:
-        typer.echo(f"NOT as it was signed ({done}); exit code {report.exit_code}.")
+        say(t("NOT as it was signed ({done}); exit code {exit_code}.", done=done, exit_code=report.exit_code))
     else:
-        typer.echo(f"All is as it was signed ({done}).")
+        say(t("All is as it was signed ({done}).", done=done))
     if not report.recorded:
-        typer.echo("The result was not recorded: that takes the installation's owner (sudo).")
+        say(t("The result was not recorded: that takes the installation's owner (sudo)."))
 
 
 def _be_gentle() -> None:

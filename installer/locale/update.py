@@ -1,28 +1,51 @@
 """Bring the catalogue up to date: extract texts, merge them into atoll.po, compile atoll.mo. For developers (Babel)."""
 
+import ast
 import io
 import sys
 from pathlib import Path
 
 from babel.messages import Catalog
-from babel.messages.extract import extract_from_dir
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-ROOMS = ("appliance/cli", "installer", "tui")
+sys.path.insert(0, str(ROOT))
+ROOMS = ("appliance/cli", "installer", "offline_bundle", "tui")
 PO = HERE / "ko/LC_MESSAGES/atoll.po"
 
 
 def extracted() -> Catalog:
-    """Every text of the code, with the files that use it."""
+    """Every text of the code, with the files that use it, and every paragraph of the commands' help."""
     catalogue = Catalog(project="atoll", charset="utf-8", fuzzy=False)
-    for room in ROOMS:
-        found = extract_from_dir(ROOT / room, method_map=[("**.py", "python")], keywords={"t": None})
-        for file, _, message, _, _ in found:
-            catalogue.add(message, locations=[(f"{room}/{file}", 0)])
+    for path in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
+        for message in literals(path):
+            catalogue.add(message, locations=[(str(path.relative_to(ROOT)), 0)])
+    for paragraph in help_paragraphs():
+        catalogue.add(paragraph, locations=[("--help", 0)])
     return catalogue
+
+
+def literals(path: Path) -> set[str]:
+    """What the calls of t(…) and foreign(…) in a file are given, also inside other texts and f-strings."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
+    first = (call.args[0] for call in calls if getattr(call.func, "id", "") in ("t", "foreign") and call.args)
+    return {node.value for node in first if isinstance(node, ast.Constant)}
+
+
+def help_paragraphs() -> set[str]:
+    """What the commands say of themselves, as the finished command tree has it."""
+    from typer.main import get_group
+
+    from appliance.cli.app import COMMANDS, app, load
+    from appliance.cli.help_texts import paragraphs
+    from installer.i18n import speaking
+
+    with speaking("en"):
+        commands = [get_group(app), *(load(name) for name, (_, kind, _) in COMMANDS.items() if kind != "main")]
+        lines = {help_line for _, _, help_line in COMMANDS.values()}
+    return lines.union(*(paragraphs(command) for command in commands))
 
 
 def current() -> Catalog:

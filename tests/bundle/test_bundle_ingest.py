@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from bundle_kit import CHUNK, Made, build, forge, make_model, manifest_of, refused, visible
 
-from offline_bundle import BundleError, ingest, verify_bundle
+from offline_bundle import BundleError, verify_bundle
+from offline_bundle.ingest import ingest
 from offline_bundle.keys import KeyPair
 from offline_bundle.store import is_sealed, list_models, locked, remove_model, verify_model
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from bundle_kit import TEMPLATE, Made, build, forge, make_model, manifest_of, refused
 
-from offline_bundle import ingest, limits, oms, verify_bundle
+from offline_bundle import limits, oms, verify_bundle
+from offline_bundle.ingest import ingest
 from offline_bundle.keys import KeyPair, load_private
 from offline_bundle.strictjson import canonical
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from bundle_kit import Made, oms_accepts, refused
 
-from offline_bundle import ingest, media, oms, verify_bundle
+from offline_bundle import media, oms, verify_bundle
+from offline_bundle.ingest import ingest
 from offline_bundle.keys import KeyPair, load_private, load_trusted
 from offline_bundle.verify import check_signed_manifest
 
