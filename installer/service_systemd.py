@@ -66,8 +66,8 @@ class SystemdService:
         root = [] if self.booted else [f"--root={self.layout.prefix}"]
         known = [name for name in units.enabled(self.models()) if self._installed(name)]
         if self.booted:
-            self._systemctl(["stop", *self._loaded(units.TIMER, units.VERIFY, units.GPU_READY)], "stop the rest",
-                            timeout=_STOP_SECONDS)  # fmt: skip
+            rest = self._loaded(units.TIMER, units.VERIFY, units.GPU_READY, units.SETTLE)
+            self._systemctl(["stop", *rest], "stop the rest", timeout=_STOP_SECONDS)
             self._run(["systemctl", "stop", _SLICE], 30.0)  # systemd made it by itself, and would keep it
         if known:
             self._systemctl(["disable", "--quiet", *root, *known], "disable the services")
@@ -119,6 +119,11 @@ class SystemdService:
         """Start these parts anew (instances, "gateway"); the port stays open meanwhile."""
         self.stop(names)
         self.start()
+
+    def reopen(self) -> None:
+        """The address has changed: open the port there. Nothing is waited for."""
+        if self.booted:
+            self._systemctl(["try-restart", "--no-block", units.SOCKET], "open the port", units.SOCKET)
 
     def switch(self, names: Collection[str] | None, timeout: float) -> Switched:
         """Engines that run hand over to their successors, which have everything ready but the device (the engine's

@@ -21,6 +21,7 @@ from installer.layout import Layout
 from installer.lifecycle import history_of
 from installer.service import PrefixService, ServiceManager
 from installer.smoke import health
+from installer.unfinished import went_back
 from installer.unit_state import UnitState
 
 VERIFY_DAYS = 15       # a weekly check that did not run twice
@@ -47,6 +48,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     holder = lock.holder(layout.lock)
     state = _state(history, committed, running, answers, busy=holder is not None)
     _tell_state(layout, state, running, said, units, history, found)
+    recovery = _recovery(log, state, found)
     verified = _last_verify(layout, log, committed, found)
     certificate = _certificate(layout, endpoint, found)
     facts = {
@@ -61,6 +63,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
             "previous": committed.get("previous"),
             "atoll": release.read_info(layout, str(committed.get("release"))).get("atoll"),
         },
+        "recovery": recovery,
         "model": _model(bundles[0]) if bundles else _model({}),
         "models": [_model(bundle) for bundle in bundles],
         "licences": found.look(t("the licences' approvals"), lambda: _licences(layout, bundles), []),
@@ -193,6 +196,23 @@ def _tell_state(
               error=failure["error"]),
             t("Correct it and run the same install again."),
         )
+
+
+def _recovery(log: Replay, state: str, found: Findings) -> Facts | None:
+    """What the last boot put back, until something is installed: an upgrade that a power cut interrupted."""
+    record = went_back(log.records)
+    if record is None or state in ("interrupted", "busy"):
+        return None
+    if record.get("kind") == "rollback":
+        again = "atoll rollback"
+    else:
+        again = t("Insert the medium and run the upgrade again: atoll upgrade MEDIUM")
+    found.warn(
+        t("The switch to {new} was cut off before that release had proved itself, by a power cut or a crash. At boot, "
+          "at {at}, the release before was put back: {old}.", new=record["cut_off"], at=record["at"], old=record["to"]),
+        again,
+    )  # fmt: skip
+    return {"at": record["at"], "cut_off": record["cut_off"], "put_back": record["to"], "next": again}
 
 
 def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings) -> Facts | None:

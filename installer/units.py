@@ -20,6 +20,7 @@ TARGET = "atoll.target"
 SOCKET = "atoll-gateway.socket"
 GATEWAY = "atoll-gateway.service"
 GPU_READY = "atoll-gpu-ready.service"
+SETTLE = "atoll-settle.service"
 VERIFY, TIMER = "atoll-verify.service", "atoll-verify.timer"
 ENGINE_TEMPLATE = "atoll-engine@.service"
 
@@ -71,7 +72,7 @@ def check_name(model: str) -> str:
 
 def enabled(models: Iterable[str]) -> list[str]:
     """What starts at boot: the target, its parts, and one engine for each model."""
-    return [TARGET, SOCKET, GATEWAY, TIMER, *(engine_unit(model) for model in sorted(models))]
+    return [TARGET, SOCKET, GATEWAY, SETTLE, TIMER, *(engine_unit(model) for model in sorted(models))]
 
 
 def render(
@@ -95,7 +96,7 @@ def render(
     for model in {*models, *(gpus or {})}:
         check_name(model)
     values = _values(layout, address(host, port), gpu=gpu, tls=tls, memory=memory, watchdog=watchdog)
-    names = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, VERIFY, TIMER, *([GPU_READY] if gpu else [])]
+    names = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, SETTLE, VERIFY, TIMER, *([GPU_READY] if gpu else [])]
     files = [UnitFile(layout.units / name, fill(template(name), values)) for name in names]
     files.append(UnitFile(layout.sysusers, fill(template("sysusers.conf"), values)))
     files.append(UnitFile(layout.tmpfiles, fill(template("tmpfiles.conf"), values)))
@@ -131,7 +132,7 @@ def modules_load(layout: Layout) -> Path:
 
 def owned_files(layout: Layout) -> list[Path]:
     """Every file that any `render` may have made, for an uninstall."""
-    units = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, VERIFY, TIMER, GPU_READY]
+    units = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, SETTLE, VERIFY, TIMER, GPU_READY]
     return [*(layout.units / name for name in units), layout.sysusers, layout.tmpfiles, modules_load(layout)]
 
 

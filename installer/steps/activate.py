@@ -15,6 +15,7 @@ from installer.ready import unhealthy, wait_ready
 from installer.sequence import raise_sequence
 from installer.service import stop_and_start
 from installer.smoke import SmokeFailure, smoke_test
+from installer.unfinished import mark, unmark
 
 
 def open_switch(context: Context) -> dict[str, object]:
@@ -29,6 +30,7 @@ def open_switch(context: Context) -> dict[str, object]:
     if context.tls_import is not None and layout.server_key.is_file():
         fs.write_atomic(layout.key_backup, layout.server_key.read_bytes(), 0o600)
     committed = context.history.committed
+    mark(layout)
     return context.journal.add(
         "switch",
         previous=committed["release"] if committed else None,
@@ -179,6 +181,7 @@ def commit(context: Context) -> str:
         startup_s=context.startup_s,
         downtime_s=context.downtime_s,
     )
+    unmark(layout)
     fs.remove_file(layout.key_backup)
     freed = prune(context)
     return f"release {target.name}" + (f", {gib(freed)} of older releases removed" if freed else "")

@@ -8,6 +8,7 @@ from installer.context import Context
 from installer.errors import ExitCode, InstallError
 from installer.ready import wait_ready
 from installer.steps.activate import drop_private_keys
+from installer.unfinished import unmark
 
 
 def roll_back(context: Context, cause: InstallError) -> InstallError:
@@ -19,7 +20,8 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
     context.frontend.step("rollback", "begin")
     previous = opened["previous"]
     try:
-        _put_back(context, opened)
+        context.service.stop(changes.changed(context))  # no other model is interrupted
+        put_back(context, opened)
         drop_private_keys(context)
         context.new_key = None
         if previous is not None and opened["was_running"]:
@@ -27,6 +29,7 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
             wait_ready(context.service, context.endpoint, layout, context.frontend, context.options.start_timeout)
         context.journal.add("rolled-back", to=previous, reason=cause.message)
         audit.append(layout.audit, "rolled-back", to=previous, reason=cause.message)
+        unmark(layout)
     except (InstallError, OSError) as failure:
         reason = failure.message if isinstance(failure, InstallError) else str(failure)
         with contextlib.suppress(OSError):
@@ -51,10 +54,9 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
     return cause
 
 
-def _put_back(context: Context, opened: dict[str, Any]) -> None:
-    """Settings, certificate, `current`, units: each as it stood. What ran of the new release is stopped first."""
+def put_back(context: Context, opened: dict[str, Any]) -> None:
+    """Settings, certificate, `current`, units: each as it stood. Nothing of the new release runs any more."""
     layout = context.layout
-    context.service.stop(changes.changed(context))  # no other model is interrupted
     before = config.read_text(layout.config_backup) if opened["had_config"] else None
     if opened["previous"] is not None:
         fs.symlink_atomic(layout.current, f"releases/{opened['previous']}")

@@ -37,7 +37,8 @@ def test_a_tree_that_is_not_booted_gets_users_and_links_and_nothing_is_started(l
     assert service.models() == ["chat", "code"]
     wants = layout.units / "atoll.target.wants"
     assert {link.name for link in wants.iterdir()} == {
-        "atoll-gateway.socket", "atoll-gateway.service", "atoll-engine@chat.service", "atoll-engine@code.service"}
+        "atoll-gateway.socket", "atoll-gateway.service", "atoll-settle.service", "atoll-engine@chat.service",
+        "atoll-engine@code.service"}
     assert (layout.units / "multi-user.target.wants/atoll.target").is_symlink()
     assert (layout.units / "timers.target.wants/atoll-verify.timer").is_symlink()
     assert "atoll-engine:" in (layout.prefix / "etc/passwd").read_text()
