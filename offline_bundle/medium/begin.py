@@ -36,7 +36,7 @@ from offline_bundle.medium.check import (
     Progress,
     Refused,
     check_file_set,
-    copy_hashed,
+    copy_all,
     open_envelope,
     parse_manifest,
     read_small,
@@ -181,8 +181,7 @@ def take_copy(root, signed, incoming, only=""):
     os.chmod(incoming, 0o700)
     files = [f for f in manifest["files"] if f["path"].startswith(only)]
     progress = Progress("Copying and checking", sum(f["size"] for f in files))
-    for entry in files:
-        copy_hashed(root, entry, os.path.join(incoming, entry["path"]), progress)
+    copy_all(root, files, lambda path: os.path.join(incoming, path), progress)
     for name, content in (("bundle.json", data), ("model.sig", signature)):
         with open(os.path.join(incoming, name), "wb") as file:
             file.write(content)
@@ -235,8 +234,7 @@ def run(script, arguments):
     check_sequence(options, manifest)
     if options.verify_only:
         progress = Progress("Checking", sum(f["size"] for f in manifest["files"]))
-        for entry in manifest["files"]:
-            copy_hashed(root, entry, None, progress)
+        copy_all(root, manifest["files"], lambda path: None, progress)
         progress.end(f"Good: {len(manifest['files'])} files, each as it was signed. Nothing was changed.")
         return 0
     check_server(manifest["requires"])

@@ -17,13 +17,16 @@ import os
 import re
 import stat
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from offline_bundle.medium.p256 import verify
 
 USAGE, PREFLIGHT, UNTRUSTED, CONTENT, REPLAY, MISSING, SPACE_IO, BUSY, INTERRUPTED = 2, 3, 10, 11, 12, 13, 30, 75, 130
 MIB = 1 << 20
 MAX_SIGNATURE, MAX_MANIFEST, MAX_KEY, MAX_SMALL = 4 * MIB, 32 * MIB, 64 << 10, MIB
+COPIES = min(4, os.cpu_count() or 1)  # at once
 MAX_FILES, MAX_DEPTH, MAX_PATH, MAX_FILE = 4096, 4, 240, 1 << 40
 FINGERPRINT_DIGITS = 32  # at least: 128 bits, which nobody finds a second key for
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@,-]{0,127}\Z")
@@ -58,10 +61,11 @@ class Progress:
 
     def __init__(self, label, total):
         self.label, self.total, self.done, self.last = label, max(total, 1), 0, 0.0
-        self.terminal = sys.stderr.isatty()
+        self.terminal, self.lock = sys.stderr.isatty(), threading.Lock()
 
     def add(self, count):
-        self.at(self.done + count)
+        with self.lock:
+            self.at(self.done + count)
 
     def at(self, done):
         self.done = max(self.done, min(done, self.total))
@@ -258,7 +262,39 @@ def check_file_set(root, sizes):
             )
 
 
-def copy_hashed(root, entry, target, progress):
+def copy_all(root, entries, target_of, progress):
+    """Copy every file and hash what is written, or only hash it where `target_of(path)` is None.
+
+    On a disk whose head has to move (most USB disks say so) one file after the other, elsewhere several at once.
+    """
+    stop = threading.Event()
+
+    def work(entry):
+        try:
+            if not stop.is_set():
+                copy_hashed(root, entry, target_of(entry["path"]), progress, stop)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(1 if rotational(os.fstat(root).st_dev) else COPIES) as pool:
+        try:
+            list(pool.map(work, sorted(entries, key=lambda entry: -entry["size"])))
+        except BaseException:
+            stop.set()  # Ctrl-C comes here first
+            raise
+
+
+def rotational(device):
+    """Whether Linux takes the block device for one with costly seeks."""
+    base = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    for place in (f"{base}/queue/rotational", f"{base}/../queue/rotational"):
+        with contextlib.suppress(OSError), open(place) as file:
+            return file.read().strip() == "1"
+    return False
+
+
+def copy_hashed(root, entry, target, progress, stop):
     """Copy one file, hashing what is written. A copy that an earlier run left is hashed instead of read again."""
     os.makedirs(os.path.dirname(target) if target else ".", 0o700, exist_ok=True)
     if target and os.path.isfile(target) and not os.path.islink(target) and os.stat(target).st_size == entry["size"]:
@@ -269,9 +305,10 @@ def copy_hashed(root, entry, target, progress):
     source = open_below(root, entry["path"])
     out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600) if target else -1
     try:
-        while left > 0:
+        buffer = memoryview(bytearray(MIB))
+        while left > 0 and not stop.is_set():
             try:
-                block = os.read(source, min(MIB, left))
+                block = buffer[: os.readv(source, [buffer[: min(MIB, left)]])]
             except OSError as e:
                 raise Refused(SPACE_IO, f"runtime/{entry['path']} cannot be read: {e.strerror}.", AGAIN) from None
             if not block:
@@ -279,7 +316,7 @@ def copy_hashed(root, entry, target, progress):
             digest.update(block)
             left -= len(block)
             if target:
-                view = memoryview(block)
+                view = block
                 while view:
                     view = view[os.write(out, view) :]
             progress.add(len(block))
@@ -287,6 +324,8 @@ def copy_hashed(root, entry, target, progress):
         os.close(source)
         if target:
             os.close(out)
+    if stop.is_set():
+        return None  # another file was refused; this copy is of use to the next run, which hashes it again
     if left != 1 or digest.hexdigest() != entry["sha256"]:
         if target:
             os.unlink(target)

@@ -15,11 +15,14 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 CONTENT, SPACE_IO, BUG = 11, 30, 1
+MOST_PIPS = 4  # past that a disk, not a processor, is the limit
 
 # Only for compiling against the packages, which nothing on a server does; half of all files.
 NEEDLESS = ("lib/bin", "lib/torch/include")
@@ -68,6 +71,7 @@ def make_tree(facts, say, progress_of, refused):
     try:
         os.mkdir(partial, 0o755)
         _install_packages(facts, partial, progress_of, refused)
+        shutil.rmtree(os.path.join(incoming, "wheels"))  # before the disk has to keep them
         say("Preparing the packages: bytecode, launcher, hashes ...")
         _compile(partial, final, refused)
         _add_rest(facts, partial, final)
@@ -128,25 +132,66 @@ def _environment(temporary):
 
 
 def _install_packages(facts, partial, progress_of, refused):
-    """pip, from its own verified wheel, into lib/: no index, and only files whose hashes are in the signed list."""
+    """pip, from its own verified wheel, into lib/: no index, and only files whose hashes are in the signed list.
+
+    Several at once, each with its share of the packages: inflating gigabytes is work for more than one processor.
+    """
     incoming, manifest = facts["incoming"], facts["manifest"]
     pip = next(f["path"] for f in manifest["files"] if f["role"] == "tool")
-    temporary = os.path.join(partial, "tmp")  # on the same disk: pip moves the packages from here, it need not copy
-    os.mkdir(temporary, 0o700)
-    command = _python(
-        os.path.join(incoming, pip, "pip"), "install", "--quiet", "--no-index", "--require-hashes", "--no-deps",
-        "--only-binary", ":all:", "--find-links", os.path.join(incoming, "wheels"),
-        "--requirement", os.path.join(incoming, "requirements", f"{_tag()}.txt"),
-        "--target", os.path.join(partial, "lib"),
-        "--no-compile", "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--root-user-action", "ignore",
-    )  # fmt: skip
+    shares, commands = _shares(facts), []
+    for number, lines in enumerate(shares):
+        os.makedirs(_temporary(partial, number), 0o700)  # on the same disk: pip moves from here, it need not copy
+        _write(partial, f"tmp/{number}.txt", "".join(lines))
+        commands.append(_python(
+            os.path.join(incoming, pip, "pip"), "install", "--quiet", "--no-index", "--require-hashes", "--no-deps",
+            "--only-binary", ":all:", "--find-links", os.path.join(incoming, "wheels"),
+            "--requirement", os.path.join(partial, f"tmp/{number}.txt"),
+            "--target", os.path.join(partial, "tmp", f"lib-{number}"),
+            "--no-compile", "--no-cache-dir", "--no-input", "--disable-pip-version-check",
+            "--root-user-action", "ignore",
+        ))  # fmt: skip
     before = _free(partial)  # the disk tells roughly how far it is; counting twenty thousand files would cost more
     progress = progress_of("Unpacking packages", manifest["requires"]["unpacked_bytes"])
-    _run(command, temporary, "unpack the packages", refused, lambda: progress.at(before - _free(partial)))
-    shutil.rmtree(temporary)
+    where = [_temporary(partial, number) for number in range(len(shares))]
+    _run_all(commands, where, "unpack the packages", refused, lambda: progress.at(before - _free(partial)))
+    for number in range(len(shares)):
+        _merge(os.path.join(partial, "tmp", f"lib-{number}"), os.path.join(partial, "lib"))
+    shutil.rmtree(os.path.join(partial, "tmp"))
     for needless in NEEDLESS:
         shutil.rmtree(os.path.join(partial, needless), ignore_errors=True)
     progress.end("Unpacked: every package, by its signed hash, without any index.")
+
+
+def _temporary(partial, number):
+    return os.path.join(partial, "tmp", str(number))
+
+
+def _shares(facts):
+    """The lines of the signed list of requirements, in about equal parts by the size of the wheels."""
+    sizes = {f["sha256"]: f["size"] for f in facts["manifest"]["files"]}
+    with open(os.path.join(facts["incoming"], "requirements", f"{_tag()}.txt"), encoding="ascii") as file:
+        lines = sorted(file, key=lambda line: -sizes.get(line.rpartition("sha256:")[2].strip(), 0))
+    shares = [[0, []] for _ in range(min(_processors(), MOST_PIPS, len(lines)))]
+    for line in lines:
+        least = min(shares, key=lambda share: share[0])
+        least[0] += sizes.get(line.rpartition("sha256:")[2].strip(), 0)
+        least[1].append(line)
+    return [lines for _, lines in shares]
+
+
+def _processors():
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def _merge(source, target):
+    """Move everything of `source` into `target`; both are on one disk, so nothing is copied."""
+    os.makedirs(target, 0o755, exist_ok=True)
+    for entry in os.scandir(source):
+        goal = os.path.join(target, entry.name)
+        if entry.is_dir(follow_symlinks=False) and os.path.isdir(goal):
+            _merge(entry.path, goal)
+        else:
+            os.replace(entry.path, goal)
 
 
 def _compile(partial, final, refused):
@@ -155,7 +200,7 @@ def _compile(partial, final, refused):
     mode = ("-q", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash")  # nothing is looked up to judge its age
     command = _python("-m", "compileall", *mode, "-x", NOT_COMPILED, "-s", partial, "-p", final, lib)
     # Some packages carry templates that are not Python by themselves: those do not compile, and nobody imports them.
-    _run(command, partial, "compile the packages", refused, lambda: None, fine=(0, 1))
+    _run_all([command], [partial], "compile the packages", refused, lambda: None, fine=(0, 1))
 
 
 def _add_rest(facts, partial, final):
@@ -189,17 +234,18 @@ def _describe(facts, partial, refused):
 
     What pip unpacked must be what the vendor found in the same wheels, to the last file.
     """
-    files = {}
-    for directory, _, names in os.walk(partial):
-        for name in names:
-            path = os.path.join(directory, name)
-            if os.path.islink(path):
-                continue
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            relative = os.path.relpath(path, partial)
-            files[relative] = {"sha256": digest, "size": os.path.getsize(path)}
-            os.chmod(path, 0o555 if relative == "bin/atoll" else 0o444)
+    paths = [os.path.join(directory, name) for directory, _, names in os.walk(partial) for name in names]
+    paths = [path for path in paths if not os.path.islink(path)]
+
+    def entry(path):
+        relative = os.path.relpath(path, partial)
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fchmod(file.fileno(), 0o555 if relative == "bin/atoll" else 0o444)
+            return relative, {"sha256": digest, "size": os.fstat(file.fileno()).st_size}
+
+    with ThreadPoolExecutor(min(_processors(), 8)) as pool:
+        files = dict(pool.map(entry, paths))
     manifest = facts["manifest"]
     with open(os.path.join(facts["incoming"], "requirements", f"{_tag()}.json"), "rb") as file:
         signed = json.loads(file.read())["files"]
@@ -218,25 +264,40 @@ def _describe(facts, partial, refused):
         os.chmod(directory, 0o755)  # noqa: S103  everybody may read it
 
 
-def _run(command, temporary, deed, refused, tick, fine=(0,)):
-    """Run a Python of our own, quietly; its last words are shown if it fails. `tick` is called now and then."""
-    with open(os.path.join(temporary, ".log"), "w+b") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(temporary), cwd="/"
-        )
+def _run_all(commands, temporary, deed, refused, tick, fine=(0,)):
+    """Run Pythons of our own side by side, quietly; the last words of one that fails are shown.
+
+    Each has a directory of its own for what it puts down meanwhile. `tick` is called now and then.
+    """
+    with contextlib.ExitStack() as logs:
+        running = []
         try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.25)
-                tick()
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        if process.returncode in fine:
+            for command, place in zip(commands, temporary, strict=True):
+                log = logs.enter_context(open(os.path.join(place, ".log"), "w+b"))
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(place), cwd="/"
+                )
+                running.append((process, log))
+            for process, _ in running:
+                while process.poll() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(0.25)
+                    tick()
+                if process.returncode not in fine:
+                    break
+        finally:
+            for process, _ in running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        failed = next((log for process, log in running if process.returncode not in (*fine, -signal.SIGKILL)), None)
+        failed = failed or next((log for process, log in running if process.returncode not in fine), None)
+        if failed is None:
+            for place in temporary:
+                os.unlink(os.path.join(place, ".log"))
             return
-        log.seek(0)
-        words = log.read().decode(errors="replace").strip().splitlines()[-4:]
+        failed.seek(0)
+        words = failed.read().decode(errors="replace").strip().splitlines()[-4:]
     full = any("No space left" in line or "Errno 28" in line for line in words)
     hint = "Free some space (df -h) and run again." if full else "Run again; if it fails again, tell the vendor."
     raise refused(SPACE_IO if full else BUG, f"Could not {deed}: {' / '.join(words)}", hint)
