@@ -1,14 +1,18 @@
-"""How the kernels of triton_moe cut their work, by the shape of a layer and the tokens of a step.
+"""How the kernels of triton_moe and triton_moe_few cut their work, by the shape of a layer and the tokens of a step.
 
-Found by `python -m engine.bench moe --search` where a line below names the shape; by rule otherwise. Plain Python, so
+What `python -m engine.bench moe --search` found stands in moe_tuned.json; other shapes go by rule. Plain Python, so
 that whoever prepares a model knows the tiles without a GPU.
 """
 
-from typing import NamedTuple
+import functools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
-# Up to here each token reads its experts for itself, and fp8 weights multiply activations as they are.
-VECTOR_TOKENS = 4
+VECTOR_TOKENS = 4  # up to here each token reads its experts for itself: triton_moe_few
 _BLOCK_ROWS = (16, 32, 64, 128)
+_TUNED = Path(__file__).with_name("moe_tuned.json")
 
 
 class Shape(NamedTuple):
@@ -21,14 +25,6 @@ class Shape(NamedTuple):
     itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
 
 
-class VectorTiles(NamedTuple):
-    """A program multiplies BLOCK_N rows of a weight (twice as many with a gate) by BLOCK_K columns at a time."""
-
-    block_n: int
-    block_k: int
-    warps: int
-
-
 class MatrixTiles(NamedTuple):
     """A program multiplies BLOCK_N rows of a weight (twice as many with a gate) with a block of an expert's tokens."""
 
@@ -39,11 +35,11 @@ class MatrixTiles(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """For one number of tokens. `rows`: tokens of a block; 0: the vector form."""
+    """For more than VECTOR_TOKENS tokens. `rows`: tokens of a block."""
 
     rows: int
-    gate_up: VectorTiles | MatrixTiles
-    down: VectorTiles | MatrixTiles
+    gate_up: MatrixTiles
+    down: MatrixTiles
 
 
 class StreamTiles(NamedTuple):
@@ -57,46 +53,44 @@ class StreamTiles(NamedTuple):
 
 
 class FewTiles(NamedTuple):
-    """For the three kernels of triton_moe_few. The first two of these run in one, and so do the last two: they have the
-    same number of warps."""
+    """For the kernels of triton_moe_few. The first two of these run in one, and so do the last two: they have the same
+    number of warps."""
 
-    router: StreamTiles  # of which all blocks are on their way at once
+    router: StreamTiles  # of which all blocks are on their way at once, whatever its depth
     beside_gate_up: StreamTiles
     gate_up: StreamTiles
     down: StreamTiles
-    beside_down: StreamTiles
-
-
-# Measured, for cards of compute capability 9.0: (E, k, H, I, bytes) -> {most tokens: tiles}, in order of tokens.
-_MEASURED: dict[Shape, dict[int, Tiles]] = {}
+    beside_down: StreamTiles  # its block_n counts only where that MLP has an output of its own
 
 
 def tiles_for(shape: Shape, tokens: int, shared: int) -> Tiles:
-    """`shared`: bytes of shared memory that a program may have. Falls back to the rule beyond what was measured."""
-    for most, tiles in _MEASURED.get(shape, {}).items():
-        if tokens <= most and _shared_bytes(tiles, shape.itemsize) <= shared:
+    """For more than VECTOR_TOKENS tokens. `shared`: bytes of shared memory that a program may have."""
+    for most, tiles in _measured().get((*shape, None), ()):
+        if tokens <= most and shared_bytes(tiles, shape.itemsize) <= shared:
             return tiles
-    if tokens <= VECTOR_TOKENS:
-        return Tiles(0, vector_gate_up(shape), vector_down(shape))
     rows = block_rows(shape, tokens)
     return Tiles(rows, matrix(shape, rows, shared, gate=True), matrix(shape, rows, shared, gate=False))
 
 
-def few_tiles(shape: Shape, router_itemsize: int, beside: int, beside_itemsize: int) -> FewTiles:
-    """For up to VECTOR_TOKENS tokens. `beside`: width of the MLP beside the experts.
+def few_tiles(shape: Shape, tokens: int, beside: int = 0) -> FewTiles:
+    """For up to VECTOR_TOKENS tokens. `beside`: width of the MLP beside the experts, in the same dtype.
 
-    64 to 128 bytes of a weight a thread are on their way, in rows of 256 bytes or more, and programs are as many as
-    find room at a time: so much that the memory is never idle.
+    By rule 64 to 128 bytes of a weight a thread are on their way, in rows of 256 bytes or more, and programs are so
+    many that the memory is never idle: found by counting registers, not by measuring.
     """
-    whole = _power_of_two(shape.hidden)
-    router = StreamTiles(2, whole if whole * router_itemsize <= 4096 else 2048 // router_itemsize, 0, 4)
-    beside_gate_up = StreamTiles(8 if beside >= 1024 else 4, 512 // beside_itemsize, 3, 4)
-    beside_down = StreamTiles(16, 256 // beside_itemsize, 4, 4)
-    if beside <= 1024:
-        beside_down = StreamTiles(16, min(512, 1024 // beside_itemsize), 2, 4)
-    gate_up = StreamTiles(4, 512 // shape.itemsize, 2, 1)
-    down = StreamTiles(4, 256 // shape.itemsize, 3, 4)
-    return FewTiles(router, beside_gate_up, gate_up, down, beside_down)
+    for most, tiles in _measured().get((*shape, beside), ()):
+        if tokens <= most:
+            return tiles
+    whole = _power_of_two(shape.hidden)  # a router's weight has two bytes
+    row, short_row = 512 // shape.itemsize, max(128, 2048 // _power_of_two(shape.top_k)) // shape.itemsize
+    wide = beside > 1024
+    return FewTiles(
+        router=StreamTiles(2, whole if whole <= 2048 else 1024, 1, 4),
+        beside_gate_up=StreamTiles(8 if wide else 4, row, 3, 4),
+        gate_up=StreamTiles(4, row, 2, 1),
+        down=StreamTiles(4, min(short_row, _power_of_two(shape.inner)), 3, 4),
+        beside_down=StreamTiles(16, 256 // shape.itemsize, 4, 4) if wide else StreamTiles(16, row, 2, 4),
+    )
 
 
 def all_kinds(shape: Shape, most: int, shared: int) -> list[int]:
@@ -104,7 +98,10 @@ def all_kinds(shape: Shape, most: int, shared: int) -> list[int]:
     seen, found = set(), []
     for tokens in range(1, most + 1):
         pairs = tokens * shape.top_k
-        kind = tiles_for(shape, tokens, shared), chunk_size(pairs), pairs <= chunk_size(pairs)
+        if tokens <= VECTOR_TOKENS:
+            kind = _power_of_two(tokens)
+        else:
+            kind = tiles_for(shape, tokens, shared), chunk_size(pairs), pairs <= chunk_size(pairs)
         if kind not in seen:
             seen.add(kind)
             found.append(tokens)
@@ -127,22 +124,6 @@ def max_blocks(pairs: int, num_experts: int, rows: int) -> int:
     return (pairs + min(pairs, num_experts) * (rows - 1)) // rows
 
 
-def vector_gate_up(shape: Shape) -> VectorTiles:
-    """As triton_gemv: 64 bytes of each weight a thread and step."""
-    block_k = _power_of_two(shape.hidden)
-    if block_k > 2048:
-        block_k = next((b for b in (2048, 1024, 512) if shape.hidden % b == 0), 1024)
-    return VectorTiles(4, block_k, _vector_warps(4 * block_k * shape.itemsize))
-
-
-def vector_down(shape: Shape) -> VectorTiles:
-    """Whole rows while they are short, so that much of an expert is on its way at a time."""
-    block_k = _power_of_two(shape.inner)
-    if block_k > 1024:
-        block_k = next((b for b in (2048, 1024, 512) if shape.inner % b == 0), 1024)
-    return VectorTiles(4, block_k, _vector_warps(4 * block_k * shape.itemsize))
-
-
 def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     """Few rows: deep pipelines, two programs on a multiprocessor. Many: large tiles, for the arithmetic."""
     inner, outputs = (shape.hidden, shape.inner) if gate else (shape.inner, shape.hidden)
@@ -156,13 +137,9 @@ def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     return MatrixTiles(block_n, block_k, 8 if large else 4, max(2, min(6, room // stage)))
 
 
-def _shared_bytes(tiles: Tiles, itemsize: int) -> int:
+def shared_bytes(tiles: Tiles, itemsize: int) -> int:
     """An upper bound."""
-    if not tiles.rows:
-        return 0
     gate_up, down = tiles.gate_up, tiles.down
-    assert isinstance(gate_up, MatrixTiles)
-    assert isinstance(down, MatrixTiles)
     most = max(
         (2 * gate_up.block_n + tiles.rows) * gate_up.block_k * gate_up.stages,
         (down.block_n + tiles.rows) * down.block_k * down.stages,
@@ -170,9 +147,55 @@ def _shared_bytes(tiles: Tiles, itemsize: int) -> int:
     return most * itemsize + 1024
 
 
-def _vector_warps(step_bytes: int) -> int:
-    return max(1, min(8, step_bytes // (64 * 32)))
-
-
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+# -- what was measured ------------------------------------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """The best tiles of a shape for up to so many tokens; `beside` is None for more than VECTOR_TOKENS."""
+
+    shape: Shape
+    beside: int | None
+    tokens: int
+    tiles: Tiles | FewTiles
+
+    def as_json(self) -> dict[str, Any]:
+        return {"shape": self.shape, "beside": self.beside, "tokens": self.tokens, "tiles": self.tiles._asdict()}
+
+
+def write_measured(path: Path, found: Iterable[Measured]) -> None:
+    """As moe_tuned.json has them, a line each: those in `path` and these, which count where both have some."""
+    entries = {} if not path.exists() else {_key(entry): entry for entry in _read(path)}
+    entries |= {_key(entry): entry for entry in found}
+    lines = ",\n".join(json.dumps(entries[key].as_json()) for key in sorted(entries, key=str))
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def _key(entry: Measured) -> tuple[int | None, ...]:
+    return *entry.shape, entry.beside, entry.tokens
+
+
+def _read(path: Path) -> list[Measured]:
+    entries = []
+    for raw in json.loads(path.read_text(encoding="utf-8")):
+        tiles: Tiles | FewTiles
+        if raw["beside"] is None:
+            rows, gate_up, down = (raw["tiles"][name] for name in Tiles._fields)
+            tiles = Tiles(rows, MatrixTiles(*gate_up), MatrixTiles(*down))
+        else:
+            tiles = FewTiles(*[StreamTiles(*raw["tiles"][name]) for name in FewTiles._fields])
+        entries.append(Measured(Shape(*raw["shape"]), raw["beside"], raw["tokens"], tiles))
+    return entries
+
+
+@functools.cache
+def _measured() -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
+    """(shape, beside) -> (most tokens, tiles), in order of tokens. Of cards of compute capability 9.0; others take
+    them where they fit."""
+    table: dict[tuple[int | None, ...], list[tuple[int, Any]]] = {}
+    for entry in sorted(_read(_TUNED), key=lambda entry: entry.tokens):
+        table.setdefault((*entry.shape, entry.beside), []).append((entry.tokens, entry.tiles))
+    return table

@@ -1,27 +1,35 @@
 """Mixture of experts on a GPU: the choice of experts, and their gated MLPs over all tokens of a step.
 
-Up to VECTOR_TOKENS tokens: each (token, expert) pair reads the expert's weights for itself, in vector form (as
-triton_gemv). The second product sums over the token's experts, so two kernels do all.
+Up to VECTOR_TOKENS tokens each (token, expert) pair reads the expert's weights for itself: see triton_moe_few.
 
-More tokens: pairs are grouped by expert, in blocks of so many rows. A block is multiplied on the matrix units, the
-weight's rows on the wide side, so that 16 rows need no padding. Each pair has a row of results; a last kernel weighs
-and sums the k rows of a token in the order of its choice.
+More tokens: these pairs are grouped by expert, in blocks of so many rows. A block is multiplied on the matrix units,
+the weight's rows on the wide side, so that 16 rows need no padding. Each pair has a row of results; a last kernel
+weighs and sums the k rows of a token in the order of its choice.
 
 Sizes of grids depend on the number of tokens alone, never on what the router chose: the list of blocks is as long as it
 can get, and programs without a block return. So nothing waits for the device, and CUDA graphs can hold it all. Nothing
 is added atomically: the same input gives the same bits.
 
-fp8 weights have a scale for each expert and output channel. In vector form they are widened in registers; on the matrix
-units activations are fp8 too, with a scale a row, before both products.
+fp8 weights have a scale for each expert and output channel; activations are fp8 too, with a scale a row, before both
+products.
 """
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels import triton_moe_few
 from engine.kernels.launch import kernel, shared_memory, wait_for_previous
-from engine.kernels.moe_tiles import MatrixTiles, Shape, Tiles, VectorTiles, chunk_size, max_blocks, tiles_for
+from engine.kernels.moe_tiles import (
+    VECTOR_TOKENS,
+    FewTiles,
+    MatrixTiles,
+    Shape,
+    Tiles,
+    chunk_size,
+    max_blocks,
+    tiles_for,
+)
 from engine.kernels.triton_quant import quantize_rows
 
 _STEP = tl.constexpr(16)  # pairs, or blocks, that grouping handles at a time
@@ -181,49 +189,6 @@ def _gated(gate, up, GELU: tl.constexpr):
         return gate / (1 + tl.exp(-gate)) * up
 
 
-@kernel
-def _vector_gate_up_kernel(
-    x_ptr, w_ptr, scale_ptr, experts_ptr, h_ptr, x_stride,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # In this order: the next kernel starts when this one has seen the choice of experts, and may read it at once.
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    pair = tl.program_id(0)  # neighbours read the same rows of different experts, or of one: then from the cache
-    expert = tl.load(experts_ptr + pair).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    n_live = (n < N)[:, None]
-    w_at = w_ptr + expert * 2 * N * K + n[:, None] * K + k[None, :]
-    up_at = w_at + N * K
-    x_at = x_ptr + pair // TOP_K * x_stride + k
-    w = tl.load(w_at, mask=n_live & (k < K)[None, :], other=0.0)
-    u = tl.load(up_at, mask=n_live & (k < K)[None, :], other=0.0)
-    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for at in tl.static_range(0, K, BLOCK_K):
-        next_w = w
-        next_u = u
-        if at + BLOCK_K < K:  # the next block is on its way while this one is multiplied
-            mask = n_live & (k < K - at - BLOCK_K)[None, :]
-            next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
-            next_u = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
-        x = tl.load(x_at + at, mask=k < K - at, other=0.0).to(tl.float32)[None, :]
-        gate += w.to(tl.float32) * x
-        up += u.to(tl.float32) * x
-        w = next_w
-        u = next_u
-    gate = tl.sum(gate, 1)
-    up = tl.sum(up, 1)
-    if SCALED:
-        at = scale_ptr + expert * 2 * N + n
-        gate = gate * tl.load(at, mask=n < N, other=0.0)
-        up = up * tl.load(at + N, mask=n < N, other=0.0)
-    tl.store(h_ptr + pair * N + n, _gated(gate, up, GELU).to(h_ptr.dtype.element_ty), mask=n < N)
-
-
 @triton.jit
 def _store(at, y, mask, ADD: tl.constexpr):
     """y, or what stands there and y: rounded where an addition of its own would round."""
@@ -231,47 +196,6 @@ def _store(at, y, mask, ADD: tl.constexpr):
     if ADD:
         y = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
     tl.store(at, y, mask=mask)
-
-
-@kernel
-def _vector_down_kernel(
-    h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    n_live = (n < N)[:, None]
-    at_row = n[:, None] * K + k[None, :]
-    # The choice of experts is older than the previous kernel's results, and that kernel let this one start only after
-    # it had seen it. Read past the first-level cache, which may hold what stood there before.
-    expert = tl.load(experts_ptr + token * TOP_K, cache_modifier=".cg").to(tl.int64)
-    w = tl.load(w_ptr + expert * N * K + at_row, mask=n_live & (k < K)[None, :], other=0.0)
-    wait_for_previous(PDL)
-    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for j in tl.static_range(TOP_K):
-        pair = token * TOP_K + j
-        weight = tl.load(weights_ptr + pair)
-        next_expert = expert
-        if j + 1 < TOP_K:
-            next_expert = tl.load(experts_ptr + pair + 1).to(tl.int64)
-        part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        for at in tl.static_range(0, K, BLOCK_K):
-            next_w = w
-            if at + BLOCK_K < K:
-                mask = n_live & (k < K - at - BLOCK_K)[None, :]
-                next_w = tl.load(w_ptr + expert * N * K + at_row + at + BLOCK_K, mask=mask, other=0.0)
-            elif j + 1 < TOP_K:
-                next_w = tl.load(w_ptr + next_expert * N * K + at_row, mask=n_live & (k < K)[None, :], other=0.0)
-            h = tl.load(h_ptr + pair * K + at + k, mask=k < K - at, other=0.0)
-            part += w.to(tl.float32) * h.to(tl.float32)[None, :]
-            w = next_w
-        if SCALED:
-            part = part * tl.load(scale_ptr + expert * N + n, mask=n < N, other=0.0)[:, None]
-        total += part * weight
-        expert = next_expert
-    _store(out_ptr + token * N + n, tl.sum(total, 1), n < N, ADD)
 
 
 @kernel
@@ -355,7 +279,7 @@ def routed_experts(
     *,
     gate: str = "silu",
     residual: torch.Tensor | None = None,
-    tiles: Tiles | None = None,
+    tiles: Tiles | FewTiles | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] as `choose_experts` gives them, w13 [E, 2 I, H] (gate
     above up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].
@@ -363,45 +287,18 @@ def routed_experts(
     `gate`: "silu" or "gelu_tanh". With `residual` [T, H] the result is added to it, in place, and it is returned.
     """
     num_experts, hidden, inner = w2.shape
-    shape = Shape(num_experts, experts.shape[1], hidden, inner, w2.element_size())
     assert experts.is_contiguous()
     assert weights.is_contiguous()
-    if tiles is None:
-        tiles = tiles_for(shape, x.shape[0], shared_memory(x.device))
-    form = _grouped if tiles.rows else _in_vector_form
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
     assert out.is_contiguous()
-    form(x, weights, experts, w13, w2, scale13, scale2, gate == "gelu_tanh", out, residual is not None, tiles)
+    if x.shape[0] <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
+        return triton_moe_few.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
+    if tiles is None:
+        shape = Shape(num_experts, experts.shape[1], hidden, inner, w2.element_size())
+        tiles = tiles_for(shape, x.shape[0], shared_memory(x.device))
+    assert isinstance(tiles, Tiles)
+    _grouped(x, weights, experts, w13, w2, scale13, scale2, gate == "gelu_tanh", out, residual is not None, tiles)
     return out
-
-
-def _in_vector_form(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    scale13: torch.Tensor | None,
-    scale2: torch.Tensor | None,
-    gelu: bool,
-    out: torch.Tensor,
-    add: bool,
-    tiles: Tiles,
-) -> None:
-    (tokens, top_k), (_, hidden, inner) = experts.shape, w2.shape
-    pairs = tokens * top_k
-    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    first, second = VectorTiles(*tiles.gate_up), VectorTiles(*tiles.down)
-    _vector_gate_up_kernel(
-        (pairs, triton.cdiv(inner, first.block_n)), x, w13, scale13, experts, h, x.stride(0),
-        N=inner, K=hidden, TOP_K=top_k, BLOCK_N=first.block_n, BLOCK_K=first.block_k, SCALED=scale13 is not None,
-        GELU=gelu, num_warps=first.warps,
-    )  # fmt: skip
-    _vector_down_kernel(
-        (tokens, triton.cdiv(hidden, second.block_n)), h, w2, scale2, weights, experts, out,
-        N=hidden, K=inner, TOP_K=top_k, BLOCK_N=second.block_n, BLOCK_K=second.block_k, SCALED=scale2 is not None,
-        ADD=add, num_warps=second.warps,
-    )  # fmt: skip
 
 
 def _grouped(
@@ -422,7 +319,7 @@ def _grouped(
     order, blocks = group(experts, num_experts, tiles.rows)
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    first, second = MatrixTiles(*tiles.gate_up), MatrixTiles(*tiles.down)
+    first, second = tiles.gate_up, tiles.down
     _product(x, w13, scale13, order, blocks, h, top_k, tiles.rows, first, gate=True, gelu=gelu)
     _product(h, w2, scale2, order, blocks, y, 1, tiles.rows, second, gate=False, gelu=False)
     block = min(1024, triton.next_power_of_2(hidden))

@@ -447,13 +447,12 @@ def sparse_block(
     or what is given `for_router` and `for_beside`; with `norm` x is normalised first, and then for all. Rows of inputs
     may be strided.
     """
-    (tokens, hidden), (num_experts, _, inner) = x.shape, w2.shape
+    (tokens, hidden), num_experts = x.shape, w2.shape[0]
     device, dtype = x.device, x.dtype
     with_factor = beside is not None and beside.factor is not None
     width = 0 if beside is None else beside.down.shape[1]
     if tiles is None:
-        shape = Shape(num_experts, top_k, hidden, inner, w2.element_size())
-        tiles = few_tiles(shape, router.element_size(), width, 1 if beside is None else beside.down.element_size())
+        tiles = few_tiles(Shape(num_experts, top_k, hidden, w2.shape[2], w2.element_size()), tokens, width)
     of_router, of_beside = x if for_router is None else for_router, x if for_beside is None else for_beside
     assert norm is None or (for_router is None and for_beside is None)
     rows = triton.next_power_of_2(tokens)
@@ -464,39 +463,81 @@ def sparse_block(
     experts = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
     normed = None if norm is None else torch.empty(tokens, hidden, dtype=dtype, device=device)
     beside_h = None if beside is None else torch.empty(tokens, width, dtype=dtype, device=device)
-    h = torch.empty(tokens * top_k, inner, dtype=dtype, device=device)
     out = torch.empty(tokens, hidden, dtype=dtype, device=device) if residual is None else residual
     assert out.is_contiguous()
     gate_up, gate_up_scale, down, down_scale, factor = (None,) * 5 if beside is None else beside
     apart = torch.empty_like(out) if beside is not None and not with_factor else None
 
     weight, eps, offset = (None, 0.0, None) if norm is None else norm
-    first, second, third, fourth = tiles.beside_gate_up, tiles.gate_up, tiles.down, tiles.beside_down
-    padded_k = triton.next_power_of_2(top_k)
+    first = tiles.beside_gate_up
     programs = triton.cdiv(columns, tiles.router.block_n)
     if beside is not None:
         programs += triton.cdiv(width, first.block_n)
     _route_kernel(
         (programs,), of_router, weight, router, factor, expert_scale, of_beside, gate_up, gate_up_scale, logits,
         _arrivals(device), weights, experts, normed, beside_h, tokens, of_router.stride(0), of_beside.stride(0), eps,
-        offset or 0.0, E=num_experts, EP=triton.next_power_of_2(num_experts), TOP_K=top_k, KP=padded_k,
-        COLUMNS=columns, H=hidden, J=width, ROWS=rows, BLOCK_E=tiles.router.block_n, BLOCK_H=tiles.router.block_k,
-        BLOCK_N=first.block_n, BLOCK_K=first.block_k, DEPTH=first.depth, RENORMALIZE=renormalize,
-        SCALED=gate_up_scale is not None, GATE=gate, WIDE=offset is not None, num_warps=first.warps,
+        offset or 0.0, E=num_experts, EP=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        KP=triton.next_power_of_2(top_k), COLUMNS=columns, H=hidden, J=width, ROWS=rows,
+        BLOCK_E=tiles.router.block_n, BLOCK_H=tiles.router.block_k, BLOCK_N=first.block_n, BLOCK_K=first.block_k,
+        DEPTH=first.depth, RENORMALIZE=renormalize, SCALED=gate_up_scale is not None, GATE=gate,
+        WIDE=offset is not None, num_warps=first.warps,
     )  # fmt: skip
-    source = x if normed is None else normed
+    routed = _experts(
+        x if normed is None else normed, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles,
+        (beside_h, down, down_scale, apart),
+    )  # fmt: skip
+    return routed, apart
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    scale13: torch.Tensor | None,
+    scale2: torch.Tensor | None,
+    gate: str,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    tiles: FewTiles | None = None,
+) -> torch.Tensor:
+    """triton_moe.routed_experts for few tokens: the last two kernels alone."""
+    if tiles is None:
+        shape = Shape(w2.shape[0], experts.shape[1], w2.shape[1], w2.shape[2], w2.element_size())
+        tiles = few_tiles(shape, x.shape[0])
+    return _experts(x, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles, (None,) * 4)
+
+
+def _experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    stacks: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    gate: str,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    tiles: FewTiles,
+    beside: tuple[torch.Tensor | None, ...],
+) -> torch.Tensor:
+    (tokens, top_k), (w13, w2, scale13, scale2), (beside_h, down, down_scale, apart) = experts.shape, stacks, beside
+    _, hidden, inner = w2.shape
+    first, second, third = tiles.gate_up, tiles.down, tiles.beside_down
+    h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     _gate_up_kernel(
-        (tokens * top_k, triton.cdiv(inner, second.block_n)), source, w13, scale13, experts, h, source.stride(0),
-        N=inner, K=hidden, TOP_K=top_k, BLOCK_N=second.block_n, BLOCK_K=second.block_k, DEPTH=second.depth,
-        SCALED=scale13 is not None, GATE=gate, num_warps=second.warps,
+        (tokens * top_k, triton.cdiv(inner, first.block_n)), x, w13, scale13, experts, h, x.stride(0),
+        N=inner, K=hidden, TOP_K=top_k, BLOCK_N=first.block_n, BLOCK_K=first.block_k, DEPTH=first.depth,
+        SCALED=scale13 is not None, GATE=gate, num_warps=first.warps,
     )  # fmt: skip
-    programs = tokens * triton.cdiv(hidden, third.block_n)
+    programs, rows = tokens * triton.cdiv(hidden, second.block_n), 1
     if apart is not None:
-        programs += triton.cdiv(hidden, fourth.block_n)
+        programs += triton.cdiv(hidden, third.block_n)
+        rows = triton.next_power_of_2(tokens)
     _down_kernel(
         (programs,), h, w2, scale2, weights, experts, beside_h, down, down_scale, out, residual, apart, tokens,
-        N=hidden, K=inner, J=width, TOP_K=top_k, KP=padded_k, FACTOR=with_factor, ROWS=rows, BLOCK_N=third.block_n,
-        BLOCK_K=third.block_k, DEPTH=third.depth, BLOCK_O=fourth.block_n, BLOCK_J=fourth.block_k,
-        DEPTH_J=fourth.depth, SCALED=scale2 is not None, BESIDE_SCALED=down_scale is not None, num_warps=third.warps,
+        N=hidden, K=inner, J=0 if down is None else down.shape[1], TOP_K=top_k, KP=triton.next_power_of_2(top_k),
+        FACTOR=down is not None and apart is None, ROWS=rows, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
+        DEPTH=second.depth, BLOCK_O=third.block_n, BLOCK_J=third.block_k, DEPTH_J=third.depth,
+        SCALED=scale2 is not None, BESIDE_SCALED=down_scale is not None, num_warps=second.warps,
     )  # fmt: skip
-    return out, apart
+    return out

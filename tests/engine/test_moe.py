@@ -154,7 +154,9 @@ def test_kinds_of_steps_meet_every_set_of_tiles():
     shared = 227 << 10
     kinds = kinds_of_steps(model, 3000, shared)
     shape = Shape(128, 8, 2048, 768, model.experts.down_proj.weight.itemsize)
-    assert {tiles_for(shape, t, shared) for t in kinds} == {tiles_for(shape, t, shared) for t in range(1, 3001)}
+    assert {1, 2, 3} < kinds
+    many = {tokens for tokens in kinds if tokens > 4}
+    assert {tiles_for(shape, t, shared) for t in many} == {tiles_for(shape, t, shared) for t in range(5, 3001)}
+    assert len(kinds) < 14
     assert max(kinds) > 1024  # from where more than 8192 pairs are sorted
-    assert len(kinds) < 12
     assert kinds_of_steps(nn.Linear(1, 1), 3000, shared) == set()
