@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from installer.errors import ExitCode, InstallError
 from installer.i18n import joined, plain, reason, t
+from offline_bundle.text import complaint
 
 _LIMIT = 1 << 20
 
@@ -107,27 +108,7 @@ def _problem(entry: Any) -> str:
         return t("{where} is not known; known: {names}", where=where, names=joined(known))
     if entry["type"] == "missing":
         return t("{where} is missing", where=where)
-    if (wanted := _wanted(entry["type"], entry.get("ctx", {}))) is not None:
-        return t("{where}: {wanted}", where=where, wanted=wanted)
-    return f"{where}: {entry['msg'][:1].lower()}{entry['msg'][1:]}"
-
-
-def _wanted(kind: str, limits: dict[str, Any]) -> str | None:
-    """What a value should have been, by pydantic's name of the mistake; None for those that this schema cannot have."""
-    if kind.startswith(("int_", "float_")) or kind in ("int_type", "float_type"):
-        return t("this is not a number")
-    if kind.startswith(("bool_", "list_", "dict_", "model_", "string_type", "path_type")):
-        words = {"bool": t("true or false"), "list": t("a list"), "string": t("a text"), "path": t("a text")}
-        return t("this should be {kind}", kind=words.get(kind.split("_")[0], t("a table")))
-    return {
-        "literal_error": lambda: t("this should be one of {expected}",
-                                   expected=str(limits.get("expected")).replace(" or ", ", ")),
-        "string_too_short": lambda: t("this needs {count} characters or more", count=limits.get("min_length")),
-        "string_too_long": lambda: t("this has more than {count} characters", count=limits.get("max_length")),
-        "string_pattern_mismatch": lambda: t("this does not match {pattern}", pattern=limits.get("pattern")),
-        "greater_than_equal": lambda: t("this is less than {least}", least=limits.get("ge")),
-        "less_than_equal": lambda: t("this is more than {most}", most=limits.get("le")),
-    }.get(kind, lambda: None)()
+    return t("{where}: {wanted}", where=where, wanted=complaint(entry))
 
 
 def _place(location: tuple[int | str, ...]) -> str:

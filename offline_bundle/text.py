@@ -54,7 +54,37 @@ def plain(error: Exception) -> str:
 def complaint(finding: Any) -> str:
     """One entry of pydantic's `ValidationError.errors` in words: our own, where a validator of ours said them."""
     said = finding.get("ctx", {}).get("error")
-    return plain(said) if isinstance(said, ValueError) else finding["msg"]
+    if isinstance(said, ValueError):
+        return plain(said)
+    return _wanted(finding["type"], finding.get("ctx", {})) or f"{finding['msg'][:1].lower()}{finding['msg'][1:]}"
+
+
+_SHAPES = (
+    "bool_type", "bool_parsing", "list_type", "tuple_type", "dict_type", "model_type", "string_type", "path_type",
+)  # fmt: skip
+
+
+def _wanted(kind: str, limits: Mapping[str, Any]) -> str | None:
+    """What a value should have been, by pydantic's name of the mistake; None for those that no schema of ours has."""
+    word = kind.partition("_")[0]
+    if word in ("int", "float"):
+        return t("this is not a number")
+    if kind in _SHAPES:
+        words = {"bool": t("true or false"), "list": t("a list"), "tuple": t("a list"), "string": t("a text")}
+        return t("this should be {kind}", kind=words.get(word, t("a text") if word == "path" else t("a table")))
+    if kind == "literal_error":
+        return t("this should be one of {expected}", expected=str(limits.get("expected")).replace(" or ", ", "))
+    if kind == "string_too_short":
+        return t("this needs {count} characters or more", count=limits.get("min_length"))
+    if kind == "string_too_long":
+        return t("this has more than {count} characters", count=limits.get("max_length"))
+    if kind == "string_pattern_mismatch":
+        return t("this does not match {pattern}", pattern=limits.get("pattern"))
+    if kind == "greater_than_equal":
+        return t("this is less than {least}", least=limits.get("ge"))
+    if kind == "less_than_equal":
+        return t("this is more than {most}", most=limits.get("le"))
+    return t("this is missing") if kind == "missing" else None
 
 
 _SYSTEM_SAYS = {

@@ -1,0 +1,237 @@
+"""An installation's life as a Korean operator sees it: every screen is Korean; none is where Hangul cannot be shown.
+
+Commands, paths, names and what the service itself logs stay as they are; anything else that reads like an English
+sentence is a text that nobody marked.
+"""
+
+import functools
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from installer_kit import FAKE_SERVE, Site
+from server_kit import Server
+from typer.testing import CliRunner
+
+from appliance.cli import install as install_command
+from appliance.cli.app import app
+from appliance.cli.install_view import Terminal, print_error, print_result
+from installer.errors import InstallError
+from installer.i18n import language_of
+from installer.machine import Installer
+from offline_bundle.keys import KeyPair
+
+Bundles = Callable[..., Path]
+
+KOREAN = {"LANG": "ko_KR.UTF-8", "LC_ALL": "", "LC_MESSAGES": "", "TERM": "xterm", "ATOLL_LANG": "", "COLUMNS": "200"}
+KEPT = re.compile(
+    r"""
+    `[^`]*`                                        # quoted commands
+    | \b(?:sudo\ )?atoll(?:\ [\w./\[\]=|-]+)*      # commands of ours, and their arguments in Latin
+    | (?:https?:|/)[^\s가-힣()]*                    # addresses and paths
+    | '[^']*'                                      # values as they were given
+    | --[\w-]+(?:[ =][A-Z@\[\]\w]+)?               # flags
+    | \b[\w.-]*[\d_][\w.-]*                        # names with digits
+    | \b(?:df|tar|chmod|mv|ls|dmesg|systemctl|journalctl|openssl)\b(?:\ [-\w./]+)*
+    | \b(?:PEM|FILE|MEDIUM|DIR)\b
+    """,
+    re.VERBOSE,
+)
+SENTENCE = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]{2,}){2,}")
+
+
+def english(screen: str) -> list[str]:
+    """What reads like English on it."""
+    return [line for line in screen.splitlines() if SENTENCE.search(KEPT.sub("@", line))]
+
+
+def test_english_is_found() -> None:
+    assert english("설치했습니다\nThe service was not running.\n") == ["The service was not running."]
+    assert not english("다음: atoll status --prefix /tmp/a · atoll logs\n서명된 `atoll install MEDIUM`\n")
+
+
+@pytest.fixture
+def atoll(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The `atoll` command as its own program would run it, with the scripted server as what it installs."""
+    serve = (sys.executable, "-S", "-E", str(FAKE_SERVE), "good")
+    monkeypatch.setattr(install_command, "Installer", functools.partial(Installer, release_command=serve))
+
+    def run(*words: str, code: int = 0, **environment: str) -> str:
+        result = CliRunner().invoke(app, list(words), env={**KOREAN, "ATOLL_PREFIX": str(site.prefix), **environment})
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return run
+
+
+def life(atoll: Callable[..., str], site: Site, bundle: Bundles, signer: KeyPair, room: Path) -> Iterator[str]:
+    """Every screen from the first look to the last word."""
+    given = ["--trust-key", str(signer.public_path), "--port", str(site.port), "--yes-nothing-else",
+             "--accept-license", _licence(bundle()), "--device", "cpu"]  # fmt: skip
+    yield atoll("status", code=2)
+    yield atoll("upgrade", str(bundle()), code=2)
+    yield atoll("install", code=2)
+    yield atoll("install", str(room / "nothing"), *given, code=13)
+    yield atoll("install", str(bundle()), *given[:-4], "--device", "cpu", "--yes-nothing-else", code=20)
+    yield atoll("install", str(bundle()), *given, "--dry-run")
+    yield atoll("install", str(bundle()), *given)
+    yield atoll("install", str(bundle()), *given)
+    yield atoll("status")
+    yield atoll("install", str(bundle(2)), *given, "--accept-license", _licence(bundle(2)))
+    yield atoll("install", str(bundle(1)), *given, code=12)
+    yield atoll("rollback", "--dry-run")
+    yield atoll("rollback", "--yes")
+    yield atoll("verify")
+    yield atoll("status")
+    yield atoll("apikey", "new", "--name", "team")
+    yield atoll("apikey", "list")
+    yield atoll("apikey", "revoke", "team")
+    yield atoll("apikey", "revoke", "nobody", code=2)
+    yield atoll("apikey", "new", "--name", "x", "--expires", "soon", code=2)
+    yield atoll("apikey", "new", "--name", "x", "--scope", "everything", code=2)
+    yield atoll("tls", "show", code=2)
+    yield atoll("tls", "import", "--cert", str(signer.public_path), "--key", str(signer.private_path), code=2)
+    yield atoll("support-bundle", "--list")
+    yield atoll("support-bundle", "--out", str(room / "support.tar.gz"))
+    yield atoll("support-bundle", "--out", str(room / "support.tar.gz"), code=2)
+    yield atoll("logs", "--unit", "nothing", code=2)
+    yield atoll("stop")
+    yield atoll("stop")
+    yield atoll("status", code=40)
+    yield atoll("start")
+    yield atoll("restart")
+    yield atoll("journal", "check")
+    yield atoll("journal", "repair")
+    yield atoll("uninstall", code=2)
+    yield atoll("uninstall", "--purge", code=2)
+    yield atoll("uninstall", "--yes")
+    yield atoll("uninstall", "--purge", "--yes-purge", "another", code=2)
+
+
+def _licence(bundle: Path) -> str:
+    from offline_bundle import inspect_bundle
+
+    terms = inspect_bundle(bundle).manifest.license
+    return f"{terms.spdx}@{terms.sha256[:12]}"
+
+
+def test_a_whole_life_in_korean(
+    atoll: Callable[..., str], site: Site, bundle: Bundles, signer: KeyPair, tmp_path: Path
+) -> None:
+    seen = ""
+    for screen in life(atoll, site, bundle, signer, tmp_path):
+        assert english(screen) == [], screen
+        assert re.search("[가-힣]", screen), screen
+        seen += screen
+    for word in ("설치했습니다", "서비스 중", "되돌렸습니다", "모두 서명된 그대로입니다", "제거했습니다", "사전 점검"):
+        assert word in seen, word
+
+
+def test_the_vendors_side_in_korean(
+    atoll: Callable[..., str], bundle: Bundles, signer: KeyPair, tmp_path: Path
+) -> None:
+    public = str(signer.public_path)
+    other = tmp_path / "keys"
+    screens = [
+        atoll("keys", "new", "--dir", str(other), "--name", "a"),
+        atoll("keys", "new", "--dir", str(other), "--name", "a", code=2),
+        atoll("keys", "fingerprint", str(signer.private_path), code=10),
+        atoll("bundle", "inspect", str(bundle())),
+        atoll("bundle", "inspect", str(tmp_path), code=13),
+        atoll("bundle", "verify", str(bundle()), "--key", public),
+        atoll("bundle", "verify", str(bundle()), "--key", str(other / "a.pub"), code=10),
+        atoll("bundle", "build", "--key", str(signer.private_path), "--sequence", "1", code=2),
+        atoll("bundle", "build", str(tmp_path), "--key", str(signer.private_path), "--sequence", "1", "--version", "1",
+              "--license", "MIT", "--source-repo", "a", "--source-revision", "b", "--license-file", public, code=2),
+    ]  # fmt: skip
+    for screen in screens:
+        assert english(screen) == [], screen
+
+
+def test_wrong_words_are_told_in_korean(atoll: Callable[..., str], tmp_path: Path) -> None:
+    answers = tmp_path / "answers.toml"
+    answers.write_text('schema_version = 1\nprot = 8443\nport = "x"\nstrict = 3\n[[models]]\ngpus = [99]\n')
+    screens = [
+        atoll("answers", "validate", str(answers), code=2),
+        atoll("answers", "validate", str(tmp_path / "none.toml"), code=2),
+        atoll("install", "--gpus", "0", "--bundle", "a", "--bundle", "b", code=2),
+        atoll("install", "--port", "99999", code=2),
+        atoll("install", "--bogus", code=2),
+        atoll("bogus", code=2),
+        atoll("apikey", "revoke", code=2),
+        atoll("preflight", "--waive", "x", code=2),
+    ]
+    for screen in screens:
+        assert [line for line in english(screen) if not line.startswith(("Usage:", "╭", " Usage"))] == [], screen
+
+
+@pytest.mark.parametrize("name", ["install", "rollback", "status", "tls", "apikey", "keys", "bundle", "verify", "logs"])
+def test_help_is_korean(atoll: Callable[..., str], name: str) -> None:
+    screen = atoll(name, "--help")
+    assert len(re.findall("[가-힣]", screen)) > 60
+    assert english(re.sub(r"^.*Usage:.*$|[│╭╰╮╯─]|\[[^\]]*\]", " ", screen, flags=re.MULTILINE)) == [], screen
+
+
+def test_the_system_form_in_korean(
+    server: Server, bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in KOREAN.items():
+        monkeypatch.setenv(name, value)
+
+    def told(*bundles: Path, **options: Any) -> str:
+        try:
+            with Terminal(server.layout.prefix, to_stderr=False) as terminal:
+                result = server.install(*bundles, witness=terminal, confirmed=True, **options)
+            print_result(result, server.layout, False)
+        except InstallError as error:
+            print_error(error)
+        shown = capsys.readouterr()
+        return shown.out + shown.err
+
+    licences = [_licence(bundle()), _licence(bundle(2))]
+    screens = [
+        told(bundle(), accept_licenses=licences),
+        told(bundle(2), accept_licenses=licences, mode="bad"),
+        told(bundle(2), accept_licenses=licences, mode="mute"),
+        told(bundle(2), accept_licenses=licences),
+    ]
+    for screen in screens:
+        kept = [line for line in screen.splitlines() if not line.startswith("    ")]  # the end of the service's log
+        assert english("\n".join(kept)) == [], screen
+
+
+# -- where Hangul cannot be shown -------------------------------------------------------------------------------------
+
+
+def test_the_linux_console_gets_english_unless_korean_is_asked_for(atoll: Callable[..., str]) -> None:
+    assert not re.search("[가-힣]", atoll("status", code=2, TERM="linux"))
+    assert re.search("[가-힣]", atoll("status", "--lang", "ko", code=2, TERM="linux"))
+    assert re.search("[가-힣]", atoll("--lang=ko", "status", code=2, LANG="C"))
+    assert not re.search("[가-힣]", atoll("status", "--lang", "en", code=2))
+    assert "--lang" in atoll("status", "--lang", "tlh", code=2)
+
+
+@pytest.mark.parametrize("words", [["status"], ["--lang", "ko", "status"], ["--help"]])
+def test_an_ascii_terminal_gets_no_mojibake_and_no_traceback(words: list[str], tmp_path: Path) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "LANG": "ko_KR.UTF-8", "PYTHONIOENCODING": "ascii",
+                   "ATOLL_PREFIX": str(tmp_path / "none")}  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "appliance.cli", *words], env=environment, capture_output=True)
+    assert done.returncode in (0, 2)
+    assert b"Traceback" not in done.stderr
+    assert (done.stdout + done.stderr).isascii()
+    if "--lang" not in words:
+        assert b"?" not in done.stderr + done.stdout
+
+
+def test_a_stream_that_cannot_carry_hangul_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KOREAN.items():
+        monkeypatch.setenv(name, value)
+    assert language_of() == "ko"
+    for encoding, language in (("utf-8", "ko"), ("euc-kr", "ko"), ("cp949", "ko"), ("ascii", "en"), ("latin-1", "en")):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        assert language_of() == language, encoding
