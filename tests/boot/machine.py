@@ -187,10 +187,15 @@ class Machine:
         """Seconds so far in which the machine could do nothing because others had every processor: what a measured
         time is too long by when the host does other work as well. 0 where the kernel does not count that."""
         with contextlib.suppress(OSError, StopIteration):
-            lines = (self._cgroup / "cpu.pressure").read_text().splitlines()
+            lines = self.pressure.read_text().splitlines()
             full = next(line for line in lines if line.startswith("full"))
             return int(full.rsplit("=", 1)[1]) / 1e6
         return 0.0
+
+    @property
+    def pressure(self) -> Path:
+        """The kernel's count of the time that everything in the machine waited for processors."""
+        return self._cgroup / "cpu.pressure"
 
     def path(self, inside: str | Path) -> Path:
         """Where a path of the machine lies on the host."""

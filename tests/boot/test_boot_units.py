@@ -292,6 +292,43 @@ def test_it_serves_across_a_daemon_reload(server: Server):
     assert server.pid("chat") == pid
 
 
+def test_an_engine_takes_over_from_another_while_that_one_serves(server: Server):
+    """`systemctl reload`: a new process under the same sandbox, with the settings of now, which systemd takes as its."""
+    machine, pid = server.machine, server.pid("tiny")
+    began = time.monotonic()
+    reload = machine.popen("systemctl reload atoll-engine@tiny", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    answered = 0
+    while server.pid("tiny") == pid:
+        assert reload.poll() is None, reload.stdout and reload.stdout.read()
+        answered += server.chat("tiny")[0] == 200
+    assert answered, f"the old one answered nobody in {time.monotonic() - began:.1f} s"
+    assert reload.wait(60) == 0
+    new = server.pid("tiny")
+    assert machine.run(f"ls -d /proc/{pid}").code, "the old one is gone"
+    assert server.show("atoll-engine@tiny", "ActiveState") == "active"
+    assert server.show("atoll-engine@tiny", "StatusText").startswith("serving tiny")
+    wait_healthy(server, "tiny", 20)
+    assert server.chat("tiny")[0] == 200
+    status = machine.run(f"cat /proc/{new}/status").out
+    assert "Seccomp:\t2" in status
+    assert "CapBnd:\t0000000000000000" in status
+    assert "PPid:\t1\n" in status, "systemd hears of its end"
+    time.sleep(2 * WATCHDOG)  # and it feeds the watchdog
+    assert server.pid("tiny") == new
+    assert "Got notification message" not in machine.journal("-u atoll-engine@tiny"), "somebody spoke out of turn"
+
+
+def test_settings_that_cannot_serve_do_not_end_what_serves(server: Server):
+    machine, pid, config = server.machine, server.pid("tiny"), server.layout.config
+    good = config.read_text()
+    config.write_text(good.replace('served-model-name', 'no-such-flag = 1\nserved-model-name'))
+    assert machine.run("systemctl reload atoll-engine@tiny").code
+    assert server.pid("tiny") == pid
+    assert server.chat("tiny")[0] == 200
+    assert "no-such-flag" in machine.journal("-u atoll-engine@tiny")
+    config.write_text(good)
+
+
 def test_a_killed_engine_comes_back_and_its_neighbour_serves_on(server: Server):
     machine, pid = server.machine, server.pid("tiny")
     gateway = server.show("atoll-gateway", "MainPID")
