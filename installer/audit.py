@@ -50,7 +50,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], str | None]:
         except (ValueError, KeyError, TypeError):
             good, record = False, None
         if not good or record is None:
-            return records, t("the audit log {path} does not follow its hash chain at line {number}", path=path,
+            return records, t("The audit log {path} does not follow its hash chain at line {number}.", path=path,
                               number=number)
         records.append(record)
         previous = record["hash"]

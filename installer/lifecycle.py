@@ -6,6 +6,7 @@ from installer import config
 from installer.context import Context
 from installer.errors import ExitCode, InstallError, io_error
 from installer.frontend import Frontend
+from installer.i18n import t
 from installer.journal import History, Journal, intact, replay
 from installer.layout import Layout
 from installer.lock import InstallLock
@@ -38,14 +39,16 @@ def history_of(layout: Layout) -> History:
     try:
         records = replay(layout.journal).records
     except OSError as error:
-        raise io_error("read the installation's journal", error) from error
+        raise io_error(t("read the installation's journal"), error) from error
     if not records:
         raise InstallError(
-            f"There is no Atoll installation {'on' if layout.system else 'at'} {layout.name}.",
+            t("There is no Atoll installation on {name}.", name=layout.name)
+            if layout.system
+            else t("There is no Atoll installation at {name}.", name=layout.name),
             exit_code=ExitCode.USAGE,
-            why="Its journal, var/lib/atoll/state/journal.jsonl, is not there.",
-            changed="Nothing was changed.",
-            hint="Give the right directory with --prefix or ATOLL_PREFIX, or install: atoll install MEDIUM",
+            why=t("Its journal, var/lib/atoll/state/journal.jsonl, is not there."),
+            changed=t("Nothing was changed."),
+            hint=t("Give the right directory with --prefix or ATOLL_PREFIX, or install: atoll install MEDIUM"),
         )
     return History(records)
 
@@ -67,22 +70,26 @@ def start(
             _go_back(layout, frontend, service, history, timeout)
         if history.committed is None:
             raise InstallError(
-                f"No release is installed {'on' if layout.system else 'at'} {layout.name}.",
+                t("No release is installed on {name}.", name=layout.name)
+                if layout.system
+                else t("No release is installed at {name}.", name=layout.name),
                 exit_code=ExitCode.USAGE,
-                changed="Nothing was changed.",
-                hint="Install one: atoll install MEDIUM",
+                changed=t("Nothing was changed."),
+                hint=t("Install one: atoll install MEDIUM"),
             )
         endpoint = config.standing(layout)
         if service.state().up:
             if health(endpoint)[0]:
-                return LifecycleResult(went_back, "already running", f"{endpoint.url}/v1")
+                return LifecycleResult(went_back, t("already running"), f"{endpoint.url}/v1")
         else:
             service.stop()  # what a killed supervisor left behind
             context = PreflightContext(layout, endpoint)
             judge([address(context), port(context)])
             service.start()
         wait_ready(service, endpoint, layout, frontend, timeout)
-    return LifecycleResult(True, f"release {history.committed['release']} serves", f"{endpoint.url}/v1")
+    return LifecycleResult(
+        True, t("release {release} serves", release=history.committed["release"]), f"{endpoint.url}/v1"
+    )
 
 
 def stop(layout: Layout, *, service: ServiceManager | None = None) -> LifecycleResult:
@@ -91,7 +98,7 @@ def stop(layout: Layout, *, service: ServiceManager | None = None) -> LifecycleR
     history_of(layout)
     with InstallLock(layout.lock, "stop"):
         stopped = service.stop()
-    return LifecycleResult(stopped, "stopped" if stopped else "was not running")
+    return LifecycleResult(stopped, t("stopped") if stopped else t("was not running"))
 
 
 def restart(
@@ -104,13 +111,13 @@ def restart(
 
 
 def _go_back(layout: Layout, frontend: Frontend, service: ServiceManager, history: History, timeout: float) -> None:
-    frontend.note("An install was cut off before it had proved its release; going back to the one before.")
+    frontend.note(t("An install was cut off before it had proved its release; going back to the one before."))
     journal = Journal("start", intact(layout.journal))
     journal.open(layout.journal)
     try:
         options = InstallOptions(prefix=layout.prefix, start_timeout=timeout)
         context = Context(options, layout, frontend, service, (), journal, history)
-        outcome = roll_back(context, InstallError("An install was cut off."))
+        outcome = roll_back(context, InstallError(t("An install was cut off.")))
         if outcome.exit_code == ExitCode.ROLLBACK_FAILED:
             raise outcome
     finally:

@@ -21,6 +21,7 @@ from installer import keys, release
 from installer.context import Context, Step, as_install_error
 from installer.errors import ExitCode, InstallError, io_error
 from installer.frontend import Frontend
+from installer.i18n import t
 from installer.journal import History, Journal, intact
 from installer.layout import Layout
 from installer.lock import InstallLock, ignore_hangup
@@ -101,7 +102,7 @@ class Run(ABC):
         try:
             return self._run()
         except OSError as error:
-            raise io_error(f"use {self.layout.name}", error) from error
+            raise io_error(t("use {name}", name=self.layout.name), error) from error
 
     @abstractmethod
     def _run(self) -> InstallResult: ...
@@ -124,11 +125,16 @@ class Run(ABC):
         except InstallError as error:
             raise roll_back(context, error) from error
         except KeyboardInterrupt:
-            interrupted = InstallError("Interrupted.", exit_code=ExitCode.INTERRUPTED, hint="Run this again.")
+            interrupted = InstallError(t("Interrupted."), exit_code=ExitCode.INTERRUPTED, hint=t("Run this again."))
             raise roll_back(context, interrupted) from None
 
     def _steps(
-        self, context: Context, steps: Steps, changed: str = "Nothing was changed.", *, passes_interrupt: bool = False
+        self,
+        context: Context,
+        steps: Steps,
+        changed: str = t("Nothing was changed."),
+        *,
+        passes_interrupt: bool = False,
     ) -> None:
         for name, step in steps:
             self.frontend.step(name, "begin")
@@ -143,9 +149,9 @@ class Run(ABC):
                 self.frontend.step(name, "failed", "interrupted")
                 if passes_interrupt:
                     raise
-                message = f"Interrupted during {name}."
+                message = t("Interrupted during {name}.", name=name)
                 raise InstallError(
-                    message, exit_code=ExitCode.INTERRUPTED, changed=changed, hint="Run this again to go on."
+                    message, exit_code=ExitCode.INTERRUPTED, changed=changed, hint=t("Run this again to go on.")
                 ) from None
             context.journal.add("done", step=name, detail=detail)
             self.frontend.step(name, "done", detail)
@@ -214,7 +220,7 @@ class Installer(Run):
             if self.options.dry_run:
                 return self._result(context, "dry-run")
             self._claim(context, stack, locked)
-            self._steps(context, STAGE, changed="What runs was not touched. Run this again to go on from here.")
+            self._steps(context, STAGE, changed=t("What runs was not touched. Run this again to go on from here."))
             self._activate(context)
             return self._result(context, "installed")
 
@@ -225,10 +231,10 @@ class Installer(Run):
             stack.enter_context(self._lock())
             if len(intact(self.layout.journal)) != context.seen:  # somebody wrote since this run looked
                 raise InstallError(
-                    "Another install ran here at the same time.",
+                    t("Another install ran here at the same time."),
                     exit_code=ExitCode.BUSY,
-                    changed="Nothing was changed by this one.",
-                    hint="Run this again; it starts from what the other one left.",
+                    changed=t("Nothing was changed by this one."),
+                    hint=t("Run this again; it starts from what the other one left."),
                 )
         context.journal.open(self.layout.journal)
         ignore_hangup()
@@ -259,7 +265,7 @@ class Installer(Run):
             activate.drop_private_keys(context)
             context.new_key = activate.make_key(context)
             self.service.reload_keys()
-        self.frontend.step("commit", "skipped", "already installed and healthy; nothing was restarted")
+        self.frontend.step("commit", "skipped", t("already installed and healthy; nothing was restarted"))
         return self._result(context, "already-installed")
 
 
@@ -278,6 +284,6 @@ def key_was_shown(layout: Layout, key_ids: list[str]) -> None:
 def _failure(name: str, error: InstallError | BundleError | OSError, changed: str) -> InstallError:
     if isinstance(error, BundleError):
         return as_install_error(error, changed)
-    failure = io_error(f"finish the step '{name}'", error) if isinstance(error, OSError) else error
+    failure = io_error(t("finish the step '{name}'", name=name), error) if isinstance(error, OSError) else error
     failure.changed = failure.changed or changed
     return failure

@@ -4,6 +4,7 @@ import json
 
 from installer import fs
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.layout import Layout
 
 
@@ -17,11 +18,11 @@ def _read(layout: Layout) -> dict[str, int]:
         return {}
     except (ValueError, KeyError, TypeError):
         raise InstallError(
-            f"The record of installed sequences, {layout.sequence}, is damaged.",
+            t("The record of installed sequences, {sequence}, is damaged.", sequence=layout.sequence),
             exit_code=ExitCode.IO,
-            why="Without it an old bundle could pass as a new one.",
-            changed="Nothing was changed.",
-            hint=f"Restore it from a backup; `grep committed {layout.audit}` shows what was installed.",
+            why=t("Without it an old bundle could pass as a new one."),
+            changed=t("Nothing was changed."),
+            hint=t("Restore it from a backup; `grep committed {audit}` shows what was installed.", audit=layout.audit),
         ) from None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from installer import units
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.layout import Layout
 from installer.service import ServiceState, Switched, stop_and_start
 from installer.systemctl import Runner, journal, parse_show, run
@@ -48,17 +49,17 @@ class SystemdService:
         """The unit files on the disk are new: make users and directories, reload, enable exactly these instances."""
         root = [] if self.booted else [f"--root={self.layout.prefix}"]
         users = self.layout.sysusers.name  # by name: a path would be one of this system, also with --root
-        self._do(["systemd-sysusers", *root, users], "create the services' users")
+        self._do(["systemd-sysusers", *root, users], t("create the services' users"))
         if self.booted:
             self._do(["systemd-tmpfiles", "--create", self._inside(self.layout.tmpfiles)], "create /run/atoll")
-            self._systemctl(["daemon-reload"], "read the new units")
+            self._systemctl(["daemon-reload"], t("read the new units"))
         gone = [units.engine_unit(model) for model in self.models() if model not in models]
         if gone:
             self.stop([model for model in self.models() if model not in models])
-            self._systemctl(["disable", "--quiet", *root, *gone], "disable the engines that are no more")
-        self._systemctl(["enable", "--quiet", *root, *units.enabled(models)], "enable the services")
+            self._systemctl(["disable", "--quiet", *root, *gone], t("disable the engines that are no more"))
+        self._systemctl(["enable", "--quiet", *root, *units.enabled(models)], t("enable the services"))
         if self.booted:
-            self._systemctl(["start", "--no-block", units.TIMER], "start the weekly verification")
+            self._systemctl(["start", "--no-block", units.TIMER], t("start the weekly verification"))
 
     def remove_units(self) -> None:
         """Stop and disable everything, before the unit files are removed."""
@@ -67,15 +68,15 @@ class SystemdService:
         known = [name for name in units.enabled(self.models()) if self._installed(name)]
         if self.booted:
             rest = self._loaded(units.TIMER, units.VERIFY, units.GPU_READY, units.SETTLE)
-            self._systemctl(["stop", *rest], "stop the rest", timeout=_STOP_SECONDS)
+            self._systemctl(["stop", *rest], t("stop the rest"), timeout=_STOP_SECONDS)
             self._run(["systemctl", "stop", _SLICE], 30.0)  # systemd made it by itself, and would keep it
         if known:
-            self._systemctl(["disable", "--quiet", *root, *known], "disable the services")
+            self._systemctl(["disable", "--quiet", *root, *known], t("disable the services"))
 
     def reload(self) -> None:
         """Forget unit files that are no longer there."""
         if self.booted:
-            self._systemctl(["daemon-reload"], "forget the units")
+            self._systemctl(["daemon-reload"], t("forget the units"))
             self._run(["systemctl", "reset-failed", "atoll*"], 30.0)  # fails if there is nothing to forget
 
     def remove_users(self) -> None:
@@ -84,11 +85,11 @@ class SystemdService:
         names = {file: _names(self.layout.prefix / "etc" / file) for file in ("passwd", "group")}
         for user in (units.ENGINE_USER, units.GATEWAY_USER):
             if user in names["passwd"]:
-                self._do(["userdel", *root, user], f"remove the user {user}")
+                self._do(["userdel", *root, user], t("remove the user {user}", user=user))
         left = _names(self.layout.prefix / "etc/group")  # userdel takes a group of the same name with it
         for group in (units.GROUP, units.ENGINE_USER, units.GATEWAY_USER):
             if group in left:
-                self._do(["groupdel", *root, group], f"remove the group {group}")
+                self._do(["groupdel", *root, group], t("remove the group {group}", group=group))
 
     # -- what runs
 
@@ -98,8 +99,8 @@ class SystemdService:
             return
         names = [units.SOCKET, units.TARGET, units.GATEWAY, *map(units.engine_unit, self.models())]
         self._run(["systemctl", "reset-failed", *names], 30.0)  # the limit on restarts must not hold against a person
-        self._systemctl(["start", units.SOCKET], "open the port", units.SOCKET, timeout=_START_SECONDS)
-        self._systemctl(["start", "--no-block", *names], "start the services", timeout=_START_SECONDS)
+        self._systemctl(["start", units.SOCKET], t("open the port"), units.SOCKET, timeout=_START_SECONDS)
+        self._systemctl(["start", "--no-block", *names], t("start the services"), timeout=_START_SECONDS)
 
     def stop(self, names: Collection[str] | None = None) -> bool:
         """Stop everything, the port too, or only these parts (instances, "gateway"); whether anything ran."""
@@ -112,7 +113,7 @@ class SystemdService:
         wanted = self._loaded(*wanted)
         ran = any(facts["ActiveState"] in _UP for facts in self._show(wanted).values())
         if wanted:
-            self._systemctl(["stop", *wanted], "stop the services", *wanted, timeout=_STOP_SECONDS)
+            self._systemctl(["stop", *wanted], t("stop the services"), *wanted, timeout=_STOP_SECONDS)
         return ran
 
     def restart(self, names: Collection[str]) -> None:
@@ -123,7 +124,7 @@ class SystemdService:
     def reopen(self) -> None:
         """The address has changed: open the port there. Nothing is waited for."""
         if self.booted:
-            self._systemctl(["try-restart", "--no-block", units.SOCKET], "open the port", units.SOCKET)
+            self._systemctl(["try-restart", "--no-block", units.SOCKET], t("open the port"), units.SOCKET)
 
     def switch(self, names: Collection[str] | None, timeout: float) -> Switched:
         """Engines that run hand over to their successors, which have everything ready but the device (the engine's
@@ -141,14 +142,14 @@ class SystemdService:
         fresh = [units.GATEWAY, *(units.engine_unit(model) for model in self.models() if model not in heirs)]
         self._run(["systemctl", "reset-failed", *fresh], 30.0)
         # Not the target: a start of what still takes over would be merged into a second reload of it.
-        self._systemctl(["start", "--no-block", *fresh], "start the services", timeout=_START_SECONDS)
+        self._systemctl(["start", "--no-block", *fresh], t("start the services"), timeout=_START_SECONDS)
         self._await_end(old)
         return Switched(silent_from, began)
 
     def reload_keys(self) -> None:
         """API keys, the certificate or its key have changed: they hold for the gateway when this returns."""
         if self.booted and self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] in _UP:
-            self._systemctl(["reload", units.GATEWAY], "make the changed keys known", units.GATEWAY,
+            self._systemctl(["reload", units.GATEWAY], t("make the changed keys known"), units.GATEWAY,
                             timeout=_RELOAD_SECONDS)  # fmt: skip
 
     def state(self) -> ServiceState:
@@ -227,7 +228,7 @@ class SystemdService:
         the old processes. Raises InstallError (40) for one whose successor could not be prepared; it serves on."""
         old = {unit: facts["MainPID"] for unit, facts in self._show([units.engine_unit(n) for n in names]).items()}
         end = time.monotonic() + timeout
-        self._systemctl(["reload", "--no-block", *sorted(old)], "have new engines take over", *sorted(old))
+        self._systemctl(["reload", "--no-block", *sorted(old)], t("have new engines take over"), *sorted(old))
         pending, silent_from = set(old), None
         last = now = time.monotonic()
         while pending:
@@ -245,9 +246,9 @@ class SystemdService:
 
     def _not_prepared(self, unit: str) -> InstallError:
         return InstallError(
-            f"The new {unit} could not make itself ready to take over.",
+            t("The new {unit} could not make itself ready to take over.", unit=unit),
             exit_code=ExitCode.UNHEALTHY,
-            hint=f"journalctl -b -u {unit} says why.",
+            hint=t("The whole log: {command}", command=f"journalctl -b -u {unit}"),
             log_tail=journal(self._run, [unit], 20),
         )
 
@@ -299,14 +300,14 @@ class SystemdService:
         if done.code == 0:
             return
         if done.code is None:
-            said = f"it had not ended after {timeout:.0f} s"
+            said = t("it had not ended after {timeout:.0f} s", timeout=timeout)
         else:
-            said = " ".join(done.err.split()) or f"exit status {done.code}"
+            said = " ".join(done.err.split()) or t("exit status {code}", code=done.code)
         raise InstallError(
-            f"Could not {action}: {said}",
+            t("Could not {action}: {said}", action=action, said=said),
             exit_code=ExitCode.UNHEALTHY,
-            why=f"The command was: {' '.join(words)}",
-            hint=f"journalctl -b -u {about[0] if about else 'atoll*'} shows the whole log.",
+            why=t("The command was: {command}", command=" ".join(words)),
+            hint=t("The whole log: {command}", command=f"journalctl -b -u {about[0] if about else 'atoll*'}"),
             log_tail=journal(self._run, about or ["atoll*"], 20) if self.booted else [],
         )
 

@@ -15,7 +15,7 @@ from installer import audit, config, fs, keys, licence, lock, release, tls, unit
 from installer import verify as deep
 from installer.exposure import check_exposure
 from installer.findings import Findings
-from installer.i18n import t
+from installer.i18n import retold, t
 from installer.journal import History, Replay, replay
 from installer.layout import Layout
 from installer.lifecycle import history_of
@@ -44,7 +44,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     endpoint = found.look(t("the settings"), lambda: config.standing(layout), None)
     settings = found.look(t("the settings"), lambda: _settings(layout), {})
     running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
-    answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, "not running")
+    answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, t("not running"))
     holder = lock.holder(layout.lock)
     state = _state(history, committed, running, answers, busy=holder is not None)
     _tell_state(layout, state, running, said, units, history, found)
@@ -92,7 +92,7 @@ def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
         found.error(t("The install journal is damaged at line {line}.", line=line), "atoll journal repair")
     broken = found.look(t("the audit log"), lambda: audit.read(layout.audit)[1], None)
     if broken:
-        found.error(f"{broken[0].upper()}{broken[1:]}.", t("Compare it with a copy that you keep elsewhere."))
+        found.error(broken, t("Compare it with a copy that you keep elsewhere."))
     return log, History(log.records)
 
 
@@ -178,7 +178,9 @@ def _tell_state(
     failed = [unit for unit in units if unit.failed]
     for unit in failed:
         short = unit.name.removeprefix("atoll-").removesuffix(".service")
-        why = f"{unit.result}, exit status {unit.exit_status}" if unit.exit_status else unit.result
+        why = unit.result
+        if unit.exit_status:
+            why = t("{result}, exit status {code}", result=unit.result, code=unit.exit_status)
         found.error(t("{unit} has failed ({why}).", unit=unit.name, why=why), f"atoll logs --unit {short}")
     if state == "interrupted":
         back = t("Run the same install again, or go back: {command}", command=f"atoll start{where}")
@@ -193,7 +195,7 @@ def _tell_state(
         failure = history.last_failure
         found.warn(
             t("The last install failed in step {step} at {at}: {error}", step=failure["step"], at=failure["at"],
-              error=failure["error"]),
+              error=retold(failure["error"])),
             t("Correct it and run the same install again."),
         )
 
@@ -230,14 +232,15 @@ def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings)
         return {"at": at, "by": "install", "outcome": "good", "exit_code": 0, "detail": installed["detail"]}
     if record["outcome"] == "bad":
         for target in (target for target in record["targets"] if target.get("exit_code")):
-            message = t("Verification of {at}: {error}", at=record["finished"], error=target["error"])
-            found.error(message, target.get("hint", ""))
+            message = t("Verification of {at}: {error}", at=record["finished"], error=retold(target["error"]))
+            found.error(message, retold(target.get("hint", "")))
     elif record["outcome"] == "interrupted":
         found.warn(t("The verification begun at {at} was cut off.", at=record["started"]), "atoll verify")
     elif _age_days(record["finished"]) > VERIFY_DAYS:
         found.warn(t("The last verification was {days} days ago.", days=_age_days(record["finished"])), "atoll verify")
     count = len(record["targets"])
-    detail = f"{count} parts, {record['bytes'] / 2**30:.2f} GiB in {record['seconds']:.0f} s"
+    detail = t("{count} parts, {size:.2f} GiB in {seconds:.0f} s", count=count, size=record["bytes"] / 2**30,
+               seconds=record["seconds"])
     return {"at": record["finished"], "by": "verify", "outcome": record["outcome"], "exit_code": record["exit_code"],
             "detail": detail}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from installer import fs
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.layout import Layout
 from installer.service import code_root
 
@@ -62,10 +63,10 @@ def check_name(model: str) -> str:
     """Raises InstallError (usage) for a name that cannot be a unit's instance, a directory and a TOML key alike."""
     if not _INSTANCE.fullmatch(model):
         raise InstallError(
-            f"The model's name {model[:80]!r} cannot be used for a service.",
+            t("The model's name {model!r} cannot be used for a service.", model=model[:80]),
             exit_code=ExitCode.USAGE,
-            changed="Nothing was changed.",
-            hint="Use 1 to 63 of a-z 0-9 . _ -, beginning with a letter or a digit, such as chat or qwen3-8b.",
+            changed=t("Nothing was changed."),
+            hint=t("Use 1 to 63 of a-z 0-9 . _ -, beginning with a letter or a digit, such as chat or qwen3-8b."),
         )
     return model
 
@@ -119,10 +120,10 @@ def address(host: str, port: int) -> str:
         parsed = ipaddress.ip_address({"localhost": "127.0.0.1"}.get(host, host.strip("[]")))
         return f"[{parsed}]:{port}" if parsed.version == 6 else f"{parsed}:{port}"
     raise InstallError(
-        f"The address {host[:80]!r} is not an IP address.",
+        t("The address {host!r} is not an IP address.", host=host[:80]),
         exit_code=ExitCode.USAGE,
-        changed="Nothing was changed.",
-        hint="Give the address to listen on, such as 192.0.2.10, or 0.0.0.0 for every one.",
+        changed=t("Nothing was changed."),
+        hint=t("Give the address to listen on, such as 192.0.2.10, or 0.0.0.0 for every one."),
     )
 
 

@@ -31,7 +31,7 @@ def literals(path: Path) -> set[str]:
     """What the calls of t(…) and foreign(…) in a file are given, also inside other texts and f-strings."""
     calls = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
     first = (call.args[0] for call in calls if getattr(call.func, "id", "") in ("t", "foreign") and call.args)
-    return {node.value for node in first if isinstance(node, ast.Constant)}
+    return {str(node.value) for node in first if isinstance(node, ast.Constant)}
 
 
 def help_paragraphs() -> set[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from installer import audit, changes, config, fs, keys, migrate, release, snapshots, tls, units
 from installer.context import Context
+from installer.i18n import joined, t
 from installer.preflight.record import gib
 from installer.prune import prune
 from installer.ready import unhealthy, wait_ready
@@ -51,7 +52,8 @@ def write_units(context: Context) -> str:
     gone = units.remove(path for path in units.owned_files(layout) if path not in wanted)
     link_command(context)
     context.service.apply_units(context.names)
-    return f"{len(written)} files written, {len(gone)} removed, {len(context.units) - len(written)} as they were"
+    return t("{written} files written, {removed} removed, {kept} as they were", written=len(written), removed=len(gone),
+             kept=len(context.units) - len(written))
 
 
 def link_command(context: Context) -> None:
@@ -60,7 +62,8 @@ def link_command(context: Context) -> None:
     target = str(Path("/") / layout.current.relative_to(layout.prefix) / "bin/atoll")
     here = layout.command
     if here.exists() and not here.is_symlink():
-        context.frontend.note(f"{here} is not Atoll's and was left alone; call {layout.current}/bin/atoll")
+        context.frontend.note(t("{here} is not Atoll's and was left alone; call {current}/bin/atoll", here=here,
+                                current=layout.current))
     elif not here.is_symlink() or str(here.readlink()) != target:
         fs.make_dir(here.parent)
         fs.symlink_atomic(here, target)
@@ -79,8 +82,8 @@ def switch(context: Context) -> str:
         fs.symlink_atomic(layout.current, f"releases/{target.name}")
     previous = opened["previous"]
     if previous == target.name:
-        return "new settings for the same release"
-    return f"{previous or 'nothing'} -> {target.name}"
+        return t("new settings for the same release")
+    return f"{previous} -> {target.name}" if previous else t("nothing -> {release}", release=target.name)
 
 
 def _keep_old_form(context: Context) -> None:
@@ -91,7 +94,7 @@ def _keep_old_form(context: Context) -> None:
     copy = context.layout.config.with_name(f"{context.layout.config.name}.v{had}")
     if had != migrate.current() and not copy.exists():
         fs.write_atomic(copy, context.base_config, 0o644)
-        context.frontend.note(f"The settings were brought to today's form; the old ones are {copy}")
+        context.frontend.note(t("The settings were brought to today's form; the old ones are {copy}", copy=copy))
 
 
 def start(context: Context) -> str:
@@ -110,10 +113,11 @@ def start(context: Context) -> str:
     ready = time.monotonic()
     context.startup_s = round(ready - switched.starting_from, 2)
     context.downtime_s = round(ready - switched.silent_from, 2) if ran else None
-    told = f"ready in {context.startup_s:.1f} s at {context.endpoint.url}"
+    told = [t("ready in {seconds:.1f} s at {url}", seconds=context.startup_s, url=context.endpoint.url)]
     if context.downtime_s is not None:
-        told += f", {context.downtime_s:.1f} s without service" if parts is None or parts else ", nothing was restarted"
-    return told
+        silent = t("{seconds} s without service", seconds=f"{context.downtime_s:.1f}")
+        told.append(silent if parts is None or parts else t("nothing was restarted"))
+    return joined(told)
 
 
 def make_key(context: Context) -> keys.NewKey:
@@ -141,15 +145,16 @@ def smoke(context: Context) -> str:
             key, timeout = context.smoke_key.text, context.options.smoke_timeout
             result = smoke_test(context.endpoint, model.instance, key, timeout)
         except SmokeFailure as failure:
-            message = f"The service started, but {model.instance} did not answer a question: {failure}."
+            message = t("The service started, but {instance} did not answer a question: {failure}.",
+                        instance=model.instance, failure=failure)
             raise unhealthy(context.service, context.layout, message) from failure
         context.smoke = context.smoke or result
         context.journal.add(
             "smoke", model=model.instance, tokens=result.tokens, ttft_s=result.ttft_s, tokens_per_s=result.tokens_per_s
         )
-        first = f"first after {result.ttft_s * 1000:.0f} ms"
-        told.append(f"{result.tokens} tokens, {first}, then {result.tokens_per_s:.1f} tokens/s")
-    return "; ".join(told)
+        told.append(t("{tokens} tokens, first after {first:.0f} ms, then {rate:.1f} tokens/s", tokens=result.tokens,
+                      first=result.ttft_s * 1000, rate=result.tokens_per_s))
+    return joined(told, "; ")
 
 
 def commit(context: Context) -> str:
@@ -184,7 +189,9 @@ def commit(context: Context) -> str:
     unmark(layout)
     fs.remove_file(layout.key_backup)
     freed = prune(context)
-    return f"release {target.name}" + (f", {gib(freed)} of older releases removed" if freed else "")
+    if freed:
+        return t("release {name}, {freed} of older releases removed", name=target.name, freed=gib(freed))
+    return t("release {name}", name=target.name)
 
 
 def _previous(context: Context) -> tuple[str | None, str | None]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from installer import audit, config, keys, licence, release, snapshots, tls
 from installer.context import Context, Model
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, t
 from installer.layout import Layout
 from installer.lock import refuse_if_busy
 from installer.plan import Plan
@@ -23,8 +24,10 @@ def preflight(context: Context) -> str:
         refuse_if_busy(context.layout.lock)  # somebody began since this run looked: not a fault of the machine
     judge(context.checks, strict=context.options.strict)
     counts = {status: sum(check.status == status for check in context.checks) for status in ("pass", "warn", "fail")}
-    waived = f", {counts['fail']} waived" if counts["fail"] else ""
-    return f"{counts['pass']} passed, {counts['warn']} warnings{waived}"
+    good, warn, waived = counts["pass"], counts["warn"], counts["fail"]
+    if waived:
+        return t("{good} passed, {warn} warnings, {waived} waived", good=good, warn=warn, waived=waived)
+    return t("{good} passed, {warn} warnings", good=good, warn=warn)
 
 
 def preflight_context(context: Context) -> PreflightContext:
@@ -56,13 +59,13 @@ def preflight_context(context: Context) -> PreflightContext:
 def accept_licences(context: Context) -> str:
     """For each model a person's yes to the very text, an answer that names it, or an earlier acceptance of the same
     bundle."""
-    return "; ".join(_accept(context, model) for model in context.models)
+    return joined((_accept(context, model) for model in context.models), "; ")
 
 
 def _accept(context: Context, model: Model) -> str:
     manifest, terms = model.manifest, model.manifest.license
     if licence.already_approved(context.layout.approvals, terms.sha256, model.digest):
-        return f"{terms.spdx}, accepted earlier"
+        return t("{spdx}, accepted earlier", spdx=terms.spdx)
     text = licence.read_text(model.source, terms.file, terms.sha256)
     request = licence.LicenceRequest(terms.spdx, terms.sha256, text, terms.url, f"{manifest.name} {manifest.version}")
     if licence.answered(request, context.options.accept_licenses):
@@ -70,13 +73,15 @@ def _accept(context: Context, model: Model) -> str:
     elif terms.acceptance == "none":
         how = "not required"
     elif context.options.dry_run:
-        return f"{terms.spdx} will have to be accepted: --accept-license {request.answer}"
+        return t("{spdx} will have to be accepted: --accept-license {answer}", spdx=terms.spdx, answer=request.answer)
     elif context.frontend.accept_licence(request):
         how = "interactive"
     else:
         raise licence.not_accepted(request, model.source / terms.file)
     model.approval = licence.approve(request, model.digest, how)
-    return f"{terms.spdx}, {'no acceptance required by the vendor' if how == 'not required' else 'accepted'}"
+    if how == "not required":
+        return t("{spdx}, no acceptance required by the vendor", spdx=terms.spdx)
+    return t("{spdx}, accepted", spdx=terms.spdx)
 
 
 def plan(context: Context) -> str:
@@ -84,15 +89,15 @@ def plan(context: Context) -> str:
     context.plan = made = make_plan(context)
     context.frontend.plan(made)
     if context.options.dry_run:
-        return "dry run: nothing was changed"
+        return t("dry run: nothing was changed")
     if not context.options.confirmed and not context.frontend.confirm_plan(made):
         raise InstallError(
-            "The plan was not confirmed.",
+            t("The plan was not confirmed."),
             exit_code=ExitCode.USAGE,
-            changed="Nothing was changed.",
-            hint="Run again and answer yes, or confirm it beforehand with --yes-nothing-else.",
+            changed=t("Nothing was changed."),
+            hint=t("Run again and answer yes, or confirm it beforehand with --yes-nothing-else."),
         )
-    return f"{gib(made.bytes)} to write"
+    return t("{bytes} to write", bytes=gib(made.bytes))
 
 
 def make_plan(context: Context) -> Plan:
@@ -101,21 +106,22 @@ def make_plan(context: Context) -> Plan:
     plan = Plan(target.name, release.live(layout))
     _plan_tree(context, plan)
     for model in context.models:
-        store, note = layout.models / model.digest, f"{model.instance}: {len(model.manifest.files)} files, read-only"
+        store, count = layout.models / model.digest, len(model.manifest.files)
+        note = t("{instance}: {count} files, read-only", instance=model.instance, count=count)
         size = 0 if model.in_store else model.manifest.total_bytes
         plan.add("model", store, "keep" if model.in_store else "create", size, note)
     if code := release.plan_code(layout):
         here = code[0].is_dir()
-        plan.add("directory", code[0], "keep" if here else "create", 0 if here else code[1], "the code, verified")
+        plan.add("directory", code[0], "keep" if here else "create", 0 if here else code[1], t("the code, verified"))
     for name, content, _ in target.files():
         _plan_file(plan, layout.releases / target.name / name, len(content))
-    _plan_text(plan, layout.config, context.config_text, "settings")
+    _plan_text(plan, layout.config, context.config_text, t("settings"))
     keys.read(layout.api_keys)  # a damaged file is told now, not in the middle
-    _plan_file(plan, layout.api_keys, 400, "mode 0600, hashes only")
+    _plan_file(plan, layout.api_keys, 400, t("mode 0600, hashes only"))
     for path in (layout.journal, layout.audit, layout.approvals, layout.sequence):
         _plan_file(plan, path, 4096)
     saved, text = snapshots.file_of(layout, context.snapshot())
-    _plan_file(plan, saved, len(text.encode()), "the way back to this release")
+    _plan_file(plan, saved, len(text.encode()), t("the way back to this release"))
     if context.tls_names:
         for path, size, note in tls.plan_files(layout):
             _plan_file(plan, path, size, note)
@@ -139,15 +145,15 @@ def _plan_tree(context: Context, plan: Plan) -> None:
         if not directory.is_dir() or directory in begun:
             plan.add("directory", directory, "create")
     for source in context.options.trust_keys:
-        _plan_file(plan, layout.trust / key_name(source), source.stat().st_size, "trusted key")
+        _plan_file(plan, layout.trust / key_name(source), source.stat().st_size, t("trusted key"))
 
 
 def _plan_process(context: Context, plan: Plan) -> None:
     layout = context.layout
     _plan_file(plan, layout.log, 4096)
     deed = "restart" if context.service.state().up else "start"
-    plan.add("process", f"atoll serve --config {layout.config}", deed, 0, "in a session of its own")
-    plan.add("user", str(audit.operator()["user"]), "keep", 0, "runs the service; no user is made")
+    plan.add("process", f"atoll serve --config {layout.config}", deed, 0, t("in a session of its own"))
+    plan.add("user", str(audit.operator()["user"]), "keep", 0, t("runs the service; no user is made"))
 
 
 def _plan_services(context: Context, plan: Plan) -> None:
@@ -163,14 +169,15 @@ def _plan_services(context: Context, plan: Plan) -> None:
             plan.add("file", path, "remove", 0, "systemd")
     linked = layout.command.is_symlink()
     plan.add("symlink", layout.command, "keep" if linked else "create", 0, f"-> {layout.current}/bin/atoll")
-    for user, note in ((units.ENGINE_USER, "runs the engines"), (units.GATEWAY_USER, "runs the gateway")):
-        plan.add("user", user, "keep" if _user_exists(layout, user) else "create", 0, f"no shell, no home; {note}")
+    for user, note in ((units.ENGINE_USER, t("runs the engines")), (units.GATEWAY_USER, t("runs the gateway"))):
+        about = t("no shell, no home; {note}", note=note)
+        plan.add("user", user, "keep" if _user_exists(layout, user) else "create", 0, about)
     plan.add("group", units.GROUP, "keep" if _user_exists(layout, units.GROUP, "group") else "create")
     for name in units.enabled(context.names):
         here = (layout.units / "atoll.target").exists()
-        plan.add("unit", name, "keep" if here and name not in _new_units(context) else "start", 0, "at every boot")
+        plan.add("unit", name, "keep" if here and name not in _new_units(context) else "start", 0, t("at every boot"))
     for name in context.removed:
-        plan.add("unit", units.engine_unit(name), "remove", 0, "its model stays while there is a way back")
+        plan.add("unit", units.engine_unit(name), "remove", 0, t("its model stays while there is a way back"))
 
 
 def _new_units(context: Context) -> set[str]:

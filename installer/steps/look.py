@@ -8,6 +8,7 @@ from installer import config, release, tls, units
 from installer.choose import choose, no_medium, which_bundle
 from installer.context import Context, Model
 from installer.errors import ExitCode, InstallError
+from installer.i18n import joined, t
 from installer.preflight.record import gib
 from installer.release import Release
 from installer.sequence import last_sequence
@@ -17,7 +18,7 @@ from offline_bundle.errors import BundleError
 from offline_bundle.store import verify_model
 from offline_bundle.verify import verify_bundle
 
-_UNTOUCHED = "Nothing was changed."
+_UNTOUCHED = t("Nothing was changed.")
 
 
 def discover(context: Context) -> str:
@@ -29,20 +30,20 @@ def discover(context: Context) -> str:
             raise no_medium(place)
     if layout.prefix.exists() and not layout.prefix.is_dir():
         raise InstallError(
-            f"{layout.prefix} is a file, not a directory.",
+            t("{prefix} is a file, not a directory.", prefix=layout.prefix),
             exit_code=ExitCode.USAGE,
             changed=_UNTOUCHED,
-            hint="Choose another --prefix.",
+            hint=t("Choose another --prefix."),
         )
     if not (options.bundle or options.media or options.models or history.committed):
         raise which_bundle()
     context.trusted_keys = [*options.trust_keys, *installed_keys(layout)]
     if not context.trusted_keys:
         raise InstallError(
-            "No key is trusted yet, so no bundle can be.",
+            t("No key is trusted yet, so no bundle can be."),
             exit_code=ExitCode.USAGE,
             changed=_UNTOUCHED,
-            hint="Give the vendor's public key, got by another way than the bundle: --trust-key FILE.pub",
+            hint=t("Give the vendor's public key, got by another way than the bundle: --trust-key FILE.pub"),
         )
     # After a crash behind the switch, the settings to build on are those from before it.
     switch = history.open_switch
@@ -54,10 +55,11 @@ def discover(context: Context) -> str:
     _check_tls(context)
     context.own_pids = context.service.pids()
     if switch is not None:
-        return f"an install that was interrupted in step '{history.last_step or 'switch'}' will be finished"
+        step = history.last_step or "switch"
+        return t("an install that was interrupted in step '{step}' will be finished", step=step)
     if history.committed is not None:
-        return f"release {history.committed['release']} is installed"
-    return "nothing is installed here yet"
+        return t("release {release} is installed", release=history.committed["release"])
+    return t("nothing is installed here yet")
 
 
 def _endpoint(context: Context) -> config.Endpoint:
@@ -75,15 +77,15 @@ def _check_tls(context: Context) -> None:
     choice, layout = context.options.tls, context.layout
     standing = config.endpoint(context.base_config, layout.config, system=layout.system)
     if context.base_config and standing.certificate is None:
-        context.frontend.note("The endpoint spoke plain HTTP until now. It will speak HTTPS: tell its clients.")
+        context.frontend.note(t("The endpoint spoke plain HTTP until now. It will speak HTTPS: tell its clients."))
     context.tls_names = tls.wanted_names(context.endpoint.host, choice.names)
     if choice.certificate is not None or choice.private_key is not None:
         if choice.certificate is None or choice.private_key is None:
             raise InstallError(
-                "A certificate needs its private key, and a key its certificate.",
+                t("A certificate needs its private key, and a key its certificate."),
                 exit_code=ExitCode.USAGE,
                 changed=_UNTOUCHED,
-                hint="Give both: --tls-cert FILE --tls-key FILE",
+                hint=t("Give both: --tls-cert FILE --tls-key FILE"),
             )
         context.tls_import = check_import(
             choice.certificate, choice.private_key, tls.required_names(context.endpoint.host, choice.names)
@@ -107,14 +109,15 @@ def verify(context: Context) -> str:
             _check_content(context, model)
     context.release = Release.of([model.facts() for model in context.models], context.release_command)
     _render(context)
-    return "; ".join(_told(model) for model in context.models)
+    return joined((_told(model) for model in context.models), "; ")
 
 
 def _told(model: Model) -> str:
     manifest = model.manifest
-    how = "runs already" if model.kept else "already in the store" if model.in_store else ""
-    how = how or f"{gib(manifest.total_bytes)} hashed"
-    return f"{manifest.name} {manifest.version}, signed by {model.key_fingerprint[:16]}…, {how}"
+    how = t("runs already") if model.kept else t("already in the store") if model.in_store else ""
+    how = how or t("{size} hashed", size=gib(manifest.total_bytes))
+    return t("{name} {version}, signed by {key}…, {how}", name=manifest.name, version=manifest.version,
+             key=model.key_fingerprint[:16], how=how)
 
 
 def _check_sequence(context: Context, model: Model) -> None:
@@ -126,16 +129,17 @@ def _check_sequence(context: Context, model: Model) -> None:
     if context.options.allow_downgrade:
         facts = {"name": manifest.name, "sequence": manifest.sequence, "was": minimum, "bundle": model.digest}
         context.downgrades.append({**facts, "reason": context.options.allow_downgrade})
-        context.frontend.note(f"{manifest.name} goes back from sequence {minimum} to {manifest.sequence}, as asked.")
+        context.frontend.note(t("{name} goes back from sequence {minimum} to {sequence}, as asked.",
+                                name=manifest.name, minimum=minimum, sequence=manifest.sequence))
         return
     raise InstallError(
-        f"This bundle of {manifest.name} is older (sequence {manifest.sequence}) than one that was installed here "
-        f"(sequence {minimum}).",
+        t("This bundle of {name} is older (sequence {sequence}) than one that was installed here (sequence "
+          "{minimum}).", name=manifest.name, sequence=manifest.sequence, minimum=minimum),
         exit_code=ExitCode.DOWNGRADE,
-        why="Old bundles may bring back what a newer one fixed; an attacker may replay them.",
+        why=t("Old bundles may bring back what a newer one fixed; an attacker may replay them."),
         changed=_UNTOUCHED,
-        hint="Use a newer bundle. To go back one release without a medium: atoll rollback. "
-        "If you mean this one, say why: --allow-downgrade 'reason' (recorded in the audit log).",
+        hint=t("Use a newer bundle. To go back one release without a medium: atoll rollback. If you mean this one, "
+               "say why: --allow-downgrade 'reason' (recorded in the audit log)."),
     )
 
 
@@ -155,7 +159,7 @@ def _check_content(context: Context, model: Model) -> None:
             model.source, model.in_store = models / model.digest, True
             return
         except BundleError:
-            context.frontend.note("The copy in the store is damaged; it will be made again.")
+            context.frontend.note(t("The copy in the store is damaged; it will be made again."))
     verify_bundle(model.source, context.trusted_keys, progress=context.frontend.progress)
 
 

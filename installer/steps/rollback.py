@@ -6,6 +6,7 @@ from typing import Any
 from installer import audit, changes, config, fs, snapshots, tls, units
 from installer.context import Context
 from installer.errors import ExitCode, InstallError
+from installer.i18n import t
 from installer.ready import wait_ready
 from installer.steps.activate import drop_private_keys
 from installer.unfinished import unmark
@@ -36,19 +37,20 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
             context.journal.add("rollback-failed", to=previous, reason=reason)
         context.frontend.step("rollback", "failed", reason)
         return InstallError(
-            f"{cause.message} Going back failed too: {reason}",
+            t("{message} Going back failed too: {reason}", message=cause.message, reason=reason),
             exit_code=ExitCode.ROLLBACK_FAILED,
             why=cause.why,
-            changed="The service is not running. The model and the previous release are still on the disk.",
-            hint=f"Read {layout.log_hint}, then run the same command again: it goes on from here.",
+            changed=t("The service is not running. The model and the previous release are still on the disk."),
+            hint=t("Read {log_hint}, then run the same command again: it goes on from here.", log_hint=layout.log_hint),
             log_tail=cause.log_tail,
         )
     if previous is None:
-        done = "Nothing runs, as before. The verified model stays in the store, so a new attempt copies nothing."
+        done = t("Nothing runs, as before. The verified model stays in the store, so a new attempt copies nothing.")
     elif opened["was_running"]:
-        done = f"The previous release {previous} was put back and serves again."
+        done = t("The previous release {previous} was put back and serves again.", previous=previous)
     else:
-        done = f"The previous release {previous} was put back; it was stopped before and still is."
+        done = t("The previous release {previous} was put back; it was stopped before and still is.",
+                 previous=previous)
     context.frontend.step("rollback", "done", done)
     cause.changed = done
     return cause

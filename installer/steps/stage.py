@@ -4,6 +4,7 @@ import time
 
 from installer import audit, fs, licence, tls, trust
 from installer.context import Context
+from installer.i18n import t
 from installer.preflight.record import gib
 from offline_bundle.ingest import ingest
 
@@ -59,5 +60,5 @@ def stage(context: Context) -> str:
     if context.tls_names and context.tls_import is None:
         required = tls.required_names(context.endpoint.host, context.options.tls.names)
         tls.ensure(layout, context.tls_names, required=required)
-    how = f"{gib(copied)} copied and verified" if copied else "already in the store"
-    return f"release {release.name}, model {how}"
+    how = t("{size} copied and verified", size=gib(copied)) if copied else t("already in the store")
+    return t("release {name}, model {how}", name=release.name, how=how)
