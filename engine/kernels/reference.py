@@ -51,9 +51,14 @@ def decode_projection(
     *,
     splits: int = 1,
     scale: float,
+    distance: int = 0,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    offset: float | None = None,
+    v_norm: bool = False,
+    k_eq_v: bool = False,
+    own_kv: bool = True,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     window: int | None = None,
@@ -65,10 +70,15 @@ def decode_projection(
     positions = seq_lens[there].long() - 1
     slots = block_table[rows[there].long(), positions // page_size].long() * page_size + positions % page_size
     q = torch.zeros_like(out)
-    q[there] = rope_and_write_kv(
-        qkv[there], cos, sin, positions, slots, k_cache, v_cache, out.shape[1], q_norm=q_norm, k_norm=k_norm, eps=eps,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    both = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "k_scale": k_scale, "v_scale": v_scale}
+    tokens, places = qkv[there], (positions, slots, k_cache, v_cache, out.shape[1])
+    if offset is None and not v_norm and not k_eq_v and own_kv and 2 * cos.shape[-1] == out.shape[2]:
+        q[there] = rope_and_write_kv(tokens, cos, sin, *places, **both)
+    else:
+        q[there], _ = heads_and_write_kv(
+            tokens, cos, sin, distance or out.shape[2] // 2, *places, **both, offset=offset or 0.0, v_norm=v_norm,
+            k_eq_v=k_eq_v, own_kv=own_kv,
+        )  # fmt: skip
     return decode(
         q, k_cache, v_cache, rows, seq_lens, block_table, out, scale=scale, k_scale=k_scale, v_scale=v_scale,
         window=window, softcap=softcap,
@@ -308,6 +318,7 @@ def heads_and_write_kv(
     v_cache: torch.Tensor,
     num_heads: int,
     *,
+    begin: int = 0,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     offset: float = 0.0,
@@ -319,7 +330,14 @@ def heads_and_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """triton_heads.heads_and_write_kv. `k_eq_v` shows in the width of x."""
+    """triton_heads.heads_and_write_kv. `k_eq_v` shows in the width of x. Tokens before `begin` get zeros."""
+    if begin:
+        q, own = heads_and_write_kv(
+            x[begin:], cos, sin, distance, positions[begin:], slots[begin:], k_cache, v_cache, num_heads,
+            q_norm=q_norm, k_norm=k_norm, offset=offset, eps=eps, v_norm=v_norm, k_eq_v=k_eq_v, own_kv=own_kv,
+            keep=keep, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        return F.pad(q, (0, 0, 0, 0, begin, 0)), None if own is None else F.pad(own, (0, 0) * 3 + (begin, 0))
     _, page_size, kv_heads, dim = k_cache.shape
     at, pairs = positions.long(), cos.shape[-1]
 

@@ -28,6 +28,7 @@ What no query sees is never loaded: slots past a sequence's end or before its wi
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -107,26 +108,40 @@ def _for_cache(q, FP8: tl.constexpr):
 
 
 @triton.jit
-def _rotated(x_at, d, partner, live, norm_ptr, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Raw heads [R, DP] at `x_at`, normalised and rotated. `partner` is the dimension that each d rotates with."""
+def _weighted(x, factor, norm_ptr, d, offset, D: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr):
+    """x * factor times a norm's weight: rounded in between as Llama's norms do, or WIDE in float32 with an offset."""
+    weight = tl.load(norm_ptr + d, mask=d < D, other=0.0)[None, :]
+    if WIDE:
+        return (x * factor * (offset + weight.to(tl.float32))).to(dtype).to(tl.float32)
+    else:
+        return ((x * factor).to(dtype) * weight).to(tl.float32)
+
+
+@triton.jit
+def _rotated(
+    x_at, d, partner, live, norm_ptr, cos, sin, eps, offset, D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr
+):
+    """Raw heads [R, DP] at `x_at`, normalised and rotated: each d with its `partner`."""
     x = tl.load(x_at + d[None, :], mask=live, other=0.0)
     other = tl.load(x_at + partner[None, :], mask=live, other=0.0)
     a, b = x.to(tl.float32), other.to(tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
-        a = ((a * factor).to(x.dtype) * tl.load(norm_ptr + d, mask=d < D, other=0.0)[None, :]).to(tl.float32)
-        b = ((b * factor).to(x.dtype) * tl.load(norm_ptr + partner, mask=d < D, other=0.0)[None, :]).to(tl.float32)
+        a = _weighted(a, factor, norm_ptr, d, offset, D, x.dtype, WIDE)
+        b = _weighted(b, factor, norm_ptr, partner, offset, D, x.dtype, WIDE)
     return (a * cos[None, :] + b * sin[None, :]).to(x.dtype)
 
 
 @kernel
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, offset,
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr, V_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -149,39 +164,50 @@ def _decode_kernel(
         return
     table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
     stop = end  # of what the pages hold
-    if RAW:
+    if OWN:
         stop = tl.minimum(end, seq_len - 1)
     pages = _pages_of(table, start, first, stop, PAGE, TILE)
     at_token = q_ptr + b * q_stride
     if RAW:
-        partner = (d + D // 2) % D
-        inside = d < D
-        angle = (seq_len - 1) * (D // 2) + d % (D // 2)
-        cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
-        sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
-        sin = tl.where(d < D // 2, -sin, sin)
-        q = _rotated(at_token + head[:, None] * D, d, partner, q_mask, q_norm_ptr, cos, sin, eps, D, NORM)
+        # The other number of each pair, and the pair's angle; what is outside of pairs is its own partner, and rests.
+        first_half = d < PAIRS
+        turns = first_half | ((d >= DISTANCE) & (d < DISTANCE + PAIRS))
+        partner = tl.where(turns, tl.where(first_half, d + DISTANCE, d - DISTANCE), d)
+        angle = (seq_len - 1).to(tl.int64) * PAIRS + tl.where(first_half, d, d - DISTANCE)
+        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
+        sin = tl.where(first_half, -sin, sin)
+        q = _rotated(
+            at_token + head[:, None] * D, d, partner, q_mask, q_norm_ptr, cos, sin, eps, offset, D, NORM, WIDE
+        )
         q = _for_cache(q, FP8)
+    else:
+        q = _for_cache(tl.load(at_token + head[:, None] * D + d[None, :], mask=q_mask, other=0.0), FP8)
+    if OWN:
         # The newest key and value, as the cache holds them: the slice with the end starts from them.
         is_last = end == seq_len
+        inside = (d < D)[None, :]
         at_k = at_token + (HKV * G + h) * D + tl.zeros([1, 1], tl.int32)
-        new_k = _rotated(at_k, d, partner, inside[None, :], k_norm_ptr, cos, sin, eps, D, NORM)
-        new_v = tl.load(at_k + HKV * D + d[None, :], mask=inside[None, :], other=0.0)
+        new_k = _rotated(at_k, d, partner, inside, k_norm_ptr, cos, sin, eps, offset, D, NORM, WIDE)
+        at_v = at_k if K_EQ_V else at_k + HKV * D
+        new_v = tl.load(at_v + d[None, :], mask=inside, other=0.0)
+        if V_NORM:
+            wide = new_v.to(tl.float32)
+            new_v = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]).to(new_v.dtype)
         if FP8:
             new_k = saturated(new_k.to(tl.float32) / k_scale)
             new_v = saturated(new_v.to(tl.float32) / v_scale)
         new_k, new_v = new_k.to(k_ptr.dtype.element_ty), new_v.to(v_ptr.dtype.element_ty)
         page = tl.load(table + (seq_len - 1) // PAGE).to(tl.int64)
         slot = page * k_stride_page + (seq_len - 1) % PAGE * k_stride_token + h * k_stride_head + d[None, :]
-        tl.store(k_ptr + slot, new_k, mask=inside[None, :] & is_last)
-        tl.store(v_ptr + slot, new_v, mask=inside[None, :] & is_last)
+        tl.store(k_ptr + slot, new_k, mask=inside & is_last)
+        tl.store(v_ptr + slot, new_v, mask=inside & is_last)
         s = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32), 1)
         s, factor = _capped(s, scale * k_scale, softcap, SOFTCAP)
         m = tl.where(is_last, s * factor, -float("inf"))
         total = tl.where(is_last, 1.0, tl.zeros([GP], tl.float32))
         acc = tl.where(is_last, new_v.to(q.dtype).to(tl.float32), tl.zeros([GP, DP], tl.float32))
     else:
-        q = _for_cache(tl.load(at_token + head[:, None] * D + d[None, :], mask=q_mask, other=0.0), FP8)
         m = tl.full([GP], -float("inf"), tl.float32)
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, DP], tl.float32)
@@ -412,7 +438,7 @@ def decode(
     Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice is at least `shortest` keys.
     """
     return _decode(
-        q, q.stride(0), (None, None, None, None, 0.0), k_cache, v_cache, rows, seq_lens, block_table, out,
+        q, q.stride(0), _FINISHED, k_cache, v_cache, rows, seq_lens, block_table, out,
         splits=splits, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window, softcap=softcap,
         shortest=shortest, tile=tile, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
@@ -431,9 +457,14 @@ def decode_projection(
     *,
     splits: int,
     scale: float,
+    distance: int = 0,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    offset: float | None = None,
+    v_norm: bool = False,
+    k_eq_v: bool = False,
+    own_kv: bool = True,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     window: int | None = None,
@@ -443,21 +474,45 @@ def decode_projection(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> torch.Tensor:
-    """`triton_fused.rope_and_write_kv` and `decode` in one: qkv [B, (Hq + 2 Hkv) D], one token a sequence, which stays
-    as it is -> out [B, Hq, D]. The token of sequence b is its last one, at position seq_lens[b] - 1; its key and value
-    go to the slot that the block table gives it. cos, sin [max_len, 1, D / 2] float32.
+    """From the projection qkv [B, (Hq + 2 Hkv) D], one token a sequence, to out [B, Hq, D]: `decode` after what
+    triton_fused.rope_and_write_kv does, or with an `offset` (of a norm's weight, in float32) what
+    triton_heads.heads_and_write_kv does with the same options; see there for them and for the shapes. qkv stays as it
+    is. The token of sequence b is its last one, at position seq_lens[b] - 1; its key and value go to the slot that the
+    block table gives it. cos, sin [max_len, 1, pairs] float32 of the pairs (i, i + distance), half a head by default.
     """
+    raw = _Raw(cos, sin, q_norm, q_norm if k_norm is None else k_norm, eps, offset or 0.0)
+    form = {
+        "RAW": True, "PAIRS": cos.shape[-1], "DISTANCE": distance or out.shape[2] // 2, "NORM": q_norm is not None,
+        "WIDE": offset is not None, "OWN": own_kv, "V_NORM": v_norm, "K_EQ_V": k_eq_v,
+    }  # fmt: skip
     return _decode(
-        qkv, qkv.stride(0), (cos, sin, q_norm, k_norm, eps), k_cache, v_cache, rows, seq_lens, block_table, out,
+        qkv, qkv.stride(0), (raw, form), k_cache, v_cache, rows, seq_lens, block_table, out,
         splits=splits, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window, softcap=softcap,
         shortest=shortest, tile=tile, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
+class _Raw(NamedTuple):
+    """What heads still need, in the order of the kernel's arguments."""
+
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+
+
+_FINISHED = _Raw(), {
+    "RAW": False, "PAIRS": 0, "DISTANCE": 0, "NORM": False, "WIDE": False, "OWN": False, "V_NORM": False,
+    "K_EQ_V": False,
+}  # fmt: skip
+
+
 def _decode(
     q: torch.Tensor,
     q_stride: int,
-    raw: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float],
+    heads: tuple[_Raw, dict[str, Any]],
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     rows: torch.Tensor,
@@ -490,12 +545,12 @@ def _decode(
         lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
     _decode_kernel(
         (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
-        *raw, q_stride, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        *heads[0], q_stride, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
         DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
-        SOFTCAP=softcap is not None, WINDOW=window is not None, RAW=raw[0] is not None, NORM=raw[2] is not None,
-        num_warps=num_warps, num_stages=num_stages,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, **heads[1], num_warps=num_warps,
+        num_stages=num_stages,
     )  # fmt: skip
     return out
 

@@ -20,9 +20,9 @@ class Attention(nn.Module):
     `own_kv=False` there is neither, and the cache that is bound is another layer's. `v_norm_eps`: v is normalised, by
     a norm that has no weight.
 
-    On a GPU all steps before the attention are one kernel. In Llama's kind of layer a sequence with one token needs
-    none: its attention does them in passing. The worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D]
-    after it has planned memory.
+    On a GPU all steps before the attention are one kernel; Llama's kind of layer has its own, which works in place.
+    Sequences with one token need none: their attention does it in passing. The worker binds `k_cache` and `v_cache`
+    [num_pages, page_size, Hkv, D] after it has planned memory.
     """
 
     k_cache: torch.Tensor
@@ -75,12 +75,17 @@ class Attention(nn.Module):
                 parts.append(self.k_norm(qk[:, self.num_heads :]))
             qk = torch.cat(parts, 1)
         qk = rotate(qk, rope)
-        q, k, v = qk[:, : self.num_heads], None, None
+        q = qk[:, : self.num_heads]
         if self.own_kv:
             k, v = qk[:, self.num_heads :], heads[:, -self.num_kv_heads :]
             if self.v_norm_eps is not None:
                 v = unit_rms(v, self.v_norm_eps)
             write_kv(k, v, self.k_cache, self.v_cache, slot_mapping)
+            self._step_k_v = (k, v) if self._lends else None
+        else:
+            (owner,) = self._owner
+            assert owner._step_k_v is not None, "its owner comes first in a step"
+            k, v = owner._step_k_v
         out = paged_attention(
             q, k, v, self.k_cache, self.v_cache, batch, scale=self.scale, window=self.window, softcap=self.softcap
         )
@@ -89,6 +94,7 @@ class Attention(nn.Module):
     def borrow_from(self, owner: "Attention") -> None:
         """Where a layer without keys of its own finds those of a step's chunks (the cache is bound by the worker)."""
         self._owner = (owner,)  # in a tuple: it is no part of this module
+        owner._lends = True
 
     def _on_device(
         self,
@@ -102,29 +108,21 @@ class Attention(nn.Module):
 
         tokens = qkv.shape[0]
         single = tokens if batch.tiles is None else batch.num_single
-        like_llama = self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim
-        q = own = None
-        if not like_llama:
-            q, own = self._heads(qkv, rope, positions, slot_mapping, keep=batch.tiles is not None)
-        elif single < tokens:
-            q, own = self._heads_like_llama(qkv, rope, positions, slot_mapping, begin=single)
         out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
         if single:
             splits = triton_attention.num_splits(single, self.num_kv_heads, batch.multiprocessors)
-            pages = (
-                self.k_cache, self.v_cache, batch.rows[:single], batch.seq_lens[:single], batch.block_table,
-                out[:single],
+            triton_attention.decode_projection(
+                qkv[:single], rope.cos, rope.sin, self.k_cache, self.v_cache, batch.rows[:single],
+                batch.seq_lens[:single], batch.block_table, out[:single], splits=splits, scale=self.scale,
+                window=self.window, softcap=self.softcap, distance=rope.distance, own_kv=self.own_kv, **self._norms,
+                **self._oddities,
             )  # fmt: skip
-            options: Any = {"splits": splits, "scale": self.scale, "window": self.window, "softcap": self.softcap}
-            if like_llama:
-                triton_attention.decode_projection(qkv[:single], rope.cos, rope.sin, *pages, **self._norms, **options)
-            else:
-                assert q is not None
-                triton_attention.decode(q[:single], *pages, **options)
         if batch.tiles is not None:
-            assert q is not None
+            heads = self._heads
+            if self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim:
+                heads = self._heads_like_llama
+            q, own = heads(qkv, rope, positions, slot_mapping, begin=single)
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
-            assert own is not None
             k, v = own.unbind(1)
             triton_attention.mixed(
                 q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
@@ -140,9 +138,18 @@ class Attention(nn.Module):
 
     @property
     def _norms(self) -> dict[str, Any]:
-        if self.q_norm is None or self.k_norm is None:
+        """Of q and k: weights, epsilon, and the offset that wide norms have."""
+        if self.q_norm is None:
             return {}
-        return {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps}
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        norms = {"q_norm": self.q_norm.weight, "k_norm": k_norm, "eps": self.q_norm.eps}
+        return norms | {"offset": self.q_norm.offset} if isinstance(self.q_norm, WideRMSNorm) else norms
+
+    @property
+    def _oddities(self) -> dict[str, Any]:
+        """What values are."""
+        options: dict[str, Any] = {"v_norm": self.v_norm_eps is not None, "k_eq_v": self.k_eq_v}
+        return options | {"eps": self.v_norm_eps} if self.q_norm is None and self.v_norm_eps is not None else options
 
     def _heads_like_llama(
         self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, begin: int
@@ -159,28 +166,26 @@ class Attention(nn.Module):
         return q, own
 
     def _heads(
-        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same for other heads, in tensors of their own; k and v only to `keep`."""
+        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, begin: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for other heads, in tensors of their own."""
         from engine.kernels.triton_heads import heads_and_write_kv
 
         assert self.q_norm is None or isinstance(self.q_norm, WideRMSNorm)
-        eps = self.v_norm_eps or 0.0
         q, own = heads_and_write_kv(
             qkv, rope.cos, rope.sin, rope.distance, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads,
-            q_norm=None if self.q_norm is None else self.q_norm.weight,
-            k_norm=None if self.k_norm is None else self.k_norm.weight,
-            offset=0.0 if self.q_norm is None else self.q_norm.offset,
-            eps=eps if self.q_norm is None else self.q_norm.eps,
-            v_norm=self.v_norm_eps is not None, k_eq_v=self.k_eq_v, own_kv=self.own_kv, keep=keep,
+            begin=begin, own_kv=self.own_kv, keep=self.own_kv, **self._norms, **self._oddities,
         )  # fmt: skip
         if not self.own_kv:
             (owner,) = self._owner
             own = owner._step_kv
         self._step_kv = own
+        assert own is not None
         return q, own
 
     _step_kv: torch.Tensor | None = None  # of the mixed step that runs, for layers that borrow
+    _step_k_v: tuple[torch.Tensor, torch.Tensor] | None = None  # the same on a CPU, of any step
+    _lends = False
     _owner: "tuple[Attention]"
 
 

@@ -41,7 +41,7 @@ def attend(dim, group, cache, **options):
     options = {"scale": 0.1, **options}
     triton_attention.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
     qkv, angle, norm = zeros(4, (group + 2) * dim), torch.zeros(64, 1, dim // 2), zeros(dim)
-    for weights in ({}, {"q_norm": norm, "k_norm": norm}):
+    for weights in ({}, {"q_norm": norm, "k_norm": norm}, {"q_norm": norm, "offset": 1.0, "v_norm": True}):
         triton_attention.decode_projection(
             qkv, angle, angle, kv, kv, n, n, table, torch.empty_like(q), splits=4, **weights, **options
         )

@@ -130,16 +130,19 @@ def test_every_split_count_gives_the_same_result():
 
 
 def check_projection(lengths, group, *, splits, dim=32, kv_heads=2, dtype=torch.float32, cache=None, norm=False,
-                     tol=2e-5, **options):  # fmt: skip
+                     pairs=None, tol=2e-5, **options):  # fmt: skip
     """The newest key and value of each sequence still stand in the projection: their slots hold NaN until then."""
-    angle = torch.rand(max(lengths), 1, dim // 2) * 6
+    angle = torch.rand(max(lengths), 1, pairs or dim // 2) * 6
+    own_kv = options.get("own_kv", True)
+    heads = (group + (2 - options.get("k_eq_v", False)) * own_kv) * kv_heads
     results = []
     for kernels in (triton_attention, reference):
         pages = Pages(lengths, kv_heads, dim, cache or dtype)
         last = torch.tensor(lengths) - 1
         at = pages.table[pages.rows.long(), last // PAGE].long(), last % PAGE
-        pages.put(at, *(torch.full((len(lengths), kv_heads, dim), NAN) for _ in range(2)))
-        qkv = pages.randn(len(lengths), (group + 2) * kv_heads * dim + 8).to(dtype)[:, :-8]
+        if own_kv:
+            pages.put(at, *(torch.full((len(lengths), kv_heads, dim), NAN) for _ in range(2)))
+        qkv = pages.randn(len(lengths), heads * dim + 8).to(dtype)[:, :-8]
         weights = {}
         if norm:
             weights = {"q_norm": pages.randn(dim).to(dtype), "k_norm": pages.randn(dim).to(dtype), "eps": 1e-3}
@@ -179,6 +182,22 @@ def test_decode_from_the_projection_softcap_and_other_types(splits):
     check_projection([40, 129, 130], 2, splits=splits, scale=2.0, softcap=3.0)
     check_projection([1, 100, 200], 4, splits=splits, dtype=torch.float16, norm=True, tol=4e-3)
     check_projection([1, 100, 200], 4, splits=splits, cache=torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0)
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize(
+    ("dim", "options"),
+    [
+        (32, {"pairs": 8, "distance": 8, "offset": 1.0}),                                # a small head rotates
+        (32, {"pairs": 4, "distance": 16, "offset": 0.0, "v_norm": True, "k_eq_v": True}),  # the fastest pairs
+        (48, {"offset": 0.0, "v_norm": True, "window": 70}),
+        (32, {"offset": 0.0, "v_norm": True, "own_kv": False}),                          # another layer's keys
+        (512, {"pairs": 64, "distance": 256, "offset": 0.0, "v_norm": True, "k_eq_v": True}),
+    ],
+)
+def test_decode_from_the_projection_of_other_families(dim, options, splits):
+    lengths = [1, 16, 17, 64, 65, 129, 200] if dim < 512 else [1, 66]
+    check_projection(lengths, 4, splits=splits, dim=dim, kv_heads=2 if dim < 512 else 1, norm=True, **options)
 
 
 def test_a_projection_without_a_sequence_gives_zeros_and_writes_nothing():
