@@ -38,6 +38,7 @@ DEFAULT_SCOPES = ("serve", "metrics")   # also what keys without scopes have: th
 MAX_FILE_BYTES = 4 << 20                # as in engine/server/auth.py
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")
+FIRST = "first key, made at install"    # its name in the file, in every language
 _SMOKE = "installer-smoke-test"
 
 Entry = dict[str, Any]
@@ -215,6 +216,12 @@ def usable(path: Path) -> list[Entry]:
 
 def scopes_of(entry: Entry) -> list[str]:
     return list(entry.get("scopes", DEFAULT_SCOPES))
+
+
+def shown_name(entry: Entry) -> str:
+    """What a person called it; the installer's own name for its first key can be told in another language."""
+    name = str(entry.get("name", ""))
+    return t("first key, made at install") if name == FIRST else name
 
 
 def seconds_left(entry: Entry) -> float | None:

@@ -96,7 +96,7 @@ def list_(prefix: Prefix = None, as_json: Json = False) -> None:
     for entry in entries:
         ends = entry["expires"][:10] if entry.get("expires") else t("never")
         made, scopes = str(entry.get("created", ""))[:10], ",".join(keys.scopes_of(entry))
-        rows.append((entry["id"], _STATES[keys.state(entry)], scopes, made, ends, entry.get("name", "")))
+        rows.append((entry["id"], _STATES[keys.state(entry)], scopes, made, ends, keys.shown_name(entry)))
     widths = [max(cell_len(spoken(row[column])) for row in rows) for column in range(5)]
     for row in rows:
         cells = [padded(cell, width) for cell, width in zip(row, widths, strict=False)]
@@ -122,7 +122,7 @@ def revoke(
     if as_json:
         print_json({**_facts(entry), "changed": not before.get("revoked"), "active_keys_left": left, "note": note})
         return
-    facts = {"id": entry["id"], "name": entry.get("name", "")}
+    facts = {"id": entry["id"], "name": keys.shown_name(entry)}
     if before.get("revoked"):
         say(t("The key {id} ({name}) was revoked already.", **facts))
     else:

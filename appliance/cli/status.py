@@ -10,6 +10,7 @@ from appliance.cli.common import Json, Prefix, examples, layout_for, print_json,
 from appliance.engines import engine_facts
 from installer.errors import ExitCode
 from installer.i18n import joined, retold, t
+from installer.keys import shown_name
 from installer.logs import printable
 from installer.status import status
 
@@ -162,8 +163,8 @@ def _permissions(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ends = t("ends {at}", at=key["expires"]) if key["expires"] else t("no end")
         if key["state"] == "expired":
             ends = t("EXPIRED {at}", at=key["expires"])
-        what = f"{key['id']}  {key['name']}, {'+'.join(key['scopes'])}"
-        found.append((t("key"), joined([what, ends])))
+        what = joined([key["id"], shown_name(key)], "  ")
+        found.append((t("key"), joined([what, "+".join(key["scopes"]), ends])))
     if len(facts["keys"]) > 4:
         found.append(("", t("and {count} more: atoll apikey list", count=len(facts["keys"]) - 4)))
     return found

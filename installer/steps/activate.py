@@ -122,7 +122,7 @@ def start(context: Context) -> str:
 
 def make_key(context: Context) -> keys.NewKey:
     """The operator's first key. Until it was shown it counts as never given out, and a later run replaces it."""
-    key = keys.add(context.layout.api_keys, "first key, made at install")
+    key = keys.add(context.layout.api_keys, keys.FIRST)
     context.journal.add("key-created", key=key.id)
     audit.append(context.layout.audit, "api-key-created", key=key.id)
     return key
