@@ -7,12 +7,13 @@ from contextlib import suppress
 
 import torch
 
-from engine.selftest import checks, delta, sampling
+from engine.selftest import checks, delta, few, sampling
 from engine.selftest.checks import Check, Side, kernel_side
 from engine.selftest.compare import Difference, difference
 from engine.selftest.machine import examine, measure
 from engine.selftest.report import Fault, Tally
 
+EVERY = [*few.CHECKS, *checks.CHECKS, *sampling.CHECKS, *delta.CHECKS]
 _REASON = 400  # characters of an error that are shown
 
 
@@ -38,7 +39,7 @@ def run_checks(
     """Compare every kernel with its twin on `device`, in `dtype`. On a CPU: in Triton's interpreter.
 
     `meanwhile` is called once other processes compile."""
-    every = [*checks.CHECKS, *sampling.CHECKS, *delta.CHECKS] if only is None else only
+    every = EVERY if only is None else only
     possible = [check for check in every if with_fp8 or not check.needs_fp8]
     kernels = None
     if device.type == "cuda":

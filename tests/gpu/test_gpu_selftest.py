@@ -54,7 +54,7 @@ def test_every_kernel_passes_from_an_empty_cache_in_time(tmp_path: Path, capsys:
     end = lines[-1]
     assert end["failed"] == []
     names = {line["name"] for line in lines if line["kind"] == "check"}
-    assert {"delta rule, 1 token", "delta rule, chunks", "gated norm", "experts, 150 tokens", "decode d128"} <= names
+    assert {"delta rule, 1 token", "delta rule, chunks", "gated norm", "experts, 150 tokens", "sparse block"} <= names
     assert end["passed"] >= len(names) - end["skipped"]
     facts = {line["name"]: line.get("number") for line in lines if line["kind"] == "fact"}
     assert facts["memory bandwidth"] > 100

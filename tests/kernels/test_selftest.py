@@ -16,17 +16,18 @@ from engine.kernels import (
     triton_heads,
     triton_inputs,
     triton_moe,
+    triton_moe_few,
     triton_post_norm,
     triton_quant,
     triton_sampling,
 )
-from engine.selftest import checks, delta, sampling
 from engine.selftest.compare import Result, difference
 from engine.selftest.report import Tally
+from engine.selftest.run import EVERY as CHECKS
 from engine.selftest.run import run_checks
 
 CPU = torch.device("cpu")
-EVERY = {check.name: check for check in (*checks.CHECKS, *sampling.CHECKS, *delta.CHECKS)}
+EVERY = {check.name: check for check in CHECKS}
 
 
 def run(*names, dtype=torch.float32, with_fp8=True):
@@ -116,7 +117,12 @@ def spoil(monkeypatch, module, name, which=None):
         ("step inputs", triton_inputs, "apply_runs", 4),
         ("step inputs", triton_inputs, "gather_inputs", 7),
         ("delta rule, 1 token", triton_delta, "decode", 10),
+        ("delta rule, norm", triton_delta, "decode", 10),
         ("delta rule, chunks", triton_delta, "prefill", 10),
+        ("two products", triton_gemv, "two_gemv", None),
+        ("two products fp8", triton_gemv, "two_gemv", None),
+        ("sparse block", triton_moe_few, "_experts", 5),
+        ("sparse block fp8", triton_moe_few, "_experts", 5),
         ("gated norm", triton_gated_norm, "gated_rms_norm", None),
         ("gated norm to fp8", triton_gated_norm, "gated_rms_norm_to_fp8", None),
         ("sampling greedy", triton_sampling, "sample_rows", 4),

@@ -1,0 +1,75 @@
+"""What one to four tokens go through in fewer launches, against its parts one by one.
+
+    two products    a small one beside a large one, of the same input
+    sparse block    norm, router, experts, and the MLP beside them, with a factor of its own or apart
+
+Every token goes to every expert: where only some are chosen, a rounding may choose others. The choice has a check of
+its own.
+"""
+
+from functools import partial
+
+import torch
+
+from engine.kernels import reference
+from engine.selftest.checks import Check, Side
+from engine.selftest.compare import Result, numbers
+
+
+def two_products(side: Side, *, rows: int, is_fp8: bool) -> list[Result]:
+    x = side.strided(rows, 1024)
+    weight, scale = _weight(side, (768, 1024), is_fp8)
+    second = side.randn(96, 1024) * 0.05
+    norm = (1 + side.randn(1024) * 0.1, 1e-6)
+    with side.clock():
+        if side.is_twin:
+            ys = [reference.gemv(x, w, s, norm=norm) for w, s in ((weight, scale), (second, None))]
+        else:
+            ys = side.gemv.two_gemv(x, weight, scale, second, norm=norm)
+    return [numbers(y, 2) for y in ys]
+
+
+def sparse_block(side: Side, *, tokens: int, is_fp8: bool, with_factor: bool) -> list[Result]:
+    num_experts, hidden, inner, width = 4, 512, 256, 256
+    x, residual = side.strided(tokens, hidden), side.randn(tokens, hidden)
+    router = side.randn(num_experts, hidden) * 0.05
+    w13, scale13 = _weight(side, (num_experts, 2 * inner, hidden), is_fp8)
+    w2, scale2 = _weight(side, (num_experts, hidden, inner), is_fp8)
+    gate_up, gate_up_scale = _weight(side, (2 * width, hidden), is_fp8)
+    down, down_scale = _weight(side, (hidden, width), is_fp8)
+    factor = side.randn(1, hidden) * 0.05 if with_factor else None
+    norm = 1 + side.randn(hidden) * 0.1, 1e-6
+    with side.clock():
+        if side.is_twin:
+            x = reference.rms_norm(x, *norm)
+            routing = reference.choose_experts(reference.gemv(x, router), num_experts)
+            y = reference.routed_experts(x, *routing, w13, w2, scale13, scale2)
+            apart = reference.gemv(reference.gemv(x, gate_up, gate_up_scale, gate="silu"), down, down_scale)
+            if factor is not None:
+                y, apart = y + reference.gemv(x, factor).sigmoid() * apart, None
+            residual.add_(y)
+        else:
+            from engine.kernels.triton_moe_few import Beside, Norm, sparse_block
+
+            beside = Beside(gate_up, gate_up_scale, down, down_scale, factor)
+            _, apart = sparse_block(
+                x, router, w13, w2, scale13, scale2, top_k=num_experts, norm=Norm(*norm, None), beside=beside,
+                residual=residual,
+            )  # fmt: skip
+    return [numbers(residual, 6), *([] if apart is None else [numbers(apart, 6)])]
+
+
+def _weight(side: Side, shape: tuple[int, ...], is_fp8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    values = side.randn(*shape) * 0.05
+    if not is_fp8:
+        return values, None
+    quantized, scale = reference.quantize_rows(values.flatten(0, -2))
+    return quantized.view(shape), scale.view(shape[:-1])
+
+
+CHECKS = [
+    Check("two products", partial(two_products, rows=3, is_fp8=False)),
+    Check("two products fp8", partial(two_products, rows=1, is_fp8=True), True),
+    Check("sparse block", partial(sparse_block, tokens=2, is_fp8=False, with_factor=True)),
+    Check("sparse block fp8", partial(sparse_block, tokens=1, is_fp8=True, with_factor=False), True),
+]
