@@ -4,7 +4,6 @@ The reader on a bare server is offline_bundle/medium/check.py, which knows nothi
 """
 
 import hashlib
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
@@ -13,6 +12,7 @@ from . import limits, names
 from .errors import CONTENT, BundleError
 from .manifest import MANIFEST, SIGNATURE, SafePath, Semver, Sha256, Strict, Timestamp
 from .strictjson import StrictJSONError, canonical, loads
+from .text import complaint, plain, t
 
 Role = Literal["wheel", "tool", "requirements", "setup", "unit", "doc", "license", "sbom"]
 ROOMS: dict[str, Role] = {
@@ -55,7 +55,7 @@ class RuntimeFile(Strict):
     def _in_its_room(self) -> Self:
         room, slash, _ = self.path.partition("/")
         if not slash or ROOMS.get(room) != self.role:
-            raise ValueError(f"{self.path}: a file with role {self.role} does not belong there")
+            raise ValueError(t("{path}: a file with role {role} does not belong there", path=self.path, role=self.role))
         return self
 
 
@@ -75,16 +75,17 @@ class RuntimeManifest(Strict):
     def _whole(self) -> Self:
         paths = [f.path for f in self.files]
         if paths != sorted(set(paths)):
-            raise ValueError("files are not in strict path order")
+            raise ValueError(t("files are not in strict path order"))
         if pair := names.collision([*paths, MANIFEST, SIGNATURE]):
-            raise ValueError(f"the paths '{pair[0]}' and '{pair[1]}' collide on some file systems")
+            raise ValueError(t("the paths '{one}' and '{other}' collide on some file systems", one=pair[0],
+                               other=pair[1]))
         needed = {"setup/setup_release.py", "setup/install.sh"}
         tags = [f"requirements/cp{python.replace('.', '')}" for python in self.requires.python]
         needed |= {tag + suffix for tag in tags for suffix in (".txt", ".json")}
         if lacking := sorted(needed - set(paths)):
-            raise ValueError(f"{lacking[0]} is missing")
+            raise ValueError(t("{lacking} is missing", lacking=lacking[0]))
         if sum(f.role == "tool" for f in self.files) != 1:
-            raise ValueError("there must be exactly one pip")
+            raise ValueError(t("there must be exactly one pip"))
         return self
 
     @property
@@ -107,15 +108,15 @@ class RuntimeManifest(Strict):
         try:
             manifest = cls.model_validate_json(data)
             if canonical(loads(data)) != data or manifest.to_bytes() != data:
-                raise StrictJSONError("it is not in canonical form")
+                raise StrictJSONError(t("it is not in canonical form"))
         except (ValidationError, StrictJSONError) as e:
-            why = str(e)
+            why = plain(e)
             if isinstance(e, ValidationError):
                 first: Any = e.errors(include_url=False)[0]
-                why = f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}"
+                why = t("{where}: {said}", where=".".join(str(step) for step in first["loc"]), said=complaint(first))
             raise BundleError(
-                f"bundle.json is not a valid description of a runtime: {re.sub(r'[^ -~]', '?', why)[:300]}.",
-                "The medium was made by another or a broken tool; ask its maker for a new one.",
+                t("bundle.json is not a valid description of a runtime: {why}.", why=names.show(why)),
+                t("The medium was made by another or a broken tool; ask its maker for a new one."),
                 CONTENT,
             ) from e
         return manifest
