@@ -46,6 +46,8 @@ from offline_bundle.medium.check import (
 )
 from offline_bundle.medium.trust import choose_key
 
+LOOK_BYTES = 1 << 28  # what a dry run unpacks, beside the copy
+
 KOREAN = {  # said after the English words where the system speaks Korean
     USAGE: "인자 또는 응답 파일이 잘못되었습니다. 도움말: sh install.sh --help",
     PREFLIGHT: "이 서버에는 이 매체에 필요한 것이 없습니다. 아무것도 바뀌지 않았습니다.",
@@ -244,13 +246,14 @@ def run(script, arguments):
 def make_release(options, root, signed, name):
     """Copy, build the tree beside what runs, hand over to it."""
     base = os.path.join(options.root, "opt/atoll/code")
+    look = options.dry_run or options.preflight
     with contextlib.ExitStack() as on_failure:
-        if options.dry_run or options.preflight:
+        if look:
             place = os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  mkdtemp makes it private
             base = tempfile.mkdtemp(prefix="atoll-dry-run-", dir=place)
             on_failure.callback(shutil.rmtree, base, ignore_errors=True)
         try:
-            setup, facts, lock = fill(base, name, root, signed, on_failure)
+            setup, facts, lock = fill(base, name, root, signed, on_failure, look)
         except OSError as e:
             message = f"Writing below {base} failed: {e.strerror} ({e.filename})."
             raise Refused(SPACE_IO, message, "Correct it, then run again.") from None
@@ -258,11 +261,12 @@ def make_release(options, root, signed, name):
     return setup.hand_over(facts, options, lock)
 
 
-def fill(base, name, root, signed, on_failure):
+def fill(base, name, root, signed, on_failure, look):
     """The tree `base/name`, under the lock of `base`: (setup_release.py as a module, the facts for it, the lock)."""
     incoming, here = os.path.join(base, f".incoming-{name}"), os.path.isfile(os.path.join(base, name, "runtime.json"))
     if not here:
-        check_space(base, signed[0]["requires"]["disk_bytes"])
+        copied = sum(entry["size"] for entry in signed[0]["files"])
+        check_space(base, copied + LOOK_BYTES if look else signed[0]["requires"]["disk_bytes"])
     absent = missing_directories(base)
     lock = own_directory(base)
     try:
@@ -273,7 +277,8 @@ def fill(base, name, root, signed, on_failure):
     try:
         take_copy(root, signed, incoming, only="setup/" if here else "")
         setup = load_setup(incoming, signed[0])
-        facts = {"manifest": signed[0], "key": signed[3], "base": base, "name": name, "incoming": incoming}
+        facts = {"manifest": signed[0], "key": signed[3], "base": base, "name": name}
+        facts |= {"incoming": incoming, "look": look}
         setup.make_tree(facts, say, Progress, Refused)
     except BaseException as e:
         code = SPACE_IO if isinstance(e, OSError) else getattr(e, "code", None)

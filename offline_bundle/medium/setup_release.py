@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 CONTENT, SPACE_IO, BUG = 11, 30, 1
@@ -31,6 +32,11 @@ NOT_COMPILED = (
     r"/(tests?|sympy|networkx|mpmath|setuptools|torchgen|functorch|huggingface_hub)/"
     r"|/torch/(_inductor|testing|onnx)/"
 )
+
+# For a look (a dry run, a preflight) packages above this size tell only what they are: PyTorch takes most of the time
+# and space of an install, and nothing that looks imports it.
+LARGE = 16 << 20
+TELLING = ("torch/__init__.py", "torch/version.py")
 
 LAUNCHER = """\
 #!/bin/sh
@@ -68,6 +74,10 @@ def make_tree(facts, say, progress_of, refused):
         say(f"The code is already in {final}.")
         return
     began = time.monotonic()
+    if facts["look"]:
+        _unpack_for_a_look(facts, final)
+        say(f"Ready to look ({time.monotonic() - began:.0f} s). Nothing of it stays.")
+        return
     try:
         os.mkdir(partial, 0o755)
         _install_packages(facts, partial, progress_of, refused)
@@ -162,6 +172,22 @@ def _install_packages(facts, partial, progress_of, refused):
     progress.end("Unpacked: every package, by its signed hash, without any index.")
 
 
+def _unpack_for_a_look(facts, final):
+    """What `atoll` needs to plan and to check the server, from the verified copy; gone when that is done."""
+    incoming, manifest = facts["incoming"], facts["manifest"]
+    with open(os.path.join(incoming, "requirements", f"{_tag()}.txt"), encoding="ascii") as file:
+        wanted = {line.rpartition("sha256:")[2].strip() for line in file}
+    for entry in manifest["files"]:
+        if entry["path"].startswith("wheels/") and entry["sha256"] in wanted:
+            with zipfile.ZipFile(os.path.join(incoming, entry["path"])) as wheel:
+                names = wheel.namelist()
+                if entry["size"] > LARGE:
+                    names = [name for name in names if ".dist-info/" in name or name in TELLING]
+                wheel.extractall(os.path.join(final, "lib"), names)
+    _add_rest(facts, final, final)
+    _write(final, "runtime.json", json.dumps(_facts_of(facts, manifest["requires"]["unpacked_bytes"]), indent=2) + "\n")
+
+
 def _temporary(partial, number):
     return os.path.join(partial, "tmp", str(number))
 
@@ -246,22 +272,27 @@ def _describe(facts, partial, refused):
 
     with ThreadPoolExecutor(min(_processors(), 8)) as pool:
         files = dict(pool.map(entry, paths))
-    manifest = facts["manifest"]
     with open(os.path.join(facts["incoming"], "requirements", f"{_tag()}.json"), "rb") as file:
         signed = json.loads(file.read())["files"]
     for path, expected in signed.items():
         if files.get(f"lib/{path}") != expected and not f"lib/{path}".startswith(NEEDLESS):
             raise refused(CONTENT, f"lib/{path} is not what the vendor signed.", "Check the disk (dmesg), run again.")
+    listing = json.dumps({"files": dict(sorted(files.items()))}, indent=0) + "\n"
+    runtime = _facts_of(facts, sum(f["size"] for f in files.values()) + len(listing))
+    _write(partial, "files.json", listing, 0o444)
+    _write(partial, "runtime.json", json.dumps(runtime, indent=2) + "\n", 0o444)
+    for directory, _, _ in os.walk(partial, topdown=False):
+        os.chmod(directory, 0o755)  # noqa: S103  everybody may read it
+
+
+def _facts_of(facts, size):
+    """runtime.json: what a tree is."""
+    manifest = facts["manifest"]
     with open(os.path.join(facts["incoming"], "bundle.json"), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     runtime = {name: manifest[name] for name in ("name", "version", "sequence", "created", "requires")}
     runtime |= {"schema_version": 1, "digest": digest, "key_fingerprint": facts["key"]["fingerprint"]}
-    runtime |= {"abi": _tag(), "python": os.path.realpath(sys.executable)}
-    runtime |= {"bytes": sum(f["size"] for f in files.values())}
-    _write(partial, "files.json", json.dumps({"files": dict(sorted(files.items()))}, indent=0) + "\n", 0o444)
-    _write(partial, "runtime.json", json.dumps(runtime, indent=2) + "\n", 0o444)
-    for directory, _, _ in os.walk(partial, topdown=False):
-        os.chmod(directory, 0o755)  # noqa: S103  everybody may read it
+    return runtime | {"abi": _tag(), "python": os.path.realpath(sys.executable), "bytes": size}
 
 
 def _run_all(commands, temporary, deed, refused, tick, fine=(0,)):

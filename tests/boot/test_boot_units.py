@@ -293,7 +293,7 @@ def test_it_serves_across_a_daemon_reload(server: Server):
 
 
 def test_an_engine_takes_over_from_another_while_that_one_serves(server: Server):
-    """`systemctl reload`: a new process under the same sandbox, with the settings of now, which systemd takes as its."""
+    """`systemctl reload`: a new process under the same sandbox, with the settings of now, that systemd knows."""
     machine, pid = server.machine, server.pid("tiny")
     began = time.monotonic()
     reload = machine.popen("systemctl reload atoll-engine@tiny", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
