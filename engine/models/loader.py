@@ -24,6 +24,7 @@ from engine.models.reader import Reader, read_into
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 _CPU = torch.device("cpu")
+_PLAIN = ("F64", "F32", "F16", "BF16")
 _RANDOM_BLOCK = (8 << 20) + 1  # numbers; no multiple of a row, so that rows differ
 
 
@@ -99,6 +100,9 @@ def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo
         if tensors[name].shape != tuple(target.shape):
             raise ModelError(f"Tensor {name} has shape {list(tensors[name].shape)} in the checkpoint; config.json "
                              f"implies {list(target.shape)}.")
+        if tensors[name].dtype not in _PLAIN:  # it stands for numbers only together with a scale
+            raise ModelError(f"Tensor {name} is {tensors[name].dtype} in the checkpoint, and no scale is beside it.",
+                             "Use the checkpoint in bfloat16: --quantization fp8 quantises it while it loads.")
 
 
 def _read_files(
