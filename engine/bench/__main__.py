@@ -15,6 +15,7 @@ _EXAMPLES = """examples:
   python -m engine.bench profile --model DIR --batch 64               where a step's time goes
   python -m engine.bench load --model DIR --quantization fp8          from the page cache to ready weights
   python -m engine.bench moe --model DIR                              the experts of a layer, alone
+  python -m engine.bench moe --search --out engine/kernels/moe_tuned.json
   python -m engine.bench delta --model DIR                            a recurrent layer, without its projections
 """
 _COMMANDS = {"cpu": cpu, "workload": workload, "profile": profile, "load": load, "moe": moe, "delta": delta}
@@ -29,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, module in _COMMANDS.items():
         summary = (module.__doc__ or "").split(": ", 1)[1].splitlines()[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__)
-        command.add_argument("--model", type=Path, required=True, help="model directory")
+        defaults = getattr(module, "DEFAULT_MODELS", ())
+        words = "model directory" + (f" (default: the shapes of {', '.join(defaults)})" if defaults else "")
+        command.add_argument("--model", type=Path, required=not defaults, help=words)
         command.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
         module.add_arguments(command)
     args = parser.parse_args(argv)

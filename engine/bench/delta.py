@@ -3,11 +3,12 @@
 DIR needs only a config.json. A decode step reads and writes the state of each sequence once; steps take turns with
 different states, so that none of them stays in a cache. A prompt is one sequence of so many tokens.
 
-``--search`` times the kernels' variants instead, those of a prompt together with the kernels around them: which tiles,
-warps and stages the constants in triton_delta should be.
+``--search`` times the kernels' variants instead, those of a prompt together with the kernels around them, for at most
+``--budget`` seconds: which tiles, warps and stages the constants in triton_delta should be. A summary names the best.
 """
 
 import argparse
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -20,11 +21,12 @@ from engine.config import STATE_DTYPES
 from engine.core.kv.spec import StateLayer
 from engine.errors import ConfigError
 from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
-from engine.layers.delta import GatedDeltaNet
+from engine.layers.delta import FEW_SEQUENCES, GatedDeltaNet
 from engine.models.config import ModelConfig
 from engine.models.config_qwen3_5 import read_qwen3_5
 from engine.models.registry import model_class
 
+DEFAULT_MODELS = ("qwen3.6-27b",)
 _BATCHES = (1, 4, 16, 64, 256)
 _PROMPTS = (64, 1024, 8192)
 _STATE_BYTES = 256 << 20  # of the states that take turns: more than caches hold
@@ -36,21 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=_BATCHES, help="sequences of a decode step")
     parser.add_argument("--mamba-ssm-cache-dtype", choices=("auto", *STATE_DTYPES), default="auto")
     parser.add_argument("--prompts", type=int, nargs="*", default=_PROMPTS, help="tokens")
-    parser.add_argument("--search", action="store_true", help="time variants of the kernels")
+    parser.add_argument("--search", action="store_true", help="time variants of the kernels (a GPU only)")
+    parser.add_argument("--budget", type=float, default=120, metavar="SECONDS", help="of a search (default: 120)")
 
 
 def run(args: argparse.Namespace) -> Iterator[report.Row]:
     device = torch.device(resolve_device(args.device, torch.cuda.is_available()))
     if args.search and device.type == "cpu":
         raise ConfigError("--search needs a GPU: variants of its kernels are timed.", "--search")
-    config = ModelConfig.load(args.model)
+    model = args.model or floor.CONFIGS / DEFAULT_MODELS[0]
+    config = ModelConfig.load(model)
     layer = make_layer(config, device)
     layer.state_dtype = state_dtype(config, args.mamba_ssm_cache_dtype, device)
-    facts = {"bench": "delta", "engine": "atoll", "model": args.model.name, "state": layer.state_dtype}
+    facts = {"bench": "delta", "engine": "atoll", "model": model.name, "state": layer.state_dtype}
     copy = floor.bandwidth(device)["copy"]
     with torch.inference_mode():
         if args.search:
-            for row in search(layer, copy):
+            for row in search(layer, copy, args.budget):
                 yield {**facts, **row, **report.machine(device)}
             return
         for batch in args.batches:
@@ -127,35 +131,47 @@ def prefill(layer: GatedDeltaNet, tokens: int) -> report.Row:
 _SEARCH_BATCHES = (1, 4, 16, 64)
 _SEARCH_PROMPTS = ((8192,), (1024,) * 8)
 _DECODE = [{"block_v": v, "num_warps": w} for v in (16, 32, 64, 128) for w in (2, 4, 8)]
+_DECODE_WITH_NORM = [{"gated_norm": True, "num_warps": w} for w in (4, 8, 16)]
 _SOLVE = [{"BLOCK_K": b, "BLOCK_V": b, "num_warps": 1, "num_stages": s} for b in (16, 32, 64) for s in (1, 2)]
 _RUN = [{"BLOCK_V": v, "num_warps": w, "num_stages": s} for v, w in ((16, 4), (32, 4), (64, 4), (64, 8), (128, 8))
         for s in (1, 2, 3)]  # fmt: skip
 
 
-def search(layer: GatedDeltaNet, copy: float) -> Iterator[report.Row]:
-    """Rows of every variant, with its options; of those that a card has no room for, with the driver's words."""
+def search(layer: GatedDeltaNet, copy: float, budget: float) -> Iterator[report.Row]:
+    """Rows of every variant, with its options; of those that a card has no room for, with the driver's words. After
+    `budget` seconds the rest is left out."""
     from engine.kernels.compile_ahead import compile_ahead
     from engine.kernels.launch import KernelError, recording
 
-    device = layer.a_log.device
+    device, deadline = layer.a_log.device, time.monotonic() + budget
     cases = [*_decode_cases(layer), *_prompt_cases(layer)]
     with recording() as jobs:
         for _, steps in cases:
             for step in steps():
                 step()
     compile_ahead(jobs, torch.cuda.get_device_capability(device))
-    for facts, steps in cases:
+    best: dict[str, tuple[float, report.Row]] = {}
+    for number, (facts, steps) in enumerate(cases):
+        if time.monotonic() > deadline:
+            report.say(f"the time is up: {len(cases) - number} of {len(cases)} variants are left out")
+            break
         try:
             seconds = step_seconds(steps(), device)
         except KernelError as error:
             yield {**facts, "error": str(error)}
             continue
+        options = {name: value for name, value in facts.items() if name not in _CASE}
+        case = " ".join(str(facts[name]) for name in (*_CASE, "kernel") if name in facts)
+        best[case] = min(best.get(case, (seconds, options)), (seconds, options), key=lambda each: each[0])
         if facts["phase"] == "decode":
             yield {**facts, **_decode_row(layer, int(facts["batch"]), seconds, copy)}
         else:
             yield {**facts, "us": round(seconds * 1e6, 1)}
+    for case, (seconds, options) in best.items():
+        report.say(f"best of {case}: {options}, {seconds * 1e6:.1f} us")
 
 
+_CASE = ("phase", "batch", "prompts", "tokens")  # what a row measures; the rest of it are the variant's options
 _Case = tuple[report.Row, Callable[[], Sequence[Callable[[], object]]]]
 
 
@@ -164,20 +180,23 @@ def _decode_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
 
     device = layer.a_log.device
     for batch in _SEARCH_BATCHES:
-        qkv, _, ba = _inputs(layer, batch)
+        qkv, z, ba = _inputs(layer, batch)
         positions = torch.full((batch,), 100, device=device)
         out = torch.empty(batch, layer.value_heads, layer.value_dim, dtype=qkv.dtype, device=device)
 
-        def steps(options, batch=batch, qkv=qkv, ba=ba, positions=positions, out=out):
+        def steps(options, batch=batch, qkv=qkv, z=z, ba=ba, positions=positions, out=out):
+            options = dict(options)
             _make_states(layer, 1)
             turns = min(_TURNS, max(2, _STATE_BYTES // (batch * layer.state[0].nbytes)))
             _make_states(layer, turns * batch)
             each = torch.arange(turns * batch, device=device).split(batch)
             taken = [layer.kernel_arguments(qkv, ba, DeviceRecurrentBatch(positions, slots), out) for slots in each]
+            if options.pop("gated_norm", False):
+                options["gated_norm"] = z, layer.norm_weight, layer.eps
             return [partial(triton_delta.decode, *arguments, **options) for arguments in taken]
 
-        for options in _DECODE:
-            if options["block_v"] <= layer.value_dim:
+        for options in _DECODE if batch > FEW_SEQUENCES else [*_DECODE, *_DECODE_WITH_NORM]:
+            if options.get("block_v", 0) <= layer.value_dim:
                 yield {"phase": "decode", "batch": batch, **options}, partial(steps, options)
 
 

@@ -15,6 +15,7 @@ from engine.models.checkpoint import check_checkpoint
 from engine.models.config import ModelConfig
 from engine.models.fields import get_size
 
+CONFIGS = Path(__file__).parent / "configs"  # of models whose shapes are measured without their weights
 _BYTES = 256 << 20  # far larger than any cache
 
 
@@ -65,6 +66,15 @@ def read_shape(raw: dict[str, Any], itemsize: int = 2) -> tuple[Shape, Gate]:
         get_size(raw, experts), get_size(raw, top_k), get_size(raw, "hidden_size"), get_size(raw, inner), itemsize
     )
     return shape, "gelu_tanh" if "gelu" in act else "silu"
+
+
+def beside_experts(raw: dict[str, Any]) -> tuple[int, bool]:
+    """Width of the MLP beside the experts (0: none), and whether a sigmoid weighs it."""
+    raw = raw.get("text_config") or raw
+    if raw.get("enable_moe_block"):
+        return get_size(raw, "intermediate_size"), False
+    shared = raw.get("shared_expert_intermediate_size") or 0
+    return shared, shared > 0
 
 
 def _median_seconds(work, device: torch.device, repeats: int) -> float:

@@ -1,50 +1,120 @@
 """``moe``: one layer's router and experts alone, against the time that reading the chosen experts' weights takes.
 
-DIR needs only a config.json. Each step is run with several inputs in turn, which choose different experts: none of them
-stays in a cache. With --search, the tiles of the GPU's kernels are tried out instead (engine/kernels/moe_tiles.py).
+DIR needs only a config.json; without one the shapes of three shipped models are measured. Each step is run with several
+inputs in turn, which choose different experts: none of them stays in a cache.
+
+``--search`` tries out tiles of the GPU's kernels instead, for at most ``--budget`` seconds, and prints the best for
+each number of tokens as they are found. With ``--out engine/kernels/moe_tuned.json`` they are used from then on.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from engine.bench import floor, report
 from engine.capabilities import resolve_device
-from engine.kernels.moe_tiles import MatrixTiles, Shape, Tiles, VectorTiles, tiles_for
-from engine.layers.moe import Routing, SparseMLP
-from engine.layers.quant import FP8
+from engine.errors import ConfigError
+from engine.kernels.moe_tiles import Shape, write_measured
+from engine.layers.moe import SparseMLP
+from engine.layers.quant import FP8, quantize_weight
 from engine.models.config import read_json
 
+if TYPE_CHECKING:
+    from engine.kernels.triton_moe_few import Beside
+
+DEFAULT_MODELS = ("gemma4-26b-a4b", "qwen3.6-35b-a3b", "qwen3-30b-a3b")
 _TOKENS = (1, 4, 16, 64, 256, 4096)
+_SEARCH_TOKENS = (1, 16, 64, 256, 4096, 4, 1024, 2)
 _INPUTS = 8  # that take turns
 _REPEATS = 15
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--tokens", type=int, nargs="+", default=_TOKENS)
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a step; default: several")
     parser.add_argument("--quantization", choices=["none", "fp8"], help="default: both")
     parser.add_argument("--search", action="store_true", help="try tiles, and print the best of them (a GPU only)")
+    parser.add_argument("--budget", type=float, default=150, metavar="SECONDS", help="of a search (default: 150)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where a search also writes what it found, as JSON")
 
 
 def run(args: argparse.Namespace) -> Iterator[report.Row]:
     device = torch.device(resolve_device(args.device, torch.cuda.is_available()))
-    raw = read_json(args.model / "config.json")
-    facts = {"bench": "moe", "engine": "atoll", "model": args.model.name}
+    if args.search and device.type == "cpu":
+        raise ConfigError("--search needs a GPU: tiles of its kernels are timed.", "--search")
+    forms = [args.quantization] if args.quantization else ["fp8", "none"]
+    configs = [args.model] if args.model else [floor.CONFIGS / name for name in DEFAULT_MODELS]
+    if args.search:
+        yield from _run_search(args, configs, forms, device)
+        return
     read = floor.bandwidth(device)["copy"]
-    for quantization in [args.quantization] if args.quantization else ["none", "fp8"]:
-        layer, shape = make_layer(raw, device, fp8=quantization == "fp8")
-        for tokens in args.tokens:
-            rows = search(layer, shape, tokens) if args.search else [measure(layer, shape, tokens, read)]
-            for row in rows:
-                yield {**facts, "quantization": quantization, **row, **report.machine(device)}
-        del layer
+    for config in configs:
+        for form in forms:
+            subject = make_subject(config, device, form)
+            for tokens in args.tokens or _TOKENS:
+                row = measure(subject.layer, subject.shape, tokens, read)
+                yield {**subject.facts, **row, **report.machine(device)}
+            del subject
+
+
+def _run_search(
+    args: argparse.Namespace, configs: Sequence[Path], forms: Sequence[str], device: torch.device
+) -> Iterator[report.Row]:
+    from engine.bench import moe_search
+    from engine.kernels.launch import shared_memory
+
+    start = time.monotonic()
+    subjects = [make_subject(config, device, form) for form in forms for config in configs]
+    todo = moe_search.cells(subjects, args.tokens or _SEARCH_TOKENS, shared_memory(device))
+    done = 0
+    with torch.inference_mode(), moe_search.OnGpu(todo, device) as ready:
+        budget = args.budget - (time.monotonic() - start)
+        for subject, measured, row in moe_search.search(todo, ready, budget):
+            if args.out is not None:
+                write_measured(args.out, [measured])
+            done += 1
+            yield {**subject.facts, **row, **report.machine(device)}
+    report.say(f"{done} of {len(todo)} searched in {time.monotonic() - start:.0f} s")
+
+
+@dataclass(slots=True)
+class Subject:
+    """One layer: random weights in a model's shapes."""
+
+    model: str
+    quantization: str
+    layer: SparseMLP
+    shape: Shape
+    beside: "Beside | None"  # the MLP beside the experts, which only a search runs
+    width: int
+
+    @property
+    def facts(self) -> report.Row:
+        return {"bench": "moe", "engine": "atoll", "model": self.model, "quantization": self.quantization}
+
+
+def make_subject(config: Path, device: torch.device, quantization: str) -> Subject:
+    raw = read_json(config / "config.json")
+    layer, shape = make_layer(raw, device, fp8=quantization == "fp8")
+    width, factor = floor.beside_experts(raw)
+    beside = None
+    if width and device.type == "cuda":
+        from engine.kernels.triton_moe_few import Beside
+
+        def weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            values = torch.randn(rows, columns, device=device).mul_(0.02).bfloat16()
+            return quantize_weight(values) if shape.itemsize == 1 else (values, None)
+
+        first, second = weight(2 * width, shape.hidden), weight(shape.hidden, width)
+        beside = Beside(*first, *second, layer.gate.weight[:1] if factor else None)
+    return Subject(config.name, quantization, layer, shape, beside, width)
 
 
 def make_layer(raw: dict[str, Any], device: torch.device, *, fp8: bool) -> tuple[SparseMLP, Shape]:
@@ -67,7 +137,7 @@ def make_layer(raw: dict[str, Any], device: torch.device, *, fp8: bool) -> tuple
 
 def measure(layer: SparseMLP, shape: Shape, tokens: int, read: float) -> report.Row:
     """`read`: GB/s. `of_floor`: the time to read the chosen experts once, over the time of a step."""
-    inputs = _inputs(layer, shape, tokens)
+    inputs = inputs_for(layer, shape, tokens)
     active = sum(int(layer.gate.choose(x).experts.unique().numel()) for x in inputs) / len(inputs)
     seconds = step_seconds([lambda x=x: layer(x) for x in inputs], inputs[0].device)
     weight_bytes = active * 3 * shape.inner * shape.hidden * shape.itemsize
@@ -82,61 +152,14 @@ def measure(layer: SparseMLP, shape: Shape, tokens: int, read: float) -> report.
     }
 
 
-def search(layer: SparseMLP, shape: Shape, tokens: int) -> Iterator[report.Row]:
-    """The fastest tiles for a number of tokens, one kernel after the other; a row for each that beats all before it."""
-    from engine.kernels.launch import shared_memory
-    from engine.kernels.triton_moe import routed_experts
-
-    inputs = _inputs(layer, shape, tokens)
-    shared = shared_memory(inputs[0].device)
-    routings = [layer.gate.choose(x) for x in inputs]
-    experts = layer.experts
-
-    def seconds(tiles: Tiles) -> float:
-        def step(x: torch.Tensor, routing: Routing) -> torch.Tensor:
-            return routed_experts(
-                x, *routing, experts.gate_up_proj.weight, experts.down_proj.weight, experts.gate_up_proj.scale,
-                experts.down_proj.scale, gate=experts.gate, tiles=tiles,
-            )  # fmt: skip
-
-        steps = [lambda x=x, r=r: step(x, r) for x, r in zip(inputs, routings, strict=True)]
-        return step_seconds(steps, inputs[0].device)
-
-    best = tiles_for(shape, tokens, shared)
-    fastest = seconds(best)
-    yield {"tokens": tokens, "us": round(fastest * 1e6, 1), "tiles": str(best)}
-    for name in ("gate_up", "down"):
-        for candidate in candidates(best, name, shape.itemsize, shared):
-            took = seconds(candidate)
-            if took < fastest * 0.99:
-                best, fastest = candidate, took
-                yield {"tokens": tokens, "us": round(fastest * 1e6, 1), "tiles": str(best)}
-
-
-def candidates(start: Tiles, name: str, itemsize: int, shared: int) -> Iterator[Tiles]:
-    """`start` with other tiles for the kernel `name`, such as the card has memory for."""
-    weights = 2 if name == "gate_up" else 1
-    if not start.rows:
-        for block_n, block_k, warps in product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (1, 2, 4, 8)):
-            if 16 <= block_n * block_k * itemsize // (32 * warps) <= 128:
-                yield start._replace(**{name: VectorTiles(block_n, block_k, warps)})
-        return
-    for block_n, width, warps, stages in product((64, 128), (64, 128, 256), (4, 8), (2, 3, 4, 5, 6)):
-        block_k = width // itemsize
-        needed = (weights * block_n + start.rows) * width * stages + 1024
-        numbers = weights * block_n * start.rows // (32 * warps)  # of results, that a thread holds
-        if shared // 4 <= needed <= shared and numbers <= 128:
-            yield start._replace(**{name: MatrixTiles(block_n, block_k, warps, stages)})
-
-
-def _inputs(layer: SparseMLP, shape: Shape, tokens: int) -> list[torch.Tensor]:
+def inputs_for(layer: SparseMLP, shape: Shape, tokens: int) -> list[torch.Tensor]:
     device = layer.gate.weight.device
     generator = torch.Generator(device=device).manual_seed(1)
     wide = torch.randn(_INPUTS, tokens, shape.hidden, device=device, generator=generator)
     return list(wide.to(layer.gate.weight.dtype))
 
 
-def step_seconds(steps: Sequence[Callable[[], object]], device: torch.device) -> float:
+def step_seconds(steps: Sequence[Callable[[], object]], device: torch.device, repeats: int = _REPEATS) -> float:
     """Median time of a step. On a GPU all are captured in one graph, as decode steps are."""
     with torch.inference_mode():
         for step in steps:
@@ -149,7 +172,7 @@ def step_seconds(steps: Sequence[Callable[[], object]], device: torch.device) ->
             for step in steps:
                 step()
         times = []
-        for _ in range(_REPEATS):
+        for _ in range(repeats):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()

@@ -40,7 +40,7 @@ class Compilation:
 
     def __init__(self, jobs: Iterable[Job], capability: tuple[int, int]) -> None:
         self._capability = capability
-        self._lines = sorted({_line(job, capability) for job in jobs}, key=lambda line: (_rank(line), line))
+        self._lines = sorted({line_of(job, capability) for job in jobs}, key=lambda line: (_rank(line), line))
         self._done = use_cache_dir() / f"atoll-{_digest(jobs, self._lines)}.done"
         alone = len(os.sched_getaffinity(0)) < 2
         self.count = 0 if len(self._lines) < _WORTH_A_POOL or alone or self._done.exists() else len(self._lines)
@@ -53,7 +53,7 @@ class Compilation:
     def wait(self, jobs: Iterable[Job]) -> None:
         """Until these are compiled, or known not to be."""
         if self._pool is not None:
-            self._pool.wait(_line(job, self._capability) for job in jobs)
+            self._pool.wait(line_of(job, self._capability) for job in jobs)
 
     def finish(self) -> None:
         if self._pool is None:
@@ -70,7 +70,7 @@ class Compilation:
             self._done.touch(mode=0o600)
 
 
-def _line(job: Job, capability: tuple[int, int]) -> str:
+def line_of(job: Job, capability: tuple[int, int]) -> str:
     return json.dumps({
         "module": job.kernel.jit.fn.__module__, "name": job.kernel.name, "types": job.types,
         "constants": dict(job.constants), "num_warps": job.num_warps, "num_stages": job.num_stages,

@@ -155,7 +155,7 @@ def decode(
     counts: torch.Tensor | None = None,
     gated_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     block_v: int | None = None,
-    num_warps: int = 4,
+    num_warps: int | None = None,
 ) -> None:
     """Sequences with one new token: from the inputs of the convolution to the rule's output; moves both states on.
 
@@ -170,14 +170,14 @@ def decode(
     width = conv_weight.shape[1]
     block_v = block_v or min(shape.value_dim, 32 if batch <= _FEW_SEQUENCES else 256 // state.element_size())
     z, norm, eps = (None, None, 0.0) if gated_norm is None else gated_norm
-    if norm is not None:  # the norm is over all of a head
-        block_v, num_warps = shape.value_dim, 8
+    if norm is not None:  # it is over all of a head
+        block_v = shape.value_dim
     _decode_kernel(
         (shape.value_heads * (shape.value_dim // block_v), batch), qkv, ba, conv_weight, a_log, dt_bias, positions,
         slots, q_starts, counts, state, conv_state, out, z, norm, qkv.stride(0), ba.stride(0), state.stride(0),
         conv_state.stride(0), 0 if z is None else z.stride(0), eps,
         **shape.constants, W=width, ROWS=triton.next_power_of_2(width), BLOCK_V=block_v, MIXED=counts is not None,
-        num_warps=num_warps,
+        num_warps=num_warps or (4 if norm is None else 8),
     )  # fmt: skip
 
 

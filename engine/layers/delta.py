@@ -16,7 +16,7 @@ from engine.kernels.delta import (
 )
 from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, empty_parameter
 
-_FEW_SEQUENCES = 4  # whose heads' norm and gate the rule's own kernel does in passing
+FEW_SEQUENCES = 4  # whose heads' norm and gate the rule's own kernel does in passing
 
 
 class ByKeyHead(MergedLinear):
@@ -121,7 +121,7 @@ class GatedDeltaNet(nn.Module):
         if batch.chunks is not None:
             assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             triton_delta.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
-        if batch.counts is None and len(batch.slots) <= _FEW_SEQUENCES and not self.out_proj.wants_fp8(out.shape[0]):
+        if batch.counts is None and len(batch.slots) <= FEW_SEQUENCES and not self.out_proj.wants_fp8(out.shape[0]):
             triton_delta.decode(*arguments, gated_norm=(z, self.norm_weight, self.eps))
             return out.flatten(1)
         triton_delta.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts)

@@ -5,9 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine.bench import floor, moe
-from engine.kernels.moe_tiles import Shape, Tiles, tiles_for
+from engine.bench import __main__ as bench
+from engine.bench import floor, moe, moe_search
+from engine.kernels import moe_tiles
+from engine.kernels.moe_tiles import FewTiles, Shape
+from engine.layers.moe import SparseMLP
 from engine.models.config import ModelConfig
 from engine.models.registry import model_class
 
@@ -38,17 +42,76 @@ def test_rows(tmp_path, quantization):
     assert many["tflop_s"] == pytest.approx(2 * 40 * 2 * 3 * 64 * 32 / (many["us"] / 1e6) / 1e12, abs=6e-3)
 
 
-def test_candidates_change_one_kernel_and_fit():
-    shared = 227 << 10
-    for tokens in (1, 16, 4096):
-        start = tiles_for(Shape(128, 8, 2048, 768, 2), tokens, shared)
-        for name, other in (("gate_up", "down"), ("down", "gate_up")):
-            found = list(moe.candidates(start, name, 2, shared))
-            assert len(found) > 5
-            assert len(set(found)) == len(found)
-            for tiles in found:
-                assert isinstance(tiles, Tiles)
-                assert (tiles.rows, getattr(tiles, other)) == (start.rows, getattr(start, other))
+SHARED = 227 << 10
+
+
+def subject(width=0, itemsize=1):
+    """Of real sizes; it has no weights, for whoever times it here needs none."""
+    with torch.device("meta"):
+        layer = SparseMLP(2048, 768, 128, 8)
+    return moe_search.Subject("model", "fp8", layer, Shape(128, 8, 2048, 768, itemsize), None, width)
+
+
+def test_the_search_covers_each_layer_and_number_of_tokens_with_tiles_that_fit():
+    todo = moe_search.cells([subject(), subject(512)], moe._SEARCH_TOKENS, SHARED)
+    assert {(id(c.subject), c.tokens) for c in todo} == {(id(c.subject), n) for c in todo for n in moe._SEARCH_TOKENS}
+    for cell in todo:
+        found = cell.all_tiles()
+        assert 8 < len(found) < 40
+        for tiles in found:
+            if isinstance(tiles, FewTiles):
+                assert tiles.router.warps == tiles.beside_gate_up.warps
+                assert tiles.down.warps == tiles.beside_down.warps
+            else:
+                assert moe_tiles.shared_bytes(tiles, 1) <= 2 * SHARED  # of both kernels; each was looked at alone
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_the_search_finds_the_best_of_each_kernel(tokens):
+    """With times that are known: a penalty for each field that differs from the best."""
+    (cell,) = moe_search.cells([subject(512)], [tokens], SHARED)
+    best = cell.start
+    for stage in cell.stages:
+        if "rows" not in stage[0]:
+            best = best._replace(**stage[-1])
+
+    def seconds(_subject, _tokens, tiles):
+        return 1 + sum(getattr(tiles, name) != getattr(best, name) for name in best._fields)
+
+    ready = moe_search.Ready(seconds, lambda *_: True)
+    ((_, measured, row),) = moe_search.search([cell], ready, 1000)
+    assert measured.tiles == best
+    assert measured.beside == (512 if tokens == 1 else None)
+    assert row["us"] == 1e6
+    assert row["us_by_rule"] == seconds(None, None, cell.start) * 1e6
+
+
+def test_what_cannot_be_compiled_is_passed_over():
+    (cell,) = moe_search.cells([subject()], [1], SHARED)
+    change = next(c for c in cell.stages[0] if c["gate_up"].block_n == 8)
+    there = cell.start, cell.start._replace(**change)
+    ready = moe_search.Ready(lambda _s, _t, tiles: tiles.gate_up.block_n, lambda _s, _t, tiles: tiles in there)
+    ((_, measured, row),) = moe_search.search([cell], ready, 1000)
+    assert row["tried"] == 2
+    assert measured.tiles == cell.start
+
+
+def test_a_search_ends_with_its_budget():
+    todo = moe_search.cells([subject()], [1, 64], SHARED)
+    assert list(moe_search.search(todo, moe_search.Ready(lambda *_: 1.0, lambda *_: True), 0)) == []
+
+
+def test_a_search_needs_a_gpu(capsys):
+    assert bench.main(["moe", "--search", "--device", "cpu"]) == 1
+    assert "--search needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, width, factor", [
+    ("gemma4-26b-a4b", 2112, False), ("qwen3.6-35b-a3b", 512, True), ("qwen3-30b-a3b", 0, False),
+])
+def test_the_mlp_beside_the_experts(name, width, factor):
+    raw = json.loads((CONFIGS / name / "config.json").read_text())
+    assert floor.beside_experts(raw) == (width, factor)
 
 
 def test_qwen3_30b_a3b_has_the_published_size():
