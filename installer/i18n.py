@@ -147,7 +147,7 @@ def _shapes() -> list[tuple[str, re.Pattern[str]]]:
         words = sum(len(re.sub(r"[^A-Za-z]", "", literal)) for literal, *_ in parts)
         names = [name for _, name, *_ in parts if name is not None]
         apart = all(text for text, name, *_ in parts[1:] if name is not None)
-        if words >= 6 and apart and len(names) == len(set(names)) and all(name.isidentifier() for name in names):
+        if words >= 5 and apart and len(names) == len(set(names)) and all(name.isidentifier() for name in names):
             pattern = "".join(re.escape(text) + (f"(?P<{name}>.+?)" if name else "") for text, name, *_ in parts)
             known.append((words, source, re.compile(pattern, re.DOTALL)))
     return [(source, shape) for _, source, shape in sorted(known, key=lambda each: -each[0])]

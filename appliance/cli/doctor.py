@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
+from appliance.cli.common import padded, spoken
 from appliance.cli.json_output import emit
-from installer.i18n import t
+from installer.i18n import retold, t
 
 SELF_TEST = (sys.executable, "-s", "-P", "-m", "engine.selftest", "--json")
 FAILED = 1
@@ -64,10 +66,12 @@ def _self_test(command: list[str]) -> Iterator[dict[str, Any]]:
         child.terminate()
         child.wait()
     if not ended:
-        why = f": {said[-1]}" if said else "."
+        message = t("The self-test could not start.")
+        if said:
+            message = t("The self-test could not start: {why}", why=said[-1])
         yield {
             "kind": "end", "exit_code": FAILED, "passed": 0, "failed": [], "skipped": 0, "seconds": 0.0,
-            "message": t("The self-test could not start{why}", why=why),
+            "message": message,
             "next": t("Atoll's installation is damaged: install it again."),
         }  # fmt: skip
 
@@ -77,7 +81,7 @@ class View:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self._status = self.console.status("starting …") if self.console.is_terminal else None
+        self._status = self.console.status(spoken(t("starting …"))) if self.console.is_terminal else None
         if self._status:
             self._status.start()
 
@@ -85,29 +89,41 @@ class View:
         if line["kind"] == "begin" and self._status:
             self._status.update(escape(f"{line['name']} …"))
         elif line["kind"] == "fact":
-            self.console.print(f"      {line['name']:28} {line['value']}", markup=False)
+            self.console.print(f"      {padded(_said(line['name']), 28)} {_said(line['value'])}", markup=False)
         elif line["kind"] == "check":
             self._check(line)
 
     def _check(self, line: dict[str, Any]) -> None:
         name = f"{line['name']:28}"
         if line.get("skipped"):
-            self.console.print(f"[dim]  --  {escape(name)} {escape(line['reason'])}[/]")
+            self.console.print(f"[dim]  --  {escape(name)} {escape(_said(line['reason']))}[/]")
             return
-        mark = "[green]  ok[/]" if line["passed"] else "[bold red]FAIL[/]"
-        numbers = "" if line["error"] is None else f"error {line['error']:.1e}, allowed {line['bound']:.0e}"
-        self.console.print(f"{mark}  {escape(name)} {numbers:32} {line['ms']:8.2f} ms")
+        word, style = (t("ok"), "green") if line["passed"] else (t("FAIL"), "bold red")
+        said = spoken(word)
+        mark = f"{' ' * (4 - cell_len(said))}[{style}]{said}[/]"
+        numbers = ""
+        if line["error"] is not None:
+            numbers = t("error {error}, allowed {bound}", error=f"{line['error']:.1e}", bound=f"{line['bound']:.0e}")
+        self.console.print(f"{mark}  {escape(name)} {padded(numbers, 32)} {line['ms']:8.2f} ms")
         if line.get("reason"):
-            self.console.print(f"      {line['reason']}", markup=False)
+            self.console.print(f"      {_said(line['reason'])}", markup=False)
 
     def end(self, line: dict[str, Any]) -> None:
         if self._status:
             self._status.stop()
         self.console.print()
         style = "green" if line["exit_code"] == 0 else "bold red"
-        self.console.print(line["message"], style=style, markup=False)
+        self.console.print(_said(line["message"]), style=style, markup=False)
         if line["next"]:
-            self.console.print(f"Next: {line['next']}", markup=False)
+            self.console.print(spoken(t("Next: {command}", command=retold(line["next"]))), markup=False)
+
+
+def _said(text: str) -> str:
+    """The self-test's English, in the language of this terminal."""
+    return spoken(KNOWN[text] if text in KNOWN else retold(text))
+
+
+KNOWN = {"yes": t("yes"), "driver": t("driver"), "ok": t("ok")}  # too short to be recognised
 
 
 class Report:

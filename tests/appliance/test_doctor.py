@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from appliance.cli import app as tree
 from appliance.cli import doctor as module
 from engine.capabilities import nvidia_driver_present
+from engine.selftest import report
+from installer.i18n import retold, told
 
 FACTS = [
     {"kind": "fact", "name": "GPU", "value": "NVIDIA H100 80GB HBM3"},
@@ -137,3 +139,23 @@ def test_without_a_gpu_for_real(form: list[str], tmp_path: Path):
         assert json.loads(done.stdout)["message"] == "There is no usable GPU here: no NVIDIA driver is loaded."
     else:
         assert done.stdout.splitlines()[-2] == "There is no usable GPU here: no NVIDIA driver is loaded."
+
+
+def test_what_the_engine_says_is_known_in_korean():
+    said = [*report._NEXT.values(), *(f"2 of 3 checks failed: norm, gate {what}." for what in report._WHAT.values())]
+    said += [GOOD_END["message"], "All 3 kernel checks passed in 7.4 s (1 need a newer GPU): this GPU is fit to serve."]
+    for sentence in said:
+        korean = told(retold(sentence), "ko")
+        assert korean != sentence
+        assert str(retold(sentence)) == sentence
+
+
+def test_in_korean(recorded, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ATOLL_LANG", "ko")
+    recorded([*FACTS, *CHECKS, *WRONG, BAD_END])
+    lines = doctor().stdout.splitlines()
+    assert "      GPU                          NVIDIA H100 80GB HBM3" in lines
+    assert "      메모리 여유                  79.2 GiB 가운데 78.2" in lines
+    assert any(line.startswith("완료  decode d128                  오차 3.9e-03, 허용 1e-02") for line in lines)
+    assert any(line.startswith("실패  norm") for line in lines)
+    assert lines[-2] == "점검 3개 가운데 2개가 실패했습니다: gate을(를) 컴파일하거나 실행할 수 없습니다."

@@ -22,6 +22,7 @@ NOT_FOR_THE_SCREEN = {
     "offline_bundle/runtime_licenses.py": "files of a medium",
     "offline_bundle/medium/": "has words of its own (words.py), tested in tests/bundle",
     "appliance/cli/usage_errors.py": "what a library says, marked by foreign()",
+    "appliance/cli/doctor_words.py": "what the engine says, marked by foreign()",
 }
 # Calls whose arguments are no messages: patterns, commands, records, types; and typer's, which the help is made from.
 NO_MESSAGES = {
