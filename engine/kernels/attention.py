@@ -128,8 +128,8 @@ def write_kv(
 
 def paged_attention(
     q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     batch: AttentionBatch,
@@ -140,9 +140,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """softmax(q kᵀ · scale) v for every token of the step, causal; [T, Hq, D].
 
-    q [T, Hq, D], k and v [T, Hkv, D] are the step's own; the caches hold them already, and are all there is where k and
-    v are None. With `window`, a token sees the `window` newest positions, itself included. With `softcap` c, a score s
-    counts as c tanh(s / c).
+    q [T, Hq, D], k and v [T, Hkv, D] are the step's own. Of a sequence with several tokens only these are read: the
+    cache may not hold those that a window passes within the step. With `window`, a token sees the `window` newest
+    positions, itself included. With `softcap` c, a score s counts as c tanh(s / c).
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for bucket in batch.decodes:
@@ -186,8 +186,8 @@ def _decode(
 def _prefill(
     out: torch.Tensor,
     q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     seg: PrefillSegment,
@@ -197,11 +197,10 @@ def _prefill(
 ) -> None:
     rows = slice(seg.q_start, seg.q_start + seg.num_tokens)
     length = seg.start + seg.num_tokens
-    if seg.start or k is None or v is None:
-        key = _gather(k_cache, seg.pages, 1)[:, :, :length]
-        value = _gather(v_cache, seg.pages, 1)[:, :, :length]
-    else:  # nothing came before: the step's own keys and values are all there is
-        key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
+    key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
+    if seg.start:
+        key = _with_past(k_cache, seg, key)
+        value = _with_past(v_cache, seg, value)
     if softcap is not None:
         out[rows] = _prefill_capped(q[rows], key[0], value[0], seg.mask(window, q.dtype), scale, softcap)
         return
@@ -240,3 +239,10 @@ def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:
     """[b * n pages] -> [b, Hkv, n * P, D] (a view of one contiguous gather)."""
     _, _, heads, head_dim = cache.shape
     return cache.index_select(0, pages).view(b, -1, heads, head_dim).transpose(1, 2)
+
+
+def _with_past(cache: torch.Tensor, seg: PrefillSegment, own: torch.Tensor) -> torch.Tensor:
+    """[1, Hkv, start + n, D]: what the pages hold of a sequence, and of its chunk what the step computed itself."""
+    every = _gather(cache, seg.pages, 1)[:, :, : seg.start + seg.num_tokens]
+    every[:, :, seg.start :] = own
+    return every

@@ -130,6 +130,35 @@ def test_preemption_does_not_change_tokens(gemma_dir, shape):
         memory = memory * 4 // 5
 
 
+@pytest.mark.parametrize("shape", ["gemma2", "gemma3_linear", "gemma4_31b", "gemma4_e2b"])
+def test_a_long_chunk_of_which_a_window_keeps_the_end_does_not_change_tokens(gemma_dir, shape):
+    """As little memory as the plan accepts: what a window passes within a step gets no pages. Layers that borrow keys
+    take those of the step where their owner has none in pages."""
+    model_dir, memory, core = gemma_dir(shape), 4 << 20, None
+    while True:
+        try:
+            core = engine(model_dir, memory=memory, max_num_batched_tokens=150)
+        except OutOfMemoryPlanError:
+            break
+        memory = memory * 9 // 10
+    assert core is not None
+    requests = [greedy([(i * 7 + n) % 300 + 3 for n in range(170)], f"r{i}", 12) for i in range(2)]
+    with_holes = 0
+    grow = core.kv.grow
+
+    def watched(seq, num_tokens):
+        nonlocal with_holes
+        grown = grow(seq, num_tokens)
+        with_holes += any(0 in table[passed:] for table, passed in zip(seq.tables, seq.num_passed, strict=True))
+        return grown
+
+    core.kv.grow = watched
+    tokens, _ = run(core, requests)
+    assert with_holes
+    for r in requests:
+        assert tokens[r.request_id] == oracle.greedy(model_dir, tuple(r.prompt_token_ids), 12)
+
+
 @pytest.mark.parametrize("shape", ["gemma2", "gemma3", "gemma4_12b", "gemma4_26b", "gemma4_e2b"])
 def test_scores_equal_transformers(gemma_dir, shape):
     """Caps do not change which token is best: only scores show them."""

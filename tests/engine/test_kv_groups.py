@@ -4,6 +4,7 @@ request gets the tokens it would get alone, and every extent, page and slot has 
 import random
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_machine import PAGE_SIZE, VOCAB, PagedMachine, expected_tokens, next_token
@@ -19,6 +20,7 @@ NO_EOS: frozenset[int] = frozenset()
 
 KINDS = {  # windows, has_state, units of each kind in an extent
     "window": ((40,), False, (1,)),
+    "narrow window": ((17,), False, (1,)),
     "full+window": ((None, 40), False, (5, 1)),
     "full+window, small": ((None, 17), False, (2, 3)),
     "full+state": ((None,), True, (4, 1)),
@@ -74,7 +76,7 @@ def step(core: EngineCore, tokens: dict, last: dict) -> None:
     kinds=st.sampled_from(sorted(KINDS)),
     seed=st.integers(0, 2**32),
     more=st.integers(0, 12),
-    budget=st.integers(1, 70),
+    budget=st.integers(1, 140),
     max_num_seqs=st.integers(1, 9),
     depth=st.sampled_from([1, 2, 3]),
     caching=st.booleans(),
@@ -124,6 +126,61 @@ def test_a_window_hits_with_the_pages_of_its_end():
     assert cached(core, prompt) == 80, "nobody needs the first pages of the window"
     window.forget(list(window._page_of.values())[-1:])
     assert cached(core, prompt) < 80
+
+
+def prefill(core: EngineCore, prompt: list[int], max_tokens: int = 1) -> list[int]:
+    """Runs a prompt; how many pages of the window's group were in use after each step."""
+    core.add_request(EngineRequest("p", prompt, SamplingParams(max_tokens=max_tokens)))
+    used, got = [], []
+    while core.has_work():
+        for out in core.step():
+            got += out.new_token_ids
+        core.check()
+        used.append(core.kv.pools[-1].num_in_use)
+    windows = core.kv.memory.windows
+    assert got == expected_tokens(prompt, SamplingParams(max_tokens=max_tokens), NO_EOS, MAX_LEN, windows)
+    return used
+
+
+@pytest.mark.parametrize("kinds, extents, few", [("window", 8, 8), ("full+window", 10, 8)])
+def test_where_pages_are_short_a_long_chunk_takes_those_that_will_be_seen(kinds, extents, few):
+    """Ten pages of prompt, a window of three. With room enough all are taken, for the prefix cache."""
+    prompt = [i * i % VOCAB for i in range(150)]
+    assert max(prefill(make_core(kinds, 40, budget=150), prompt, 2)) == 10
+    core = make_core(kinds, extents, budget=150)
+    assert max(prefill(core, prompt, 2)) <= few
+    assert cached(core, prompt) == 144, "the end of the chunk has all that its window sees"
+    assert cached(core, [*prompt[:60], 1]) == 0, "what the window had passed was never kept"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_chunks_follow_each_other_where_pages_are_short(depth):
+    """Each reads the end of the one before it from pages, and its own tokens from the step."""
+    assert fewest_extents("narrow window", 70) == 4
+    core = make_core("narrow window", 4, budget=70, depth=depth)
+    prompt = [i * i % VOCAB for i in range(140)]
+    assert max(prefill(core, prompt, 12)) <= 4
+
+
+def test_a_request_that_ends_or_fails_in_such_a_step_gives_all_back():
+    prompt = [i * i % VOCAB for i in range(150)]
+    core = make_core("full+window", 10, budget=150)
+    core.add_request(EngineRequest("aborted", prompt, SamplingParams(max_tokens=5)))
+    core.step()
+    assert 0 in core.scheduler.running[0].tables[1], "there is a hole"
+    core.abort(["aborted"])
+    while core.has_work():
+        core.step()
+    core.check()
+    assert not any(pool.num_in_use for pool in core.kv.pools)
+    core.reset_prefix_cache()
+    core.runner.fail_steps = {core.runner.launched}  # type: ignore[attr-defined]
+    core.add_request(EngineRequest("failed", prompt, SamplingParams(max_tokens=5)))
+    while core.has_work():
+        core.step()
+    core.check()
+    assert not any(pool.num_in_use for pool in core.kv.pools)
+    assert cached(core, prompt) == 0
 
 
 def test_a_state_is_found_where_a_prompt_ended():

@@ -45,6 +45,17 @@ def test_a_window_makes_room_for_a_longer_context():
     assert plan(WINDOWED, usable_gib=45).max_model_len > 4 * plan(unlimited, usable_gib=45).max_model_len
 
 
+def test_a_long_step_asks_for_the_pages_that_its_ends_see():
+    """Two windows of 1,024 tokens, not 8,192 tokens more, in each layer that has one."""
+    memory = WINDOWED.memory(0)
+    assert memory.most_pages(1, 262144, 8192) == 2 * (1024 // 16 + 1)
+    assert memory.most_pages(1, 262144, 100) == -(-(1023 + 100) // 16) + 1
+    assert memory.most_pages(1, 500, 8192) == -(-500 // 16)
+    assert memory.most_pages(0, 262144, 8192) == 262144 // 16
+    saved = (-(-(1023 + 8192) // 16) + 1 - memory.most_pages(1, 262144, 8192)) * WINDOWED.groups[1].page_bytes
+    assert 5.4 * GIB < saved < 5.6 * GIB
+
+
 @pytest.mark.parametrize("spec", [RECURRENT, WINDOWED])
 def test_what_a_refusal_names_fits(spec):
     with pytest.raises(OutOfMemoryPlanError) as refusal:

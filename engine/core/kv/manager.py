@@ -1,7 +1,10 @@
 """Who owns which page and slot: admission by prefix hit, growth, pages that leave a window, release after flight.
 
 A sequence has a block table for each group of layers (spec.py), all of the same length; entries that its window has
-passed are the trash page. Free after flight: a page may be read or written by every step that was scheduled before its
+passed are the trash page. So are, where pages are short, those of tokens that the window passes within the step that
+computes them: attention reads a step's own keys from its projections, and nobody but the prefix cache would need them.
+
+Free after flight: a page may be read or written by every step that was scheduled before its
 owner let go of it. It returns to its pool only when the newest of those steps has completed (`on_step_complete`).
 """
 
@@ -139,22 +142,27 @@ class KVManager:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make room for `num_tokens` after the computed ones. False (and no page more) if pages are short."""
+        """Make room for `num_tokens` after the computed ones, which the next step computes. False (and no page more) if
+        pages are short."""
         end, pages = seq.num_computed_tokens + num_tokens, len(seq.tables[0])
         if end <= pages * self.page_size:
             return True
         missing = pages_for(end, self.page_size) - pages
         if self._windows:
             self._free_passed(seq)
-        if len(self.arena.pools) == 1:
+        if len(self.arena.pools) == 1 and not self._windows:
             new = self.pools[0].take(missing)
             seq.tables[0].extend(new or ())
             return new is not None
-        taken = self.arena.take([missing] * len(self.pools) + [0] * (self.slots is not None))
+        skipped = [0] * len(self.pools)
+        taken = self._take(missing, skipped)
+        if taken is None and self._windows:
+            skipped = [min(missing, max(0, self._passed(group, end) - pages)) for group in range(len(self.pools))]
+            taken = self._take(missing, skipped) if any(skipped) else None
         if taken is None:
             return False
-        for table, new in zip(seq.tables, taken, strict=False):
-            table.extend(new)
+        for table, skip, new in zip(seq.tables, skipped, taken, strict=False):
+            table += [TRASH_PAGE] * skip + new
         return True
 
     def register_full_pages(self, seq: Sequence) -> None:
@@ -166,7 +174,8 @@ class KVManager:
             self._hasher.extend(seq)
             for pool, table in zip(self.pools, seq.tables, strict=True):
                 for i in range(seq.num_registered_pages, full):
-                    pool.register(table[i], seq.page_hashes[i])
+                    if table[i] != TRASH_PAGE:
+                        pool.register(table[i], seq.page_hashes[i])
             seq.num_registered_pages = full
 
     def save_state(self, seq: Sequence) -> None:
@@ -196,7 +205,7 @@ class KVManager:
     def release(self, seq: Sequence, *, forget: bool = False) -> None:
         """Let go of all that `seq` owns, after flight; with `forget`, none of its pages may be found again."""
         for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
-            pages = table[: seq.num_passed[group] - 1 if seq.num_passed[group] else None : -1]
+            pages = _owned(table[seq.num_passed[group] :])[::-1]
             if forget:
                 pool.forget(pages)
             self._release(seq, pool, pages)
@@ -261,12 +270,14 @@ class KVManager:
             assert len(seq.tables) == len(self.pools)
             room = len(seq.pages) * self.page_size
             assert seq.num_computed_tokens <= room or not seq.pages, f"{seq.request_id} overruns its pages"
-            for pool, table, passed in zip(self.pools, seq.tables, seq.num_passed, strict=True):
+            for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
                 assert len(table) == len(seq.pages), "block tables of different lengths"
-                assert set(table[:passed]) <= {TRASH_PAGE}
-                assert TRASH_PAGE not in table[passed:], f"{seq.request_id} owns the trash page"
-                assert len(set(table[passed:])) == len(table) - passed, f"{seq.request_id} owns a page twice"
-                for page in table[passed:]:
+                assert set(table[: seq.num_passed[group]]) <= {TRASH_PAGE}
+                seen = self._passed(group, seq.num_computed_tokens)
+                assert TRASH_PAGE not in table[seen:], f"{seq.request_id} lacks a page that it will read"
+                own = _owned(table)
+                assert len(set(own)) == len(own), f"{seq.request_id} owns a page twice"
+                for page in own:
                     owners[pool][page] += 1
             if self.slots is not None:
                 owners[self.slots][seq.slot] += 1
@@ -277,6 +288,10 @@ class KVManager:
             assert counts == pool.refs, "reference counts differ from owners"
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _take(self, count: int, skipped: list[int]) -> list[list[int]] | None:
+        """`count` pages of each group, but for those `skipped`; None if they do not all fit."""
+        return self.arena.take([count - skip for skip in skipped] + [0] * (self.slots is not None))
 
     def _release(self, seq: Sequence, pool: PagePool, pages: list[int]) -> None:
         if seq.last_step > self._completed_step:
@@ -296,7 +311,7 @@ class KVManager:
             passed = min(passed, len(seq.pages))
             if passed > done:
                 table = seq.tables[group]
-                self._release(seq, self.pools[group], table[done:passed])
+                self._release(seq, self.pools[group], _owned(table[done:passed]))
                 table[done:passed] = [TRASH_PAGE] * (passed - done)
                 seq.num_passed[group] = passed
 
@@ -341,3 +356,7 @@ class KVManager:
         wanted = {last // grid * grid, hit.branch // grid * grid, *range(every, last, every)}
         pages = [(position, position // self.page_size) for position in sorted(wanted) if position > hit.num_tokens]
         return [position for position, n in pages if self.slots.find(seq.page_hashes[n - 1]) is None]
+
+
+def _owned(table: list[int]) -> list[int]:
+    return [page for page in table if page != TRASH_PAGE]

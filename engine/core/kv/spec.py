@@ -158,9 +158,13 @@ class CacheMemory:
         return cls(page_size, (None,), False, (num_pages,), 1)
 
     def most_pages(self, group: int, length: int, step_tokens: int) -> int:
-        """The most pages of a group that a sequence of `length` tokens holds at a time."""
+        """The most pages of a group that a sequence of `length` tokens must hold at a time: what the first token of a
+        step sees, and what tokens after the step will see. What lies between can do without (KVManager.grow)."""
         every, window = pages_for(length, self.page_size), self.windows[group]
-        return every if window is None else min(every, pages_for(window - 1 + step_tokens, self.page_size) + 1)
+        if window is None:
+            return every
+        seen = pages_for(window - 1, self.page_size) + 1
+        return min(every, pages_for(window - 1 + step_tokens, self.page_size) + 1, 2 * seen)
 
     def extents_for(self, length: int, step_tokens: int, seqs: int = 1) -> int:
         count = -(-seqs // self.per_extent[-1]) if self.has_state else 0
