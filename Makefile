@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-stop test lint format bench test-gpu test-runtime test-appliance clean
+.PHONY: help setup demo demo-stop test lint format bench test-gpu test-runtime test-runtime-cuda test-appliance clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -32,6 +32,13 @@ test-gpu:  ## On a machine with a CUDA GPU: its tests, then the benchmark (uses 
 
 test-runtime: $(VENV)/.dev  ## The whole code of a medium, PyTorch included: built, installed without a network, timed
 	@$(BIN)/python -m pytest -m slow -s tests/bundle/test_runtime_full.py
+
+test-runtime-cuda: $(VENV)/.dev  ## The same with the CUDA build (2.7 GB of packages, 25 GB of disk); as root also on a machine that boots
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python -m pytest -m slow -rs -s tests/bundle/test_runtime_cuda.py
+	@if [ "$$(id -u)" = 0 ]; then \
+	ATOLL_BOOT_CUDA=1 $(BIN)/python -m pytest -m boot -rs -s --timeout=2400 tests/boot/test_boot_cuda.py; \
+	else echo 'The machine that boots needs root: sudo make test-runtime-cuda'; fi
 
 test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on machines that boot without a network
 	@$(BIN)/python -m appliance.demo.model >/dev/null

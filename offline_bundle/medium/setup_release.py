@@ -63,6 +63,11 @@ if __name__ == "__main__":  # processes that multiprocessing starts import this 
 """
 
 
+def t(source, /, **values):
+    """`source` with its {placeholders} filled in. install.sh puts its own in place of this, which may speak Korean."""
+    return source.format(**values)
+
+
 def make_tree(facts, say, progress_of, refused):
     """Build `facts["base"]/facts["name"]` unless it is there. `refused(code, message, hint)` is the error to raise."""
     manifest, base, incoming = facts["manifest"], facts["base"], facts["incoming"]
@@ -71,18 +76,18 @@ def make_tree(facts, say, progress_of, refused):
         if left_over.startswith((".partial-", ".incoming-")) and os.path.join(base, left_over) != incoming:
             shutil.rmtree(os.path.join(base, left_over), ignore_errors=True)
     if os.path.isfile(os.path.join(final, "runtime.json")):
-        say(f"The code is already in {final}.")
+        say(t("The code is already in {final}.", final=final))
         return
     began = time.monotonic()
     if facts["look"]:
         _unpack_for_a_look(facts, final)
-        say(f"Ready to look ({time.monotonic() - began:.0f} s). Nothing of it stays.")
+        say(t("Ready to look ({seconds:.0f} s). Nothing of it stays.", seconds=time.monotonic() - began))
         return
     try:
         os.mkdir(partial, 0o755)
         _install_packages(facts, partial, progress_of, refused)
         shutil.rmtree(os.path.join(incoming, "wheels"))  # before the disk has to keep them
-        say("Preparing the packages: bytecode, launcher, hashes ...")
+        say(t("Preparing the packages: bytecode, launcher, hashes ..."))
         _compile(partial, final, refused)
         _add_rest(facts, partial, final)
         _try_it(partial, manifest["version"], refused)
@@ -92,7 +97,8 @@ def make_tree(facts, say, progress_of, refused):
         _sync_directory(base)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    say(f"Code installed in {final} ({time.monotonic() - began:.0f} s). It stays for the next try if the rest stops.")
+    say(t("Code installed in {final} ({seconds:.0f} s). It stays for the next try if the rest stops.", final=final,
+          seconds=time.monotonic() - began))
 
 
 def hand_over(facts, options, lock):
@@ -161,15 +167,15 @@ def _install_packages(facts, partial, progress_of, refused):
             "--root-user-action", "ignore",
         ))  # fmt: skip
     before = _free(partial)  # the disk tells roughly how far it is; counting twenty thousand files would cost more
-    progress = progress_of("Unpacking packages", manifest["requires"]["unpacked_bytes"])
+    progress = progress_of(t("Unpacking packages"), manifest["requires"]["unpacked_bytes"])
     where = [_temporary(partial, number) for number in range(len(shares))]
-    _run_all(commands, where, "unpack the packages", refused, lambda: progress.at(before - _free(partial)))
+    _run_all(commands, where, t("unpack the packages"), refused, lambda: progress.at(before - _free(partial)))
     for number in range(len(shares)):
         _merge(os.path.join(partial, "tmp", f"lib-{number}"), os.path.join(partial, "lib"))
     shutil.rmtree(os.path.join(partial, "tmp"))
     for needless in NEEDLESS:
         shutil.rmtree(os.path.join(partial, needless), ignore_errors=True)
-    progress.end("Unpacked: every package, by its signed hash, without any index.")
+    progress.end(t("Unpacked: every package, by its signed hash, without any index."))
 
 
 def _unpack_for_a_look(facts, final):
@@ -226,7 +232,7 @@ def _compile(partial, final, refused):
     mode = ("-q", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash")  # nothing is looked up to judge its age
     command = _python("-m", "compileall", *mode, "-x", NOT_COMPILED, "-s", partial, "-p", final, lib)
     # Some packages carry templates that are not Python by themselves: those do not compile, and nobody imports them.
-    _run_all([command], [partial], "compile the packages", refused, lambda: None, fine=(0, 1))
+    _run_all([command], [partial], t("compile the packages"), refused, lambda: None, fine=(0, 1))
 
 
 def _add_rest(facts, partial, final):
@@ -251,7 +257,9 @@ def _try_it(partial, version, refused):
     if done.returncode or done.stdout.strip() != version:
         tail = (done.stderr or done.stdout).strip().splitlines()[-3:]
         raise refused(
-            BUG, f"The unpacked code does not start: {' / '.join(tail)}", "Tell the vendor; nothing was changed."
+            BUG,
+            t("The unpacked code does not start: {names}", names=" / ".join(tail)),
+            t("Tell the vendor; nothing was changed."),
         )
 
 
@@ -276,7 +284,11 @@ def _describe(facts, partial, refused):
         signed = json.loads(file.read())["files"]
     for path, expected in signed.items():
         if files.get(f"lib/{path}") != expected and not f"lib/{path}".startswith(NEEDLESS):
-            raise refused(CONTENT, f"lib/{path} is not what the vendor signed.", "Check the disk (dmesg), run again.")
+            raise refused(
+                CONTENT,
+                t("lib/{path} is not what the vendor signed.", path=path),
+                t("Check the disk (dmesg), run again."),
+            )
     listing = json.dumps({"files": dict(sorted(files.items()))}, indent=0) + "\n"
     runtime = _facts_of(facts, sum(f["size"] for f in files.values()) + len(listing))
     _write(partial, "files.json", listing, 0o444)
@@ -330,8 +342,8 @@ def _run_all(commands, temporary, deed, refused, tick, fine=(0,)):
         failed.seek(0)
         words = failed.read().decode(errors="replace").strip().splitlines()[-4:]
     full = any("No space left" in line or "Errno 28" in line for line in words)
-    hint = "Free some space (df -h) and run again." if full else "Run again; if it fails again, tell the vendor."
-    raise refused(SPACE_IO if full else BUG, f"Could not {deed}: {' / '.join(words)}", hint)
+    hint = t("Free some space (df -h) and run again.") if full else t("Run again; if it fails again, tell the vendor.")
+    raise refused(SPACE_IO if full else BUG, t("Could not {deed}: {names}", deed=deed, names=" / ".join(words)), hint)
 
 
 def _free(path):
