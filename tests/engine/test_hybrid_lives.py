@@ -133,3 +133,31 @@ def test_a_prefix_is_found_in_pages_of_any_size(model_dir: Path, block_size: int
         cached = max(out.num_cached_tokens for out in outputs)
         grid = 64 if core.kv.memory.has_state else block_size
         assert cached == (0 if name == "computed" else 149 // grid * grid)
+
+
+def test_a_seeded_request_does_not_see_who_runs_beside_it(model_dir: Path) -> None:
+    """Drawn tokens and their scores, alone and in a crowd that comes and goes, with other chunks and slots."""
+    rng = random.Random(3)
+    prompt = [rng.randrange(3, VOCAB) for _ in range(77)]
+    params = SamplingParams(temperature=1.1, seed=9, max_tokens=20, ignore_eos=True, logprobs=0)
+    crowd = [
+        EngineRequest(f"c{i}", [rng.randrange(3, VOCAB) for _ in range(9 + 21 * i)], SamplingParams(
+            temperature=1.0, seed=i, max_tokens=5 + 8 * i, ignore_eos=True)) for i in range(4)
+    ]  # fmt: skip
+
+    def drawn(others: list[EngineRequest], **knobs: object) -> tuple[list[int], list[float]]:
+        core = build_engine(EngineConfig(
+            model_dir, device="cpu", dtype="float32", max_model_len=MAX_LEN, kv_cache_memory_bytes=8 << 20, **knobs))
+        for request in (*others, EngineRequest("x", prompt, params)):
+            core.add_request(request)
+        mine = []
+        while core.has_work():
+            mine += [out for out in core.step() if out.request_id == "x" and out.new_token_ids]
+            core.check()
+        return [out.new_token_ids[0] for out in mine], [out.logprobs[0].logprob for out in mine]
+
+    alone = drawn([])
+    for others, knobs in ((crowd, {}), (crowd[:2], {"max_num_batched_tokens": 33, "overlap": True})):
+        tokens, scores = drawn(others, **knobs)
+        assert tokens == alone[0]
+        assert scores == pytest.approx(alone[1], abs=1e-4)
