@@ -8,11 +8,12 @@ import hashlib
 import json
 from typing import Any
 
-from installer import config, units
+from installer import config, snapshots, units
 from installer.context import Context
 from installer.proc import boot_id
 
 GATEWAY, SOCKET = "gateway", "socket"
+_CLAIMS = ("device", "gpus", "gpu-memory-utilization", "kv-cache-memory-bytes", "tensor-parallel-size")
 
 
 def fingerprints(context: Context) -> dict[str, str]:
@@ -52,6 +53,25 @@ def changed(context: Context) -> set[str] | None:
     now = fingerprints(context)
     found = {name for name in {*before, *now} if before.get(name, {}).get("fingerprint") != now.get(name)}
     return None if SOCKET in found else found
+
+
+def trade_places(context: Context) -> bool:
+    """Whether several engines change what they claim of the GPUs: one may need what another still holds, so that all of
+    the old ones must end before any new one begins."""
+    committed = context.history.committed or {}
+    saved = snapshots.load(context.layout, committed["snapshot"]).settings if committed.get("snapshot") else None
+    now = _claims(context, context.config_text)
+    for text in (saved, context.base_config):  # what runs was started with one of these
+        before = _claims(context, text)
+        if len(before) > 1 and any(before[name] != now[name] for name in before.keys() & now.keys()):
+            return True
+    return False
+
+
+def _claims(context: Context, text: str | None) -> dict[str, list[Any]]:
+    """Engine -> the settings that say which memory it takes, where."""
+    tables = config.model_tables(text, context.layout.config)
+    return {name: [table.get(key) for key in _CLAIMS] for name, table in tables.items()}
 
 
 def parts(context: Context) -> dict[str, dict[str, str]]:

@@ -58,9 +58,9 @@ class ServiceManager(Protocol):
         """Stop it and everything it started, or only these parts (instances, "gateway"); whether anything ran."""
         ...
 
-    def switch(self, names: Collection[str] | None, timeout: float) -> Switched:
+    def switch(self, names: Collection[str] | None, timeout: float, *, hand_over: bool = True) -> Switched:
         """Start these parts anew (None: all), with the shortest silence. Returns when none of the old processes is
-        left. Raises InstallError (40)."""
+        left. `hand_over` False: none begins before all the old ones have ended. Raises InstallError (40)."""
         ...
 
     def apply_units(self, models: Sequence[str]) -> None:
@@ -206,7 +206,7 @@ class PrefixService:
         self.layout.pidfile.unlink(missing_ok=True)
         return bool(before)
 
-    def switch(self, names: Collection[str] | None, timeout: float) -> Switched:
+    def switch(self, names: Collection[str] | None, timeout: float, *, hand_over: bool = True) -> Switched:
         return stop_and_start(self, names)
 
     def state(self) -> ServiceState:

@@ -97,10 +97,9 @@ class SystemdService:
         """Start whatever of the installed set does not run. Returns when systemd is at it, not when it is ready."""
         if not self.booted:
             return
-        names = [units.SOCKET, units.TARGET, units.GATEWAY, *map(units.engine_unit, self.models())]
-        self._run(["systemctl", "reset-failed", *names], 30.0)  # the limit on restarts must not hold against a person
+        self._run(["systemctl", "reset-failed", units.SOCKET], 30.0)
         self._systemctl(["start", units.SOCKET], t("open the port"), units.SOCKET, timeout=_START_SECONDS)
-        self._systemctl(["start", "--no-block", *names], t("start the services"), timeout=_START_SECONDS)
+        self._begin([units.SOCKET, units.TARGET, units.GATEWAY, *map(units.engine_unit, self.models())])
 
     def stop(self, names: Collection[str] | None = None) -> bool:
         """Stop everything, the port too, or only these parts (instances, "gateway"); whether anything ran."""
@@ -126,12 +125,12 @@ class SystemdService:
         if self.booted:
             self._systemctl(["try-restart", "--no-block", units.SOCKET], t("open the port"), units.SOCKET)
 
-    def switch(self, names: Collection[str] | None, timeout: float) -> Switched:
+    def switch(self, names: Collection[str] | None, timeout: float, *, hand_over: bool = True) -> Switched:
         """Engines that run hand over to their successors, which have everything ready but the device (the engine's
         ExecReload=); the gateway is started anew meanwhile, and its clients wait at the socket."""
         if not self.booted:
             return stop_and_start(self, names)
-        heirs = self._heirs(names)
+        heirs = self._heirs(names) if hand_over else set[str]()
         self._warm({"gateway", *self.models()} - heirs if names is None else set(names) - heirs)
         if names is None or not heirs:
             return stop_and_start(self, names)
@@ -139,11 +138,11 @@ class SystemdService:
         silent_from, old = self._take_over(heirs, timeout)
         rest = set(names) - heirs
         self.stop(rest)
-        fresh = [units.GATEWAY, *(units.engine_unit(model) for model in self.models() if model not in heirs)]
-        self._run(["systemctl", "reset-failed", *fresh], 30.0)
         # Not the target: a start of what still takes over would be merged into a second reload of it.
-        self._systemctl(["start", "--no-block", *fresh], t("start the services"), timeout=_START_SECONDS)
-        self._await_end(old)
+        self._begin([units.GATEWAY])
+        self._await_end(old)  # what it held on the GPU may be for an engine that is new
+        if fresh := [units.engine_unit(model) for model in self.models() if model not in heirs]:
+            self._begin(fresh)
         return Switched(silent_from, began)
 
     def reload_keys(self) -> None:
@@ -207,6 +206,10 @@ class SystemdService:
         return journal(self._run, ["atoll-engine@*.service", units.GATEWAY, units.SOCKET, units.GPU_READY], lines)
 
     # -- inside
+
+    def _begin(self, names: Sequence[str]) -> None:
+        self._run(["systemctl", "reset-failed", *names], 30.0)  # the limit on restarts must not hold against a person
+        self._systemctl(["start", "--no-block", *names], t("start the services"), timeout=_START_SECONDS)
 
     def _heirs(self, names: Collection[str] | None) -> set[str]:
         """Engines among these that run, and whose units know how to hand over."""

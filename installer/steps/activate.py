@@ -107,7 +107,11 @@ def start(context: Context) -> str:
     context.smoke_key = keys.add_smoke(layout.api_keys, lifetime)
     ran = service.state().up
     parts = changes.changed(context) if ran else None
-    switched = service.switch(parts, context.options.start_timeout) if ran else stop_and_start(service, None)
+    if ran:
+        side_by_side = not changes.trade_places(context)
+        switched = service.switch(parts, context.options.start_timeout, hand_over=side_by_side)
+    else:
+        switched = stop_and_start(service, None)
     service.reload_keys()
     wait_ready(service, context.endpoint, layout, context.frontend, context.options.start_timeout)
     ready = time.monotonic()

@@ -4,6 +4,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomlkit
@@ -14,6 +15,7 @@ from installer import audit, units
 from installer.errors import ExitCode, InstallError
 from installer.machine import SYSTEM_STEPS
 from installer.options import ModelChoice
+from installer.service_systemd import SystemdService
 
 Bundles = Callable[..., Path]
 THEIRS = {"processes.json", "log", "run/tiny"}  # of the fake units
@@ -275,3 +277,26 @@ def test_a_stranger_s_command_is_left_alone(server: Server, bundle: Bundles) -> 
     assert any("left alone" in note for note in witness.notes)
     server.uninstall(purge=True)
     assert server.layout.command.read_text() == "#!/bin/sh\n"
+
+
+@pytest.mark.parametrize("settings, apart", [
+    ({"max-num-seqs": 3}, False), ({"gpu-memory-utilization": 0.3}, True), ({"kv-cache-memory-bytes": "64M"}, True),
+])  # fmt: skip
+def test_engines_that_trade_memory_end_before_the_others_begin(
+    server: Server, bundle: Bundles, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], apart: bool
+) -> None:
+    """One model may claim what it likes anew; of several, one may need what another still holds."""
+    asked = []
+    real = SystemdService.switch
+
+    def switch(self: SystemdService, *given: Any, hand_over: bool = True) -> Any:
+        asked.append(hand_over)
+        return real(self, *given, hand_over=hand_over)
+
+    monkeypatch.setattr(SystemdService, "switch", switch)
+    server.install(models=[ModelChoice(bundle(1), "tiny")])
+    server.install(models=[ModelChoice(bundle(1), "tiny", settings=settings)])
+    assert asked == [True]
+    server.install(models=[ModelChoice(bundle(2), "second")])
+    server.install(models=[ModelChoice(bundle(2), "second", settings=settings)])
+    assert asked == [True, True, not apart]

@@ -195,6 +195,15 @@ def test_a_successor_that_cannot_be_prepared_is_an_error_and_nothing_is_stopped(
         booted(layout, Changing(running(OLD), running(OLD), running(OLD, "reloading", Job="7"))).switch({"chat"}, 0.2)
 
 
+def test_engines_that_trade_places_all_end_before_one_begins(layout: Layout):
+    SystemdService(layout).apply_units(["chat"])
+    runner = Changing(running(OLD))
+    booted(layout, runner).switch({"chat"}, 10.0, hand_over=False)
+    deeds = " ".join(runner.asked)
+    assert "reload " not in deeds
+    assert deeds.index(f" stop {CHAT}") < deeds.index(" start --no-block")
+
+
 @pytest.mark.parametrize("engine", [running(OLD, CanReload="no"), block(CHAT, "failed", "failed")])
 def test_an_engine_that_cannot_hand_over_is_stopped_and_started(layout: Layout, engine: str):
     """It does not run, or an older release's unit does not know how."""
