@@ -166,7 +166,7 @@ class TestLife:
         assert desk.live() == memory["first"]
         assert desk.machine.run("systemctl --failed --no-legend").out == ""
         engine = desk.machine.run(f"systemctl show -P ExecMainPID atoll-engine@{NAME}").out.strip()
-        opened = desk.machine.run(f"readlink -f /opt/atoll/current/lib; grep -c '{desk.vendor.later.version}-' "
+        opened = desk.machine.run(f"readlink -f /opt/atoll/current/lib; grep -cF 'code/{desk.vendor.later.version}-' "
                                   f"/proc/{engine}/maps").out.split()  # fmt: skip
         assert opened[1] == "0", opened
         status = desk.status()
