@@ -153,7 +153,7 @@ def _workshop(out: Path) -> Iterator[tuple[Path, Path]]:
 def install_script() -> bytes:
     """install.sh: the shell part around the Python parts, which are put one after another in one file."""
     parts = []
-    for name in ("p256.py", "check.py", "arguments.py", "trust.py", "begin.py"):
+    for name in ("korean.py", "words.py", "p256.py", "check.py", "arguments.py", "trust.py", "begin.py"):
         text = _data(name).decode()
         while "from offline_bundle.medium." in text:  # they are one file now
             start = text.index("from offline_bundle.medium.")

@@ -14,6 +14,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 ROOMS = ("appliance/cli", "installer", "offline_bundle", "tui")
 PO = HERE / "ko/LC_MESSAGES/atoll.po"
+MEDIUM = ROOT / "offline_bundle/medium"
 
 
 def extracted() -> Catalog:
@@ -48,6 +49,15 @@ def help_paragraphs() -> set[str]:
     return lines.union(*(paragraphs(command) for command in commands))
 
 
+def words_of_install_sh(catalogue: Catalog) -> str:
+    """The text of offline_bundle/medium/korean.py: install.sh runs where no catalogue is installed yet."""
+    wanted = set().union(*(literals(path) for path in MEDIUM.glob("*.py")), literals(ROOT / "offline_bundle/text.py"))
+    known = {str(message.id): str(message.string) for message in catalogue if message.id in wanted and message.string}
+    lines = [f"    {source!r}: {known[source]!r},\n" for source in sorted(known)]
+    about = '"""What install.sh says, in Korean. Made by installer/locale/update.py from the catalogue: edit that."""'
+    return f"# ruff: noqa: E501\n{about}\n\nKOREAN = {{\n{''.join(lines)}}}\n"
+
+
 def current() -> Catalog:
     with PO.open("rb") as file:
         return read_po(file, locale="ko")
@@ -71,6 +81,7 @@ def main() -> int:
     write(catalogue)
     with PO.with_suffix(".mo").open("wb") as file:
         write_mo(file, catalogue)
+    (MEDIUM / "korean.py").write_text(words_of_install_sh(catalogue), "utf-8")
     empty = [message.id for message in catalogue if message.id and not message.string]
     for text in empty:
         print(f"no Korean yet: {text}")

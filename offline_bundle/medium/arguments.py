@@ -6,8 +6,9 @@ import re
 import tomllib
 
 from offline_bundle.medium.check import FINGERPRINT_DIGITS, MAX_SMALL, USAGE, Refused
+from offline_bundle.medium.words import t
 
-HELP = """\
+HELP = t("""\
 Install Atoll from this medium.
 
   sudo sh install.sh --fingerprint "1f2e 3d4c ..."    first install; the digits come from the vendor, not from the disk
@@ -25,6 +26,7 @@ Options:
   --dry-run              show what would be done and stop; nothing is kept
   --allow-downgrade WHY  accept an older runtime than the installed one
   --answers FILE         an answers file of `atoll install` for an unattended install
+  --lang ko|en           the language of what is said (default: the system's)
   --help                 this text; `atoll install --help` explains all other options, which are passed on
 
 Do not let the medium vouch for itself: compare `sha256sum install.sh` with the vendor's letter, or bring install.sh
@@ -32,7 +34,7 @@ by another way and point it at the disk with --medium.
 
 Exit codes: 0 ok, 2 usage, 3 the server lacks something, 10 not trusted, 11 content differs, 12 older than installed,
 13 something is missing, 30 space or I/O, 75 another install runs, 130 interrupted; others: `atoll install --help`.
-"""
+""")
 OWN = ("--fingerprint", "--medium", "--python")  # with a value, not passed on
 SHARED = ("--prefix", "--trust-key", "--answers", "--bundle", "--allow-downgrade")  # with a value, passed on
 
@@ -50,7 +52,7 @@ class Options:
             if name in self.values:
                 if not equals:
                     if not left:
-                        raise Refused(USAGE, f"{name} needs a value.", "Help: sh install.sh --help")
+                        raise Refused(USAGE, t("{name} needs a value.", name=name), t("Help: sh install.sh --help"))
                     value = left.pop(0)
                 self.values[name].append(value)
                 if name in ("--answers", "--bundle", "--allow-downgrade"):
@@ -87,7 +89,11 @@ class Options:
                 raise ValueError("prefix or trust_keys is odd")
             return answers
         except (OSError, ValueError, TypeError, AttributeError) as e:
-            raise Refused(USAGE, f"The answers file {path} cannot be used: {e}.", "Correct it and run again.") from None
+            raise Refused(
+                USAGE,
+                t("The answers file {path} cannot be used: {why}.", path=path, why=e),
+                t("Correct it and run again."),
+            ) from None
 
     def _fingerprint(self):
         text = self.last("--fingerprint")
@@ -105,7 +111,8 @@ def digits(text):
     if not (FINGERPRINT_DIGITS <= len(plain) <= 64 and re.match(r"[0-9a-f]+\Z", plain)):
         raise Refused(
             USAGE,
-            f"A fingerprint has 64 hex digits; give at least the first {FINGERPRINT_DIGITS} of them.",
-            "The vendor sees it with: atoll keys fingerprint vendor.pub",
+            t("A fingerprint has 64 hex digits; give at least the first {digits} of them.",
+              digits=FINGERPRINT_DIGITS),
+            t("The vendor sees it with: atoll keys fingerprint vendor.pub"),
         )
     return plain

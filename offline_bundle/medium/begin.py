@@ -45,27 +45,9 @@ from offline_bundle.medium.check import (
     signed_resources,
 )
 from offline_bundle.medium.trust import choose_key
+from offline_bundle.medium.words import reason, t
 
 LOOK_BYTES = 1 << 28  # what a dry run unpacks, beside the copy
-
-KOREAN = {  # said after the English words where the system speaks Korean
-    USAGE: "인자 또는 응답 파일이 잘못되었습니다. 도움말: sh install.sh --help",
-    PREFLIGHT: "이 서버에는 이 매체에 필요한 것이 없습니다. 아무것도 바뀌지 않았습니다.",
-    UNTRUSTED: "서명이 없거나 신뢰하는 키로 서명되지 않았습니다. 이 매체를 사용하지 말고 공급자에게 확인하십시오.",
-    CONTENT: "서명된 내용과 다릅니다. 이 매체를 사용하지 말고 다시 받으십시오.",
-    REPLAY: "이미 설치된 것보다 오래된 매체입니다.",
-    MISSING: "매체 또는 그 안의 파일이 없습니다. 디스크가 마운트되었는지 확인하십시오.",
-    SPACE_IO: "공간이 부족하거나 디스크를 읽고 쓸 수 없습니다. 해결한 뒤 같은 명령을 다시 실행하십시오.",
-    BUSY: "다른 설치가 진행 중입니다. 끝난 뒤 다시 실행하십시오.",
-    INTERRUPTED: "중단되었습니다. 실행 중이던 것은 그대로입니다. 같은 명령을 다시 실행하십시오.",
-}
-
-
-def speaks_korean():
-    """By the system's language, as gettext picks it."""
-    names = ("LC_ALL", "LC_MESSAGES", "LANG")
-    return next((os.environ[n] for n in names if os.environ.get(n)), "").startswith("ko")
-
 
 # -- what the server must have ----------------------------------------------------------------------------------------
 
@@ -75,21 +57,27 @@ def check_server(requires):
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     arch = platform.machine()
     if arch != requires["arch"]:
-        raise Refused(PREFLIGHT, f"The medium is for {requires['arch']}; this is {arch}.", "Ask for the other one.")
+        raise Refused(
+            PREFLIGHT,
+            t("The medium is for {made}; this is {here}.", made=requires["arch"], here=arch),
+            t("Ask for the other one."),
+        )
     if here not in requires["python"]:
         made = ", ".join(requires["python"])
         raise Refused(
             PREFLIGHT,
-            f"The medium is for Python {made}; {sys.executable} is Python {here}.",
-            "Name another one with --python DIR, or have the medium built for this one.",
+            t("The medium is for Python {made}; {executable} is Python {here}.", made=made, executable=sys.executable,
+              here=here),
+            t("Name another one with --python DIR, or have the medium built for this one."),
         )
     libc, version = platform.libc_ver()
     have = tuple(int(part) for part in version.split(".")[:2]) if libc == "glibc" else (0, 0)
     if have < tuple(int(part) for part in requires["glibc"].split(".")):
         raise Refused(
             PREFLIGHT,
-            f"The medium needs glibc {requires['glibc']} or newer; this one has {version or 'another libc'}.",
-            "Use a newer release of the distribution (Debian 12, Ubuntu 22.04, RHEL 9 or newer).",
+            t("The medium needs glibc {glibc} or newer; this one has {version}.", glibc=requires["glibc"],
+              version=version or t("another libc")),
+            t("Use a newer release of the distribution (Debian 12, Ubuntu 22.04, RHEL 9 or newer)."),
         )
 
 
@@ -105,12 +93,17 @@ def check_sequence(options, manifest):
                 with open(os.path.join(options.root, path), "rb") as file:
                     known = max(known, dig(json.loads(file.read(MAX_SMALL))))
             except (ValueError, KeyError, TypeError, AttributeError, PermissionError) as e:
-                raise Refused(SPACE_IO, f"/{path} cannot be read: {show(e)}.", "Restore it, or run as root.") from None
+                raise Refused(
+                    SPACE_IO,
+                    t("/{path} cannot be read: {why}.", path=path, why=show(e)),
+                    t("Restore it, or run as root."),
+                ) from None
     if manifest["sequence"] < known and not options.last("--allow-downgrade"):
         raise Refused(
             REPLAY,
-            f"This runtime has sequence {manifest['sequence']}, but {known} was installed here already: it is older.",
-            "Use the newest medium. To go back: atoll rollback. To insist: --allow-downgrade 'the reason'",
+            t("This runtime has sequence {sequence}, but {known} was installed here already: it is older.",
+              sequence=manifest["sequence"], known=known),
+            t("Use the newest medium. To go back: atoll rollback. To insist: --allow-downgrade 'the reason'"),
         )
 
 
@@ -124,14 +117,16 @@ def verify_signature(root, options):
     except Refused as e:
         if e.code == SPACE_IO:
             raise
-        raise Refused(UNTRUSTED, f"There is no usable signature: {e.message}", "Get the medium again.") from None
+        raise Refused(
+            UNTRUSTED, t("There is no usable signature: {message}", message=e.message), t("Get the medium again.")
+        ) from None
     claimed, payload, raw = open_envelope(signature)
     point, text, fingerprint, now = choose_key(options, claimed)
     resources = signed_resources(payload, raw, point)
     data = read_small(root, "bundle.json", MAX_MANIFEST)
     digest = hashlib.sha256(data).hexdigest()
     if resources.pop("bundle.json", None) != digest:
-        raise Refused(CONTENT, "runtime/bundle.json is not the file that was signed.", ODD)
+        raise Refused(CONTENT, t("runtime/bundle.json is not the file that was signed."), ODD)
     manifest = parse_manifest(data, resources)
     sizes = {f["path"]: f["size"] for f in manifest["files"]}
     check_file_set(root, {**sizes, "bundle.json": len(data), "model.sig": len(signature)})
@@ -145,8 +140,9 @@ def check_space(where, need):
     info = os.statvfs(where)
     if info.f_bavail * info.f_frsize < need:
         free = info.f_bavail * info.f_frsize >> 20
-        message = f"{where} has {free} MiB free; the code takes {need >> 20} MiB while it is installed."
-        raise Refused(SPACE_IO, message, "Free some space (df -h), then run again.")
+        message = t("{where} has {free} MiB free; the code takes {need} MiB while it is installed.", where=where,
+                    free=free, need=need >> 20)
+        raise Refused(SPACE_IO, message, t("Free some space (df -h), then run again."))
 
 
 def own_directory(path):
@@ -154,7 +150,11 @@ def own_directory(path):
     os.makedirs(path, 0o755, exist_ok=True)
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
-        raise Refused(SPACE_IO, f"{path} is a link, or others may write to it.", f"Look who made it: ls -ld {path}")
+        raise Refused(
+            SPACE_IO,
+            t("{path} is a link, or others may write to it.", path=path),
+            t("Look who made it: ls -ld {path}", path=path),
+        )
     return os.open(path, DIRECTORY)
 
 
@@ -179,15 +179,18 @@ def take_copy(root, signed, incoming, only=""):
     manifest, data, signature, _ = signed
     os.makedirs(incoming, 0o700, exist_ok=True)
     if os.lstat(incoming).st_uid != os.geteuid() or os.path.islink(incoming):
-        raise Refused(SPACE_IO, f"{incoming} belongs to somebody else.", "Remove it and run again.")
+        raise Refused(
+            SPACE_IO, t("{incoming} belongs to somebody else.", incoming=incoming), t("Remove it and run again.")
+        )
     os.chmod(incoming, 0o700)
     files = [f for f in manifest["files"] if f["path"].startswith(only)]
-    progress = Progress("Copying and checking", sum(f["size"] for f in files))
+    progress = Progress(t("Copying and checking"), sum(f["size"] for f in files))
     copy_all(root, files, lambda path: os.path.join(incoming, path), progress)
     for name, content in (("bundle.json", data), ("model.sig", signature)):
         with open(os.path.join(incoming, name), "wb") as file:
             file.write(content)
-    progress.end(f"Checked: {len(files)} files, {progress.total >> 20} MiB, each as it was signed.")
+    progress.end(t("Checked: {count} files, {total} MiB, each as it was signed.", count=len(files),
+                   total=progress.total >> 20))
 
 
 class Checked(importlib.abc.InspectLoader):
@@ -207,10 +210,11 @@ def load_setup(incoming, manifest):
         text = file.read()
     expected = next((f["sha256"] for f in manifest["files"] if f["path"] == path), None)
     if hashlib.sha256(text).hexdigest() != expected:
-        raise Refused(CONTENT, f"{path} changed after it was checked.", ODD)
+        raise Refused(CONTENT, t("{path} changed after it was checked.", path=path), ODD)
     loader = Checked(text)
     module = types.ModuleType("setup_release")
     loader.exec_module(module)
+    module.t = t  # it speaks the same language
     return module
 
 
@@ -221,23 +225,27 @@ def run(script, arguments):
         print(HELP, end="")
         return 0
     if not options.verify_only and options.prefix is None and os.geteuid() != 0:
-        raise Refused(USAGE, "Installing on the server needs root.", "sudo sh install.sh, or --prefix DIR for a trial.")
+        raise Refused(
+            USAGE, t("Installing on the server needs root."), t("sudo sh install.sh, or --prefix DIR for a trial.")
+        )
     try:
         root = os.open(os.path.join(options.medium, "runtime"), DIRECTORY)
     except OSError as e:
-        message = f"There is no {show(options.medium)}/runtime ({e.strerror})."
-        raise Refused(MISSING, message, "Is the disk mounted? Name it: --medium DIR") from None
+        message = t("There is no {medium}/runtime ({why}).", medium=show(options.medium), why=reason(e))
+        raise Refused(MISSING, message, t("Is the disk mounted? Name it: --medium DIR")) from None
     signed = verify_signature(root, options)
     manifest, data, _, key = signed
     digest = hashlib.sha256(data).hexdigest()
     say(
-        f"Atoll {manifest['version']} (sequence {manifest['sequence']}), signed by the key {key['fingerprint'][:32]}..."
+        t("Atoll {version} (sequence {sequence}), signed by the key {fingerprint}...", version=manifest["version"],
+          sequence=manifest["sequence"], fingerprint=key["fingerprint"][:32])
     )
     check_sequence(options, manifest)
     if options.verify_only:
-        progress = Progress("Checking", sum(f["size"] for f in manifest["files"]))
+        progress = Progress(t("Checking"), sum(f["size"] for f in manifest["files"]))
         copy_all(root, manifest["files"], lambda path: None, progress)
-        progress.end(f"Good: {len(manifest['files'])} files, each as it was signed. Nothing was changed.")
+        progress.end(t("Good: {count} files, each as it was signed. Nothing was changed.",
+                       count=len(manifest["files"])))
         return 0
     check_server(manifest["requires"])
     return make_release(options, root, signed, f"{manifest['version']}-{digest[:12]}")
@@ -255,8 +263,9 @@ def make_release(options, root, signed, name):
         try:
             setup, facts, lock = fill(base, name, root, signed, on_failure, look)
         except OSError as e:
-            message = f"Writing below {base} failed: {e.strerror} ({e.filename})."
-            raise Refused(SPACE_IO, message, "Correct it, then run again.") from None
+            message = t("Writing below {base} failed: {why} ({filename}).", base=base, why=reason(e),
+                        filename=e.filename)
+            raise Refused(SPACE_IO, message, t("Correct it, then run again.")) from None
         on_failure.pop_all()
     return setup.hand_over(facts, options, lock)
 
@@ -272,7 +281,9 @@ def fill(base, name, root, signed, on_failure, look):
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise Refused(BUSY, "Another install is working here.", "Wait until it is done, then run again.") from None
+        raise Refused(
+            BUSY, t("Another install is working here."), t("Wait until it is done, then run again.")
+        ) from None
     on_failure.callback(remove_empty, absent)
     try:
         take_copy(root, signed, incoming, only="setup/" if here else "")
@@ -301,16 +312,13 @@ def main(argv):
     try:
         return run(argv[0], argv[1:])
     except Refused as e:
-        say(f"\nerror: {e.message}")
+        say(t("\nerror: {message}", message=e.message))
         if e.hint:
             say(f"  {e.hint}")
-        if speaks_korean() and e.code in KOREAN:
-            say(f"  {KOREAN[e.code]}")
         return e.code
     except KeyboardInterrupt:
-        say("\nInterrupted. What was half-done is removed, and what ran before still runs. Run the same command again.")
-        if speaks_korean():
-            say(KOREAN[INTERRUPTED])
+        say(t("\nInterrupted. What was half-done is removed, and what ran before still runs. Run the same command "
+              "again."))
         return INTERRUPTED
 
 

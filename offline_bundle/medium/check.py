@@ -22,6 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from offline_bundle.medium.p256 import verify
+from offline_bundle.medium.words import reason, t
 
 USAGE, PREFLIGHT, UNTRUSTED, CONTENT, REPLAY, MISSING, SPACE_IO, BUSY, INTERRUPTED = 2, 3, 10, 11, 12, 13, 30, 75, 130
 MIB = 1 << 20
@@ -33,8 +34,8 @@ COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@,-]{0,127}\Z")
 HEX64 = re.compile(r"[0-9a-f]{64}\Z")
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 REGULAR = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-ODD = "The medium is damaged or was tampered with. Do not use it; get it again from its vendor."
-AGAIN = "Copy the medium again from its source."
+ODD = t("The medium is damaged or was tampered with. Do not use it; get it again from its vendor.")
+AGAIN = t("Copy the medium again from its source.")
 
 
 class Refused(Exception):
@@ -73,7 +74,8 @@ class Progress:
         if now - self.last < (0.2 if self.terminal else 5.0):
             return
         self.last = now
-        text = f"{self.label}: {self.done >> 20} of {self.total >> 20} MiB ({100 * self.done // self.total} %)"
+        text = t("{label}: {done} of {total} MiB ({percent} %)", label=self.label, done=self.done >> 20,
+                 total=self.total >> 20, percent=100 * self.done // self.total)
         with contextlib.suppress(OSError, ValueError):
             print("\r" + text if self.terminal else text, end=" " if self.terminal else "\n", file=sys.stderr)
             sys.stderr.flush()
@@ -120,14 +122,14 @@ def open_envelope(text):
         payload = base64.b64decode(envelope["payload"], validate=True)
         return hint, payload, base64.b64decode(envelope["signatures"][0]["sig"], validate=True)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, binascii.Error) as e:
-        raise Refused(UNTRUSTED, f"runtime/model.sig is not a signature ({show(e)}).", ODD) from None
+        raise Refused(UNTRUSTED, t("runtime/model.sig is not a signature ({why}).", why=show(e)), ODD) from None
 
 
 def signed_resources(payload, raw, point):
     """path -> SHA-256, as the holder of the key signed it."""
     kind = b"application/vnd.in-toto+json"
     if not verify(point, raw, b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)):
-        raise Refused(UNTRUSTED, "The signature is not valid: model.sig was changed after it was made.", ODD)
+        raise Refused(UNTRUSTED, t("The signature is not valid: model.sig was changed after it was made."), ODD)
     try:
         statement = loads(payload)
         predicate = statement["predicate"]
@@ -149,7 +151,7 @@ def signed_resources(payload, raw, point):
             raise ValueError("the root digest does not match")
         return resources
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as e:
-        raise Refused(CONTENT, f"The signature holds, but what it signs is odd: {show(e)}.", ODD) from None
+        raise Refused(CONTENT, t("The signature holds, but what it signs is odd: {why}.", why=show(e)), ODD) from None
 
 
 def check_path(path):
@@ -177,7 +179,7 @@ def parse_manifest(data, resources):
             raise ValueError("it and the signature name different files")
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise Refused(CONTENT, f"runtime/bundle.json is signed, but odd: {show(e)}.", ODD) from None
+        raise Refused(CONTENT, t("runtime/bundle.json is signed, but odd: {why}.", why=show(e)), ODD) from None
 
 
 # -- the medium -------------------------------------------------------------------------------------------------------
@@ -194,16 +196,18 @@ def open_below(root, path):
             here = below
         fd = os.open(name, REGULAR, dir_fd=here)
     except FileNotFoundError:
-        raise Refused(MISSING, f"runtime/{show(path)} is missing.", AGAIN) from None
+        raise Refused(MISSING, t("runtime/{path} is missing.", path=show(path)), AGAIN) from None
     except OSError as e:
         if e.errno in (20, 40, 6):  # ENOTDIR, ELOOP, ENXIO
-            raise Refused(CONTENT, f"runtime/{show(path)} is a link or a special file.", ODD) from None
-        raise Refused(SPACE_IO, f"runtime/{show(path)} cannot be read: {e.strerror}.", AGAIN) from None
+            raise Refused(CONTENT, t("runtime/{path} is a link or a special file.", path=show(path)), ODD) from None
+        raise Refused(
+            SPACE_IO, t("runtime/{path} cannot be read: {why}.", path=show(path), why=reason(e)), AGAIN
+        ) from None
     finally:
         os.close(here)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise Refused(CONTENT, f"runtime/{show(path)} is not a regular file.", ODD)
+        raise Refused(CONTENT, t("runtime/{path} is not a regular file.", path=show(path)), ODD)
     return fd
 
 
@@ -214,9 +218,11 @@ def read_small(root, path, limit):
         with os.fdopen(fd, "rb") as file:
             data = file.read(limit + 1)
     except OSError as e:
-        raise Refused(SPACE_IO, f"runtime/{show(path)} cannot be read: {e.strerror}.", AGAIN) from None
+        raise Refused(
+            SPACE_IO, t("runtime/{path} cannot be read: {why}.", path=show(path), why=reason(e)), AGAIN
+        ) from None
     if len(data) > limit:
-        raise Refused(CONTENT, f"runtime/{show(path)} is larger than it may be.", ODD)
+        raise Refused(CONTENT, t("runtime/{path} is larger than it may be.", path=show(path)), ODD)
     return data
 
 
@@ -236,9 +242,9 @@ def walk(fd, prefix=""):
             finally:
                 os.close(below)
         else:
-            raise Refused(CONTENT, f"runtime/{show(path)} is a link or a special file.", ODD)
+            raise Refused(CONTENT, t("runtime/{path} is a link or a special file.", path=show(path)), ODD)
         if len(found) > 2 * MAX_FILES:
-            raise Refused(CONTENT, "The directory runtime holds far too many files.", ODD)
+            raise Refused(CONTENT, t("The directory runtime holds far too many files."), ODD)
     return found
 
 
@@ -247,18 +253,23 @@ def check_file_set(root, sizes):
     try:
         there = walk(root)
     except OSError as e:
-        raise Refused(SPACE_IO, f"The medium cannot be read: {e.strerror}.", AGAIN) from None
+        raise Refused(SPACE_IO, t("The medium cannot be read: {why}.", why=reason(e)), AGAIN) from None
     directories = {path[: i + 1] for path in sizes for i, c in enumerate(path) if c == "/"}
     for path in sorted(there.keys() - sizes.keys() - directories):
         raise Refused(
-            CONTENT, f"runtime/{show(path)} is not part of what was signed.", "Delete it, or " + AGAIN.lower()
+            CONTENT,
+            t("runtime/{path} is not part of what was signed.", path=show(path)),
+            t("Delete it, or copy the medium again from its source."),
         )
     for path in sorted(sizes):
         if path not in there:
-            raise Refused(MISSING, f"runtime/{show(path)} is missing.", AGAIN)
+            raise Refused(MISSING, t("runtime/{path} is missing.", path=show(path)), AGAIN)
         if there[path] != sizes[path]:
             raise Refused(
-                CONTENT, f"runtime/{show(path)} has {there[path]} bytes, not the {sizes[path]} signed.", AGAIN
+                CONTENT,
+                t("runtime/{path} has {found} bytes, not the {size} signed.", path=show(path), found=there[path],
+                  size=sizes[path]),
+                AGAIN,
             )
 
 
@@ -310,7 +321,9 @@ def copy_hashed(root, entry, target, progress, stop):
             try:
                 block = buffer[: os.readv(source, [buffer[: min(MIB, left)]])]
             except OSError as e:
-                raise Refused(SPACE_IO, f"runtime/{entry['path']} cannot be read: {e.strerror}.", AGAIN) from None
+                raise Refused(
+                    SPACE_IO, t("runtime/{path} cannot be read: {why}.", path=entry["path"], why=reason(e)), AGAIN
+                ) from None
             if not block:
                 break
             digest.update(block)
@@ -329,5 +342,5 @@ def copy_hashed(root, entry, target, progress, stop):
     if left != 1 or digest.hexdigest() != entry["sha256"]:
         if target:
             os.unlink(target)
-        raise Refused(CONTENT, f"runtime/{entry['path']} differs from what was signed.", AGAIN)
+        raise Refused(CONTENT, t("runtime/{path} differs from what was signed.", path=entry["path"]), AGAIN)
     return None

@@ -5,6 +5,7 @@ import os
 from offline_bundle.medium.arguments import digits
 from offline_bundle.medium.check import MAX_KEY, MISSING, ODD, UNTRUSTED, Refused, show
 from offline_bundle.medium.p256 import KeyFormatError, load_public
+from offline_bundle.medium.words import reason, t
 
 
 def read_key(path):
@@ -14,9 +15,15 @@ def read_key(path):
             text = file.read(MAX_KEY)
         return (*load_public(text), text)
     except OSError as e:
-        raise Refused(MISSING, f"The key {show(path)} cannot be read: {e.strerror}.", "Check --trust-key.") from None
+        raise Refused(
+            MISSING, t("The key {path} cannot be read: {why}.", path=show(path), why=reason(e)), t("Check --trust-key.")
+        ) from None
     except KeyFormatError as e:
-        raise Refused(UNTRUSTED, f"{show(path)} is not a key that can be trusted: {e}.", "Give vendor.pub.") from None
+        raise Refused(
+            UNTRUSTED,
+            t("{path} is not a key that can be trusted: {why}.", path=show(path), why=e),
+            t("Give vendor.pub."),
+        ) from None
 
 
 def trusted_keys(options):
@@ -32,8 +39,9 @@ def trusted_keys(options):
         if os.path.commonpath([os.path.realpath(path), options.medium]) == options.medium != "/":
             raise Refused(
                 UNTRUSTED,
-                f"The key {show(path)} lies on the medium; whoever changed the medium could have changed it too.",
-                "Bring the vendor's key by another way, or compare its fingerprint: --fingerprint HEX",
+                t("The key {path} lies on the medium; whoever changed the medium could have changed it too.",
+                  path=show(path)),
+                t("Bring the vendor's key by another way, or compare its fingerprint: --fingerprint HEX"),
             )
         point, fingerprint, text = read_key(path)
         found[fingerprint] = (point, text, True)
@@ -54,20 +62,22 @@ def choose_key(options, claimed):
         point, fingerprint, text = read_key(path)
         if fingerprint == claimed:
             return point, text, claimed, True
-        raise Refused(UNTRUSTED, "vendor.pub on the medium is not the key that signed it.", ODD)
+        raise Refused(UNTRUSTED, t("vendor.pub on the medium is not the key that signed it."), ODD)
     if said is not None:
         raise Refused(
             UNTRUSTED,
-            f"The medium is signed by the key {claimed}, not by the one you named ({said}).",
-            "Compare digit by digit with the vendor's letter. If they differ, do not use this medium.",
+            t("The medium is signed by the key {claimed}, not by the one you named ({said}).", claimed=claimed,
+              said=said),
+            t("Compare digit by digit with the vendor's letter. If they differ, do not use this medium."),
         )
     raise Refused(
         UNTRUSTED,
-        f"The medium is signed by the key {claimed}, which is not trusted here.",
-        "Trusted: "
-        + ", ".join(f"{f[:16]}..." for f in keys)
-        + ". If the vendor has announced a new key: --fingerprint "
-        "HEX, with the digits from his letter.",
+        t("The medium is signed by the key {claimed}, which is not trusted here.", claimed=claimed),
+        t(
+            "Trusted: {names}. If the vendor has announced a new key: --fingerprint HEX, with the digits from his "
+            "letter.",
+            names=", ".join(f"{f[:16]}..." for f in keys),
+        ),
     )
 
 
@@ -75,14 +85,14 @@ def ask_fingerprint():
     """From the terminal. What the medium claims is not shown: the digits must come from elsewhere."""
     nobody = Refused(
         UNTRUSTED,
-        "Nothing says whose medium this should be: this server trusts no key yet.",
-        "Give the vendor's key, got by another way than this disk: --fingerprint HEX or --trust-key FILE",
+        t("Nothing says whose medium this should be: this server trusts no key yet."),
+        t("Give the vendor's key, got by another way than this disk: --fingerprint HEX or --trust-key FILE"),
     )
     try:
         with open("/dev/tty", "rb+", buffering=0) as terminal:
             terminal.write(
-                b"First install: type the fingerprint of the vendor's key, from his letter or by phone, not from this\n"
-                b"disk (64 hex digits; the first 32 are enough): "
+                t("First install: type the fingerprint of the vendor's key, from his letter or by phone, not from "
+                  "this\ndisk (64 hex digits; the first 32 are enough): ").encode()
             )
             text = terminal.readline(1024).decode("ascii", "replace")
     except OSError:

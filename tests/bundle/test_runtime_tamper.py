@@ -172,11 +172,11 @@ def test_a_disk_that_shows_other_bytes_now_and_then(medium: Path, bare: Path, ve
     assert not (tmp_path / "canary").exists()
 
 
-def test_koreans_are_told_in_korean_too(medium: Path, bare: Path) -> None:
+def test_koreans_are_told_in_korean(medium: Path, bare: Path) -> None:
     done = install(medium, bare, "--verify-only", language="ko_KR.UTF-8")
     assert done.returncode == 10
-    assert "매체를 사용하지 말고" in done.stderr
-    assert "매체" not in install(medium, bare, "--verify-only").stderr
+    assert "이 서버는 아직 어떤 키도 신뢰하지 않습니다" in done.stderr
+    assert install(medium, bare, "--verify-only").stderr.isascii()
 
 
 # -- whom to trust ----------------------------------------------------------------------------------------------------

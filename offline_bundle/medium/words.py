@@ -1,0 +1,38 @@
+"""The words of install.sh in the operator's language. Chosen as the rest of Atoll does (installer/i18n.py): --lang,
+then $ATOLL_LANG, then the system's; English where Hangul cannot be shown."""
+
+import os
+import sys
+
+from offline_bundle.medium.korean import KOREAN
+
+
+def speaks_korean(environment, arguments, encodings):
+    """Whether the operator reads Korean, and the terminal shows it."""
+    asked = environment.get("ATOLL_LANG")
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        if word == "--lang" or word.startswith("--lang="):
+            asked = word.partition("=")[2] or following
+    if asked in ("ko", "en"):
+        return asked == "ko"
+    system = next((environment[n] for n in ("LC_ALL", "LC_MESSAGES", "LANG") if environment.get(n)), "")
+    if not system.lower().startswith("ko") or environment.get("TERM") == "linux":
+        return False
+    try:
+        return all("한글".encode(encoding or "utf-8") for encoding in encodings)
+    except (UnicodeEncodeError, LookupError):
+        return False
+
+
+SPEAKS_KOREAN = speaks_korean(os.environ, sys.argv, [getattr(f, "encoding", None) for f in (sys.stdout, sys.stderr)])
+
+
+def t(source, /, **values):
+    """`source` in the operator's language, with its {placeholders} filled in."""
+    return (KOREAN.get(source, source) if SPEAKS_KOREAN else source).format(**values)
+
+
+def reason(error):
+    """Why the operating system refused."""
+    said = error.strerror or str(error)
+    return KOREAN.get(said, said) if SPEAKS_KOREAN else said
