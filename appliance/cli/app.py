@@ -27,7 +27,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "gateway": ("engine.server.gateway", "main", "Serve HTTP in front of the engines of this server (units do)."),
     "gpu-ready": ("engine.server.gpu_ready", "main", "Wait until the GPU can be used; exit 0 when it can (units do)."),
     "settle": ("installer.settle", "main", "Take back an upgrade that a power cut interrupted (a unit does, at boot)."),
-    "settle": ("installer.settle", "main", "Take back an upgrade that a power cut interrupted (a unit does, at boot)."),
     "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles."),
     "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
     "doctor": ("appliance.cli.doctor", "register", "Check this machine's GPU: each kernel against plain arithmetic."),

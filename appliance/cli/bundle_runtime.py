@@ -7,18 +7,24 @@ from typing import Any
 
 import typer
 
+from installer.i18n import joined, t
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.keys import load_trusted
 from offline_bundle.progress import Progress
-from offline_bundle.runtime import Torch, build_runtime
+from offline_bundle.runtime import build_runtime
+from offline_bundle.runtime_download import Load
 from offline_bundle.runtime_manifest import RuntimeManifest
+from offline_bundle.runtime_resolve import Torch
 from offline_bundle.runtime_verify import inspect_runtime, verify_runtime
 
 from .byte_progress import byte_progress, size
+from .common import say, say_rows
 from .json_output import emit
 from .keys import grouped
 
-_LABELS = {"verify": "Verifying"}
+_LABELS = {
+    "download": t("Fetching packages"), "read": t("Reading packages"), "verify": t("Verifying"),
+}  # fmt: skip
 
 
 def build(
@@ -43,18 +49,20 @@ def build(
             wheels=wheels,
             passphrase=passphrase,
             progress=progress,
+            planned=lambda load: None if as_json else tell(load),
         )
     if as_json:
         extra = {"key_fingerprint": made.fingerprint, "install_sha256": made.install_sha256}
         emit({"ok": True, "path": str(out / "runtime"), "medium": str(out)} | summary(made.manifest) | extra)
         return
-    typer.echo(f"Built {out / 'runtime'}")
+    say(t("Built {out}", out=out / "runtime"))
     show(made.manifest)
-    typer.echo("\nTell the operator these two by letter or phone, never on the disk itself:")
-    typer.echo(f"  key fingerprint       {grouped(made.fingerprint)}")
-    typer.echo(f"  install.sh (SHA-256)  {grouped(made.install_sha256)}")
-    typer.echo(f"\nNext: put model bundles beside it: atoll bundle build MODEL ... --out {out}")
-    typer.echo(f'On the server: sudo sh install.sh --fingerprint "{grouped(made.fingerprint[:32])}"')
+    say(t("\nTell the operator these two by letter or phone, never on the disk itself:"))
+    say_rows([(t("key fingerprint"), grouped(made.fingerprint)),
+              ("install.sh (SHA-256)", grouped(made.install_sha256))], indent=2)
+    say(t("\nNext: put model bundles beside it: atoll bundle build MODEL ... --out {out}", out=out))
+    say(t('On the server: sudo sh install.sh --fingerprint "{fingerprint}"',
+                 fingerprint=grouped(made.fingerprint[:32])))
 
 
 def inspect(path: Path, *, as_json: bool) -> None:
@@ -64,7 +72,7 @@ def inspect(path: Path, *, as_json: bool) -> None:
         facts = {"ok": True, "verified": False, "path": str(path)} | summary(manifest)
         emit(facts | {"manifest": manifest.model_dump(mode="json")})
         return
-    typer.echo("NOT VERIFIED: this is what the runtime claims. Check it with: atoll bundle verify --key PUB")
+    say(t("NOT VERIFIED: this is what the runtime claims. Check it with: atoll bundle verify --key PUB"))
     show(manifest)
     for entry in manifest.files:
         typer.echo(f"    {size(entry.size):>10}  {entry.role:<12}  {entry.path}")
@@ -78,9 +86,8 @@ def verify(path: Path, trusted: list[Path], min_sequence: int | None, *, as_json
         facts = {"ok": True, "verified": True, "path": str(path), "key_fingerprint": found.key_fingerprint}
         emit(facts | summary(found.manifest))
         return
-    typer.echo(f"VERIFIED: {path}")
-    show(found.manifest)
-    typer.echo(f"  signed by  {found.key_fingerprint}")
+    say(t("VERIFIED: {path}", path=path))
+    show(found.manifest, (t("signed by"), found.key_fingerprint))
 
 
 def summary(manifest: RuntimeManifest) -> dict[str, Any]:
@@ -98,27 +105,33 @@ def summary(manifest: RuntimeManifest) -> dict[str, Any]:
     }
 
 
-def show(manifest: RuntimeManifest) -> None:
+def show(manifest: RuntimeManifest, *more: tuple[str, str]) -> None:
     """The same facts for a person."""
     requires = manifest.requires
-    gpu = f"CUDA {requires.cuda}, driver {requires.driver_min} or newer" if requires.cuda else "CPU only"
+    gpu = t("CPU only")
+    if requires.cuda:
+        gpu = t("CUDA {cuda}, driver {driver_min} or newer", cuda=requires.cuda, driver_min=requires.driver_min)
     packages = sum(f.role == "wheel" for f in manifest.files)
-    rows = {
-        "runtime": f"{manifest.name} {manifest.version} (sequence {manifest.sequence}, {manifest.created})",
-        "needs": f"{requires.arch}, Python {' or '.join(requires.python)}, glibc {requires.glibc} or newer; {gpu}",
-        "torch": requires.torch or "none",
-        "content": f"{packages} packages, {size(manifest.total_bytes)}; installed {size(requires.unpacked_bytes)}",
-        "digest": manifest.digest,
-    }
-    for label, value in rows.items():
-        typer.echo(f"  {label:<10} {value}")
+    rows = [
+        (t("runtime"), t("{name} {version} (sequence {sequence}, {created})", name=manifest.name,
+                         version=manifest.version, sequence=manifest.sequence, created=manifest.created)),
+        (t("needs"), t("{arch}, Python {versions}, glibc {glibc} or newer; {gpu}", arch=requires.arch,
+                       versions=joined(requires.python, "/"), glibc=requires.glibc, gpu=gpu)),
+        ("torch", requires.torch or t("none")),
+        (t("content"), t("{packages} packages, {size}; installed {unpacked}", packages=packages,
+                         size=size(manifest.total_bytes), unpacked=size(requires.unpacked_bytes))),
+        (t("digest"), manifest.digest),
+    ]
+    say_rows([*rows, *more], indent=2, width=10, gap=1)
 
 
 def require(given: dict[str, Any]) -> None:
     """Options that a model's bundle cannot do without; a runtime has no use for most of them."""
     if lacking := [name for name, value in given.items() if value is None]:
         raise BundleError(
-            f"Missing: {', '.join(lacking)}.", "A model's bundle needs it; see: atoll bundle build --help", USAGE
+            t("Missing: {names}.", names=joined(lacking)),
+            t("A model's bundle needs it; see: atoll bundle build --help"),
+            USAGE,
         )
 
 
@@ -127,11 +140,25 @@ def _progress(as_json: bool) -> Iterator[Progress]:
     with byte_progress(_LABELS, quiet=as_json) as bytes_done:
 
         def report(stage: str, done: int, total: int) -> None:
-            if stage != "wheels":
+            if stage != "resolve":
                 bytes_done(stage, done, total)
             elif not as_json and done < total:
-                typer.echo(
-                    f"Collecting packages with pip, step {done + 1} of {total} (minutes the first time) ...", err=True
-                )
+                say(t("Choosing packages with pip, step {done} of {total} ...", done=done + 1, total=total), err=True)
 
         yield report
+
+
+def tell(load: Load) -> None:
+    """What is going to be fetched, before it is."""
+    say(t("{packages} packages, {size}:", packages=len(load.parcels), size=size(load.total)), err=True)
+    local = sum(parcel.size or 0 for parcel in load.parcels if parcel.local)
+    rows = [(t("from the network"), size(load.to_fetch))]
+    if load.kept:
+        rows.append((t("left by an earlier run"), size(load.kept)))
+    if local:
+        rows.append((t("on this machine"), size(local)))
+    if load.unknown:
+        rows.append((t("size not told"), t("{count} packages, which pip fetches", count=load.unknown)))
+    largest = sorted(load.parcels, key=lambda parcel: -parcel.weight)[:5]
+    rows.append((t("the largest"), joined(f"{p.pick.name} {size(p.size or 0)}" for p in largest)))
+    say_rows(rows, indent=2, err=True)
