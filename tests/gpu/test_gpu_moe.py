@@ -1,12 +1,15 @@
 """Routed experts on a GPU: the shapes of real layers against the twin, and the same bits however steps are started."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from gpu_kit import DEVICE
 
-from engine.kernels import reference, triton_fused, triton_moe
+from engine.kernels import reference, triton_fused, triton_gemv, triton_moe
+from engine.kernels.launch import Kernel
+from engine.kernels.triton_moe_few import Beside, Norm, sparse_block
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -100,6 +103,102 @@ def test_kernels_that_start_early_see_what_they_must(tokens: int, fp8: bool) -> 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = chain(lambda: None)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+BESIDE = {"qwen3.6-35b-a3b": (512, True), "gemma4-26b-a4b": (2112, False), "qwen3-30b-a3b": (0, False)}
+
+
+def make_beside(shape: str, *, fp8: bool) -> Beside | None:
+    """The MLP beside the experts, and in some models a factor for it."""
+    width, factor = BESIDE[shape]
+    hidden = SHAPES[shape][2]
+    if not width:
+        return None
+    parts: list[torch.Tensor | None] = []
+    for rows, columns in ((2 * width, hidden), (hidden, width)):
+        weight = torch.randn(rows, columns, device=DEVICE).mul_(columns**-0.5).bfloat16()
+        parts += reference.quantize_rows(weight) if fp8 else (weight, None)
+    return Beside(*parts, torch.randn(1, hidden, device=DEVICE).mul_(hidden**-0.5).bfloat16() if factor else None)
+
+
+def make_router(shape: str) -> torch.Tensor:
+    num_experts, _, hidden, _, _ = SHAPES[shape]
+    return torch.randn(num_experts, hidden, device=DEVICE).mul_(3 * hidden**-0.5).bfloat16()
+
+
+def stacks(layer: Layer) -> Layer:
+    return (*layer, None, None)[:4]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", BESIDE)
+def test_a_block_of_few_tokens_equals_its_parts(shape: str, fp8: bool) -> None:
+    _, top_k, hidden, _, gate = SHAPES[shape]
+    layer, beside, router = make_layer(shape, fp8=fp8), make_beside(shape, fp8=fp8), make_router(shape)
+    norm = torch.rand(hidden, device=DEVICE).bfloat16()
+    for tokens in (1, 2, 3, 4):
+        x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+        ours, apart = sparse_block(
+            x, router, *stacks(layer), top_k=top_k, gate=gate, norm=Norm(norm, 1e-6, 1.0), beside=beside
+        )
+        normed = triton_fused.rms_norm(x, norm, 1e-6, wide_offset=1.0)
+        routing = triton_moe.choose_experts(triton_gemv.gemv(normed, router), top_k)
+        parts = triton_moe.routed_experts(normed, *routing, *layer, gate=gate).float()
+        other = None
+        if beside is not None:
+            h = triton_gemv.gemv(normed, beside.gate_up, beside.gate_up_scale, gate=gate)
+            other = triton_gemv.gemv(h, beside.down, beside.down_scale).float()
+            if beside.factor is not None:
+                parts = parts + triton_gemv.gemv(normed, beside.factor).float().sigmoid() * other
+                other = None
+        assert ((ours.float() - parts).norm(dim=1) / parts.norm(dim=1)).max() < 1e-2
+        assert (apart is None) == (other is None)
+        if apart is not None and other is not None:
+            assert ((apart.float() - other).norm(dim=1) / other.norm(dim=1)).max() < 1e-2
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("shape", BESIDE)
+def test_blocks_that_start_early_see_what_they_must(
+    shape: str, tokens: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain of blocks, each routed by the one before: kernels one at a time, all at once and in a graph give the same
+    bits.
+    (The last kernel of a block reads the choice and the other MLP's first result before it waits.)"""
+    _, top_k, hidden, _, gate = SHAPES[shape]
+    layer, beside, router = make_layer(shape, fp8=fp8), make_beside(shape, fp8=fp8), make_router(shape)
+    norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-6, None)
+    start = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+
+    def chain() -> torch.Tensor:
+        residual = start.clone()
+        for _ in range(40):
+            _, apart = sparse_block(
+                residual, router, *stacks(layer), top_k=top_k, gate=gate, norm=norm, beside=beside, residual=residual
+            )
+            if apart is not None:
+                residual = triton_fused.rms_norm(apart, norm.weight, 1e-6, residual)
+        return residual
+
+    start_kernel = Kernel.__call__
+
+    def start_and_wait(kernel: Kernel, *args: Any, **options: Any) -> None:
+        start_kernel(kernel, *args, **options)
+        torch.cuda.synchronize()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "__call__", start_and_wait)
+        expected = chain()
+    assert expected.isfinite().all()
+    for _ in range(20):
+        assert torch.equal(chain(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
     for _ in range(50):
         graph.replay()
         assert torch.equal(captured, expected)
