@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-22s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-24s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.demo  ## Bundle, sign, verify, install and run a small real model, and ask it a question
 	@$(BIN)/python -m appliance.demo --prefix $(PREFIX)
@@ -33,7 +33,7 @@ test-gpu:  ## On a machine with a CUDA GPU: its tests, then the benchmark (uses 
 test-runtime: $(VENV)/.dev  ## The whole code of a medium, PyTorch included: built, installed without a network, timed
 	@$(BIN)/python -m pytest -m slow -s tests/bundle/test_runtime_full.py
 
-test-runtime-cuda: $(VENV)/.dev  ## The same with the CUDA build (2.7 GB of packages, 25 GB of disk); as root also on a machine that boots
+test-runtime-cuda: $(VENV)/.dev  ## The same for GPU servers (2.7 GB of packages, 25 GB of disk); as root on a machine that boots, too
 	@$(BIN)/python -m appliance.demo.model >/dev/null
 	@$(BIN)/python -m pytest -m slow -rs -s tests/bundle/test_runtime_cuda.py
 	@if [ "$$(id -u)" = 0 ]; then \
