@@ -9,7 +9,7 @@ from appliance.cli.byte_progress import size
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say_rows, spoken, told
 from appliance.engines import engine_facts
 from installer.errors import ExitCode
-from installer.i18n import joined, retold, t
+from installer.i18n import foreign, joined, retold, t
 from installer.keys import shown_name
 from installer.logs import printable
 from installer.status import status
@@ -113,7 +113,13 @@ def _memory(engine: dict[str, Any], full: bool) -> list[tuple[str, str]]:
     if engine.get("progress"):
         return [(t("memory"), t("loading: {progress}", progress=engine["progress"]))]
     short = [line.strip() for line in table if line.strip().startswith(("KV", "context"))]
-    return [(t("memory") if i == 0 else "", " ".join(line.split())) for i, line in enumerate(short)]
+    return [(t("memory") if i == 0 else "", retold(" ".join(line.split()))) for i, line in enumerate(short)]
+
+
+ENGINE_SAYS = (
+    foreign("KV pages {size} GiB {pages} pages of {tokens} tokens = {total} tokens"),
+    foreign("context {tokens} tokens; {count} requests of that length fit at the same time"),
+)
 
 
 def _service(facts: dict[str, Any]) -> list[tuple[str, str]]:
