@@ -148,21 +148,16 @@ class KVManager:
         if end <= pages * self.page_size:
             return True
         missing = pages_for(end, self.page_size) - pages
-        if self._windows:
-            self._free_passed(seq)
         if len(self.arena.pools) == 1 and not self._windows:
             new = self.pools[0].take(missing)
             seq.tables[0].extend(new or ())
             return new is not None
-        skipped = [0] * len(self.pools)
-        taken = self._take(missing, skipped)
-        if taken is None and self._windows:
-            skipped = [min(missing, max(0, self._passed(group, end) - pages)) for group in range(len(self.pools))]
-            taken = self._take(missing, skipped) if any(skipped) else None
+        self._free_passed(seq)
+        taken = self.arena.take(self._needs(pages, missing, end))
         if taken is None:
             return False
-        for table, skip, new in zip(seq.tables, skipped, taken, strict=False):
-            table += [TRASH_PAGE] * skip + new
+        for table, new in zip(seq.tables, taken, strict=False):
+            table += [TRASH_PAGE] * (missing - len(new)) + new
         return True
 
     def register_full_pages(self, seq: Sequence) -> None:
@@ -289,9 +284,14 @@ class KVManager:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _take(self, count: int, skipped: list[int]) -> list[list[int]] | None:
-        """`count` pages of each group, but for those `skipped`; None if they do not all fit."""
-        return self.arena.take([count - skip for skip in skipped] + [0] * (self.slots is not None))
+    def _needs(self, pages: int, missing: int, end: int) -> list[int]:
+        """How many pages to take, of each kind, for a sequence that has `pages` in each group, lacks `missing`, and is to
+        be computed up to `end`: where pages are short, none for tokens that a window passes before."""
+        no_slot = [0] * (self.slots is not None)
+        passed = [min(missing, max(0, self._passed(group, end) - pages)) for group in range(len(self.pools))]
+        if any(passed) and not self.arena.fits([missing + spare for spare in self._watermarks] + no_slot):
+            return [missing - skip for skip in passed] + no_slot
+        return [missing] * len(self.pools) + no_slot
 
     def _release(self, seq: Sequence, pool: PagePool, pages: list[int]) -> None:
         if seq.last_step > self._completed_step:
