@@ -285,8 +285,8 @@ class KVManager:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _needs(self, pages: int, missing: int, end: int) -> list[int]:
-        """How many pages to take, of each kind, for a sequence that has `pages` in each group, lacks `missing`, and is to
-        be computed up to `end`: where pages are short, none for tokens that a window passes before."""
+        """How many pages to take, of each kind, for a sequence that has `pages` in each group, lacks `missing`, and
+        will reach `end` in this step: where pages are short, none for tokens that a window passes by then."""
         no_slot = [0] * (self.slots is not None)
         passed = [min(missing, max(0, self._passed(group, end) - pages)) for group in range(len(self.pools))]
         if any(passed) and not self.arena.fits([missing + spare for spare in self._watermarks] + no_slot):
