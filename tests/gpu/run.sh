@@ -7,12 +7,27 @@
 #
 #   tests/gpu/run.sh              all of it (about 20 minutes on an H100)
 #   tests/gpu/run.sh tests        only the tests
+#   tests/gpu/run.sh sanitize     every kernel's check under compute-sanitizer, of the CUDA toolkit (minutes)
 #   tests/gpu/run.sh bench        only the benchmark: random weights in the real shapes of Qwen3, Qwen3.6 and Gemma 4
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 what=${1:-all}
 
+if [ "$what" = sanitize ]; then
+    tool=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer || true)}
+    if [ -z "$tool" ]; then
+        echo "run.sh sanitize: compute-sanitizer is not on the path; it is part of the CUDA toolkit." >&2
+        echo "Install it, or name it: COMPUTE_SANITIZER=/usr/local/cuda/bin/compute-sanitizer tests/gpu/run.sh sanitize" >&2
+        exit 2
+    fi
+    # Without torch's cache of memory, so that each tensor has an end that a kernel can be seen to cross.
+    for check in memcheck racecheck; do
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$check" --error-exitcode 3 --print-limit 20 \
+            python3 -m engine.selftest --in-process
+    done
+    exit
+fi
 if [ "$what" != bench ]; then
     # Apart from the other tests: those run Triton's kernels in its interpreter, in the whole process.
     python3 -m pytest -q -rs --durations=10 tests/gpu -p no:cacheprovider -o addopts="" -W ignore::pytest.PytestConfigWarning
