@@ -41,12 +41,13 @@ def sparse_block(side: Side, *, tokens: int, is_fp8: bool, with_factor: bool) ->
     norm = 1 + side.randn(hidden) * 0.1, 1e-6
     with side.clock():
         if side.is_twin:
-            x = reference.rms_norm(x, *norm)
-            routing = reference.choose_experts(reference.gemv(x, router), num_experts)
-            y = reference.routed_experts(x, *routing, w13, w2, scale13, scale2)
-            apart = reference.gemv(reference.gemv(x, gate_up, gate_up_scale, gate="silu"), down, down_scale)
+            normed = reference.rms_norm(x, *norm)
+            assert isinstance(normed, torch.Tensor)
+            routing = reference.choose_experts(reference.gemv(normed, router), num_experts)
+            y = reference.routed_experts(normed, *routing, w13, w2, scale13, scale2)
+            apart = reference.gemv(reference.gemv(normed, gate_up, gate_up_scale, gate="silu"), down, down_scale)
             if factor is not None:
-                y, apart = y + reference.gemv(x, factor).sigmoid() * apart, None
+                y, apart = y + reference.gemv(normed, factor).sigmoid() * apart, None
             residual.add_(y)
         else:
             from engine.kernels.triton_moe_few import Beside, Norm, sparse_block
