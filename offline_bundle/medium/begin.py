@@ -214,7 +214,7 @@ def load_setup(incoming, manifest):
     loader = Checked(text)
     module = types.ModuleType("setup_release")
     loader.exec_module(module)
-    module.t = t  # it speaks the same language
+    module.__dict__["t"] = t  # it speaks the same language
     return module
 
 

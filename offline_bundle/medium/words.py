@@ -29,7 +29,8 @@ SPEAKS_KOREAN = speaks_korean(os.environ, sys.argv, [getattr(f, "encoding", None
 
 def t(source, /, **values):
     """`source` in the operator's language, with its {placeholders} filled in."""
-    return (KOREAN.get(source, source) if SPEAKS_KOREAN else source).format(**values)
+    said = KOREAN.get(source) if SPEAKS_KOREAN else None
+    return (said or source).format(**values)
 
 
 def reason(error):
