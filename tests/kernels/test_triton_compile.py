@@ -16,15 +16,15 @@ KIB = 1024
 @pytest.mark.parametrize(
     "major, minor, shared, kernels",  # at least so many variants
     [
-        pytest.param(8, 0, 163 * KIB, 44, id="sm80, without fp8"),
-        pytest.param(9, 0, 227 * KIB, 74, id="sm90"),
-        pytest.param(12, 0, 99 * KIB, 74, id="sm120"),
+        pytest.param(8, 0, 163 * KIB, 66, id="sm80, without fp8"),
+        pytest.param(9, 0, 227 * KIB, 115, id="sm90"),
+        pytest.param(12, 0, 99 * KIB, 115, id="sm120"),
     ],
 )
 def test_kernels_compile(major, minor, shared, kernels, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, HERE / "compile_all.py", str(major), str(minor), str(shared)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) >= kernels
