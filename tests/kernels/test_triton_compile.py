@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 KIB = 1024
 
 
+@pytest.mark.timeout(1600)  # a minute or two where processors are free
 @pytest.mark.parametrize(
     "major, minor, shared, kernels",  # at least so many variants
     [
