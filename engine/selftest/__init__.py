@@ -6,7 +6,8 @@
                 hangs or loses its state ends in a sentence too
     run         the child: facts of the machine, then each check
     checks      what is computed, with the kernels and with their twins      (sampling: against the CPU's sampler;
-                delta: recurrent layers; few: launches that do several things for a few tokens)
+                delta: recurrent layers; few: launches that do several things for a few tokens;
+                host: tables in host memory)
     compare     how far two results may be apart
     machine     driver, GPU, memory, measured rates
     report      the lines, and the words for each kind of failure

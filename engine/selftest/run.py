@@ -7,13 +7,13 @@ from contextlib import suppress
 
 import torch
 
-from engine.selftest import checks, delta, few, sampling
+from engine.selftest import checks, delta, few, host, sampling
 from engine.selftest.checks import Check, Side, kernel_side
 from engine.selftest.compare import Difference, difference
 from engine.selftest.machine import examine, measure
 from engine.selftest.report import Fault, Tally
 
-EVERY = [*few.CHECKS, *checks.CHECKS, *sampling.CHECKS, *delta.CHECKS]
+EVERY = [*few.CHECKS, *host.CHECKS, *checks.CHECKS, *sampling.CHECKS, *delta.CHECKS]
 _REASON = 400  # characters of an error that are shown
 
 

@@ -1,0 +1,27 @@
+"""Rows that a kernel reads out of host memory over the bus, as of Gemma 4's per-layer embeddings: bit for bit."""
+
+from engine.kernels import host_memory, reference
+from engine.selftest.checks import Check, Side
+from engine.selftest.compare import Result, exact
+
+
+def rows(side: Side) -> list[Result]:
+    """Of a table in page-locked memory; in the GPU's own where the driver locks none, as the engine does it too."""
+    values, ids = side.randn(300, 8960).cpu(), side.randint(300, 40).long()
+    if side.is_twin:
+        return [exact(reference.gather_rows(values, ids, 16.0))]
+    from engine.kernels.triton_host_rows import gather_rows
+
+    table = host_memory.empty(tuple(values.shape), values.dtype)
+    table.copy_(values)
+    if side.device.type == "cuda" and not side.dry:
+        try:
+            host_memory.lock(table)
+        except host_memory.HostMemoryError:
+            table = table.to(side.device)
+    with side.clock():
+        out = gather_rows(table, ids, 16.0)
+    return [exact(out)]
+
+
+CHECKS = [Check("rows out of host memory", rows)]
