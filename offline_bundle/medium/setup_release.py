@@ -275,8 +275,9 @@ def _describe(facts, partial, refused):
         relative = os.path.relpath(path, partial)
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fchmod(file.fileno(), 0o555 if relative == "bin/atoll" else 0o444)
-            return relative, {"sha256": digest, "size": os.fstat(file.fileno()).st_size}
+            info = os.fstat(file.fileno())
+            os.fchmod(file.fileno(), 0o555 if info.st_mode & 0o100 else 0o444)  # Triton's assembler is a program
+            return relative, {"sha256": digest, "size": info.st_size}
 
     with ThreadPoolExecutor(min(_processors(), 8)) as pool:
         files = dict(pool.map(entry, paths))

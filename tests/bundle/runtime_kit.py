@@ -29,20 +29,26 @@ SMALL = [r for r in runtime_wheels.requirements() if not r.startswith(_LARGE)]
 
 def wheelhouse(packages: Sequence[str], torch: Torch = "cpu") -> Path:
     """The wheels of `packages`, collected once and kept in .cache, so that only the first run asks an index."""
-    name = hashlib.sha256("\n".join([*packages, torch, sys.version[:6], "pip>=25"]).encode()).hexdigest()[:12]
-    house = ROOT / ".cache" / f"wheelhouse-{name}"
+    made_of = [*packages, *([torch] if torch != "cpu" else []), sys.version[:6], "pip>=25"]
+    house = ROOT / ".cache" / f"wheelhouse-{hashlib.sha256(chr(10).join(made_of).encode()).hexdigest()[:12]}"
     if not house.is_dir():
         partial = house.with_name(f".{house.name}.{os.getpid()}.partial")
-        for room in ("wheels", "pip"):
-            (partial / room).mkdir(parents=True)
-        python = Path(sys.executable)
-        source = Source()
-        pip = Pip(python, fetch_pip(python, partial / "pip", source))
-        picks, source = resolve(pip, packages, torch, source)
-        downloads = Downloads(partial / "wheels", pip)
-        downloads.fetch(downloads.plan(picks), source, silent)
-        partial.rename(house)
+        try:
+            _collect(partial, packages, torch)
+            partial.rename(house)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return house / "wheels"
+
+
+def _collect(house: Path, packages: Sequence[str], torch: Torch) -> None:
+    for room in ("wheels", "pip"):
+        (house / room).mkdir(parents=True)
+    python, source = Path(sys.executable), Source()
+    pip = Pip(python, fetch_pip(python, house / "pip", source))
+    picks, source = resolve(pip, packages, torch, source)
+    downloads = Downloads(house / "wheels", pip)
+    downloads.fetch(downloads.plan(picks), source, silent)
 
 
 def build(

@@ -73,6 +73,8 @@ def test_the_tree_is_whole_and_says_what_it_is(installed: Path, medium: Path, ve
     assert (tree / f"trust/{vendor.fingerprint[:16]}.pub").read_bytes() == vendor.public_path.read_bytes()
     writable = [p for p in tree.rglob("*") if p.is_file() and p.stat().st_mode & 0o222]
     assert writable == []
+    assert os.access(tree / "bin/atoll", os.X_OK)
+    assert not (tree / "start.py").stat().st_mode & 0o111
     assert list(tree.rglob("lib/appliance/**/__pycache__/*.pyc"))
 
 
