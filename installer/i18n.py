@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from string import Formatter
@@ -68,7 +68,8 @@ def _exception(error: BaseException, language: str) -> str:
 def language_of(environment: Mapping[str, str] | None = None) -> str:
     """The language to speak: what --lang said, else what the system is set to, as gettext reads it, if it can be shown.
 
-    The Linux console (TERM=linux) draws no Hangul, and a stream in ASCII cannot carry it: both get English.
+    The Linux console (TERM=linux) draws no Hangul, and a stream in ASCII cannot carry it: both get English. So does
+    systemd's journal, which a unit may write to where the whole system is set to Korean.
     """
     asked = os.environ if environment is None else environment
     if asked.get(CHOSEN) in LANGUAGES:
@@ -76,7 +77,10 @@ def language_of(environment: Mapping[str, str] | None = None) -> str:
     system = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := asked.get(name))), "")
     if not system.lower().startswith("ko") or asked.get("TERM") == "linux":
         return "en"
-    return "ko" if environment is not None or all(map(_carries_hangul, (sys.stdout, sys.stderr))) else "en"
+    if environment is not None:
+        return "ko"
+    streams = (sys.stdout, sys.stderr)
+    return "en" if any(map(_is_journal, streams)) or not all(map(_carries_hangul, streams)) else "ko"
 
 
 @contextmanager
@@ -92,6 +96,14 @@ def speaking(language: str | None) -> Iterator[None]:
             os.environ.pop(CHOSEN)
             if before is not None:
                 os.environ[CHOSEN] = before
+
+
+def _is_journal(stream: TextIO | None) -> bool:
+    """Whether it is the one that systemd has connected to its journal ($JOURNAL_STREAM is device:inode)."""
+    with suppress(OSError, ValueError, AttributeError):
+        info = os.fstat(stream.fileno())  # type: ignore[union-attr]
+        return os.environ.get("JOURNAL_STREAM") == f"{info.st_dev}:{info.st_ino}"
+    return False
 
 
 def _carries_hangul(stream: TextIO | None) -> bool:

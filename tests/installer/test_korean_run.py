@@ -6,6 +6,8 @@ sentence is a text that nobody marked.
 
 import functools
 import io
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -15,15 +17,19 @@ from typing import Any
 
 import pytest
 from installer_kit import FAKE_SERVE, Site
+from rich.cells import cell_len
+from rich.console import Console
 from server_kit import Server
 from typer.testing import CliRunner
 
 from appliance.cli import install as install_command
 from appliance.cli.app import app
-from appliance.cli.install_view import Terminal, print_error, print_result
+from appliance.cli.common import say_rows
+from appliance.cli.install_view import Terminal, print_error, print_plan, print_result
 from installer.errors import InstallError
-from installer.i18n import language_of
+from installer.i18n import language_of, t
 from installer.machine import Installer
+from installer.plan import Plan
 from offline_bundle.keys import KeyPair
 
 Bundles = Callable[..., Path]
@@ -207,6 +213,33 @@ def test_the_system_form_in_korean(
         assert english("\n".join(kept)) == [], screen
 
 
+def test_columns_stay_aligned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_LANG", "ko")
+    say_rows([(t("endpoint"), "@1"), ("GPU", "@2"), (t("key"), "@3")], width=8)
+    plan = Plan("1-a", None)
+    plan.add("directory", "/p/@1", "create")
+    plan.add("symlink", "/p/@2", "restart", 4096)
+    plan.add("user", "@3", "keep")
+    print_plan(plan, Console(soft_wrap=True), Path("/p"))
+    rows, listed = capsys.readouterr().out.split("계획")
+    for screen in (rows, listed):
+        places = {cell_len(line.partition("@")[0]) for line in screen.splitlines() if "@" in line}
+        assert len(places) == 1, screen
+
+
+def test_questions_are_korean(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "appliance.cli", "rollback", "--prefix", str(tmp_path), "--lang", "ko"]
+    asked = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    os.write(ours, b"n\n")
+    said, _ = asked.communicate(timeout=120)
+    os.close(theirs)
+    os.close(ours)
+    assert "직전 릴리스로 되돌리시겠습니까? [y/N]" in said
+    assert "확인되지 않았습니다." in said
+    assert asked.returncode == 2
+
+
 # -- where Hangul cannot be shown -------------------------------------------------------------------------------------
 
 
@@ -228,6 +261,19 @@ def test_an_ascii_terminal_gets_no_mojibake_and_no_traceback(words: list[str], t
     assert (done.stdout + done.stderr).isascii()
     if "--lang" not in words:
         assert b"?" not in done.stderr + done.stdout
+
+
+def test_a_unit_writes_english_into_the_journal(tmp_path: Path) -> None:
+    """systemd gives units the system's LANG; logs stay English whatever that is."""
+    with (tmp_path / "journal").open("wb") as journal:
+        info = os.fstat(journal.fileno())
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "ko_KR.UTF-8", "ATOLL_PREFIX": str(tmp_path / "none")}
+        for stream in (f"{info.st_dev}:{info.st_ino}", "1:2"):
+            given = {**environment, "JOURNAL_STREAM": stream}
+            subprocess.run([sys.executable, "-m", "appliance.cli", "verify"], env=given, stdout=journal, stderr=journal)
+    said = (tmp_path / "journal").read_text()
+    assert said.startswith("error: There is no Atoll installation")
+    assert "Atoll이 설치되어 있지 않습니다" in said  # inherited by a shell, it says nothing of this terminal
 
 
 def test_a_stream_that_cannot_carry_hangul_decides(monkeypatch: pytest.MonkeyPatch) -> None:
