@@ -5,7 +5,7 @@
 # ATOLL_TEST_MODEL; without them they are skipped, and say so. The presets' tests start large models in fp8, and want a
 # card of 80 GB for themselves.
 #
-#   tests/gpu/run.sh              all of it (about 20 minutes on an H100)
+#   tests/gpu/run.sh              all of it (about 25 minutes on an H100)
 #   tests/gpu/run.sh tests        only the tests
 #   tests/gpu/run.sh sanitize     every kernel's check under compute-sanitizer, of the CUDA toolkit (minutes)
 #   tests/gpu/run.sh bench        only the benchmark: random weights in the real shapes of Qwen3, Qwen3.6 and Gemma 4
