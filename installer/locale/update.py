@@ -3,6 +3,7 @@
 import ast
 import io
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 from babel.messages import Catalog
@@ -79,6 +80,7 @@ def main() -> int:
     catalogue.update(fresh, no_fuzzy_matching=True)
     catalogue.obsolete.clear()
     write(catalogue)
+    catalogue.creation_date = catalogue.revision_date = datetime(2026, 1, 1, tzinfo=UTC)  # the same file every day
     with PO.with_suffix(".mo").open("wb") as file:
         write_mo(file, catalogue)
     (MEDIUM / "korean.py").write_text(words_of_install_sh(catalogue), "utf-8")
