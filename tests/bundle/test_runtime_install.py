@@ -9,13 +9,29 @@ import shutil
 import signal
 import subprocess
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
-from runtime_kit import PYTHON, UNSHARE, build, command, copy, digest12, flip, install, replace, sign_again, trees
+from runtime_kit import (
+    PYTHON,
+    SMALL,
+    UNSHARE,
+    build,
+    command,
+    copy,
+    digest12,
+    flip,
+    install,
+    replace,
+    sign_again,
+    trees,
+    wheelhouse,
+)
 
 from installer.code_tree import read_facts, verify_code
 from offline_bundle.keys import KeyPair
+from offline_bundle.runtime import build_runtime
 
 pytestmark = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare(1) of util-linux")
 
@@ -390,3 +406,27 @@ def test_the_first_install_asks_for_the_fingerprint(medium: Path, vendor: KeyPai
     assert "not by the one you named" in shown
     assert at_terminal(medium, "")[0] == 10
     assert at_terminal(medium, "yes")[0] == 2
+
+
+def test_a_program_that_a_package_brings_can_be_started(
+    own_wheel: Path, vendor: KeyPair, bare: Path, tmp_path: Path
+) -> None:
+    """Triton's assembler is one. Nothing else becomes a program on the way."""
+    house = tmp_path / "house"
+    shutil.copytree(wheelhouse(SMALL).parent, house, copy_function=os.link)
+    with zipfile.ZipFile(house / "wheels/prog-1.0-py3-none-any.whl", "w") as wheel:
+        for name, mode in (("prog/assembler", 0o755), ("prog/data", 0o644)):
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = (0o100000 | mode) << 16
+            wheel.writestr(entry, "#!/bin/sh\necho assembled\n")
+        wheel.writestr("prog-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: prog\nVersion: 1.0\n")
+        wheel.writestr("prog-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("prog-1.0.dist-info/RECORD", "")
+    medium, key = tmp_path / "medium", vendor.private_path
+    packages, wheels = [*SMALL, "prog==1.0"], house / "wheels"
+    build_runtime(medium, private_key=key, sequence=5, packages=packages, own_wheel=own_wheel, wheels=wheels)
+    install(medium, bare, "--prefix", tmp_path / "p", "--trust-key", vendor.public_path)
+    brought = tree_of(tmp_path / "p") / "lib/prog"
+    assert subprocess.run([brought / "assembler"], capture_output=True, text=True).stdout == "assembled\n"
+    assert not (brought / "data").stat().st_mode & 0o111
+    assert not (brought / "assembler").stat().st_mode & 0o222
