@@ -85,7 +85,7 @@ DTYPES = [(torch.float32, 1e-5), (torch.float16, 5e-3), (FP8, 1e-4)]
 
 
 @pytest.mark.parametrize("dtype, tol", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("tokens", [1, 3])
 def test_experts_alone(tokens, dtype, tol):
     x = torch.randn(tokens, 96 + 16).to(torch.float32 if dtype == FP8 else dtype)[:, :96]
     compare(x, tol, **block(6, 96, 40, 0, dtype, factor=False), top_k=3, tiles=SMALL)
