@@ -140,6 +140,9 @@ def test_on_the_cpu_it_serves(desk: Desk, measure: Measures) -> None:
     print("\n", {what: f"{value >> 20} MiB" for what, value in mib.items()})
     assert requires.torch
     assert requires.torch in desk.machine.run("atoll version").out
+    # What a GPU would be served with: the assembler runs for the user that the engine runs as.
+    assembler = "/opt/atoll/current/lib/triton/backends/nvidia/bin/ptxas"
+    assert "ptxas" in desk.machine.run(f"runuser -u atoll-engine -- {assembler} --version").check().out
     desk.assert_serves(wait=120)
     assert desk.outbound() == []
 

@@ -142,8 +142,9 @@ def test_a_kernel_is_compiled_for_a_gpu_without_a_compiler(tree: Path, tmp_path:
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["bytes"] > 1000
-    assert facts["started"], "what assembles the kernel?"
-    assert all(program.startswith("ptxas") for program in facts["started"]), facts
+    # NVIDIA's bindings, which torch imports, ask ldconfig where libdl is; nobody asks for a compiler.
+    assert "ptxas" in facts["started"], facts
+    assert set(facts["started"]) <= {"ptxas", "ptxas-blackwell", "ldconfig"}, facts
     assert [p.name for p in cache.rglob("*.so")] == []
 
 
