@@ -1,0 +1,89 @@
+"""Parts of kernels that stream rows of a weight past a few vectors: several blocks [.., BLOCK_K] of them are on their
+way at a time, and products add up within a thread until the end.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block(w_at, live, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns [i BLOCK_K, (i + 1) BLOCK_K) of some rows of a weight, zeros outside; w_at points to their first ones."""
+    if (i + 1) * BLOCK_K > K:
+        live = live & (tl.arange(0, BLOCK_K)[None, None, :] < K - i * BLOCK_K)
+    return tl.load(w_at + i * BLOCK_K, mask=live, other=0.0)
+
+
+@triton.jit
+def first_blocks(w_at, live, K: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr):
+    """The first DEPTH of them, asked for together."""
+    blocks = ()
+    for i in tl.static_range(DEPTH):
+        if i * BLOCK_K < K:
+            blocks = blocks + (block(w_at, live, i, K, BLOCK_K),)  # noqa: RUF005 - Triton's tuples
+    return blocks
+
+
+@triton.jit
+def within_threads(products, PART: tl.constexpr):
+    """[A, B, K] -> [A, B, K / PART]: sums of what a thread holds side by side."""
+    return tl.sum(
+        tl.reshape(products, [products.shape[0], products.shape[1], products.shape[2] // PART, PART]), 3
+    )
+
+
+@triton.jit
+def _normed(x, scale, norm_ptr, k, K, offset, WIDE: tl.constexpr):
+    """Rounded where the norm's own kernel rounds."""
+    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    scaled = x.to(tl.float32) * scale
+    if WIDE:
+        return (scaled * (norm.to(tl.float32) + offset)).to(x.dtype)
+    else:
+        return scaled.to(x.dtype) * norm
+
+
+@triton.jit
+def times_rows(
+    blocks, w_at, live, x_ptr, norm_ptr, scales, normed_ptr, M, x_stride, offset,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """Rows [A, B] of a weight times each row of x [M, K]: a tuple of [A, B] float32. The first blocks are given.
+
+    With a norm x passes it, and the grid's first program leaves the result at normed_ptr (if there is one). CACHE: the
+    modifier that x is loaded with.
+    """
+    A: tl.constexpr = blocks[0].shape[0]
+    B: tl.constexpr = blocks[0].shape[1]
+    PART: tl.constexpr = 128 // blocks[0].dtype.primitive_bitwidth
+    k_range = tl.arange(0, BLOCK_K)
+    sums = ()
+    for _ in tl.static_range(ROWS):
+        sums = sums + (tl.zeros([A, B, BLOCK_K // PART], tl.float32),)  # noqa: RUF005
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        if (i + DEPTH) * BLOCK_K < K:
+            blocks = blocks + (block(w_at, live, i + DEPTH, K, BLOCK_K),)  # noqa: RUF005
+        w = blocks[i].to(tl.float32)
+        k = i * BLOCK_K + k_range
+        added = ()
+        for m in tl.static_range(ROWS):
+            x = tl.load(x_ptr + m * x_stride + k, mask=(k < K) & (m < M), other=0.0, cache_modifier=CACHE)
+            if norm_ptr is not None:
+                x = _normed(x, scales[m], norm_ptr, k, K, offset, WIDE)
+                if normed_ptr is not None:
+                    mine = tl.program_id(0) == 0
+                    tl.store(normed_ptr + m * K + k, x, mask=(k < K) & (m < M) & mine)
+            added = added + (sums[m] + within_threads(w * x.to(tl.float32)[None, None, :], PART),)  # noqa: RUF005
+        sums = added
+    results = ()
+    for m in tl.static_range(ROWS):
+        results = results + (tl.sum(sums[m], 2),)  # noqa: RUF005
+    return results
+
+
+@triton.jit
+def halves(y):
+    """[2, B] -> the two rows."""
+    first = tl.arange(0, 2)[:, None] == 0
+    return tl.sum(tl.where(first, y, 0.0), 0), tl.sum(tl.where(first, 0.0, y), 0)
