@@ -264,6 +264,11 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     return y.to(up.dtype) * up
 
 
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """triton_fused.softcap."""
+    return x.float().div(cap).tanh().mul(cap)
+
+
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """triton_quant.quantize_rows."""
     wide = x.float()

@@ -169,6 +169,25 @@ def gate_mul(
     return out
 
 
+@kernel
+def _softcap_kernel(x_ptr, out_ptr, x_stride, cap, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + i, mask=i < N, other=0.0).to(tl.float32)
+    e = tl.exp2(x * (2.8853900817779268 / cap))  # exp(2 x / cap); tanh(y) = 1 - 2 / (exp(2 y) + 1)
+    tl.store(out_ptr + row * N + i, cap * (1 - 2 / (e + 1)), mask=i < N)
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) of [S, N], rows may be strided -> float32 [S, N]. To 1e-5 of the cap."""
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=torch.float32, device=x.device)
+    block = min(2048, triton.next_power_of_2(size))
+    _softcap_kernel((rows, triton.cdiv(size, block)), x, out, x.stride(0), cap, N=size, BLOCK=block, num_warps=4)
+    return out
+
+
 @triton.jit
 def saturated(x):
     """x within e4m3's range; NaN stays NaN, so that a broken model does not look sound."""

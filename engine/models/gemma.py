@@ -163,7 +163,13 @@ class GemmaForCausalLM(CausalLM):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Capped ones in float32: near the cap they differ by less than bf16 can tell."""
         logits, cap = self.lm_head(hidden), self.gemma.final_softcap
-        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
+        if cap is None:
+            return logits
+        if logits.is_cuda:
+            from engine.kernels.triton_fused import softcap
+
+            return softcap(logits, cap)
+        return logits.float().div_(cap).tanh_().mul_(cap)
 
     def cache_layers(self) -> list[CacheLayer]:
         return [AttentionLayer(c.num_kv_heads, c.head_dim, c.window, c.kv_from) for c in self.gemma.layers]

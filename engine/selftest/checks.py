@@ -301,6 +301,13 @@ def gate_mul(side: Side, *, inner: int, kind: str, quantize: bool) -> list[Resul
     return fp8_rows(y) if quantize else [numbers(y, 2)]
 
 
+def softcap(side: Side) -> list[Result]:
+    x = side.strided(9, 5000) * side.ints([1, 1, 30, 1, 1, 1000, 1, 1, 0])[:, None].to(side.dtype)
+    with side.clock():
+        y = side.fused.softcap(x, 30.0)
+    return [numbers(y)]
+
+
 def quantize_rows(side: Side) -> list[Result]:
     x = side.strided(9, 1536) * side.ints([1, 1, 100, 1, 1, 1000, 1, 1, 0])[:, None].to(side.dtype)
     with side.clock():
@@ -418,6 +425,7 @@ CHECKS: list[Check] = [
     Check("norm, residual, norm to fp8", partial(post_norm, size=1024, quantize=True), True),
     Check("gate", partial(gate_mul, inner=1536, kind="gelu_tanh", quantize=False)),
     Check("gate to fp8", partial(gate_mul, inner=10240, kind="silu", quantize=True), True),
+    Check("softcap", softcap),
     Check("quantise", quantize_rows, True),
     Check("rope, KV write", partial(rope, dim=64, heads=7, kv_heads=1, with_norm=False, is_fp8=False)),
     Check("norm, rope, KV write", partial(rope, dim=128, heads=8, kv_heads=4, with_norm=True, is_fp8=False)),

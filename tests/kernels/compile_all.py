@@ -135,6 +135,7 @@ def run_all(fp8):
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
     triton_fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu")
+    triton_fused.softcap(zeros(3, 262144), 30.0)
     triton_host_rows.gather_rows(zeros(4, 8960), numbers(3).long(), 16.0)
     post_norm(5376, 1)
     post_norm(2816, 3)

@@ -107,6 +107,7 @@ def spoil(monkeypatch, module, name, which=None):
         ("norm, residual, norm to fp8", triton_post_norm, "post_norm", 2),
         ("gate", triton_fused, "gate_mul", None),
         ("gate to fp8", triton_fused, "gate_mul", None),
+        ("softcap", triton_fused, "softcap", None),
         ("quantise", triton_quant, "quantize_rows", None),
         ("rope, KV write", triton_fused, "rope_and_write_kv", None),
         ("rope, KV write", triton_fused, "rope_and_write_kv", 5),   # keys

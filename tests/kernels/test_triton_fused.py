@@ -126,6 +126,16 @@ def test_quantize_rows(inner):
     assert (quantized.float().abs().amax(1) == torch.tensor([448.0, 448, 448, 448, 0, 448])).all()
 
 
+@pytest.mark.parametrize("size", [300, 4100])
+def test_softcap(size):
+    x = strided(5, size) * torch.tensor([0.01, 1.0, 30.0, 1e3, 1e6])[:, None]
+    ours = triton_fused.softcap(x, 30.0)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, reference.softcap(x, 30.0), rtol=1e-5, atol=3e-5)
+    assert ours.abs().max() <= 30
+    assert triton_fused.softcap(x.half().clamp(-6e4, 6e4), 30.0).dtype == torch.float32
+
+
 def rope_case(dim, heads, kv_heads, *, norm, dtype=torch.float32, cache=None, slots=torch.int64, **options):
     tokens, page = 6, 16
     qkv = strided(tokens, (heads + 2 * kv_heads) * dim, dtype)
