@@ -23,9 +23,20 @@ demo-stop:  ## Stop the demo's service (make demo starts it again)
 	@if [ -x $(BIN)/atoll ] && [ -d $(PREFIX) ]; then $(BIN)/atoll stop --prefix $(PREFIX); \
 	else echo 'No demo is installed here.'; fi
 
+# The tests of GPU kernels in Triton's interpreter are half of the work, on one thread: they run beside the others.
 test: $(VENV)/.dev  ## Run every test that needs no GPU
 	@$(BIN)/python -m appliance.demo.model >/dev/null
+ifeq ($(strip $(PYTEST)),)
+	@kernels=$$(mktemp); \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels >"$$kernels" 2>&1 & beside=$$!; \
+	trap 'kill $$beside 2>/dev/null' INT TERM; \
+	$(BIN)/python -m pytest --ignore=tests/kernels; others=$$?; \
+	echo 'Beside them, tests/kernels:'; wait $$beside; status=$$?; \
+	cat "$$kernels"; rm -f "$$kernels"; \
+	[ $$others = 0 ] && [ $$status = 0 ]
+else
 	@$(BIN)/python -m pytest $(PYTEST)
+endif
 
 test-gpu:  ## On a machine with a CUDA GPU: its tests, then the benchmark (uses the system's python3)
 	@tests/gpu/run.sh
