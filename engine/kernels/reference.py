@@ -31,7 +31,7 @@ def decode(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """triton_attention.decode. `splits` changes nothing here."""
+    """triton_decode.decode. `splits` changes nothing here."""
     for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         key, value = _sequence(k_cache, v_cache, block_table[row], length, k_scale, v_scale)
         out[i : i + 1] = _attend(q[i : i + 1], key, value, length - 1, scale, window, softcap)
@@ -64,7 +64,7 @@ def decode_projection(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """triton_attention.decode_projection. `splits` changes nothing here."""
+    """triton_decode.decode_projection. `splits` changes nothing here."""
     page_size = k_cache.shape[1]
     there = (seq_lens > 0).nonzero().flatten()
     positions = seq_lens[there].long() - 1

@@ -1,263 +1,19 @@
-"""Paged attention on the GPU, in Triton: split-KV decode and tiled prefill over one cache layout.
+"""Paged attention of chunks of any length on the GPU, in one launch, over the pages of triton_pages.
 
-    k_cache, v_cache   [num_pages, PAGE_SIZE, Hkv, D]  (any strides; D contiguous)
-    block_table        [rows, max_pages] int32
-    rows, seq_lens     [B] int32: the table row of each sequence, and its length including the step's tokens
-
-The G = Hq / Hkv query heads that share a key head are the rows of one tile, so K and V are read once for all of them.
-
-Decode: grid (B, Hkv, SPLITS). A program attends to one slice of the sequence; the last of a sequence's programs to
-arrive merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one
-captured grid serves any length. From a raw projection (`decode_projection`) each program normalises and rotates its
-query heads itself; the program that has a sequence's end does so with the new key, starts from it, and writes it and
-its value to their page, which none of the step's programs reads.
-
-Mixed: grid (tiles, Hkv), one launch for prefill and decode together. The host lists the tiles of BLOCK_Q query tokens;
-a tile holds BLOCK_Q * G query rows (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys
+Grid (tiles, Hkv). The host lists the tiles of BLOCK_Q query tokens; a tile holds BLOCK_Q * G query rows, those of all
+G = Hq / Hkv heads that share a key head (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys
 before the chunk come from the pages, the chunk's own straight from the projections: in full precision, and side by
-side. A sequence with one token takes a path with few rows.
-
-Scores are kept in base 2: exp2 is one instruction.
-
-fp8 caches hold k / k_scale and v / v_scale. They are widened to float16 before each product, and both products
-accumulate in float32: the short accumulator of fp8 tensor cores, against which two-level accumulation is the remedy, is
-never used, so long sequences lose nothing to it. Cards below sm89 have no fp8.
-
-What no query sees is never loaded: slots past a sequence's end or before its window may hold anything, NaN included
-(0 * NaN is NaN: a zero probability alone would not protect the sum).
+side. A sequence with one token takes a path with few rows; most of them go to triton_decode.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, shared_memory, wait_for_previous
-from engine.kernels.triton_fused import saturated
-
-SMALL_BATCH = 8  # sequences
-
-
-@triton.jit
-def _capped(s, scale, softcap, SOFTCAP: tl.constexpr):
-    """Products s of queries and keys, and the factor that makes exponents of base 2 of them. Without a cap the factor
-    is left to the exponent's argument, where the multiplication costs nothing."""
-    if SOFTCAP:  # softcap * tanh(s / softcap); tanh(x) = 1 - 2 / (exp2(2 x log2 e) + 1)
-        e = tl.exp2(s * (scale / softcap * 2.8853900817779268))
-        return softcap * (1 - 2 / (e + 1)), 1.4426950408889634
-    return s, scale * 1.4426950408889634  # log2 e
-
-
-@triton.jit
-def _attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """One tile of keys k [D, n] and values v [n, D] more, for running maxima m, sums `total` and outputs acc of q's
-    rows; with MASKED only where `live` (which broadcasts to [rows, n])."""
-    s, factor = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
-    if MASKED:
-        s = tl.where(live, s, -float("inf"))
-    new_m = tl.maximum(m, tl.max(s, 1) * factor)
-    base = new_m
-    if MASKED:  # a row that has seen nothing yet
-        base = tl.where(new_m == -float("inf"), 0.0, new_m)
-    p = tl.exp2(s * factor - base[:, None])
-    decay = tl.exp2(m - base)
-    total = total * decay + tl.sum(p, 1)
-    acc = acc * decay[:, None]
-    acc = tl.dot(p.to(q.dtype), v, acc)
-    return new_m, total, acc
-
-
-@triton.jit
-def _pages_of(table, at, begin, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Pages [TILE] of positions at ...; the trash page outside [begin, end). Loops ask for them a tile ahead: keys and
-    values that had to wait for their page ids could not be on their way while the tile before is worked on."""
-    token = at + tl.arange(0, TILE)
-    return tl.load(table + token // PAGE, mask=(token >= begin) & (token < end), other=0)
-
-
-@triton.jit
-def _page_tile(
-    k_ptr, v_ptr, pages, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
-    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Keys [D, TILE] and values [TILE, D] of positions at ... from their `pages`, zeros outside [begin, end)."""
-    d = tl.arange(0, DP)
-    token = at + tl.arange(0, TILE)
-    live = (token >= begin) & (token < end)
-    offset = pages.to(tl.int64) * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
-    k_mask, v_mask = live[None, :], live[:, None]
-    if D != DP:
-        k_mask = k_mask & (d < D)[:, None]
-        v_mask = v_mask & (d < D)[None, :]
-    k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=k_mask, other=0.0)
-    v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=v_mask, other=0.0)
-    return k, v, live
-
-
-@triton.jit
-def _for_cache(q, FP8: tl.constexpr):
-    """Queries in the dtype of products with the cache. fp8 widens to float16 in one instruction for two numbers, to
-    bfloat16 in many."""
-    if FP8 and q.dtype == tl.bfloat16:
-        wide = q.to(tl.float32)
-        return tl.where(wide > 65504.0, 65504.0, tl.where(wide < -65504.0, -65504.0, wide)).to(tl.float16)
-    else:
-        return q
-
-
-@triton.jit
-def _weighted(x, factor, norm_ptr, d, offset, D: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr):
-    """x * factor times a norm's weight: rounded in between as Llama's norms do, or WIDE in float32 with an offset."""
-    weight = tl.load(norm_ptr + d, mask=d < D, other=0.0)[None, :]
-    if WIDE:
-        return (x * factor * (offset + weight.to(tl.float32))).to(dtype).to(tl.float32)
-    else:
-        return ((x * factor).to(dtype) * weight).to(tl.float32)
-
-
-@triton.jit
-def _rotated(
-    x_at, d, partner, live, norm_ptr, cos, sin, eps, offset, D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr
-):
-    """Raw heads [R, DP] at `x_at`, normalised and rotated: each d with its `partner`."""
-    x = tl.load(x_at + d[None, :], mask=live, other=0.0)
-    other = tl.load(x_at + partner[None, :], mask=live, other=0.0)
-    a, b = x.to(tl.float32), other.to(tl.float32)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
-        a = _weighted(a, factor, norm_ptr, d, offset, D, x.dtype, WIDE)
-        b = _weighted(b, factor, norm_ptr, partner, offset, D, x.dtype, WIDE)
-    return (a * cos[None, :] + b * sin[None, :]).to(x.dtype)
-
-
-@kernel
-def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, offset,
-    q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
-    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
-    NORM: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr, V_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_previous(PDL)
-    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + b)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(seq_len - window, 0)
-    aligned = first // TILE * TILE
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS), SHORTEST // TILE)
-    start = aligned + split * per_split * TILE
-    end = tl.minimum(start + per_split * TILE, seq_len)
-    g = tl.arange(0, GP)
-    d = tl.arange(0, DP)
-    head = h * G + g
-    q_mask = (g < G)[:, None] & (d < D)[None, :]
-    at_out = (b * HKV * G + head)[:, None] * D + d[None, :]
-    if start >= end:
-        if split == 0:  # a sequence of length 0
-            tl.store(out_ptr + at_out, tl.zeros([GP, DP], out_ptr.dtype.element_ty), mask=q_mask)
-        return
-    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
-    stop = end  # of what the pages hold
-    if OWN:
-        stop = tl.minimum(end, seq_len - 1)
-    pages = _pages_of(table, start, first, stop, PAGE, TILE)
-    at_token = q_ptr + b * q_stride
-    if RAW:
-        # The other number of each pair, and the pair's angle; what is outside of pairs is its own partner, and rests.
-        first_half = d < PAIRS
-        turns = first_half | ((d >= DISTANCE) & (d < DISTANCE + PAIRS))
-        partner = tl.where(turns, tl.where(first_half, d + DISTANCE, d - DISTANCE), d)
-        angle = (seq_len - 1).to(tl.int64) * PAIRS + tl.where(first_half, d, d - DISTANCE)
-        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
-        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
-        sin = tl.where(first_half, -sin, sin)
-        q = _rotated(
-            at_token + head[:, None] * D, d, partner, q_mask, q_norm_ptr, cos, sin, eps, offset, D, NORM, WIDE
-        )
-        q = _for_cache(q, FP8)
-    else:
-        q = _for_cache(tl.load(at_token + head[:, None] * D + d[None, :], mask=q_mask, other=0.0), FP8)
-    if OWN:
-        # The newest key and value, as the cache holds them: the slice with the end starts from them.
-        is_last = end == seq_len
-        inside = (d < D)[None, :]
-        at_k = at_token + (HKV * G + h) * D + tl.zeros([1, 1], tl.int32)
-        new_k = _rotated(at_k, d, partner, inside, k_norm_ptr, cos, sin, eps, offset, D, NORM, WIDE)
-        at_v = at_k if K_EQ_V else at_k + HKV * D
-        new_v = tl.load(at_v + d[None, :], mask=inside, other=0.0)
-        if V_NORM:
-            wide = new_v.to(tl.float32)
-            new_v = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]).to(new_v.dtype)
-        if FP8:
-            new_k = saturated(new_k.to(tl.float32) / k_scale)
-            new_v = saturated(new_v.to(tl.float32) / v_scale)
-        new_k, new_v = new_k.to(k_ptr.dtype.element_ty), new_v.to(v_ptr.dtype.element_ty)
-        page = tl.load(table + (seq_len - 1) // PAGE).to(tl.int64)
-        slot = page * k_stride_page + (seq_len - 1) % PAGE * k_stride_token + h * k_stride_head + d[None, :]
-        tl.store(k_ptr + slot, new_k, mask=inside & is_last)
-        tl.store(v_ptr + slot, new_v, mask=inside & is_last)
-        s = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32), 1)
-        s, factor = _capped(s, scale * k_scale, softcap, SOFTCAP)
-        m = tl.where(is_last, s * factor, -float("inf"))
-        total = tl.where(is_last, 1.0, tl.zeros([GP], tl.float32))
-        acc = tl.where(is_last, new_v.to(q.dtype).to(tl.float32), tl.zeros([GP, DP], tl.float32))
-    else:
-        m = tl.full([GP], -float("inf"), tl.float32)
-        total = tl.zeros([GP], tl.float32)
-        acc = tl.zeros([GP, DP], tl.float32)
-    for at in range(start, stop, TILE):
-        k, v, live = _page_tile(
-            k_ptr, v_ptr, pages, at, first, stop, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
-        )
-        pages = _pages_of(table, at + TILE, first, stop, PAGE, TILE)
-        m, total, acc = _attend(
-            q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
-        )
-    out = acc * v_scale / total[:, None]
-    used = tl.cdiv(seq_len - aligned, per_split * TILE)  # slices that hold something
-    if SPLITS == 1 or used == 1:
-        tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)
-        return
-    slot = (b * HKV * G + head) * SPLITS + split
-    tl.store(part_ptr + slot[:, None] * D + d[None, :], out, mask=q_mask)
-    tl.store(lse_ptr + slot, m + tl.log2(total), mask=g < G)
-    tl.debug_barrier()  # the whole program's part is written before its arrival is
-    arrived = tl.atomic_add(arrived_ptr + b * HKV + h, 1, sem="acq_rel")
-    if arrived == used - 1:
-        _merge(part_ptr, lse_ptr, out_ptr, b * HKV * G + h * G, used, G, GM, D, DP, SPLITS)
-        tl.store(arrived_ptr + b * HKV + h, 0)
-
-
-@triton.jit
-def _merge(
-    part_ptr, lse_ptr, out_ptr, first_head, used,
-    G: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """The slices' outputs, weighted by their log-sum-exp, always in the same order."""
-    g = tl.arange(0, GM)
-    d = tl.arange(0, DP)
-    s = tl.arange(0, SPLITS)
-    mask = (g < G)[:, None] & (d < D)[None, :]
-    slot = (first_head + g) * SPLITS
-    there = (g < G)[:, None] & (s < used)[None, :]
-    lse = tl.load(lse_ptr + slot[:, None] + s[None, :], mask=there, other=-float("inf"))
-    top = tl.max(lse, 1)
-    weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top)[:, None])
-    total = tl.sum(weight, 1)
-    weight = weight / tl.where(total == 0, 1.0, total)[:, None]
-    acc = tl.zeros([GM, DP], tl.float32)
-    for at in range(0, used, 8):
-        for i in tl.static_range(8):  # on their way together
-            at_part = part_ptr + (slot + at + i)[:, None] * D + d[None, :]
-            part = tl.load(at_part, mask=mask & (at + i < used), other=0.0)
-            acc += part * tl.sum(tl.where((s == at + i)[None, :], weight, 0.0), 1)[:, None]
-    tl.store(out_ptr + (first_head + g)[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+from engine.kernels.triton_pages import attend, for_cache, page_tile, pages_of
 
 
 @kernel
@@ -283,21 +39,21 @@ def _mixed_kernel(
         g = tl.arange(0, GP)
         at_row = (h * G + g)[:, None] * D + d[None, :]
         q_mask = (g < G)[:, None] & (d < D)[None, :]
-        q = _for_cache(tl.load(q_ptr + q_start * q_stride + at_row, mask=q_mask, other=0.0), FP8)
+        q = for_cache(tl.load(q_ptr + q_start * q_stride + at_row, mask=q_mask, other=0.0), FP8)
         m = tl.full([GP], -float("inf"), tl.float32)
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, DP], tl.float32)
         first = 0
         if WINDOW:
             first = tl.maximum(start + 1 - window, 0)
-        pages = _pages_of(table, first // TILE * TILE, first, start + 1, PAGE, TILE)
+        pages = pages_of(table, first // TILE * TILE, first, start + 1, PAGE, TILE)
         for at in range(first // TILE * TILE, start + 1, TILE):
-            k, v, live = _page_tile(
+            k, v, live = page_tile(
                 k_ptr, v_ptr, pages, at, first, start + 1, h, k_stride_page, k_stride_token, k_stride_head,
                 D, DP, PAGE, TILE,
             )  # fmt: skip
-            pages = _pages_of(table, at + TILE, first, start + 1, PAGE, TILE)
-            m, total, acc = _attend(
+            pages = pages_of(table, at + TILE, first, start + 1, PAGE, TILE)
+            m, total, acc = attend(
                 q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
             )
         out = acc * v_scale / total[:, None]
@@ -317,17 +73,17 @@ def _mixed_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(start + first_q + 1 - window, 0)
-    cached_q = _for_cache(q, FP8)
-    pages = _pages_of(table, first // TILE * TILE, first, start, PAGE, TILE)
+    cached_q = for_cache(q, FP8)
+    pages = pages_of(table, first // TILE * TILE, first, start, PAGE, TILE)
     for at in range(first // TILE * TILE, start, TILE):
-        k, v, live = _page_tile(
+        k, v, live = page_tile(
             k_ptr, v_ptr, pages, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
         )
-        pages = _pages_of(table, at + TILE, first, start, PAGE, TILE)
+        pages = pages_of(table, at + TILE, first, start, PAGE, TILE)
         visible = live[None, :]
         if WINDOW:
             visible = visible & ((at + n)[None, :] > (start + token_q)[:, None] - window)
-        m, total, acc = _attend(
+        m, total, acc = attend(
             cached_q, k.to(cached_q.dtype), v.to(cached_q.dtype), m, total, acc, visible, scale * k_scale, softcap,
             True, SOFTCAP,
         )  # fmt: skip
@@ -348,7 +104,7 @@ def _mixed_kernel(
         else:
             k = tl.load(k_new + token[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
             v = tl.load(v_new + token[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
-        m, total, acc = _attend(q, k, v, m, total, acc, True, scale, softcap, False, SOFTCAP)
+        m, total, acc = attend(q, k, v, m, total, acc, True, scale, softcap, False, SOFTCAP)
     for at in range(unmasked, tl.minimum(first_q + BLOCK_Q, count), TILE):
         live = at + n < count
         token = (at + n) * own_stride
@@ -357,36 +113,9 @@ def _mixed_kernel(
         visible = (at + n)[None, :] <= token_q[:, None]
         if WINDOW:
             visible = visible & ((at + n)[None, :] > token_q[:, None] - window)
-        m, total, acc = _attend(q, k, v, m, total, acc, visible, scale, softcap, True, SOFTCAP)
+        m, total, acc = attend(q, k, v, m, total, acc, visible, scale, softcap, True, SOFTCAP)
     out = acc / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out_ptr + at_q * (HKV * G * D) + at_head, out.to(out_ptr.dtype.element_ty), mask=q_mask)
-
-
-def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Slices per sequence so that every multiprocessor has a few programs; a power of two, at most 64.
-
-    Choose it from the padded batch size of a captured graph, not from lengths: slices beyond a sequence's end cost one
-    load. Every slice but the last is a whole number of tiles, so short sequences simply leave slices empty. Results do
-    depend on the number in the last bits, as the slices are summed in another order.
-    """
-    wanted = max(1, 4 * multiprocessors // max(1, batch * num_kv_heads))
-    return min(64, 1 << (wanted.bit_length() - 1))
-
-
-@functools.cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many slices of a sequence and key head are done: zeros between launches, each last program sees to it."""
-    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
-
-
-def _decode_tile(batch: int, padded_dim: int, itemsize: int) -> tuple[int, int]:
-    """Keys a step, and how many steps are under way: what a search on an H100 found. Few sequences want small steps:
-    more programs have to find work."""
-    if batch <= SMALL_BATCH:
-        return max(16, min(32, 4096 // padded_dim)), 3
-    if padded_dim <= 128 and itemsize == 2:
-        return 128, 2
-    return max(16, min(64, 8192 // padded_dim)), 3
 
 
 def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple[int, int]:
@@ -409,150 +138,6 @@ def _query_rows(dim: int, hopper: bool) -> int:
         if dim <= most:
             return on_hopper if hopper else elsewhere
     return 64 if hopper else 16
-
-
-def decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    splits: int,
-    scale: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    window: int | None = None,
-    softcap: float | None = None,
-    shortest: int = 0,
-    tile: int = 0,
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> torch.Tensor:
-    """One query token a sequence: q [B, Hq, D] (rows may be strided) -> out [B, Hq, D], contiguous.
-
-    `splits`, a power of two (see `num_splits`), is the number of programs that share a sequence and a key head. With
-    more than one, float32 scratch of B Hq splits (D + 1) is taken from torch's allocator, also inside a CUDA graph.
-    Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice is at least `shortest` keys.
-    """
-    return _decode(
-        q, q.stride(0), _FINISHED, k_cache, v_cache, rows, seq_lens, block_table, out,
-        splits=splits, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window, softcap=softcap,
-        shortest=shortest, tile=tile, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
-
-
-def decode_projection(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    splits: int,
-    scale: float,
-    distance: int = 0,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float | None = None,
-    v_norm: bool = False,
-    k_eq_v: bool = False,
-    own_kv: bool = True,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    window: int | None = None,
-    softcap: float | None = None,
-    shortest: int = 0,
-    tile: int = 0,
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> torch.Tensor:
-    """From the projection qkv [B, (Hq + 2 Hkv) D], one token a sequence, to out [B, Hq, D]: `decode` after what
-    triton_fused.rope_and_write_kv does, or with an `offset` (of a norm's weight, in float32) what
-    triton_heads.heads_and_write_kv does with the same options; see there for them and for the shapes. qkv stays as it
-    is. The token of sequence b is its last one, at position seq_lens[b] - 1; its key and value go to the slot that the
-    block table gives it. cos, sin [max_len, 1, pairs] float32 of the pairs (i, i + distance), half a head by default.
-    """
-    raw = _Raw(cos, sin, q_norm, q_norm if k_norm is None else k_norm, eps, offset or 0.0)
-    form = {
-        "RAW": True, "PAIRS": cos.shape[-1], "DISTANCE": distance or out.shape[2] // 2, "NORM": q_norm is not None,
-        "WIDE": offset is not None, "OWN": own_kv, "V_NORM": v_norm, "K_EQ_V": k_eq_v,
-    }  # fmt: skip
-    return _decode(
-        qkv, qkv.stride(0), (raw, form), k_cache, v_cache, rows, seq_lens, block_table, out,
-        splits=splits, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window, softcap=softcap,
-        shortest=shortest, tile=tile, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
-
-
-class _Raw(NamedTuple):
-    """What heads still need, in the order of the kernel's arguments."""
-
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    eps: float = 0.0
-    offset: float = 0.0
-
-
-_FINISHED = _Raw(), {
-    "RAW": False, "PAIRS": 0, "DISTANCE": 0, "NORM": False, "WIDE": False, "OWN": False, "V_NORM": False,
-    "K_EQ_V": False,
-}  # fmt: skip
-
-
-def _decode(
-    q: torch.Tensor,
-    q_stride: int,
-    heads: tuple[_Raw, dict[str, Any]],
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    splits: int,
-    scale: float,
-    k_scale: float,
-    v_scale: float,
-    window: int | None,
-    softcap: float | None,
-    shortest: int,
-    tile: int,
-    num_warps: int,
-    num_stages: int,
-) -> torch.Tensor:
-    batch, num_heads, dim = out.shape
-    kv_heads = k_cache.shape[2]
-    group = num_heads // kv_heads
-    padded = triton.next_power_of_2(dim)
-    if not tile:
-        tile, num_stages = _decode_tile(batch, padded, k_cache.element_size())
-    part = lse = arrived = out
-    if splits > 1:
-        arrived = _arrivals(q.device)
-        assert batch * kv_heads <= len(arrived)
-        part = torch.empty(batch * num_heads * splits, dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
-    _decode_kernel(
-        (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
-        *heads[0], q_stride, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
-        scale, k_scale, v_scale, softcap or 1.0, window or 0,
-        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
-        DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
-        SOFTCAP=softcap is not None, WINDOW=window is not None, **heads[1], num_warps=num_warps,
-        num_stages=num_stages,
-    )  # fmt: skip
-    return out
 
 
 def mixed(

@@ -104,14 +104,14 @@ class Attention(nn.Module):
         slot_mapping: torch.Tensor,
         batch: DeviceBatch,
     ) -> torch.Tensor:
-        from engine.kernels import triton_attention
+        from engine.kernels import triton_attention, triton_decode
 
         tokens = qkv.shape[0]
         single = tokens if batch.tiles is None else batch.num_single
         out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
         if single:
-            splits = triton_attention.num_splits(single, self.num_kv_heads, batch.multiprocessors)
-            triton_attention.decode_projection(
+            splits = triton_decode.num_splits(single, self.num_kv_heads, batch.multiprocessors)
+            triton_decode.decode_projection(
                 qkv[:single], rope.cos, rope.sin, self.k_cache, self.v_cache, batch.rows[:single],
                 batch.seq_lens[:single], batch.block_table, out[:single], splits=splits, scale=self.scale,
                 window=self.window, softcap=self.softcap, distance=rope.distance, own_kv=self.own_kv, **self._norms,

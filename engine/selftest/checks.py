@@ -34,6 +34,7 @@ class Side:
     device: torch.device
     dtype: torch.dtype
     attention: ModuleType = reference
+    single: ModuleType = reference  # attention of sequences with one token
     fused: ModuleType = reference
     gemv: ModuleType = reference
     inputs: ModuleType = reference
@@ -84,6 +85,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     """The side of the Triton kernels; with TRITON_INTERPRET=1 also on a CPU, in float32 or float16."""
     from engine.kernels import (
         triton_attention,
+        triton_decode,
         triton_fused,
         triton_gemv,
         triton_heads,
@@ -94,8 +96,8 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     )
 
     return Side(
-        device, dtype, triton_attention, triton_fused, triton_gemv, triton_inputs, triton_quant, triton_moe,
-        triton_heads, triton_post_norm, dry,
+        device, dtype, triton_attention, triton_decode, triton_fused, triton_gemv, triton_inputs, triton_quant,
+        triton_moe, triton_heads, triton_post_norm, dry,
     )  # fmt: skip
 
 
@@ -137,7 +139,7 @@ def decode(
     q = _queries(side, len(lengths), group * kv_heads, kv_heads, dim)
     out = torch.full(q.shape, _NAN, dtype=side.dtype, device=side.device)
     with side.clock():
-        side.attention.decode(
+        side.single.decode(
             q, pages.k, pages.v, pages.rows, side.ints(lengths), pages.table, out,
             splits=splits, **{"scale": dim**-0.5, **pages.scales, **options},
         )  # fmt: skip
@@ -156,7 +158,7 @@ def decode_projection(side: Side, *, dim: int, group: int, with_norm: bool, is_f
         options = {"q_norm": 1 + side.randn(dim) * 0.1, "k_norm": 1 + side.randn(dim) * 0.1, "eps": 1e-6}
     out = torch.full((len(lengths), group * kv_heads, dim), _NAN, dtype=side.dtype, device=side.device)
     with side.clock():
-        side.attention.decode_projection(
+        side.single.decode_projection(
             qkv, angle.cos(), angle.sin(), pages.k, pages.v, pages.rows, side.ints(lengths), pages.table, out,
             splits=4, scale=dim**-0.5, **options,
         )  # fmt: skip

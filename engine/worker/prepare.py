@@ -10,7 +10,7 @@ import torch
 from engine.core.batch import StepPlan
 from engine.kernels.compile_ahead import compile_ahead
 from engine.kernels.launch import recording, shared_memory
-from engine.kernels.triton_attention import SMALL_BATCH, num_splits
+from engine.kernels.triton_decode import SMALL_BATCH, num_splits
 from engine.kernels.triton_gemv import PRODUCT_ROWS
 from engine.layers.moe import kinds_of_steps
 from engine.worker.device_runner import DeviceRunner

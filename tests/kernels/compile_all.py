@@ -12,6 +12,7 @@ import torch
 from engine.kernels import (
     launch,
     triton_attention,
+    triton_decode,
     triton_delta,
     triton_fused,
     triton_gated_norm,
@@ -39,10 +40,10 @@ def attend(dim, group, cache, **options):
     q, kv = zeros(4, group, dim), zeros(2, 16, 1, dim, dtype=cache)
     n, table = numbers(4), numbers(4, 4)
     options = {"scale": 0.1, **options}
-    triton_attention.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
+    triton_decode.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
     qkv, angle, norm = zeros(4, (group + 2) * dim), torch.zeros(64, 1, dim // 2), zeros(dim)
     for weights in ({}, {"q_norm": norm, "k_norm": norm}, {"q_norm": norm, "offset": 1.0, "v_norm": True}):
-        triton_attention.decode_projection(
+        triton_decode.decode_projection(
             qkv, angle, angle, kv, kv, n, n, table, torch.empty_like(q), splits=4, **weights, **options
         )
     block_q = triton_attention.query_rows(dim, q.device) // group

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from engine.kernels import (
     triton_attention,
+    triton_decode,
     triton_delta,
     triton_fused,
     triton_gated_norm,
@@ -88,11 +89,11 @@ def spoil(monkeypatch, module, name, which=None):
 @pytest.mark.parametrize(
     "check, module, name, which",
     [
-        ("decode d128", triton_attention, "decode", None),
-        ("decode d128 fp8", triton_attention, "decode", None),
-        ("decode from projection", triton_attention, "decode_projection", None),
-        ("decode from projection, norm", triton_attention, "decode_projection", None),
-        ("decode from projection fp8", triton_attention, "decode_projection", None),
+        ("decode d128", triton_decode, "decode", None),
+        ("decode d128 fp8", triton_decode, "decode", None),
+        ("decode from projection", triton_decode, "decode_projection", None),
+        ("decode from projection, norm", triton_decode, "decode_projection", None),
+        ("decode from projection fp8", triton_decode, "decode_projection", None),
         ("mixed d64 window softcap", triton_attention, "mixed", None),
         ("product 1 row", triton_gemv, "gemv", None),
         ("product 16 rows fp8", triton_gemv, "few_rows", None),

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference, triton_attention
+from engine.kernels import reference, triton_attention, triton_decode
 
 PAGE = 16
 NAN = float("nan")
@@ -50,7 +50,7 @@ def check_decode(lengths, group, *, splits, dim=32, kv_heads=2, dtype=torch.floa
     args = (q, pages.k, pages.v, pages.rows, seq_lens, pages.table)
     shape = (len(lengths), group * kv_heads, dim)
     options = {"scale": dim**-0.5, **options}
-    ours = triton_attention.decode(*args, torch.full(shape, NAN, dtype=dtype), splits=splits, **options)
+    ours = triton_decode.decode(*args, torch.full(shape, NAN, dtype=dtype), splits=splits, **options)
     twin = reference.decode(*args, torch.full(shape, NAN, dtype=dtype), **options)
     assert not twin.isnan().any()
     torch.testing.assert_close(ours, twin, rtol=tol, atol=tol)
@@ -97,7 +97,7 @@ def test_padding_rows_spoil_nobody(splits):
     rows = torch.tensor([1, 0, 2, 0], dtype=torch.int32)
     lengths = torch.tensor([90, 1, 3, 0], dtype=torch.int32)
     args = (q, pages.k, pages.v, rows, lengths, pages.table)
-    ours = triton_attention.decode(*args, torch.full_like(q, NAN), splits=splits, scale=0.2)
+    ours = triton_decode.decode(*args, torch.full_like(q, NAN), splits=splits, scale=0.2)
     twin = reference.decode(*args, torch.full_like(q, NAN), scale=0.2)
     torch.testing.assert_close(ours[::2], twin[::2], rtol=2e-5, atol=2e-5)
     assert torch.equal(ours[3], torch.zeros_like(ours[3]))
@@ -112,13 +112,13 @@ def test_pages_that_left_the_window_may_hold_anything(window):
     at = pages.table[1, before // PAGE].long(), before % PAGE
     q = pages.randn(1, 2, 32)
     args = (q, pages.k, pages.v, pages.rows, torch.tensor([190], dtype=torch.int32), pages.table)
-    clean = triton_attention.decode(*args, torch.empty_like(q), splits=2, scale=0.2, window=window)
+    clean = triton_decode.decode(*args, torch.empty_like(q), splits=2, scale=0.2, window=window)
     tiles = torch.zeros(1, 2, dtype=torch.int32)
     one = torch.tensor([1], dtype=torch.int32)
     chunk = (q, q[:, :1], q[:, :1], *args[1:3], tiles, pages.rows, one * 189, one * 0, one, pages.table)
     pages.k[at] = NAN
     pages.v[at] = NAN
-    assert torch.equal(triton_attention.decode(*args, torch.empty_like(q), splits=2, scale=0.2, window=window), clean)
+    assert torch.equal(triton_decode.decode(*args, torch.empty_like(q), splits=2, scale=0.2, window=window), clean)
     mixed = triton_attention.mixed(*chunk, torch.empty_like(q), block_q=8, scale=0.2, window=window)
     torch.testing.assert_close(mixed, clean, rtol=2e-5, atol=2e-5)
 
@@ -136,7 +136,7 @@ def check_projection(lengths, group, *, splits, dim=32, kv_heads=2, dtype=torch.
     own_kv = options.get("own_kv", True)
     heads = (group + (2 - options.get("k_eq_v", False)) * own_kv) * kv_heads
     results = []
-    for kernels in (triton_attention, reference):
+    for kernels in (triton_decode, reference):
         pages = Pages(lengths, kv_heads, dim, cache or dtype)
         last = torch.tensor(lengths) - 1
         at = pages.table[pages.rows.long(), last // PAGE].long(), last % PAGE
@@ -204,7 +204,7 @@ def test_a_projection_without_a_sequence_gives_zeros_and_writes_nothing():
     pages = Pages([40], 2, 32)
     before = pages.k.clone()
     angle = torch.rand(64, 1, 16)
-    out = triton_attention.decode_projection(
+    out = triton_decode.decode_projection(
         pages.randn(1, 8 * 32), angle, angle, pages.k, pages.v, torch.zeros(1, dtype=torch.int32),
         torch.zeros(1, dtype=torch.int32), pages.table, torch.full((1, 4, 32), NAN), splits=2, scale=0.2,
     )  # fmt: skip
@@ -213,9 +213,9 @@ def test_a_projection_without_a_sequence_gives_zeros_and_writes_nothing():
 
 
 def test_num_splits_fills_the_card_and_no_more():
-    assert triton_attention.num_splits(1, 8, 132) == 64
-    assert triton_attention.num_splits(8, 8, 132) == 8
-    assert triton_attention.num_splits(256, 8, 132) == 1
+    assert triton_decode.num_splits(1, 8, 132) == 64
+    assert triton_decode.num_splits(8, 8, 132) == 8
+    assert triton_decode.num_splits(256, 8, 132) == 1
 
 
 def check_mixed(chunks, group, *, block_q, dim=32, kv_heads=2, dtype=torch.float32, cache=None, tol=2e-5, **options):

@@ -1,0 +1,84 @@
+"""What the attention kernels share: keys and values out of pages, a tile of them at a time.
+
+    k_cache, v_cache   [num_pages, PAGE_SIZE, Hkv, D]  (any strides, both alike; D contiguous)
+    block_table        [rows, max_pages] int32
+
+Scores are kept in base 2: exp2 is one instruction.
+
+fp8 caches hold k / k_scale and v / v_scale. They are widened to float16 before each product, and both products
+accumulate in float32: the short accumulator of fp8 tensor cores, against which two-level accumulation is the remedy, is
+never used, so long sequences lose nothing to it. Cards below sm89 have no fp8.
+
+What no query sees is never loaded: slots past a sequence's end or before its window may hold anything, NaN included
+(0 * NaN is NaN: a zero probability alone would not protect the sum).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
+    """Products s of queries and keys, and the factor that makes exponents of base 2 of them. Without a cap the factor
+    is left to the exponent's argument, where the multiplication costs nothing."""
+    if SOFTCAP:  # softcap * tanh(s / softcap); tanh(x) = 1 - 2 / (exp2(2 x log2 e) + 1)
+        e = tl.exp2(s * (scale / softcap * 2.8853900817779268))
+        return softcap * (1 - 2 / (e + 1)), 1.4426950408889634
+    return s, scale * 1.4426950408889634  # log2 e
+
+
+@triton.jit
+def attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """One tile of keys k [D, n] and values v [n, D] more, for running maxima m, sums `total` and outputs acc of q's
+    rows; with MASKED only where `live` (which broadcasts to [rows, n])."""
+    s, factor = capped(tl.dot(q, k), scale, softcap, SOFTCAP)
+    if MASKED:
+        s = tl.where(live, s, -float("inf"))
+    new_m = tl.maximum(m, tl.max(s, 1) * factor)
+    base = new_m
+    if MASKED:  # a row that has seen nothing yet
+        base = tl.where(new_m == -float("inf"), 0.0, new_m)
+    p = tl.exp2(s * factor - base[:, None])
+    decay = tl.exp2(m - base)
+    total = total * decay + tl.sum(p, 1)
+    acc = acc * decay[:, None]
+    acc = tl.dot(p.to(q.dtype), v, acc)
+    return new_m, total, acc
+
+
+@triton.jit
+def pages_of(table, at, begin, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Pages [TILE] of positions at ...; the trash page outside [begin, end). Loops ask for them a tile ahead: keys and
+    values that had to wait for their page ids could not be on their way while the tile before is worked on."""
+    token = at + tl.arange(0, TILE)
+    return tl.load(table + token // PAGE, mask=(token >= begin) & (token < end), other=0)
+
+
+@triton.jit
+def page_tile(
+    k_ptr, v_ptr, pages, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys [D, TILE] and values [TILE, D] of positions at ... from their `pages`, zeros outside [begin, end)."""
+    d = tl.arange(0, DP)
+    token = at + tl.arange(0, TILE)
+    live = (token >= begin) & (token < end)
+    offset = pages.to(tl.int64) * k_stride_page + (token % PAGE) * k_stride_token + h * k_stride_head
+    k_mask, v_mask = live[None, :], live[:, None]
+    if D != DP:
+        k_mask = k_mask & (d < D)[:, None]
+        v_mask = v_mask & (d < D)[None, :]
+    k = tl.load(k_ptr + offset[None, :] + d[:, None], mask=k_mask, other=0.0)
+    v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=v_mask, other=0.0)
+    return k, v, live
+
+
+@triton.jit
+def for_cache(q, FP8: tl.constexpr):
+    """Queries in the dtype of products with the cache. fp8 widens to float16 in one instruction for two numbers, to
+    bfloat16 in many."""
+    if FP8 and q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        return tl.where(wide > 65504.0, 65504.0, tl.where(wide < -65504.0, -65504.0, wide)).to(tl.float16)
+    else:
+        return q
