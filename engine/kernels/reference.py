@@ -38,53 +38,6 @@ def decode(
     return out
 
 
-def decode_projection(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    splits: int = 1,
-    scale: float,
-    distance: int = 0,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float | None = None,
-    v_norm: bool = False,
-    k_eq_v: bool = False,
-    own_kv: bool = True,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """triton_decode.decode_projection. `splits` changes nothing here."""
-    page_size = k_cache.shape[1]
-    there = (seq_lens > 0).nonzero().flatten()
-    positions = seq_lens[there].long() - 1
-    slots = block_table[rows[there].long(), positions // page_size].long() * page_size + positions % page_size
-    q = torch.zeros_like(out)
-    both = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "k_scale": k_scale, "v_scale": v_scale}
-    tokens, places = qkv[there], (positions, slots, k_cache, v_cache, out.shape[1])
-    if offset is None and not v_norm and not k_eq_v and own_kv and 2 * cos.shape[-1] == out.shape[2]:
-        q[there] = rope_and_write_kv(tokens, cos, sin, *places, **both)
-    else:
-        q[there], _ = heads_and_write_kv(
-            tokens, cos, sin, distance or out.shape[2] // 2, *places, **both, offset=offset or 0.0, v_norm=v_norm,
-            k_eq_v=k_eq_v, own_kv=own_kv,
-        )  # fmt: skip
-    return decode(
-        q, k_cache, v_cache, rows, seq_lens, block_table, out, scale=scale, k_scale=k_scale, v_scale=v_scale,
-        window=window, softcap=softcap,
-    )  # fmt: skip
-
-
 def mixed(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -286,7 +239,6 @@ def rope_and_write_kv(
     v_cache: torch.Tensor,
     num_heads: int,
     *,
-    begin: int = 0,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
@@ -295,8 +247,6 @@ def rope_and_write_kv(
 ) -> torch.Tensor:
     """triton_fused.rope_and_write_kv."""
     _, page_size, kv_heads, dim = k_cache.shape
-    whole = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
-    qkv, positions, slots = qkv[begin:], positions[begin:], slots[begin:]
     q, k, v = qkv.unflatten(-1, (-1, dim)).split((num_heads, kv_heads, kv_heads), 1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
@@ -308,8 +258,9 @@ def rope_and_write_kv(
     qkv.unflatten(-1, (-1, dim))[:, num_heads : num_heads + kv_heads] = k
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         _indexable(cache)[page, offset] = _indexable(_to_cache(new, scale, cache.dtype))
-    whole[begin:] = _rotated(q, cos[at], sin[at])
-    return whole
+    out = qkv[:, : num_heads * dim].view(-1, num_heads, dim)
+    out.copy_(_rotated(q, cos[at], sin[at]))
+    return out
 
 
 def heads_and_write_kv(
@@ -323,7 +274,6 @@ def heads_and_write_kv(
     v_cache: torch.Tensor,
     num_heads: int,
     *,
-    begin: int = 0,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     offset: float = 0.0,
@@ -335,14 +285,7 @@ def heads_and_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """triton_heads.heads_and_write_kv. `k_eq_v` shows in the width of x. Tokens before `begin` get zeros."""
-    if begin:
-        q, own = heads_and_write_kv(
-            x[begin:], cos, sin, distance, positions[begin:], slots[begin:], k_cache, v_cache, num_heads,
-            q_norm=q_norm, k_norm=k_norm, offset=offset, eps=eps, v_norm=v_norm, k_eq_v=k_eq_v, own_kv=own_kv,
-            keep=keep, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
-        return F.pad(q, (0, 0, 0, 0, begin, 0)), None if own is None else F.pad(own, (0, 0) * 3 + (begin, 0))
+    """triton_heads.heads_and_write_kv. `k_eq_v` shows in the width of x."""
     _, page_size, kv_heads, dim = k_cache.shape
     at, pairs = positions.long(), cos.shape[-1]
 

@@ -6,61 +6,27 @@ The G = Hq / Hkv query heads that share a key head are the rows of one tile, so 
 Grid (B, Hkv, SPLITS): a program attends to one slice of the sequence; the last of a sequence's programs to arrive
 merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one captured
 grid serves any length.
-
-From a raw projection (`decode_projection`, what layers call) each program normalises and rotates its query heads
-itself; the program that has a sequence's end does so with the new key, starts from it, and writes it and its value to
-their slot, which none of the step's programs reads.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, wait_for_previous
-from engine.kernels.triton_fused import saturated
-from engine.kernels.triton_pages import attend, capped, for_cache, page_tile, pages_of
+from engine.kernels.triton_pages import attend, for_cache, page_tile, pages_of
 
 SMALL_BATCH = 8  # sequences
-
-
-@triton.jit
-def _weighted(x, factor, norm_ptr, d, offset, D: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr):
-    """x * factor times a norm's weight: rounded in between as Llama's norms do, or WIDE in float32 with an offset."""
-    weight = tl.load(norm_ptr + d, mask=d < D, other=0.0)[None, :]
-    if WIDE:
-        return (x * factor * (offset + weight.to(tl.float32))).to(dtype).to(tl.float32)
-    else:
-        return ((x * factor).to(dtype) * weight).to(tl.float32)
-
-
-@triton.jit
-def _rotated(
-    x_at, d, partner, live, norm_ptr, cos, sin, eps, offset, D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr
-):
-    """Raw heads [R, DP] at `x_at`, normalised and rotated: each d with its `partner`."""
-    x = tl.load(x_at + d[None, :], mask=live, other=0.0)
-    other = tl.load(x_at + partner[None, :], mask=live, other=0.0)
-    a, b = x.to(tl.float32), other.to(tl.float32)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
-        a = _weighted(a, factor, norm_ptr, d, offset, D, x.dtype, WIDE)
-        b = _weighted(b, factor, norm_ptr, partner, offset, D, x.dtype, WIDE)
-    return (a * cos[None, :] + b * sin[None, :]).to(x.dtype)
 
 
 @kernel
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, offset,
     q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
-    NORM: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr, V_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
-    PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -81,60 +47,18 @@ def _decode_kernel(
         if split == 0:  # a sequence of length 0
             tl.store(out_ptr + at_out, tl.zeros([GP, DP], out_ptr.dtype.element_ty), mask=q_mask)
         return
+    q = tl.load(q_ptr + b * q_stride + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
+    q = for_cache(q, FP8)
     table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
-    stop = end  # of what the pages hold
-    if OWN:
-        stop = tl.minimum(end, seq_len - 1)
-    pages = pages_of(table, start, first, stop, PAGE, TILE)
-    at_token = q_ptr + b * q_stride
-    if RAW:
-        # The other number of each pair, and the pair's angle; what is outside of pairs is its own partner, and rests.
-        first_half = d < PAIRS
-        turns = first_half | ((d >= DISTANCE) & (d < DISTANCE + PAIRS))
-        partner = tl.where(turns, tl.where(first_half, d + DISTANCE, d - DISTANCE), d)
-        angle = (seq_len - 1).to(tl.int64) * PAIRS + tl.where(first_half, d, d - DISTANCE)
-        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
-        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
-        sin = tl.where(first_half, -sin, sin)
-        q = _rotated(
-            at_token + head[:, None] * D, d, partner, q_mask, q_norm_ptr, cos, sin, eps, offset, D, NORM, WIDE
-        )
-        q = for_cache(q, FP8)
-    else:
-        q = for_cache(tl.load(at_token + head[:, None] * D + d[None, :], mask=q_mask, other=0.0), FP8)
-    if OWN:
-        # The newest key and value, as the cache holds them: the slice with the end starts from them.
-        is_last = end == seq_len
-        inside = (d < D)[None, :]
-        at_k = at_token + (HKV * G + h) * D + tl.zeros([1, 1], tl.int32)
-        new_k = _rotated(at_k, d, partner, inside, k_norm_ptr, cos, sin, eps, offset, D, NORM, WIDE)
-        at_v = at_k if K_EQ_V else at_k + HKV * D
-        new_v = tl.load(at_v + d[None, :], mask=inside, other=0.0)
-        if V_NORM:
-            wide = new_v.to(tl.float32)
-            new_v = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]).to(new_v.dtype)
-        if FP8:
-            new_k = saturated(new_k.to(tl.float32) / k_scale)
-            new_v = saturated(new_v.to(tl.float32) / v_scale)
-        new_k, new_v = new_k.to(k_ptr.dtype.element_ty), new_v.to(v_ptr.dtype.element_ty)
-        page = tl.load(table + (seq_len - 1) // PAGE).to(tl.int64)
-        slot = page * k_stride_page + (seq_len - 1) % PAGE * k_stride_token + h * k_stride_head + d[None, :]
-        tl.store(k_ptr + slot, new_k, mask=inside & is_last)
-        tl.store(v_ptr + slot, new_v, mask=inside & is_last)
-        s = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32), 1)
-        s, factor = capped(s, scale * k_scale, softcap, SOFTCAP)
-        m = tl.where(is_last, s * factor, -float("inf"))
-        total = tl.where(is_last, 1.0, tl.zeros([GP], tl.float32))
-        acc = tl.where(is_last, new_v.to(q.dtype).to(tl.float32), tl.zeros([GP, DP], tl.float32))
-    else:
-        m = tl.full([GP], -float("inf"), tl.float32)
-        total = tl.zeros([GP], tl.float32)
-        acc = tl.zeros([GP, DP], tl.float32)
-    for at in range(start, stop, TILE):
+    m = tl.full([GP], -float("inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    pages = pages_of(table, start, first, end, PAGE, TILE)
+    for at in range(start, end, TILE):
         k, v, live = page_tile(
-            k_ptr, v_ptr, pages, at, first, stop, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
+            k_ptr, v_ptr, pages, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
         )
-        pages = pages_of(table, at + TILE, first, stop, PAGE, TILE)
+        pages = pages_of(table, at + TILE, first, end, PAGE, TILE)
         m, total, acc = attend(
             q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
         )
@@ -232,101 +156,7 @@ def decode(
     more than one, float32 scratch of B Hq splits (D + 1) is taken from torch's allocator, also inside a CUDA graph.
     Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice is at least `shortest` keys.
     """
-    return _decode(
-        q, q.stride(0), _FINISHED, k_cache, v_cache, rows, seq_lens, block_table, out,
-        splits=splits, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window, softcap=softcap,
-        shortest=shortest, tile=tile, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
-
-
-def decode_projection(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    splits: int,
-    scale: float,
-    distance: int = 0,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float | None = None,
-    v_norm: bool = False,
-    k_eq_v: bool = False,
-    own_kv: bool = True,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    window: int | None = None,
-    softcap: float | None = None,
-    shortest: int = 0,
-    tile: int = 0,
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> torch.Tensor:
-    """From the projection qkv [B, (Hq + 2 Hkv) D], one token a sequence, to out [B, Hq, D]: `decode` after what
-    triton_fused.rope_and_write_kv does, or with an `offset` (of a norm's weight, in float32) what
-    triton_heads.heads_and_write_kv does with the same options; see there for them and for the shapes. qkv stays as it
-    is. The token of sequence b is its last one, at position seq_lens[b] - 1; its key and value go to the slot that the
-    block table gives it. cos, sin [max_len, 1, pairs] float32 of the pairs (i, i + distance), half a head by default.
-    """
-    raw = _Raw(cos, sin, q_norm, q_norm if k_norm is None else k_norm, eps, offset or 0.0)
-    form = {
-        "RAW": True, "PAIRS": cos.shape[-1], "DISTANCE": distance or out.shape[2] // 2, "NORM": q_norm is not None,
-        "WIDE": offset is not None, "OWN": own_kv, "V_NORM": v_norm, "K_EQ_V": k_eq_v,
-    }  # fmt: skip
-    return _decode(
-        qkv, qkv.stride(0), (raw, form), k_cache, v_cache, rows, seq_lens, block_table, out,
-        splits=splits, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window, softcap=softcap,
-        shortest=shortest, tile=tile, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
-
-
-class _Raw(NamedTuple):
-    """What heads still need, in the order of the kernel's arguments."""
-
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    eps: float = 0.0
-    offset: float = 0.0
-
-
-_FINISHED = _Raw(), {
-    "RAW": False, "PAIRS": 0, "DISTANCE": 0, "NORM": False, "WIDE": False, "OWN": False, "V_NORM": False,
-    "K_EQ_V": False,
-}  # fmt: skip
-
-
-def _decode(
-    q: torch.Tensor,
-    q_stride: int,
-    heads: tuple[_Raw, dict[str, Any]],
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    splits: int,
-    scale: float,
-    k_scale: float,
-    v_scale: float,
-    window: int | None,
-    softcap: float | None,
-    shortest: int,
-    tile: int,
-    num_warps: int,
-    num_stages: int,
-) -> torch.Tensor:
-    batch, num_heads, dim = out.shape
+    batch, num_heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(dim)
@@ -340,11 +170,10 @@ def _decode(
         lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
     _decode_kernel(
         (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
-        *heads[0], q_stride, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
         scale, k_scale, v_scale, softcap or 1.0, window or 0,
         HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
         DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
-        SOFTCAP=softcap is not None, WINDOW=window is not None, **heads[1], num_warps=num_warps,
-        num_stages=num_stages,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

@@ -197,13 +197,13 @@ def saturated(x):
 @kernel
 def _rope_write_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr,
-    begin, qkv_stride, stride_page, stride_token, stride_head, eps, inv_k_scale, inv_v_scale,
+    qkv_stride, stride_page, stride_token, stride_head, eps, inv_k_scale, inv_v_scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
     FP8: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     # A program takes HEADS heads of a token, as two tiles [HEADS, D / 2]: the halves that rotate into each other.
-    token = (begin + tl.program_id(0)).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     half = tl.arange(0, HALF)[None, :]
     inside = half < D // 2
@@ -261,14 +261,13 @@ def rope_and_write_kv(
     v_cache: torch.Tensor,
     num_heads: int,
     *,
-    begin: int = 0,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Normalise (optionally) and rotate q and k in place; write k and v to the cache: of tokens `begin` and after.
+    """Normalise (optionally) and rotate q and k in place; write k and v to the cache.
 
     qkv [T, (Hq + 2 Hkv) D]; cos, sin [max_len, 1, D/2] float32; positions, slots [T]. Returns q [T, Hq, D], a view.
     q_norm and k_norm [D] come together or not at all. An fp8 cache gets k / k_scale and v / v_scale, at most ±448;
@@ -278,8 +277,8 @@ def rope_and_write_kv(
     tokens = qkv.shape[0]
     heads = 8 if tokens <= 64 else 16  # few tokens: more, smaller programs
     _rope_write_kernel(
-        (tokens - begin, triton.cdiv(num_heads + 2 * kv_heads, heads)), qkv, cos, sin, positions, slots, q_norm, k_norm,
-        k_cache, v_cache, begin, qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        (tokens, triton.cdiv(num_heads + 2 * kv_heads, heads)), qkv, cos, sin, positions, slots, q_norm, k_norm,
+        k_cache, v_cache, qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         eps, 1 / k_scale, 1 / v_scale,
         HQ=num_heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), PAGE=k_cache.shape[1],
         NORM=q_norm is not None, FP8=k_cache.element_size() == 1, HEADS=heads, num_warps=heads // 4,

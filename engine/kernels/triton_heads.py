@@ -26,13 +26,13 @@ def _weighted(x, scale, weight_q_ptr, weight_k_ptr, d, inside, is_q, offset):
 @kernel
 def _heads_kernel(
     x_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_ptr, own_ptr, k_ptr, v_ptr,
-    begin, x_stride, stride_page, stride_token, stride_head, eps, offset, inv_k_scale, inv_v_scale,
+    x_stride, stride_page, stride_token, stride_head, eps, offset, inv_k_scale, inv_v_scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
     PAGE: tl.constexpr, QK_NORM: tl.constexpr, V_NORM: tl.constexpr, K_EQ_V: tl.constexpr, KEEP: tl.constexpr,
     FP8: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
-    token = (begin + tl.program_id(0)).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     d = tl.arange(0, DP)[None, :]
     inside = d < D
@@ -93,7 +93,6 @@ def heads_and_write_kv(
     v_cache: torch.Tensor,
     num_heads: int,
     *,
-    begin: int = 0,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     offset: float = 0.0,
@@ -108,8 +107,8 @@ def heads_and_write_kv(
     """x [T, (Hq + 2 Hkv) D], (Hq + Hkv) D with `k_eq_v`, or Hq D without `own_kv`; rows may be strided.
 
     cos, sin [max_len, 1, pairs] float32, pairs (i, i + distance); positions, slots [T]. Norm weights [D] come together,
-    or without own_kv q's alone. Returns q [T, Hq, D] and, with `keep`, k and v [T, 2, Hkv, D], of tokens `begin` and
-    after. Caches as in triton_fused.rope_and_write_kv; without own_kv they stay as they are.
+    or without own_kv q's alone. Returns q [T, Hq, D] and, with `keep`, k and v [T, 2, Hkv, D]. Caches as in
+    triton_fused.rope_and_write_kv; without own_kv they stay as they are.
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens, padded = x.shape[0], triton.next_power_of_2(dim)
@@ -121,10 +120,9 @@ def heads_and_write_kv(
         own = torch.empty(tokens, 2, kv_heads, dim, dtype=x.dtype, device=x.device)
     heads = max(1, 2048 // padded)  # numbers of a program: 16 a thread of four warps
     _heads_kernel(
-        (tokens - begin, triton.cdiv(num_heads + 2 * kv_heads, heads)), x, cos, sin, positions, slots, q_norm,
+        (tokens, triton.cdiv(num_heads + 2 * kv_heads, heads)), x, cos, sin, positions, slots, q_norm,
         q_norm if k_norm is None else k_norm, q, q if own is None else own, k_cache, v_cache,
-        begin, x.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, offset,
-        1 / k_scale, 1 / v_scale,
+        x.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, offset, 1 / k_scale, 1 / v_scale,
         HQ=num_heads, HKV=kv_heads, D=dim, DP=padded, PAIRS=cos.shape[-1], DISTANCE=distance, PAGE=k_cache.shape[1],
         QK_NORM=q_norm is not None, V_NORM=v_norm, K_EQ_V=k_eq_v, KEEP=own is not None,
         FP8=k_cache.element_size() == 1, HEADS=heads, num_warps=4,

@@ -18,7 +18,7 @@ import triton.language as tl
 
 
 @triton.jit
-def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
+def _capped(s, scale, softcap, SOFTCAP: tl.constexpr):
     """Products s of queries and keys, and the factor that makes exponents of base 2 of them. Without a cap the factor
     is left to the exponent's argument, where the multiplication costs nothing."""
     if SOFTCAP:  # softcap * tanh(s / softcap); tanh(x) = 1 - 2 / (exp2(2 x log2 e) + 1)
@@ -31,7 +31,7 @@ def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
 def attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
     """One tile of keys k [D, n] and values v [n, D] more, for running maxima m, sums `total` and outputs acc of q's
     rows; with MASKED only where `live` (which broadcasts to [rows, n])."""
-    s, factor = capped(tl.dot(q, k), scale, softcap, SOFTCAP)
+    s, factor = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
     if MASKED:
         s = tl.where(live, s, -float("inf"))
     new_m = tl.maximum(m, tl.max(s, 1) * factor)

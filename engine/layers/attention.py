@@ -20,9 +20,8 @@ class Attention(nn.Module):
     `own_kv=False` there is neither, and the cache that is bound is another layer's. `v_norm_eps`: v is normalised, by
     a norm that has no weight.
 
-    On a GPU all steps before the attention are one kernel; Llama's kind of layer has its own, which works in place.
-    Sequences with one token need none: their attention does it in passing. The worker binds `k_cache` and `v_cache`
-    [num_pages, page_size, Hkv, D] after it has planned memory.
+    On a GPU all steps before the attention are one kernel; Llama's kind of layer has its own, which works in place. The
+    worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D] after it has planned memory.
     """
 
     k_cache: torch.Tensor
@@ -107,22 +106,22 @@ class Attention(nn.Module):
         from engine.kernels import triton_attention, triton_decode
 
         tokens = qkv.shape[0]
-        single = tokens if batch.tiles is None else batch.num_single
+        if self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim:
+            q, own = self._heads_like_llama(qkv, rope, positions, slot_mapping)
+        else:
+            q, own = self._heads(qkv, rope, positions, slot_mapping, keep=batch.tiles is not None)
         out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
+        single = tokens if batch.tiles is None else batch.num_single
         if single:
             splits = triton_decode.num_splits(single, self.num_kv_heads, batch.multiprocessors)
-            triton_decode.decode_projection(
-                qkv[:single], rope.cos, rope.sin, self.k_cache, self.v_cache, batch.rows[:single],
-                batch.seq_lens[:single], batch.block_table, out[:single], splits=splits, scale=self.scale,
-                window=self.window, softcap=self.softcap, distance=rope.distance, own_kv=self.own_kv, **self._norms,
-                **self._oddities,
+            triton_decode.decode(
+                q[:single], self.k_cache, self.v_cache, batch.rows[:single], batch.seq_lens[:single],
+                batch.block_table, out[:single], splits=splits, scale=self.scale, window=self.window,
+                softcap=self.softcap,
             )  # fmt: skip
         if batch.tiles is not None:
-            heads = self._heads
-            if self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim:
-                heads = self._heads_like_llama
-            q, own = heads(qkv, rope, positions, slot_mapping, begin=single)
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
+            assert own is not None
             k, v = own.unbind(1)
             triton_attention.mixed(
                 q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
@@ -145,42 +144,36 @@ class Attention(nn.Module):
         norms = {"q_norm": self.q_norm.weight, "k_norm": k_norm, "eps": self.q_norm.eps}
         return norms | {"offset": self.q_norm.offset} if isinstance(self.q_norm, WideRMSNorm) else norms
 
-    @property
-    def _oddities(self) -> dict[str, Any]:
-        """What values are."""
-        options: dict[str, Any] = {"v_norm": self.v_norm_eps is not None, "k_eq_v": self.k_eq_v}
-        return options | {"eps": self.v_norm_eps} if self.q_norm is None and self.v_norm_eps is not None else options
-
     def _heads_like_llama(
-        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, begin: int
+        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [T, Hq, D] and the chunk's own k and v [T, 2, Hkv, D], in place, from token `begin` on; the cache has k and
-        v too."""
+        """q [T, Hq, D] and the step's own k and v [T, 2, Hkv, D], in place; the cache has k and v too."""
         from engine.kernels import triton_fused
 
         q = triton_fused.rope_and_write_kv(
-            qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads, begin=begin,
-            **self._norms,
-        )  # fmt: skip
+            qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads, **self._norms
+        )
         own = qkv[:, self.num_heads * self.head_dim :].view(qkv.shape[0], 2, self.num_kv_heads, self.head_dim)
         return q, own
 
     def _heads(
-        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, begin: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for other heads, in tensors of their own."""
+        self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same for other heads, in tensors of their own; k and v only to `keep`, for the attention of chunks."""
         from engine.kernels.triton_heads import heads_and_write_kv
 
         assert self.q_norm is None or isinstance(self.q_norm, WideRMSNorm)
+        norms = self._norms
+        if self.v_norm_eps is not None:
+            norms.setdefault("eps", self.v_norm_eps)
         q, own = heads_and_write_kv(
             qkv, rope.cos, rope.sin, rope.distance, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads,
-            begin=begin, own_kv=self.own_kv, keep=self.own_kv, **self._norms, **self._oddities,
+            v_norm=self.v_norm_eps is not None, k_eq_v=self.k_eq_v, own_kv=self.own_kv, keep=keep, **norms,
         )  # fmt: skip
         if not self.own_kv:
             (owner,) = self._owner
             own = owner._step_kv
         self._step_kv = own
-        assert own is not None
         return q, own
 
     _step_kv: torch.Tensor | None = None  # of the mixed step that runs, for layers that borrow

@@ -146,29 +146,6 @@ def decode(
     return [numbers(out, 2)]  # probabilities are rounded before they meet the values
 
 
-def decode_projection(side: Side, *, dim: int, group: int, with_norm: bool, is_fp8: bool = False) -> list[Result]:
-    """The newest keys and values come with the projection, and must be in their slots afterwards."""
-    lengths, kv_heads = [1, 17, 333, 900], 2
-    pages = Pages(side, lengths, kv_heads, dim, is_fp8)
-    qkv = side.strided(len(lengths), (group + 2) * kv_heads * dim)
-    angle = torch.arange(900.0)[:, None, None] * 10_000 ** (-torch.arange(dim // 2) / (dim // 2))
-    angle = angle.to(side.device)
-    options: dict[str, Any] = {}
-    if with_norm:
-        options = {"q_norm": 1 + side.randn(dim) * 0.1, "k_norm": 1 + side.randn(dim) * 0.1, "eps": 1e-6}
-    out = torch.full((len(lengths), group * kv_heads, dim), _NAN, dtype=side.dtype, device=side.device)
-    with side.clock():
-        side.single.decode_projection(
-            qkv, angle.cos(), angle.sin(), pages.k, pages.v, pages.rows, side.ints(lengths), pages.table, out,
-            splits=4, scale=dim**-0.5, **options,
-        )  # fmt: skip
-    last = side.ints(lengths).long() - 1
-    page = pages.table[pages.rows.long(), last // PAGE].long()
-    bits = torch.uint8 if is_fp8 else side.dtype
-    written = [cache.view(bits)[page, last % PAGE].view(cache.dtype) for cache in (pages.k, pages.v)]
-    return [numbers(out, 3), *((fp8_kv(kv) if is_fp8 else numbers(kv, 3)) for kv in written)]
-
-
 def mixed(
     side: Side, *, dim: int, group: int, is_fp8: bool = False, kv_heads: int = 2, **options: Any
 ) -> list[Result]:
@@ -384,16 +361,14 @@ def _attention_checks() -> Iterator[Check]:
         ("decode d80", decode, False, {"dim": 80, "group": 1, "splits": 4}),
         ("decode d96, one slice", decode, False, {"dim": 96, "group": 3}),
         ("decode d256", decode, False, {"dim": 256, "group": 2, "splits": 4}),
+        ("decode d512", decode, False, {"dim": 512, "group": 8, "splits": 8}),
         ("decode d128 fp8", decode, True, {"dim": 128, "group": 5, "splits": 8, "is_fp8": True}),
-        ("decode from projection", decode_projection, False, {"dim": 64, "group": 7, "with_norm": False}),
-        ("decode from projection, norm", decode_projection, False, {"dim": 128, "group": 4, "with_norm": True}),
-        ("decode from projection fp8", decode_projection, True,
-         {"dim": 128, "group": 4, "with_norm": True, "is_fp8": True}),
         ("mixed d128", mixed, False, {"dim": 128, "group": 4}),
         ("mixed d64 window softcap", mixed, False, {"dim": 64, "group": 7, "window": 100, "softcap": 5.0}),
         ("mixed d80", mixed, False, {"dim": 80, "group": 1}),
         ("mixed d96", mixed, False, {"dim": 96, "group": 3}),
         ("mixed d256", mixed, False, {"dim": 256, "group": 2}),
+        ("mixed d512", mixed, False, {"dim": 512, "group": 8}),
         ("mixed d128 fp8", mixed, True, {"dim": 128, "group": 5, "is_fp8": True}),
     ]:  # fmt: skip
         yield Check(name, partial(kernel, **options), needs_fp8)

@@ -41,11 +41,6 @@ def attend(dim, group, cache, **options):
     n, table = numbers(4), numbers(4, 4)
     options = {"scale": 0.1, **options}
     triton_decode.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
-    qkv, angle, norm = zeros(4, (group + 2) * dim), torch.zeros(64, 1, dim // 2), zeros(dim)
-    for weights in ({}, {"q_norm": norm, "k_norm": norm}, {"q_norm": norm, "offset": 1.0, "v_norm": True}):
-        triton_decode.decode_projection(
-            qkv, angle, angle, kv, kv, n, n, table, torch.empty_like(q), splits=4, **weights, **options
-        )
     block_q = triton_attention.query_rows(dim, q.device) // group
     own, tiles = q[:, :1], numbers(4, 2)
     triton_attention.mixed(

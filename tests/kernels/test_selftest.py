@@ -91,10 +91,9 @@ def spoil(monkeypatch, module, name, which=None):
     [
         ("decode d128", triton_decode, "decode", None),
         ("decode d128 fp8", triton_decode, "decode", None),
-        ("decode from projection", triton_decode, "decode_projection", None),
-        ("decode from projection, norm", triton_decode, "decode_projection", None),
-        ("decode from projection fp8", triton_decode, "decode_projection", None),
+        ("decode d512", triton_decode, "decode", None),
         ("mixed d64 window softcap", triton_attention, "mixed", None),
+        ("mixed d512", triton_attention, "mixed", None),
         ("product 1 row", triton_gemv, "gemv", None),
         ("product 16 rows fp8", triton_gemv, "few_rows", None),
         ("choice of experts", triton_moe, "choose_experts", None),
