@@ -85,6 +85,11 @@ class ServiceManager(Protocol):
 
     def state(self) -> ServiceState: ...
 
+    def serving(self) -> dict[str, str]:
+        """Part -> the process that serves in it, by a name that no later process will have. A part that is not ready,
+        or that something is being done to, is not among them."""
+        ...
+
     def pids(self) -> frozenset[int]:
         """Every live process of the service: what it holds, a switch will give back."""
         ...
@@ -224,6 +229,10 @@ class PrefixService:
             restarts=int(report.get("restarts") or 0),
             last_exit=report.get("last_exit"),
         )
+
+    def serving(self) -> dict[str, str]:
+        """None: a supervisor may have started the newer release after a crash."""
+        return {}
 
     def pids(self) -> frozenset[int]:
         leader = self._leader()

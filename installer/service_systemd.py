@@ -17,11 +17,13 @@ from installer.service import ServiceState, Switched, stop_and_start
 from installer.systemctl import Runner, journal, parse_show, run
 
 _PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "MainPID", "NRestarts", "ExecMainCode", "ExecMainStatus",
-               "Result", "StateChangeTimestamp", "Job", "ControlGroup", "StatusText", "CanReload")  # fmt: skip
+               "Result", "StateChangeTimestamp", "Job", "ControlGroup", "StatusText", "CanReload",
+               "InvocationID")  # fmt: skip
 _START_SECONDS = 30.0    # for systemd to take the jobs; loading goes on after that
 _STOP_SECONDS = 180.0    # above TimeoutStopSec= of every unit, one after another
 _RELOAD_SECONDS = 60.0
 _WARM_SECONDS = 120.0    # for a cold disk to give the code of a release
+_RECALL_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _SLICE = r"system-atoll\x2dengine.slice"  # of the instances of atoll-engine@.service
 _UP = ("active", "activating", "reloading")
@@ -178,6 +180,12 @@ class SystemdService:
         shown = self._show(names.values())
         return {name: _state(shown[unit], self._release()) for name, unit in names.items()}
 
+    def serving(self) -> dict[str, str]:
+        """By start of the unit and main process: a reload hands the same start to another process."""
+        names = {units.GATEWAY: "gateway", **{units.engine_unit(model): model for model in self.models()}}
+        return {names[unit]: f"{facts['InvocationID']}/{facts['MainPID']}"
+                for unit, facts in self._show(names).items() if facts["ActiveState"] == "active" and not _queued(facts)}
+
     def is_ready(self, name: str) -> bool:
         """An engine that has made a token, or a gateway whose port answers: their units say so themselves."""
         unit = units.GATEWAY if name == "gateway" else units.engine_unit(name)
@@ -240,20 +248,31 @@ class SystemdService:
                 if facts["MainPID"] != old[unit] or facts["ActiveState"] not in ("active", "reloading"):
                     pending.discard(unit)
                     silent_from = silent_from or last
-                elif facts["ActiveState"] == "active" and facts["Job"] in ("", "0"):
-                    raise self._not_prepared(unit)
+                elif facts["ActiveState"] == "active" and not _queued(facts):
+                    raise self._not_prepared(unit, pending)
             if pending and now > end:
-                raise self._not_prepared(min(pending))
+                raise self._not_prepared(min(pending), pending)
             time.sleep(_POLL_SECONDS if pending else 0)
         return silent_from or now, {int(pid) for pid in old.values()}
 
-    def _not_prepared(self, unit: str) -> InstallError:
+    def _not_prepared(self, unit: str, pending: Collection[str]) -> InstallError:
+        self._recall(pending)
         return InstallError(
             t("The new {unit} could not make itself ready to take over.", unit=unit),
             exit_code=ExitCode.UNHEALTHY,
             hint=t("The whole log: {command}", command=f"journalctl -b -u {unit}"),
             log_tail=journal(self._run, [unit], 20),
         )
+
+    def _recall(self, names: Collection[str]) -> None:
+        """Successors that are still preparing are ended: none may take over once the way back has begun."""
+        # --kill-whom= since systemd 252, which takes the older word too.
+        self._run(["systemctl", "kill", "--kill-who=control", "--signal=KILL", *sorted(names)], 30.0)
+        end = time.monotonic() + _RECALL_SECONDS
+        while any(facts["ActiveState"] == "reloading" or _queued(facts) for facts in self._show(names).values()):
+            if time.monotonic() > end:
+                break  # it is not taken for one that serves on, and stopped
+            time.sleep(_POLL_SECONDS)
 
     def _await_end(self, pids: Collection[int]) -> None:
         """Until the engines that were taken over from have let their last answers finish and are gone."""
@@ -317,12 +336,11 @@ class SystemdService:
 
 def _state(facts: Mapping[str, str], release: str | None) -> ServiceState:
     active, sub = facts["ActiveState"], facts["SubState"]
-    queued = facts["Job"] not in ("", "0")
     if active == "failed":
         phase = "failed"
     elif sub == "auto-restart":
         phase = "restarting"
-    elif active in _UP or (active == "inactive" and queued):
+    elif active in _UP or (active == "inactive" and _queued(facts)):
         phase = "running"
     else:
         phase = "stopped"
@@ -336,6 +354,11 @@ def _state(facts: Mapping[str, str], release: str | None) -> ServiceState:
         restarts=int(facts["NRestarts"] or 0),
         last_exit=(-status if facts["ExecMainCode"] == str(_KILLED) else status) if ended else None,
     )
+
+
+def _queued(facts: Mapping[str, str]) -> bool:
+    """Whether systemd still has something to do with the unit."""
+    return facts["Job"] not in ("", "0")
 
 
 def _seconds(stamp: str) -> float | None:

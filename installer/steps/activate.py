@@ -40,6 +40,7 @@ def open_switch(context: Context) -> dict[str, object]:
         had_config=before is not None,
         had_key=context.tls_import is not None and layout.key_backup.is_file(),
         was_running=context.service.state().up,
+        serving=context.service.serving(),
     )
 
 

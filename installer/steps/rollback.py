@@ -1,4 +1,8 @@
-"""The way back from a switch that did not prove itself. It needs no medium, and may be run twice."""
+"""The way back from a switch that did not prove itself. It needs no medium, and may be run twice.
+
+A process that served before the switch and still does, such as an engine whose successor could not be prepared, is left
+alone: it has read all that it needs, and its clients notice nothing.
+"""
 
 import contextlib
 from typing import Any
@@ -21,12 +25,15 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
     context.frontend.step("rollback", "begin")
     previous = opened["previous"]
     try:
-        context.service.stop(changes.changed(context))  # no other model is interrupted
+        left = _still_serving(context, opened)
+        context.service.stop(_to_stop(context, opened, left))
         put_back(context, opened)
         drop_private_keys(context)
         context.new_key = None
         if previous is not None and opened["was_running"]:
             context.service.start()
+            if changes.GATEWAY in left:
+                context.service.reload_keys()
             wait_ready(context.service, context.endpoint, layout, context.frontend, context.options.start_timeout)
         context.journal.add("rolled-back", to=previous, reason=cause.message)
         audit.append(layout.audit, "rolled-back", to=previous, reason=cause.message)
@@ -46,6 +53,9 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
         )
     if previous is None:
         done = t("Nothing runs, as before. The verified model stays in the store, so a new attempt copies nothing.")
+    elif left and left == set(opened["serving"]):
+        done = t("The previous release {previous} was put back. It served all the while; nothing was restarted.",
+                 previous=previous)
     elif opened["was_running"]:
         done = t("The previous release {previous} was put back and serves again.", previous=previous)
     else:
@@ -54,6 +64,21 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
     context.frontend.step("rollback", "done", done)
     cause.changed = done
     return cause
+
+
+def _still_serving(context: Context, opened: dict[str, Any]) -> set[str]:
+    """Parts that no switch has reached: the very process serves in them that did when the switch was opened."""
+    before = opened.get("serving") or {}
+    return {part for part, process in context.service.serving().items() if before.get(part) == process}
+
+
+def _to_stop(context: Context, opened: dict[str, Any], left: set[str]) -> set[str] | None:
+    """What runs, or may run, as the new release would have it; None for all. No other model is interrupted."""
+    changed = changes.changed(context)
+    if changed is not None:
+        return changed - left
+    # All at once is how these are switched: one that still serves means nothing only together with the others.
+    return set() if left and left == set(opened["serving"]) else None
 
 
 def put_back(context: Context, opened: dict[str, Any]) -> None:

@@ -84,6 +84,9 @@ class RootedService(SystemdService):
             return ServiceState("stopped")
         return ServiceState("running", alive["gateway"].pid if "gateway" in alive else None, self._release())
 
+    def serving(self) -> dict[str, str]:
+        return {name: str(process) for name, process in self._alive().items()}
+
     def pids(self) -> frozenset[int]:
         return frozenset(process.pid for process in self._alive().values())
 

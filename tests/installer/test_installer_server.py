@@ -11,7 +11,7 @@ import tomlkit
 from installer_kit import Witness, tree
 from server_kit import Server
 
-from installer import audit, units
+from installer import audit, release, units
 from installer.errors import ExitCode, InstallError
 from installer.machine import SYSTEM_STEPS
 from installer.options import ModelChoice
@@ -188,6 +188,35 @@ def test_a_bad_second_model_does_not_interrupt_the_first(server: Server, bundle:
     assert server.service.named_pids()["tiny"] == engine
     assert server.service.models() == ["tiny"]
     assert server.serving()["models"].keys() == {"tiny"}
+
+
+@pytest.mark.parametrize("reached", [set(), {"gateway"}])
+def test_what_a_failed_switch_did_not_reach_serves_on(
+    server: Server, bundle: Bundles, monkeypatch: pytest.MonkeyPatch, reached: set[str]
+) -> None:
+    """An engine whose successor could not be prepared has never stopped: the way back must not stop it either."""
+    one = server.install(bundle(1))
+    before, text = server.service.named_pids(), server.layout.config.read_text()
+    reloads = []
+
+    def switch(self: SystemdService, names: set[str], *_: Any, **__: Any) -> None:
+        assert names == {"tiny", "gateway"}
+        assert release.live(self.layout) != one.release
+        self.stop(reached)
+        raise InstallError("The new engine could not make itself ready.", exit_code=ExitCode.UNHEALTHY)
+
+    monkeypatch.setattr(SystemdService, "switch", switch)
+    monkeypatch.setattr(SystemdService, "reload_keys", lambda self: reloads.append(server.service.named_pids()))
+    with pytest.raises(InstallError, match="could not make itself ready") as caught:
+        server.install(bundle(2))
+    after = server.service.named_pids()
+    assert {name for name in before if before[name] != after[name]} == reached
+    assert ("nothing was restarted" in caught.value.changed) == (not reached), caught.value.changed
+    assert bool(reloads) == (not reached), "a gateway that goes on hears of the keys that are gone"
+    assert release.live(server.layout) == one.release
+    assert server.layout.config.read_text() == text
+    assert server.history.open_switch is None
+    assert server.serving() == {"models": {"tiny": one.model_dir}, "mode": "good"}
 
 
 def test_a_first_install_that_fails_leaves_no_unit(server: Server, bundle: Bundles) -> None:

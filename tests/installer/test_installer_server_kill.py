@@ -87,6 +87,24 @@ def test_an_upgrade_cut_off_after_it_started_the_new_engine(server: Server, bund
     assert server.history.open_switch is None
 
 
+@pytest.mark.parametrize("again", ["rollback", "start"])
+def test_an_upgrade_cut_off_before_it_started_anything_interrupts_nobody(
+    server: Server, bundle: Bundles, again: str
+) -> None:
+    """`current` and the settings are the new release's already, and what serves is still the old one."""
+    one = server.install(bundle(1))
+    before = server.service.named_pids()
+    assert killed_at_step("switch", "done", lambda: server.install(bundle(2)))
+    if again == "start":
+        assert start(server.layout, Unattended(), service=server.service, timeout=20).changed
+    else:
+        assert server.rollback().release == one.release
+    assert server.service.named_pids() == before
+    assert server.history.open_switch is None
+    assert server.layout.current.readlink().name == one.release
+    assert server.install(bundle(1)).outcome == "already-installed"
+
+
 @pytest.mark.parametrize("purge", [False, True])
 def test_uninstall(server: Server, bundle: Bundles, purge: bool) -> None:
     before = tree(server.root)

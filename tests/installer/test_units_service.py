@@ -191,8 +191,38 @@ def test_a_successor_that_cannot_be_prepared_is_an_error_and_nothing_is_stopped(
         booted(layout, runner).switch({"chat", "gateway"}, 10.0)
     assert failed.value.exit_code == 40
     assert not any(" stop " in words for words in runner.asked)
+
+
+def test_a_successor_that_takes_too_long_is_ended_before_the_way_back_begins(layout: Layout):
+    """Else it would take over later, from an engine that was left to serve."""
+    SystemdService(layout).apply_units(["chat"])
+
+    class Patient(Changing):
+        """The reload ends when its process is killed, and not before."""
+
+        def __call__(self, words: Sequence[str], timeout: float) -> Done:
+            if "kill" in words:
+                self.looks = [running(OLD, "reloading"), running(OLD)]
+            return super().__call__(words, timeout)
+
+    runner = Patient(running(OLD), running(OLD), running(OLD, "reloading", Job="7"))
+    service = booted(layout, runner)
     with pytest.raises(InstallError, match="could not make itself ready"):
-        booted(layout, Changing(running(OLD), running(OLD), running(OLD, "reloading", Job="7"))).switch({"chat"}, 0.2)
+        service.switch({"chat"}, 0.2)
+    assert f"systemctl kill --kill-who=control --signal=KILL {CHAT}" in runner.asked
+    assert runner.looks == [running(OLD)], "it waited until systemd had heard of it"
+
+
+@pytest.mark.parametrize("chat, serving", [
+    (running(OLD, InvocationID="abc"), {"chat": f"abc/{OLD}"}),
+    (running(OLD, "reloading", InvocationID="abc"), {}),  # somebody may take over from it
+    (running(OLD, InvocationID="abc", Job="7"), {}),
+    (block(CHAT, "failed", "failed"), {}),
+])  # fmt: skip
+def test_what_serves_is_named_by_start_and_process(layout: Layout, chat: str, serving: dict[str, str]):
+    SystemdService(layout).apply_units(["chat"])
+    runner = Scripted(show=Done(0, f"{block(GATEWAY, 'inactive')}\n\n{chat}"))
+    assert booted(layout, runner).serving() == serving
 
 
 def test_engines_that_trade_places_all_end_before_one_begins(layout: Layout):
