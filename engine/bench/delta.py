@@ -21,7 +21,7 @@ from engine.config import STATE_DTYPES
 from engine.core.kv.spec import StateLayer
 from engine.errors import ConfigError
 from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
-from engine.layers.delta import FEW_SEQUENCES, GatedDeltaNet
+from engine.layers.delta import GatedDeltaNet
 from engine.models.config import ModelConfig
 from engine.models.config_qwen3_5 import read_qwen3_5
 from engine.models.registry import model_class
@@ -131,7 +131,6 @@ def prefill(layer: GatedDeltaNet, tokens: int) -> report.Row:
 _SEARCH_BATCHES = (1, 4, 16, 64)
 _SEARCH_PROMPTS = ((8192,), (1024,) * 8)
 _DECODE = [{"block_v": v, "num_warps": w} for v in (16, 32, 64, 128) for w in (2, 4, 8)]
-_DECODE_WITH_NORM = [{"gated_norm": True, "num_warps": w} for w in (4, 8, 16)]
 _SOLVE = [{"BLOCK_K": b, "BLOCK_V": b, "num_warps": 1, "num_stages": s} for b in (16, 32, 64) for s in (1, 2)]
 _RUN = [{"BLOCK_V": v, "num_warps": w, "num_stages": s} for v, w in ((16, 4), (32, 4), (64, 4), (64, 8), (128, 8))
         for s in (1, 2, 3)]  # fmt: skip
@@ -180,23 +179,20 @@ def _decode_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
 
     device = layer.a_log.device
     for batch in _SEARCH_BATCHES:
-        qkv, z, ba = _inputs(layer, batch)
+        qkv, _, ba = _inputs(layer, batch)
         positions = torch.full((batch,), 100, device=device)
         out = torch.empty(batch, layer.value_heads, layer.value_dim, dtype=qkv.dtype, device=device)
 
-        def steps(options, batch=batch, qkv=qkv, z=z, ba=ba, positions=positions, out=out):
-            options = dict(options)
+        def steps(options, batch=batch, qkv=qkv, ba=ba, positions=positions, out=out):
             _make_states(layer, 1)
             turns = min(_TURNS, max(2, _STATE_BYTES // (batch * layer.state[0].nbytes)))
             _make_states(layer, turns * batch)
             each = torch.arange(turns * batch, device=device).split(batch)
             taken = [layer.kernel_arguments(qkv, ba, DeviceRecurrentBatch(positions, slots), out) for slots in each]
-            if options.pop("gated_norm", False):
-                options["gated_norm"] = z, layer.norm_weight, layer.eps
             return [partial(triton_delta.decode, *arguments, **options) for arguments in taken]
 
-        for options in _DECODE if batch > FEW_SEQUENCES else [*_DECODE, *_DECODE_WITH_NORM]:
-            if options.get("block_v", 0) <= layer.value_dim:
+        for options in _DECODE:
+            if options["block_v"] <= layer.value_dim:
                 yield {"phase": "decode", "batch": batch, **options}, partial(steps, options)
 
 

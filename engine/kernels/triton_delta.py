@@ -22,7 +22,7 @@ import triton.language as tl
 from engine.kernels.delta import CHUNK
 from engine.kernels.launch import kernel, wait_for_previous
 from engine.kernels.triton_delta_solve import solve_kernel
-from engine.kernels.triton_gate import activated, sigmoid, softplus
+from engine.kernels.triton_gate import sigmoid, softplus
 
 _FEW_SEQUENCES = 16  # up to here a state is cut finer, so that all multiprocessors have a part
 
@@ -34,19 +34,22 @@ def _unit(x):
 
 
 @triton.jit
-def _conv_newest(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr):
+def _conv_newest(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr, CACHE: tl.constexpr):
     """The convolution at `position` of the channels c, with silu; x_at has that position's own inputs."""
-    x = tl.load(x_at + c)
+    x = tl.load(x_at + c, cache_modifier=CACHE)
     y = x.to(tl.float32) * tl.load(weight_ptr + c * W + W - 1).to(tl.float32)
     for j in tl.static_range(W - 1):  # position - (W - 1) + j, modulo W
         row = (position + 1 + j) % W
-        past = tl.load(ring_at + row * stride_row + c, mask=(c >= 0) & (position + j >= W - 1), other=0.0)
+        live = (c >= 0) & (position + j >= W - 1)
+        past = tl.load(ring_at + row * stride_row + c, mask=live, other=0.0, cache_modifier=CACHE)
         y += past.to(tl.float32) * tl.load(weight_ptr + c * W + j).to(tl.float32)
     return x, (y * sigmoid(y)).to(x.dtype).to(tl.float32)
 
 
 @triton.jit
-def _conv_newest_once(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr, ROWS: tl.constexpr):
+def _conv_newest_once(
+    x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr
+):
     """The same by the sum of a tile [ROWS, len(c)], which nobody computes twice.
 
     Loads of single numbers are made by every thread that needs the result: for a value, all that have its row of the
@@ -55,7 +58,7 @@ def _conv_newest_once(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.
     j = tl.arange(0, ROWS)[:, None]
     past = ring_at + (position + 1 + j) % W * stride_row + c[None, :]
     live = (j < W) & (position + j >= W - 1)
-    x = tl.load(tl.where(j == W - 1, x_at + c[None, :], past), mask=live, other=0.0)
+    x = tl.load(tl.where(j == W - 1, x_at + c[None, :], past), mask=live, other=0.0, cache_modifier=CACHE)
     y = tl.sum(x.to(tl.float32) * tl.load(weight_ptr + c[None, :] * W + j, mask=live, other=0.0).to(tl.float32), 0)
     return (y * sigmoid(y)).to(x.dtype).to(tl.float32)
 
@@ -63,10 +66,13 @@ def _conv_newest_once(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.
 @kernel
 def _decode_kernel(
     x_ptr, ba_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr,
-    state_ptr, ring_ptr, out_ptr, z_ptr, norm_ptr, x_stride, ba_stride, state_stride, ring_stride, z_stride, eps,
+    state_ptr, ring_ptr, out_ptr, x_stride, ba_stride, state_stride, ring_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # EARLY: the kernel before this one has started it when all but `ba` was there, which is all that is waited for.
+    # What this multiprocessor's own cache holds may be older.
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
     PARTS: tl.constexpr = V // BLOCK_V
     C: tl.constexpr = 2 * HK * K + HV * V
     sequence = tl.program_id(1)
@@ -80,34 +86,37 @@ def _decode_kernel(
     q_channel = head // (HV // HK) * K + k_range
     k_channel = q_channel + HK * K
     v_channel = 2 * HK * K + row
-    if norm_ptr is not None:
-        norm = tl.load(norm_ptr + v_range)
-    wait_for_previous(PDL)
+    if not EARLY:
+        wait_for_previous(PDL)
     token = sequence.to(tl.int64)
     count = 1
     if MIXED:
         token = tl.load(q_starts_ptr + sequence).to(tl.int64)
         count = tl.load(counts_ptr + sequence).to(tl.int32)
     if count == 1:
-        position = tl.load(positions_ptr + token)
-        slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        position = tl.load(positions_ptr + token, cache_modifier=CACHE)
+        slot = tl.load(slots_ptr + sequence, cache_modifier=CACHE).to(tl.int64)
         state_at = state_ptr + slot * state_stride + row[:, None] * K + k_range[None, :]
-        state = tl.load(state_at, mask=(row >= 0)[:, None] & (position > 0), other=0.0).to(tl.float32)
+        live = (row >= 0)[:, None] & (position > 0)
+        state = tl.load(state_at, mask=live, other=0.0, cache_modifier=CACHE).to(tl.float32)
 
         x_at = x_ptr + token * x_stride
         ring_at = ring_ptr + slot * ring_stride
-        q_in, q = _conv_newest(x_at, ring_at, weight_ptr, q_channel, position, C, W)
-        k_in, k = _conv_newest(x_at, ring_at, weight_ptr, k_channel, position, C, W)
-        v = _conv_newest_once(x_at, ring_at, weight_ptr, v_channel, position, C, W, ROWS)
+        q_in, q = _conv_newest(x_at, ring_at, weight_ptr, q_channel, position, C, W, CACHE)
+        k_in, k = _conv_newest(x_at, ring_at, weight_ptr, k_channel, position, C, W, CACHE)
+        v = _conv_newest_once(x_at, ring_at, weight_ptr, v_channel, position, C, W, ROWS, CACHE)
+        v_in = tl.load(x_at + v_channel, cache_modifier=CACHE)
+        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * K**-0.5)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        if EARLY:
+            wait_for_previous(PDL)
         # The row of this position: nobody reads it in this step.
         newest = ring_at + (position % W) * C
-        tl.store(newest + v_channel, tl.load(x_at + v_channel))
+        tl.store(newest + v_channel, v_in)
         first = (part == 0) & (head % (HV // HK) == 0)
         tl.store(newest + q_channel, q_in, mask=(k_range >= 0) & first)
         tl.store(newest + k_channel, k_in, mask=(k_range >= 0) & first)
 
-        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * K**-0.5)
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         beta = sigmoid(tl.load(ba_ptr + token * ba_stride + head).to(tl.float32))
         a = tl.load(ba_ptr + token * ba_stride + HV + head).to(tl.float32)
         state = state * tl.exp(decay * softplus(a + dt_bias))
@@ -115,13 +124,7 @@ def _decode_kernel(
         state = state + delta[:, None] * k[None, :]
         out = tl.sum(state * q[None, :], 1)
         tl.store(state_at, state.to(state_ptr.dtype.element_ty))
-        y = out.to(out_ptr.dtype.element_ty)
-        if norm_ptr is not None:  # rounded where triton_gated_norm rounds
-            wide = y.to(tl.float32)
-            normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / V + eps)).to(y.dtype) * norm
-            z = tl.load(z_ptr + token * z_stride + row).to(tl.float32)
-            y = (normed.to(tl.float32) * activated(z, "silu")).to(y.dtype)
-        tl.store(out_ptr + token * (HV * V) + row, y)
+        tl.store(out_ptr + token * (HV * V) + row, out.to(out_ptr.dtype.element_ty))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +156,9 @@ def decode(
     *,
     q_starts: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
-    gated_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    early: bool = False,
     block_v: int | None = None,
-    num_warps: int | None = None,
+    num_warps: int = 4,
 ) -> None:
     """Sequences with one new token: from the inputs of the convolution to the rule's output; moves both states on.
 
@@ -163,21 +166,19 @@ def decode(
     positions [T], slots [B]; out [T, HV, V]. Token i belongs to sequence i, or with `q_starts` and `counts` [B] to any:
     then sequences with more than one token are left to `prefill`.
 
-    gated_norm: (z [T, HV V], weight [V], eps), with which `out` passes triton_gated_norm's gated_rms_norm.
+    early: the kernel before this one makes `ba`, and starts the next when all that is older is there. It counts without
+    `counts`: else the kernel before is another.
     """
     _check(conv_weight, state, conv_state, out)
     batch = slots.shape[0]
     width = conv_weight.shape[1]
     block_v = block_v or min(shape.value_dim, 32 if batch <= _FEW_SEQUENCES else 256 // state.element_size())
-    z, norm, eps = (None, None, 0.0) if gated_norm is None else gated_norm
-    if norm is not None:  # it is over all of a head
-        block_v = shape.value_dim
     _decode_kernel(
         (shape.value_heads * (shape.value_dim // block_v), batch), qkv, ba, conv_weight, a_log, dt_bias, positions,
-        slots, q_starts, counts, state, conv_state, out, z, norm, qkv.stride(0), ba.stride(0), state.stride(0),
-        conv_state.stride(0), 0 if z is None else z.stride(0), eps,
+        slots, q_starts, counts, state, conv_state, out, qkv.stride(0), ba.stride(0), state.stride(0),
+        conv_state.stride(0),
         **shape.constants, W=width, ROWS=triton.next_power_of_2(width), BLOCK_V=block_v, MIXED=counts is not None,
-        num_warps=num_warps or (4 if norm is None else 8),
+        EARLY=early and counts is None, num_warps=num_warps,
     )  # fmt: skip
 
 

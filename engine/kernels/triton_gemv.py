@@ -1,11 +1,12 @@
 """Products of a few rows with a large weight: y [M, N] = x [M, K] W [N, K]ᵀ, bound by reading W once.
 
 Up to 4 rows: in vector form. A program holds BLOCK_N rows of W in registers, multiplies them with each row of x, and
-sums. There are many small programs, so much of W is on its way at any time; the first block of it is asked for before
-the previous kernel's results are waited for, since nobody writes weights. What stands around a product in a decoder
-layer happens in passing, for each kernel less saves as much time as a megabyte of weights takes:
+sums: within each thread first, across threads once at the end. There are many small programs, so much of W is on its
+way at any time; the first block of it is asked for before the previous kernel's results are waited for, since nobody
+writes weights. What stands around a product in a decoder layer happens in passing, for each kernel less saves as much
+time as a megabyte of weights takes:
 
-    before   RMS norm of x: every program normalises it for itself
+    before   RMS norm of x: y = (W (x * weight)ᵀ) / |x|, so every program finds |x| for itself while it multiplies
     after    the gate of a gated MLP, y = act(x Wgᵀ) * (x Wuᵀ), with Wg above Wu;  or the residual, r += x Wᵀ
 
 More rows: on the matrix units, through a deep asynchronous pipeline. The weight's rows take the wide side, so M needs
@@ -18,7 +19,9 @@ as well, with a scale per row (triton_quant).
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.gemv_tiles import Product, vector_tiles
 from engine.kernels.launch import interpreted, kernel, shared_memory, wait_for_previous
 from engine.kernels.triton_gate import activated
 
@@ -38,37 +41,14 @@ def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_product(
-    sums, w, x_ptr, norm_ptr, scales, offset, M, x_stride, k, K,
-    ROWS: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """sums[m] + w x[m, k] for each row m, w [BLOCK_N, BLOCK_K]; with a norm, of x[m, k] scales[m] norm[k]."""
+def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
+    """sums[m] + w x[m] for each row m: w [BLOCK_N, BLOCK_K], sums [BLOCK_N, BLOCK_K / PART], of what a thread holds
+    side by side."""
     wide = w.to(tl.float32)
     result = ()
     for m in tl.static_range(ROWS):
-        x = _row(x_ptr, M, x_stride, k, K, m, WHOLE)
-        if norm_ptr is not None:  # rounded where the norm's own kernel rounds
-            scaled = x.to(tl.float32) * scales[m]
-            norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-            if WIDE:
-                x = (scaled * (norm.to(tl.float32) + offset)).to(x.dtype)
-            else:
-                x = scaled.to(x.dtype) * norm
-        result = result + (sums[m] + tl.sum(wide * x.to(tl.float32)[None, :], 1),)  # noqa: RUF005 - Triton's tuples
-    return result
-
-
-@triton.jit
-def _norm_scales(x_ptr, M, x_stride, eps, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """1 / sqrt(mean(x[m]²) + eps) of each row m."""
-    k = tl.arange(0, BLOCK_K)
-    result = ()
-    for m in tl.static_range(ROWS):
-        squares = tl.zeros([BLOCK_K], tl.float32)
-        for at in tl.static_range(0, K, BLOCK_K):
-            x = _row(x_ptr, M, x_stride, at + k, K, m, K % BLOCK_K == 0).to(tl.float32)
-            squares += x * x
-        result = result + (tl.rsqrt(tl.sum(squares, 0) / K + eps),)  # noqa: RUF005
+        products = tl.reshape(wide * xs[m][None, :], [w.shape[0], w.shape[1] // PART, PART])
+        result = result + (sums[m] + tl.sum(products, 2),)  # noqa: RUF005 - Triton's tuples
     return result
 
 
@@ -76,9 +56,9 @@ def _norm_scales(x_ptr, M, x_stride, eps, K: tl.constexpr, ROWS: tl.constexpr, B
 def _vector_product(
     program, x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    WHOLE: tl.constexpr = K % BLOCK_K == 0
+    PART: tl.constexpr = min(128 // w_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_K)
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     n_live = n < N
@@ -95,18 +75,21 @@ def _vector_product(
     up_bias = bias
     if GATE is not None:
         up_scale, up_bias = _of_outputs(scale_ptr, bias_ptr, N + n, n_live)
-    wait_for_previous(PDL)
+    if IN_ORDER and PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    else:
+        wait_for_previous(PDL)
     before = ()
     if residual_ptr is not None:  # y is the residual stream: each program adds to its own part
         for m in tl.static_range(ROWS):
             before = before + (tl.load(residual_ptr + m * y_stride + n, mask=n_live & (m < M), other=0.0),)  # noqa: RUF005
     sums = ()
+    squares = ()
     for _ in tl.static_range(ROWS):
-        sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005
+        sums = sums + (tl.zeros([BLOCK_N, BLOCK_K // PART], tl.float32),)  # noqa: RUF005
+        squares = squares + (tl.zeros([BLOCK_K], tl.float32),)  # noqa: RUF005
     up_sums = sums
-    scales = sums
-    if norm_ptr is not None:
-        scales = _norm_scales(x_ptr, M, x_stride, eps, K, ROWS, BLOCK_K)
     for at in tl.static_range(0, K, BLOCK_K):
         next_w = w
         next_up = up
@@ -115,19 +98,31 @@ def _vector_product(
             next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
             if GATE is not None:
                 next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
-        sums = _add_product(sums, w, x_ptr, norm_ptr, scales, offset, M, x_stride, at + k, K, ROWS, WHOLE, WIDE)
+        if norm_ptr is not None:
+            norm = tl.load(norm_ptr + at + k, mask=at + k < K, other=0.0).to(tl.float32) + offset
+        xs = ()
+        so_far = squares
+        squares = ()
+        for m in tl.static_range(ROWS):
+            x = _row(x_ptr, M, x_stride, at + k, K, m, K % BLOCK_K == 0).to(tl.float32)
+            squares = squares + (so_far[m] + x * x,)  # noqa: RUF005
+            if norm_ptr is not None:
+                x = x * norm
+            xs = xs + (x,)  # noqa: RUF005
+        sums = _add_products(sums, w, xs, ROWS, PART)
         w = next_w
         if GATE is not None:
-            up_sums = _add_product(
-                up_sums, up, x_ptr, norm_ptr, scales, offset, M, x_stride, at + k, K, ROWS, WHOLE, WIDE
-            )
+            up_sums = _add_products(up_sums, up, xs, ROWS, PART)
             up = next_up
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
-        y = (sums[m] * scale + bias).to(dtype)
+        factor = 1.0
+        if norm_ptr is not None:  # of the whole row: no product had to wait for it
+            factor = tl.rsqrt(tl.sum(squares[m], 0) / K + eps)
+        y = (tl.sum(sums[m], 1) * factor * scale + bias).to(dtype)
         if GATE is not None:  # rounded where separate kernels would round
             y = activated(y.to(tl.float32), GATE).to(dtype)
-            y = y * (up_sums[m] * up_scale + up_bias).to(dtype)
+            y = y * (tl.sum(up_sums[m], 1) * factor * up_scale + up_bias).to(dtype)
         if residual_ptr is not None:
             y = (y.to(tl.float32) + before[m].to(tl.float32)).to(dtype)
         tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
@@ -149,31 +144,12 @@ def _of_outputs(scale_ptr, bias_ptr, n, n_live):
 def _vector_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _vector_product(
         tl.program_id(0), x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride,
-        eps, offset, N, K, ROWS, BLOCK_N, BLOCK_K, GATE, WIDE, PDL,
+        eps, offset, N, K, ROWS, BLOCK_N, BLOCK_K, GATE, IN_ORDER, PDL,
     )
-
-
-@kernel
-def _two_vector_kernel(
-    x_ptr, w_ptr, scale_ptr, second_ptr, norm_ptr, y_ptr, second_y_ptr, M, x_stride, eps, offset,
-    N: tl.constexpr, SECOND: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    FIRST: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    if tl.program_id(0) < FIRST:
-        _vector_product(
-            tl.program_id(0), x_ptr, w_ptr, scale_ptr, None, norm_ptr, None, y_ptr, M, x_stride, N, eps, offset,
-            N, K, ROWS, BLOCK_N, BLOCK_K, None, WIDE, PDL,
-        )
-    else:
-        _vector_product(
-            tl.program_id(0) - FIRST, x_ptr, second_ptr, None, None, norm_ptr, None, second_y_ptr, M, x_stride, SECOND,
-            eps, offset, SECOND, K, ROWS, BLOCK_N, BLOCK_K, None, WIDE, PDL,
-        )
 
 
 @triton.jit
@@ -227,15 +203,6 @@ def _matrix_kernel(
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=n_mask & m_mask)
 
 
-def _vector_tiles(inner: int, itemsize: int) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_K, warps): 64 bytes of W a thread and block, long rows (a search on an H100)."""
-    block_k = triton.next_power_of_2(inner)
-    if block_k > 2048:
-        block_k = next((b for b in (2048, 1024, 512) if inner % b == 0), 512)
-    block_n = 4
-    return block_n, block_k, max(1, min(8, block_n * block_k * itemsize // (64 * 32)))
-
-
 def _ahead(row_bytes: int, block_n: int) -> int:
     """Bytes of each row to ask for: as many for each thread, in units of 16."""
     bytes_each = min(_AHEAD, row_bytes)
@@ -258,6 +225,7 @@ def gemv(
     wide_offset: float | None = None,
     gate: str | None = None,
     residual: torch.Tensor | None = None,
+    in_order: bool = False,
     tiles: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
@@ -266,45 +234,22 @@ def gemv(
     norm: (weight [K], eps) of an RMS norm of x before the product; `wide_offset` as in triton_fused.rms_norm.
     gate: this activation of the first half of the outputs times the second, [M, N / 2].
     residual: [M, N], to which the product is added in place; it is the result.
+    in_order: the next kernel is not started before all older results are there, and may read those without waiting.
     """
     rows, inner = x.shape
     assert rows <= VECTOR_ROWS
     out_features = weight.shape[0] // (1 if gate is None else 2)
     y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device) if residual is None else residual
     norm_weight, eps = (None, 0.0) if norm is None else norm
-    block_n, block_k, warps = tiles or _vector_tiles(inner, weight.element_size())
+    product = Product(weight.shape[0], inner, weight.element_size(), gate is not None, norm is not None)
+    block_n, block_k, warps = tiles or vector_tiles(product)
     _vector_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
         x.stride(0), y.stride(0), eps, wide_offset or 0.0, N=out_features, K=inner,
-        ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n, BLOCK_K=block_k, GATE=gate, WIDE=wide_offset is not None,
-        num_warps=warps,
+        ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n, BLOCK_K=block_k, GATE=gate,
+        IN_ORDER=in_order, num_warps=warps,
     )  # fmt: skip
     return y
-
-
-def two_gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    second: torch.Tensor,
-    *,
-    norm: tuple[torch.Tensor, float] | None = None,
-    wide_offset: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gemv` with two weights in one launch: a small `second` one [N', K], of x's dtype, costs next to nothing beside
-    the first."""
-    rows, inner = x.shape
-    assert rows <= VECTOR_ROWS
-    ys = [torch.empty(rows, w.shape[0], dtype=x.dtype, device=x.device) for w in (weight, second)]
-    norm_weight, eps = (None, 0.0) if norm is None else norm
-    block_n, block_k, warps = _vector_tiles(inner, weight.element_size())
-    programs = sum(triton.cdiv(w.shape[0], block_n) for w in (weight, second))
-    _two_vector_kernel(
-        (programs,), x, weight, scale, second, norm_weight, *ys, rows, x.stride(0), eps, wide_offset or 0.0,
-        N=weight.shape[0], SECOND=second.shape[0], K=inner, ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n,
-        BLOCK_K=block_k, WIDE=wide_offset is not None, num_warps=warps,
-    )  # fmt: skip
-    return ys[0], ys[1]
 
 
 def few_rows(

@@ -71,7 +71,7 @@ def _gate_up_kernel(
         gate_scale = tl.load(scale_at, mask=n < N, other=0.0)
         up_scale = tl.load(scale_at + N, mask=n < N, other=0.0)
     x_at = x_ptr + pair // TOP_K * x_stride
-    y = times_rows(blocks, at, live, x_at, None, (), None, 1, x_stride, 0.0, K, 1, BLOCK_K, DEPTH, False, "")
+    y = times_rows(blocks, at, live, x_at, None, 1, x_stride, 0.0, 0.0, K, 1, BLOCK_K, DEPTH, "")
     gate, up = halves(y[0])
     if SCALED:
         gate = gate * gate_scale
@@ -129,7 +129,7 @@ def _beside_down(
     blocks = first_blocks(at, live, J, BLOCK_J, DEPTH_J)
     if SCALED:
         scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
-    y = times_rows(blocks, at, live, h_ptr, None, (), None, M, J, 0.0, J, ROWS, BLOCK_J, DEPTH_J, False, ".cg")
+    y = times_rows(blocks, at, live, h_ptr, None, M, J, 0.0, 0.0, J, ROWS, BLOCK_J, DEPTH_J, ".cg")
     results = ()
     for m in tl.static_range(ROWS):
         of_row = tl.sum(y[m], 0)
@@ -259,8 +259,7 @@ def sparse_block(
         offset or 0.0, E=num_experts, EP=triton.next_power_of_2(num_experts), TOP_K=top_k,
         KP=triton.next_power_of_2(top_k), COLUMNS=columns, H=hidden, J=width, ROWS=rows,
         BLOCK_E=tiles.router.block_n, BLOCK_H=tiles.router.block_k, BLOCK_N=first.block_n, BLOCK_K=first.block_k,
-        DEPTH=first.depth, RENORMALIZE=renormalize, SCALED=gate_up_scale is not None, GATE=gate,
-        WIDE=offset is not None, num_warps=first.warps,
+        DEPTH=first.depth, RENORMALIZE=renormalize, SCALED=gate_up_scale is not None, GATE=gate, num_warps=first.warps,
     )  # fmt: skip
     routed = _experts(
         x if normed is None else normed, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles,

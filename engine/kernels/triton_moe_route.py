@@ -7,7 +7,6 @@ import triton.language as tl
 
 from engine.kernels.launch import kernel, wait_for_previous
 from engine.kernels.triton_gate import activated, sigmoid
-from engine.kernels.triton_gemv import _norm_scales
 from engine.kernels.triton_stream import first_blocks, halves, times_rows
 
 
@@ -58,8 +57,7 @@ def _router_part(
     x_ptr, norm_ptr, router_ptr, factor_ptr, expert_scale_ptr, logits_ptr, arrived_ptr, weights_ptr, experts_ptr,
     normed_ptr, M, x_stride, eps, offset,
     E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, RENORMALIZE: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     at = router_ptr + column * H
@@ -70,12 +68,7 @@ def _router_part(
     STEPS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     blocks = first_blocks(at, live, H, BLOCK_H, STEPS)
     wait_for_previous(PDL)
-    scales = ()
-    if norm_ptr is not None:
-        scales = _norm_scales(x_ptr, M, x_stride, eps, H, ROWS, BLOCK_H)
-    y = times_rows(
-        blocks, at, live, x_ptr, norm_ptr, scales, normed_ptr, M, x_stride, offset, H, ROWS, BLOCK_H, STEPS, WIDE, ""
-    )
+    y = times_rows(blocks, at, live, x_ptr, norm_ptr, M, x_stride, eps, offset, H, ROWS, BLOCK_H, STEPS, "")
     for m in tl.static_range(ROWS):
         logits = tl.sum(y[m], 0).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + m * COLUMNS + column, logits, mask=(column < COLUMNS) & (m < M))
@@ -85,14 +78,33 @@ def _router_part(
             logits_ptr, expert_scale_ptr, weights_ptr, experts_ptr, M, E, EP, TOP_K, KP, COLUMNS, ROWS, RENORMALIZE
         )
         tl.store(arrived_ptr, 0)
+    if normed_ptr is not None and tl.program_id(0) == 0:  # for the experts, who come later
+        _normalise(x_ptr, norm_ptr, normed_ptr, M, x_stride, eps, offset, H, ROWS, BLOCK_H)
+
+
+@triton.jit
+def _normalise(
+    x_ptr, norm_ptr, normed_ptr, M, x_stride, eps, offset, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    k = tl.arange(0, BLOCK_H)
+    for m in tl.static_range(ROWS):
+        squares = tl.zeros([BLOCK_H], tl.float32)
+        for at in tl.static_range(0, H, BLOCK_H):
+            x = tl.load(x_ptr + m * x_stride + at + k, mask=(at + k < H) & (m < M), other=0.0).to(tl.float32)
+            squares += x * x
+        factor = tl.rsqrt(tl.sum(squares, 0) / H + eps)
+        for at in tl.static_range(0, H, BLOCK_H):
+            live = (at + k < H) & (m < M)
+            x = tl.load(x_ptr + m * x_stride + at + k, mask=live, other=0.0).to(tl.float32)
+            norm = tl.load(norm_ptr + at + k, mask=at + k < H, other=0.0).to(tl.float32) + offset
+            tl.store(normed_ptr + m * H + at + k, (x * factor * norm).to(normed_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def _beside_part(
     x_ptr, norm_ptr, w_ptr, scale_ptr, h_ptr, program, M, x_stride, eps, offset,
-    H: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
     half = tl.arange(0, 2)[:, None, None]
@@ -103,12 +115,7 @@ def _beside_part(
         gate_scale = tl.load(scale_ptr + n, mask=n < J, other=0.0)
         up_scale = tl.load(scale_ptr + J + n, mask=n < J, other=0.0)
     wait_for_previous(PDL)
-    scales = ()
-    if norm_ptr is not None:
-        scales = _norm_scales(x_ptr, M, x_stride, eps, H, ROWS, BLOCK_H)
-    y = times_rows(
-        blocks, at, live, x_ptr, norm_ptr, scales, None, M, x_stride, offset, H, ROWS, BLOCK_K, DEPTH, WIDE, ""
-    )
+    y = times_rows(blocks, at, live, x_ptr, norm_ptr, M, x_stride, eps, offset, H, ROWS, BLOCK_K, DEPTH, "")
     dtype = h_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         gate, up = halves(y[m])
@@ -126,18 +133,18 @@ def route_kernel(
     E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr,
     J: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, RENORMALIZE: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     ROUTERS: tl.constexpr = (COLUMNS + BLOCK_E - 1) // BLOCK_E
     if tl.program_id(0) < ROUTERS:
         _router_part(
             x_ptr, norm_ptr, router_ptr, factor_ptr, expert_scale_ptr, logits_ptr, arrived_ptr, weights_ptr,
             experts_ptr, normed_ptr, M, x_stride, eps, offset, E, EP, TOP_K, KP, COLUMNS, H, ROWS, BLOCK_E, BLOCK_H,
-            RENORMALIZE, WIDE, PDL,
+            RENORMALIZE, PDL,
         )
     else:
         if beside_ptr is not None:
             _beside_part(
                 beside_x_ptr, norm_ptr, beside_ptr, beside_scale_ptr, h_ptr, tl.program_id(0) - ROUTERS, M,
-                beside_stride, eps, offset, H, J, ROWS, BLOCK_H, BLOCK_N, BLOCK_K, DEPTH, SCALED, GATE, WIDE, PDL,
+                beside_stride, eps, offset, H, J, ROWS, BLOCK_N, BLOCK_K, DEPTH, SCALED, GATE, PDL,
             )

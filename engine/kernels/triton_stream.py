@@ -33,52 +33,48 @@ def within_threads(products, PART: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, scale, norm_ptr, k, K, offset, WIDE: tl.constexpr):
-    """Rounded where the norm's own kernel rounds."""
-    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-    scaled = x.to(tl.float32) * scale
-    if WIDE:
-        return (scaled * (norm.to(tl.float32) + offset)).to(x.dtype)
-    else:
-        return scaled.to(x.dtype) * norm
-
-
-@triton.jit
 def times_rows(
-    blocks, w_at, live, x_ptr, norm_ptr, scales, normed_ptr, M, x_stride, offset,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
-    CACHE: tl.constexpr,
+    blocks, w_at, live, x_ptr, norm_ptr, M, x_stride, eps, offset,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Rows [A, B] of a weight times each row of x [M, K]: a tuple of [A, B] float32. The first blocks are given.
 
-    With a norm x passes it, and the grid's first program leaves the result at normed_ptr (if there is one). CACHE: the
-    modifier that x is loaded with.
+    With a norm x is normalised in passing, by weights that `offset` is added to. CACHE: the modifier that x is loaded
+    with.
     """
     A: tl.constexpr = blocks[0].shape[0]
     B: tl.constexpr = blocks[0].shape[1]
     PART: tl.constexpr = 128 // blocks[0].dtype.primitive_bitwidth
     k_range = tl.arange(0, BLOCK_K)
     sums = ()
+    squares = ()
     for _ in tl.static_range(ROWS):
         sums = sums + (tl.zeros([A, B, BLOCK_K // PART], tl.float32),)  # noqa: RUF005
+        squares = squares + (tl.zeros([BLOCK_K], tl.float32),)  # noqa: RUF005
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         if (i + DEPTH) * BLOCK_K < K:
             blocks = blocks + (block(w_at, live, i + DEPTH, K, BLOCK_K),)  # noqa: RUF005
         w = blocks[i].to(tl.float32)
         k = i * BLOCK_K + k_range
+        if norm_ptr is not None:
+            norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32) + offset
         added = ()
+        so_far = squares
+        squares = ()
         for m in tl.static_range(ROWS):
             x = tl.load(x_ptr + m * x_stride + k, mask=(k < K) & (m < M), other=0.0, cache_modifier=CACHE)
+            x = x.to(tl.float32)
+            squares = squares + (so_far[m] + x * x,)  # noqa: RUF005
             if norm_ptr is not None:
-                x = _normed(x, scales[m], norm_ptr, k, K, offset, WIDE)
-                if normed_ptr is not None:
-                    mine = tl.program_id(0) == 0
-                    tl.store(normed_ptr + m * K + k, x, mask=(k < K) & (m < M) & mine)
-            added = added + (sums[m] + within_threads(w * x.to(tl.float32)[None, None, :], PART),)  # noqa: RUF005
+                x = x * norm
+            added = added + (sums[m] + within_threads(w * x[None, None, :], PART),)  # noqa: RUF005
         sums = added
     results = ()
     for m in tl.static_range(ROWS):
-        results = results + (tl.sum(sums[m], 2),)  # noqa: RUF005
+        y = tl.sum(sums[m], 2)
+        if norm_ptr is not None:  # of the whole row: no product had to wait for it
+            y = y * tl.rsqrt(tl.sum(squares[m], 0) / K + eps)
+        results = results + (y,)  # noqa: RUF005
     return results
 
 

@@ -16,8 +16,6 @@ from engine.kernels.delta import (
 )
 from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, empty_parameter
 
-FEW_SEQUENCES = 4  # whose heads' norm and gate the rule's own kernel does in passing
-
 
 class ByKeyHead(MergedLinear):
     """Products whose weights may stand on disk key head by key head: all parts of the first, all of the second, ...
@@ -94,10 +92,10 @@ class GatedDeltaNet(nn.Module):
         self, x: Activations, batch: RecurrentBatch | DeviceRecurrentBatch
     ) -> torch.Tensor | QuantizedRows:
         """All before the output projection: [T, H] -> [T, HV V]."""
-        qkvz, ba = self.in_proj_qkvz.with_small(self.in_proj_ba, x)
-        qkv, z = qkvz.split((self.channels, self.value_size), -1)
+        qkv, z = self.in_proj_qkvz(x).split((self.channels, self.value_size), -1)
+        ba, early = self.in_proj_ba.in_order(x)
         if isinstance(batch, DeviceRecurrentBatch):
-            return self._on_device(qkv, z, ba, batch)
+            return self._on_device(qkv, z, ba, batch, early=early)
         return self._on_cpu(qkv, z, ba, batch)
 
     def _on_cpu(self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
@@ -112,8 +110,9 @@ class GatedDeltaNet(nn.Module):
         return gated_rms_norm(out, z.unflatten(-1, values), self.norm_weight, self.eps).flatten(1)
 
     def _on_device(
-        self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch
+        self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch, *, early: bool
     ) -> torch.Tensor | QuantizedRows:
+        """`early`: all but `ba` is there when the kernel after it starts."""
         from engine.kernels import triton_delta, triton_gated_norm
 
         out = torch.empty(qkv.shape[0], self.value_heads, self.value_dim, dtype=qkv.dtype, device=qkv.device)
@@ -121,10 +120,7 @@ class GatedDeltaNet(nn.Module):
         if batch.chunks is not None:
             assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             triton_delta.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
-        if batch.counts is None and len(batch.slots) <= FEW_SEQUENCES and not self.out_proj.wants_fp8(out.shape[0]):
-            triton_delta.decode(*arguments, gated_norm=(z, self.norm_weight, self.eps))
-            return out.flatten(1)
-        triton_delta.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts)
+        triton_delta.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts, early=early)
         if self.out_proj.wants_fp8(out.shape[0]):
             quantized = triton_gated_norm.gated_rms_norm_to_fp8(out, z, self.norm_weight, self.eps)
             return QuantizedRows(*quantized, out.dtype)

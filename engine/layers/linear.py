@@ -108,20 +108,14 @@ class Linear(nn.Module):
             return None
         return self(x)
 
-    def with_small(self, small: "Linear", x: Activations) -> tuple[torch.Tensor, torch.Tensor]:
-        """This product of x and that of a small one, which keeps its precision and has no bias: in vector form as one
-        launch."""
+    def in_order(self, x: Activations) -> tuple[torch.Tensor, bool]:
+        """The product, and whether the kernel after it may read all that is older before it waits for the product."""
         values = x.values if isinstance(x, UnnormedRows) else x
-        if isinstance(values, torch.Tensor) and not isinstance(x, QuantizedRows):
-            rows = values.shape[0]
-            if self.bias is None and self.in_vector_form(rows) and small.in_vector_form(rows):
-                from engine.kernels.triton_gemv import two_gemv
-
-                norm, offset = None, None
-                if isinstance(x, UnnormedRows):
-                    norm, offset = (x.weight, x.eps), x.offset
-                return two_gemv(values, self.weight, self.scale, small.weight, norm=norm, wide_offset=offset)
-        return self(x), small(x)
+        if not isinstance(values, torch.Tensor) or not self.in_vector_form(values.shape[0]):
+            return self(x), False
+        if isinstance(x, UnnormedRows):
+            return self._in_vector_form(x.values, norm=(x.weight, x.eps), wide_offset=x.offset, in_order=True), True
+        return self._in_vector_form(values, in_order=True), True
 
     def wants_fp8(self, rows: int) -> bool:
         """Whether a product of so many rows reads fp8 activations: who makes them can do so in passing."""

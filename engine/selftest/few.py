@@ -1,6 +1,5 @@
 """What one to four tokens go through in fewer launches, against its parts one by one.
 
-    two products    a small one beside a large one, of the same input
     sparse block    norm, router, experts, and the MLP beside them, with a factor of its own or apart
 
 Every token goes to every expert: where only some are chosen, a rounding may choose others. The choice has a check of
@@ -14,19 +13,6 @@ import torch
 from engine.kernels import reference
 from engine.selftest.checks import Check, Side
 from engine.selftest.compare import Result, numbers
-
-
-def two_products(side: Side, *, rows: int, is_fp8: bool) -> list[Result]:
-    x = side.strided(rows, 1024)
-    weight, scale = _weight(side, (768, 1024), is_fp8)
-    second = side.randn(96, 1024) * 0.05
-    norm = (1 + side.randn(1024) * 0.1, 1e-6)
-    with side.clock():
-        if side.is_twin:
-            ys = [reference.gemv(x, w, s, norm=norm) for w, s in ((weight, scale), (second, None))]
-        else:
-            ys = side.gemv.two_gemv(x, weight, scale, second, norm=norm)
-    return [numbers(y, 2) for y in ys]
 
 
 def sparse_block(side: Side, *, tokens: int, is_fp8: bool, with_factor: bool) -> list[Result]:
@@ -69,8 +55,6 @@ def _weight(side: Side, shape: tuple[int, ...], is_fp8: bool) -> tuple[torch.Ten
 
 
 CHECKS = [
-    Check("two products", partial(two_products, rows=3, is_fp8=False)),
-    Check("two products fp8", partial(two_products, rows=1, is_fp8=True), True),
     Check("sparse block", partial(sparse_block, tokens=2, is_fp8=False, with_factor=True)),
     Check("sparse block fp8", partial(sparse_block, tokens=1, is_fp8=True, with_factor=False), True),
 ]

@@ -102,7 +102,7 @@ def delta():
     states = torch.zeros(3, 48, 128, 128), zeros(3, 4, 10240)
     arguments = qkv, ba, conv, heads, heads, i, i[:2], *states, shape, zeros(70, 48, 128)
     triton_delta.decode(*arguments)
-    triton_delta.decode(*arguments, gated_norm=(zeros(70, 6144), zeros(128), 1e-6))
+    triton_delta.decode(*arguments, early=True)
     mixed = {"q_starts": i[:2], "counts": i[:2]}
     triton_delta.decode(*arguments, **mixed, block_v=64)
     triton_delta.prefill(*arguments, **mixed, chunks=triton_delta.plan_chunks(i[:2], 2))
@@ -126,7 +126,7 @@ def run_all(fp8):
     triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096), norm=(zeros(4096), 1e-6), gate="silu")
     triton_gemv.gemv(zeros(2, 5376), zeros(512, 5376), norm=(zeros(5376), 1e-6), wide_offset=1.0, gate="gelu_tanh")
     triton_gemv.gemv(zeros(2, 3072), zeros(1024, 3072), residual=zeros(2, 1024))
-    triton_gemv.two_gemv(zeros(1, 2048), zeros(256, 2048), None, zeros(64, 2048), norm=(zeros(2048), 1e-6))
+    triton_gemv.gemv(zeros(1, 5120), zeros(96, 5120), norm=(zeros(5120), 1e-6), in_order=True)
     triton_gemv.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))

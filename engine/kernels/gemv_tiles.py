@@ -1,0 +1,68 @@
+"""How triton_gemv's vector form cuts a weight, by its shape.
+
+What `python -m engine.bench gemv --search` found stands in gemv_tuned.json; other shapes go by rule. Plain Python, so
+that whoever prepares a model knows the tiles without a GPU.
+"""
+
+import functools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+_TUNED = Path(__file__).with_name("gemv_tuned.json")
+
+
+class Product(NamedTuple):
+    """A weight [outputs, inner], and what stands around its product."""
+
+    outputs: int
+    inner: int
+    itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
+    gated: bool = False  # half of the outputs is the gate of the other half
+    normed: bool = False  # x is normalised in passing
+
+
+class VectorTiles(NamedTuple):
+    """A program multiplies BLOCK_N rows of the weight (with a gate twice as many) by BLOCK_K columns at a time."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+
+def vector_tiles(product: Product) -> VectorTiles:
+    """As measured, or by rule."""
+    return _measured().get(product) or by_rule(product)
+
+
+def by_rule(product: Product) -> VectorTiles:
+    """For shapes that nobody measured: long rows, and 64 bytes of the weight a thread."""
+    if product.normed:  # each program reads all of x and the norm's weight: it should have some rows for them
+        rows, columns = (4, 1024) if product.gated else (16, 512)
+    else:
+        rows, columns = (2, 2048) if product.gated else (4, 2048)
+    columns = min(columns, 1 << (product.inner - 1).bit_length())
+    size = rows * (2 if product.gated else 1) * columns * product.itemsize
+    return VectorTiles(rows, columns, max(1, min(8, size // (64 * 32))))
+
+
+def line_of(product: Product, tiles: VectorTiles) -> str:
+    """As gemv_tuned.json has them, a line each."""
+    return json.dumps({**product._asdict(), "tiles": tiles})
+
+
+def read(lines: Iterable[str]) -> dict[Product, VectorTiles]:
+    """Of lines as `line_of` makes them."""
+    found = {}
+    for line in lines:
+        entry = json.loads(line)
+        tiles = VectorTiles(*entry.pop("tiles"))
+        found[Product(**entry)] = tiles
+    return found
+
+
+@functools.cache
+def _measured() -> dict[Product, VectorTiles]:
+    """Of cards of compute capability 9.0; others take them too, any card can run them."""
+    return read(line.rstrip(",") for line in _TUNED.read_text("utf-8").splitlines() if line.startswith("{"))

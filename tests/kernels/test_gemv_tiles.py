@@ -1,0 +1,70 @@
+"""Tiles of products of a few rows: those that were measured, and those by rule; in the interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from torch import nn
+
+from engine.kernels import gemv_tiles, reference, triton_gemv
+from engine.kernels.gemv_tiles import Product, VectorTiles
+from engine.layers.linear import Linear, UnnormedRows
+
+MEASURED = sorted({(p.itemsize, p.gated, p.normed, tiles) for p, tiles in gemv_tiles._measured().items()})
+
+
+@pytest.mark.parametrize("itemsize, gated, normed, tiles", MEASURED, ids=str)
+def test_measured_tiles_multiply(itemsize, gated, normed, tiles):
+    """Rows that are no multiple of a block, and a last block that is not full."""
+    torch.manual_seed(0)
+    rows, inner, outputs = 3, tiles.block_k + 48, 2 * (tiles.block_n + 1)
+    x, weight, scale = torch.randn(rows, inner), torch.randn(outputs, inner), None
+    if itemsize == 1:
+        weight, scale = reference.quantize_rows(weight)
+    around = {"norm": (torch.randn(inner), 1e-6)} if normed else {}
+    gate = "silu" if gated else None
+    ours = triton_gemv.gemv(x, weight, scale, **around, gate=gate, tiles=tiles)
+    torch.testing.assert_close(ours, reference.gemv(x, weight, scale, **around, gate=gate), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("wide_offset", [None, 1.0])
+@pytest.mark.parametrize("inner", [16, 64, 720, 2816, 5376, 30720])
+def test_tiles_by_rule_multiply(inner, wide_offset):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, inner), torch.randn(10, inner)
+    for normed in (False, True):
+        for gated in (False, True):
+            tiles = gemv_tiles.by_rule(Product(10, inner, 4, gated, normed))
+            around = {"norm": (torch.rand(inner), 1e-6), "wide_offset": wide_offset} if normed else {}
+            gate = "gelu_tanh" if gated else None
+            ours = triton_gemv.gemv(x, weight, **around, gate=gate, tiles=tiles)
+            torch.testing.assert_close(ours, reference.gemv(x, weight, **around, gate=gate), rtol=1e-3, atol=1e-3)
+
+
+def test_a_thread_has_whole_vectors_of_a_weight():
+    for product, tiles in gemv_tiles._measured().items():
+        each = tiles.block_n * tiles.block_k * product.itemsize / (32 * tiles.warps)
+        assert 32 <= each <= 256, (product, tiles)
+
+
+def test_a_measured_shape_is_found_and_its_line_reads_back():
+    product, tiles = next(iter(gemv_tiles._measured().items()))
+    assert gemv_tiles.vector_tiles(product) == tiles
+    assert gemv_tiles.vector_tiles(product._replace(outputs=product.outputs + 1)) == gemv_tiles.by_rule(product)
+    assert gemv_tiles.read([gemv_tiles.line_of(product, VectorTiles(1, 2, 3))]) == {product: VectorTiles(1, 2, 3)}
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_what_comes_after_a_product_in_order_may_be_early_where_rows_are_few(rows):
+    torch.manual_seed(0)
+    linear = Linear(64, 40)
+    linear.weight = nn.Parameter(torch.randn(linear.weight.shape), requires_grad=False)
+    linear._product = Linear._on_gpu
+    x, norm = torch.randn(rows, 64), torch.rand(64)
+    for given, plain in ((x, x), (UnnormedRows(x, norm, 1e-6), reference.rms_norm(x, norm, 1e-6))):
+        if rows > 4 and isinstance(given, UnnormedRows):
+            continue  # many rows never come so
+        found, early = linear.in_order(given)
+        assert early == (rows <= 4)
+        torch.testing.assert_close(found, plain @ linear.weight.t(), rtol=1e-4, atol=1e-4)
