@@ -7,6 +7,7 @@ before PyTorch is loaded here, and load it meanwhile.
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -16,20 +17,20 @@ from pathlib import Path
 
 from engine.kernels.cache_dir import use_cache_dir
 
-_WAIT = 5.0  # seconds for the processes to end, once all is done
-
 
 class CompilePool:
-    """Started at once; `submit` may be called one time. Ends with `close`, or when this process ends."""
+    """Started at once. Takes jobs until `seal`; ends with `close`, or when this process ends."""
 
     def __init__(self) -> None:
         use_cache_dir()
         root = str(Path(__file__).parents[2])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        self._jobs: list[str] = []  # by number
         self._waiting: set[str] = set()
-        self._submitted = False
         self._errors: dict[str, str] = {}
+        self._failure: str | None = None  # why nothing is compiled any more
         self._changed = threading.Condition()
+        self._given: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
         try:
             self._process = subprocess.Popen(
@@ -38,14 +39,22 @@ class CompilePool:
             )  # fmt: skip
         except OSError as error:  # no memory for another process, say
             self._failure = str(error)
+        else:
+            threading.Thread(target=self._give, daemon=True).start()
+            threading.Thread(target=self._listen, daemon=True).start()
 
     def submit(self, jobs: list[str]) -> None:
         """Compile these, each a JSON object in one line; the first ones first."""
-        self._waiting, self._submitted = set(jobs), True
-        if self._process is None:
+        with self._changed:
+            self._jobs += jobs
+            self._waiting |= set(jobs)
+        self._given.put("".join(job + "\n" for job in jobs))
+        if self._failure is not None:
             self._end(self._failure)
-            return
-        threading.Thread(target=self._listen, args=(jobs,), daemon=True).start()
+
+    def seal(self) -> None:
+        """There will be no more jobs."""
+        self._given.put(None)
 
     def wait(self, jobs: Iterable[str]) -> dict[str, str]:
         """Until each of `jobs` is done. Returns the errors of those that could not be compiled."""
@@ -55,28 +64,33 @@ class CompilePool:
             return {job: error for job, error in self._errors.items() if job in jobs}
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, whatever they do."""
         if self._process is None:
             return
-        if self._submitted:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_WAIT)
-        self._process.kill()  # a process that has ended does not mind
+        self._process.kill()  # its forks take no more jobs then
         self._process.wait()
+        self.seal()
 
-    def _listen(self, jobs: list[str]) -> None:
+    def _give(self) -> None:
+        """In a thread of its own: a process that is busy takes its time to read."""
         assert self._process is not None
         assert self._process.stdin is not None
+        with suppress(OSError):  # it ended: `_listen` sees that too
+            while jobs := self._given.get():
+                self._process.stdin.write(jobs)
+                self._process.stdin.flush()
+            self._process.stdin.close()
+
+    def _listen(self) -> None:
+        assert self._process is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write("\n".join(jobs))
-            self._process.stdin.close()
             for line in self._process.stdout:
                 number, error = json.loads(line)
                 with self._changed:
                     if error:
-                        self._errors[jobs[number]] = error
-                    self._waiting.discard(jobs[number])
+                        self._errors[self._jobs[number]] = error
+                    self._waiting.discard(self._jobs[number])
                     self._changed.notify_all()
             self._end("its process ended")
         except (OSError, ValueError) as error:
@@ -84,6 +98,7 @@ class CompilePool:
 
     def _end(self, reason: str) -> None:
         with self._changed:
+            self._failure = reason
             self._errors |= dict.fromkeys(self._waiting, reason)
             self._waiting = set()
             self._changed.notify_all()
@@ -97,6 +112,11 @@ def start_early() -> None:
     global _early
     if _early is None and len(os.sched_getaffinity(0)) > 1:
         _early = CompilePool()
+
+
+def is_under_way() -> bool:
+    """Whether a pool was started early."""
+    return _early is not None
 
 
 def take() -> CompilePool:

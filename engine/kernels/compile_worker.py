@@ -1,22 +1,23 @@
 """The process behind compile_pool.py: jobs come in, one JSON object a line; [its number, error or null] goes out.
 
-Loads PyTorch and Triton, then reads all jobs, then forks: what is loaded is there for every fork at once, in memory
-that they share. Needs no GPU and never touches one.
+Loads PyTorch and Triton, then forks for job after job: what is loaded is there for every fork at once, in memory that
+they share. A job that has come is compiled while others are still on their way. Needs no GPU and never touches one.
 """
 
 import importlib
 import json
 import os
 import pkgutil
-import struct
+import socket
 import sys
+from contextlib import suppress
 
 import engine.kernels
-from engine.kernels.launch import Kernel, compile_for
+from engine.kernels.launch import Kernel, compile_for, load_compiler
 
 _PACKAGE = "engine.kernels."
 _MOST_FORKS = 16  # each takes some 150 MB of memory of its own while it works
-_NUMBER = struct.Struct("I")
+_LONGEST_JOB = 1 << 16  # bytes
 _LONGEST_ANSWER = 500  # characters; a pipe takes an answer whole, however many write
 
 
@@ -26,14 +27,21 @@ def main() -> None:
     for module in pkgutil.iter_modules(engine.kernels.__path__, _PACKAGE):
         if ".triton_" in module.name:
             importlib.import_module(module.name)
-    jobs = sys.stdin.read().splitlines()
-    numbers, give = os.pipe()  # each fork takes the next number
-    os.write(give, b"".join(_NUMBER.pack(number) for number in range(len(jobs))))
-    os.close(give)
-    for _ in range(min(_MOST_FORKS, len(os.sched_getaffinity(0)), len(jobs))):
-        if os.fork() == 0:
-            _work(jobs, numbers, answers)
-            os._exit(0)
+    load_compiler()
+    give, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each fork takes a whole job at a time
+    worker, most, forks = os.getpid(), min(_MOST_FORKS, len(os.sched_getaffinity(0))), 0
+    with suppress(OSError):  # no fork lives any more: the jobs that are left have no answer
+        for number, job in enumerate(sys.stdin):
+            if forks < most:
+                forks += 1
+                if os.fork() == 0:
+                    give.close()
+                    _work(take, answers, worker)
+                    os._exit(0)
+                if forks == most:
+                    take.close()
+            give.send(f"{number} {job}".encode())
+    give.close()
     while True:
         try:
             os.wait()
@@ -41,16 +49,16 @@ def main() -> None:
             return
 
 
-def _work(jobs: list[str], numbers: int, answers: int) -> None:
-    while number := os.read(numbers, _NUMBER.size):
-        (at,) = _NUMBER.unpack(number)
+def _work(jobs: socket.socket, answers: int, worker: int) -> None:
+    while (job := jobs.recv(_LONGEST_JOB)) and os.getppid() == worker:
+        number, _, job = job.decode().partition(" ")
         error = None
         try:
-            _compile(json.loads(jobs[at]))
+            _compile(json.loads(job))
         except Exception as reason:  # one kernel's error must not end the others
             error = " ".join(f"{type(reason).__name__}: {reason}".split())[:_LONGEST_ANSWER]
         try:
-            os.write(answers, (json.dumps([at, error]) + "\n").encode("ascii"))
+            os.write(answers, (json.dumps([int(number), error]) + "\n").encode("ascii"))
         except OSError:
             return  # nobody waits any more
 

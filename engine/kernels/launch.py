@@ -39,9 +39,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
 from engine.kernels.cache_dir import use_cache_dir
+
+# What stands between source and machine code, up to a megabyte a kernel, is for readers only: Triton need not keep it.
+os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
 
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 _MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -182,6 +186,14 @@ def compile_for(
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
     options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
     return triton.compile(source, target=target, options=options)
+
+
+def load_compiler() -> None:
+    """What Triton does before a process's first kernel: it hashes its own library, 400 MB, for the names in its cache.
+
+    Half a second, without Python's lock: best spent beside something else, or before a process forks.
+    """
+    triton_key()
 
 
 def source_key(kernel: Kernel) -> str:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,9 @@ pool.submit(['{"module": "os"}', '{"module": "sys"}'])
 if sys.argv[1] == "kill":
     pool._process.kill()
 print(sorted(pool.wait(['{"module": "os"}', '{"module": "sys"}']).values()))
+pool.submit(['{"module": "json"}'])
+pool.seal()
+print(pool.wait(['{"module": "json"}']))
 pool.close()
 """
 
@@ -109,7 +114,37 @@ def test_every_job_gets_an_answer_even_from_a_pool_that_died(what, error, tmp_pa
     done = subprocess.run(
         [sys.executable, "-c", POOL, what], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.count(error) == 2
+    assert done.stdout.count(error) == 3, "two, and one that came later"
+
+
+LEFT = """
+import json, os, sys
+from engine.kernels import compile_pool
+pool = compile_pool.CompilePool()
+jobs = [json.dumps({"module": "os", "number": i}) for i in range(20_000)]
+pool.submit(jobs)
+pool.wait(jobs[:1])
+print(os.getpgrp(), flush=True)
+pool.close()
+"""
+
+
+def test_what_is_left_when_a_pool_closes_is_not_worked_on(tmp_path):
+    """Else forks would compile on beside the engine, for nobody."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT], env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(int(done.stdout), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.killpg(int(done.stdout), signal.SIGKILL)
+    pytest.fail("a fork lived on")
 
 
 KEYS = """
