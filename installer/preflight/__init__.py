@@ -6,7 +6,7 @@ All run side by side, and are done within ten seconds whatever hangs.
 
 from collections.abc import Mapping
 
-from installer.preflight import gpu, gpu_state, host, network, read_speed, storage, surroundings
+from installer.preflight import compiler, gpu, gpu_state, host, network, read_speed, storage, surroundings
 from installer.preflight.record import Check, CheckRecord, ModelNeed, PreflightContext
 from installer.preflight.runner import judge, known_waivers, run_all
 
@@ -33,7 +33,7 @@ CHECKS: tuple[Check, ...] = (
     host.clock,
     network.hostname,
     surroundings.security_policy,
-    surroundings.compiler,
+    compiler.compiler,
     network.egress,
     surroundings.conflicts,
     host.python,

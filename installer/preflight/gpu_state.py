@@ -58,7 +58,9 @@ def _group(
         return Seen("fail", t("there is no GPU {name}", name=missing[0]), fix, "nvidia-smi -L")
     mine = [gpu for gpu in gpus if any(is_named(gpu, choice) for choice in choices)]
     mine = mine or [max(gpus, key=lambda gpu: (_free(context, gpu), gpu.memory_total or 0))]
-    weights = sum(need.weight_bytes for need in needs)
+    memory = context.machine.memory()[0]
+    tables = sum(need.host_bytes(memory) for need in needs)
+    weights = sum(need.weight_bytes for need in needs) - tables
     asked = sum(need.vram_gib or 0 for need in needs) << 30
     least = int(weights * 1.1)
     need = max(int((weights + max(weights // 10, KV_LEAST)) * 1.1), asked)
@@ -66,6 +68,9 @@ def _group(
     names = joined([gpu.label for gpu in mine])
     observed = t("{gpus}: {total} in all, {free} free", gpus=names, total=gib(total), free=gib(free))
     required = t("{need} free: weights, conversations and 10 %", need=gib(need))
+    if tables:
+        required = t("{need} free: weights without the {tables} in main memory, conversations and 10 %",
+                     need=gib(need), tables=gib(tables))
     evidence = "nvidia-smi --query-gpu=memory.total,memory.free --format=csv"
     if total < max(least, asked):
         fix = t("Use a GPU with more memory, a smaller or a quantised model, or more GPUs for it.")

@@ -13,7 +13,7 @@ from typing import Any
 from installer import lock
 from installer.gpu.command import run
 from installer.i18n import t
-from installer.preflight.record import PreflightContext, Seen, check, gib
+from installer.preflight.record import RAM_SERVER, PreflightContext, Seen, check, gib
 from installer.preflight.torch_build import MAX_FILES
 
 _V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}
@@ -21,7 +21,6 @@ _V3 = _V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 GLIBC_MIN = (2, 28)        # the manylinux_2_28 wheels of torch
 PYTHON_MIN = (3, 11)
 RAM_OVERHEAD = 1 << 30     # interpreter, libraries, a small cache
-RAM_SERVER = 16 * 10**9    # "16 GB": firmware keeps some of it, so not GiB
 SYSTEMD_GOOD, SYSTEMD_LEAST = 252, 249
 _MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_")
 
@@ -147,9 +146,9 @@ def _wheel_tags(name: str) -> str:
     required=t("room for the weights"), why=t("Weights pass through main memory on their way, or live in it."),
 )  # fmt: skip
 def memory(context: PreflightContext) -> Seen:
-    """With a GPU: the largest shard and 16 GB. On the CPU the weights live in main memory, with room to work."""
-    table = dict(re.findall(r"^(\w+):\s+(\d+) kB", context.machine.read("/proc/meminfo"), re.MULTILINE))
-    total, available = (int(table.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
+    """With a GPU: the largest shard, 16 GB, and what of the weights stays here. On the CPU all of them live here, with
+    room to work."""
+    total, available = context.machine.memory()
     observed = t("{total} in all, {available} available", total=gib(total), available=gib(available))
     add = t("Add memory, or choose a smaller model.")
     asked = context.host_ram_bytes or 0
@@ -159,8 +158,12 @@ def memory(context: PreflightContext) -> Seen:
         required = t("{need} (1.25 × weights + 1 GiB, or what the bundle asks for)", need=gib(need))
     else:
         shard = context.shard_bytes or context.weight_bytes
-        need, least = max(int(shard * 1.25) + RAM_SERVER, asked), max(RAM_SERVER, asked)
+        tables = context.host_bytes()
+        need, least = max(int(shard * 1.25) + RAM_SERVER + tables, asked), max(RAM_SERVER + tables, asked)
         required = t("{need} (1.25 × the largest file of weights + 16 GB)", need=gib(need))
+        if tables:
+            required = t("{need} (1.25 × the largest file of weights + 16 GB + {tables} of per-layer embeddings)",
+                         need=gib(need), tables=gib(tables))
         why = t("Weights pass through main memory; what stays in the page cache makes the next start fast.")
     said: dict[str, Any] = {"evidence": "/proc/meminfo", "required": required, "why": why}
     if total < least:

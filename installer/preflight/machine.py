@@ -28,6 +28,11 @@ class Machine:
         except OSError:
             return ""
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes of main memory: in all, and available."""
+        table = dict(re.findall(r"^(\w+):\s+(\d+) kB", self.read("/proc/meminfo"), re.MULTILINE))
+        return int(table.get("MemTotal", 0)) * 1024, int(table.get("MemAvailable", 0)) * 1024
+
     def gpus(self) -> GpuFacts:
         """What NVML and nvidia-smi say. The first caller asks, the others wait for the same answer."""
         with self._lock:

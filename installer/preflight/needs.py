@@ -12,6 +12,7 @@ from typing import Any
 from installer.errors import ExitCode, InstallError
 from installer.i18n import t
 from installer.layout import Layout
+from installer.preflight import lookup_tables
 from installer.preflight.record import ModelNeed
 from installer.preflight.torch_build import TorchBuild
 from offline_bundle import media
@@ -64,7 +65,8 @@ def read_needs(medium: Path, keys: Sequence[Path], layout: Layout) -> Needs:
         return Needs({**values, **_by_length(bundles)}, tuple(path.name for path in bundles), not bundles)
     signed = [_signed(path, keys) for path in bundles]
     in_store = [manifest for manifest, digest in signed if (layout.models / digest).is_dir()]
-    values |= of_manifests({manifest.name: manifest for manifest, _ in signed}, in_store)
+    sources = {manifest.name: path for path, (manifest, _) in zip(bundles, signed, strict=True)}
+    values |= of_manifests({manifest.name: manifest for manifest, _ in signed}, in_store, sources=sources)
     if runtime is not None:
         values |= _of_runtime(_signed_runtime(runtime, keys), values["driver_min"])
     return Needs(values, tuple(manifest.name for manifest, _ in signed), True)
@@ -74,9 +76,15 @@ def of_manifests(
     models: Mapping[str, BundleManifest],
     in_store: Sequence[BundleManifest] = (),
     gpus: Mapping[str, Sequence[str | int] | None] | None = None,
+    sources: Mapping[str, Path] | None = None,
+    tables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Arguments of PreflightContext for the models that shall run, by instance name, some with GPUs of their own."""
+    """Arguments of PreflightContext for the models that shall run, by instance name, some with GPUs of their own.
+
+    `sources`: where their files are now. `tables`: settings of --per-layer-embeddings that differ from "auto".
+    """
     chosen = {name: tuple((gpus or {}).get(name) or ()) for name in models}
+    sizes = {name: lookup_tables.of_bundle(path, models[name]) for name, path in (sources or {}).items()}
     manifests = list({id(manifest): manifest for manifest in models.values()}.values())
     weights = {id(m): [file.size for file in m.files if file.role == "weights"] for m in manifests}
 
@@ -97,7 +105,8 @@ def of_manifests(
         "compute_cap": most("compute_cap"),
         "vram_gib": most("vram_gib"),
         "models": tuple(
-            ModelNeed(name, sum(weights[id(m)]), m.requires.vram_gib, chosen[name]) for name, m in models.items()
+            ModelNeed(name, sum(weights[id(m)]), m.requires.vram_gib, chosen[name], sizes.get(name, 0),
+                      (tables or {}).get(name, "auto")) for name, m in models.items()
         ),
     }
 

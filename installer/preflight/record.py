@@ -13,6 +13,7 @@ from installer.preflight.machine import Machine
 from installer.preflight.torch_build import TorchBuild
 
 Status = Literal["pass", "warn", "fail"]
+RAM_SERVER = 16 * 10**9  # of a machine with a GPU: "16 GB", and firmware keeps some of it, so not GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,23 @@ class CheckRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeed:
-    """One model that shall run. `gpus` are indices or UUIDs; empty: the machine's best."""
+    """One model that shall run. `gpus` are indices or UUIDs; empty: the machine's best.
+
+    `table_bytes` of the weights may stay in main memory; `tables` is the setting --per-layer-embeddings.
+    """
 
     name: str
     weight_bytes: int
     vram_gib: int | None = None
     gpus: tuple[str | int, ...] = ()
+    table_bytes: int = 0
+    tables: str = "auto"
+
+    def host_bytes(self, memory: int) -> int:
+        """What stays in the main memory of a machine that has `memory` bytes, beside a GPU."""
+        if self.tables == "auto":  # left to itself, the engine takes what it does not need for anything else
+            return self.table_bytes if memory >= RAM_SERVER + self.table_bytes else 0
+        return self.table_bytes if self.tables == "host" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +107,10 @@ class PreflightContext:
     def needs(self) -> tuple[ModelNeed, ...]:
         """The models, also where only sums are known."""
         return self.models or (ModelNeed("", self.weight_bytes, self.vram_gib, self.gpus),)
+
+    def host_bytes(self) -> int:
+        """Weights of all the models that stay in main memory although a GPU computes."""
+        return sum(need.host_bytes(self.machine.memory()[0]) for need in self.needs)
 
     def torch_build(self) -> TorchBuild:
         """The PyTorch that will run."""

@@ -1,10 +1,7 @@
-"""What else is on this machine: security policies, compilers that are not needed, and things in the way."""
+"""What else is on this machine: security policies, and things in the way."""
 
-import importlib.util
 import os
 import re
-import sys
-from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -12,7 +9,6 @@ import psutil
 from installer.i18n import joined, t
 from installer.preflight.owners import Owner
 from installer.preflight.record import PreflightContext, Seen, check
-from installer.preflight.torch_build import MAX_FILES
 
 _OTHER_SERVERS = {"ollama", "vllm", "llama-server", "text-generation-launcher", "text-generation-server",
                   "tritonserver", "sglang", "lmdeploy"}  # fmt: skip
@@ -54,51 +50,6 @@ def _fapolicyd(context: PreflightContext) -> bool:
         known += machine.at(f"/etc/fapolicyd/{directory}").glob("*")
     place = str(context.layout.opt)
     return not any(place in machine.read(f"/{path.relative_to(machine.root)}", 64 << 20) for path in known)
-
-
-@check(
-    23, "compiler", t("C compiler"),
-    required=t("none needed: all is prebuilt"),
-    why=t("A closed server has no compiler; whatever is built must come with the runtime."),
-)  # fmt: skip
-def compiler(context: PreflightContext) -> Seen:
-    """Kernels are compiled by Triton with the assembler that it brings, and started through the driver: no C is built.
-
-    What must be there is Triton for this very Python, and its assembler.
-    """
-    reason = context.no_gpu_needed()
-    if reason is not None:
-        return Seen("pass", reason)
-    if context.torch_build().cpu_only:  # the check of the driver says so; there is nothing to build
-        return Seen("pass", t("not needed: this build of PyTorch computes on the CPU"))
-    abi = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    other = t("Use the Python that the runtime was built for, or another medium.")
-    wheels = [path.name for path in islice(context.runtime.rglob("triton-*.whl"), MAX_FILES)] if context.runtime else []
-    if wheels:
-        evidence = ", ".join(wheels[:3])
-        if any(f"-{abi}-" in name for name in wheels):
-            return Seen("pass", t("not needed: Triton is prebuilt for {abi}", abi=abi), evidence=evidence)
-        seen = t("Triton is prebuilt for another Python, this one is {abi}", abi=abi)
-        return Seen("fail", seen, other, "sudo ./install.sh --python /path/to/python3", evidence)
-    home = triton_home()
-    if home is None:
-        return Seen("fail", t("Triton is missing from the runtime"), other, "sudo ./install.sh", "triton")
-    assembler = home / "backends/nvidia/bin/ptxas"
-    library = home / "_C/libtriton.so"
-    for part in (library, assembler):
-        if not part.is_file():
-            fix = t("The installation is damaged: install it again.")
-            return Seen("fail", t("{part} is missing", part=part), fix, "sudo ./install.sh", str(part))
-    return Seen("pass", t("not needed: Triton brings its assembler"), evidence=str(assembler))
-
-
-def triton_home() -> Path | None:
-    """The directory of the Triton that this interpreter would import. It is not imported."""
-    try:
-        spec = importlib.util.find_spec("triton")
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 @check(

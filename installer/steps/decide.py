@@ -11,6 +11,7 @@ from installer.lock import refuse_if_busy
 from installer.plan import Plan
 from installer.preflight import PreflightContext, judge, run_checks
 from installer.preflight.certificate import names_in
+from installer.preflight.lookup_tables import FLAG
 from installer.preflight.needs import of_manifests
 from installer.preflight.record import gib
 from installer.trust import key_name
@@ -52,6 +53,8 @@ def preflight_context(context: Context) -> PreflightContext:
             {model.instance: model.manifest for model in context.models},
             in_store=[model.manifest for model in context.models if model.in_store],
             gpus=gpus,
+            sources={model.instance: model.source for model in context.models},
+            tables={name: str(table[FLAG]) for name, table in tables.items() if FLAG in table},
         ),
     )
 

@@ -1,6 +1,9 @@
 """The GPU checks against machines with scripted faults: a tree of kernel files, and an nvidia-smi that says so."""
 
+import os
+import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,10 @@ from installer.preflight import (
     CheckRecord,
     ModelNeed,
     PreflightContext,
+    compiler,
     gpu,
     gpu_problems,
     gpu_state,
-    surroundings,
 )
 from installer.preflight.torch_build import TorchBuild
 
@@ -268,6 +271,19 @@ def test_memory_of_the_gpu(look: Callable[..., CheckRecord], facts: dict[str, An
     assert (record.status, record.strict) == (status, True)
 
 
+def test_tables_in_main_memory_are_not_counted(look: Callable[..., CheckRecord], machine: FakeMachine) -> None:
+    """Gemma 4's per-layer embeddings: on the host where there is room, unless the settings say otherwise."""
+    model = ModelNeed("e4b", 75 * GIB, table_bytes=15 * GIB)
+    machine.put("/proc/meminfo", f"MemTotal: {64 * 2**20} kB\nMemAvailable: {60 * 2**20} kB\n")
+    record = look("vram", models=(model,))
+    assert record.status == "pass"
+    assert "without the 15.0 GiB in main memory" in record.required
+    assert look("vram", models=(replace(model, tables="gpu"),)).status == "fail"
+    machine.put("/proc/meminfo", f"MemTotal: {24 * 2**20} kB\nMemAvailable: {20 * 2**20} kB\n")
+    assert look("vram", models=(model,)).status == "fail", "there is no room: the engine takes the GPU's"
+    assert look("vram", models=(replace(model, tables="host"),)).status == "pass"
+
+
 def test_two_models_on_two_gpus(look: Callable[..., CheckRecord], smi: FakeSmi) -> None:
     smi.second("NVIDIA H100 80GB HBM3")
     apart = (ModelNeed("a", 60 * GIB, gpus=(0,)), ModelNeed("b", 60 * GIB, gpus=("GPU-99999999-1111",)))
@@ -443,19 +459,70 @@ def test_triton_for_this_python_and_for_another(look: Callable[..., CheckRecord]
     assert "--python" in record.command
 
 
-def test_the_installed_triton(
-    look: Callable[..., CheckRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ptxas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The assembler of a Triton that this interpreter would import."""
     home = tmp_path / "triton"
-    monkeypatch.setattr(surroundings, "triton_home", lambda: home)
-    (home / "_C").mkdir(parents=True)
-    (home / "_C/libtriton.so").touch()
-    assert look("compiler").status == "fail"
-    (home / "backends/nvidia/bin").mkdir(parents=True)
-    (home / "backends/nvidia/bin/ptxas").touch()
+    monkeypatch.setattr(compiler, "triton_home", lambda: home)
+    for name in ("_C/libtriton.so", "backends/nvidia/bin/ptxas"):
+        (home / name).parent.mkdir(parents=True)
+        (home / name).touch()
+    program = home / "backends/nvidia/bin/ptxas"
+    program.write_text("#!/bin/sh\necho 'ptxas: NVIDIA (R) Ptx optimizing assembler'\n")
+    program.chmod(0o755)
+    return program
+
+
+def test_the_installed_triton(look: Callable[..., CheckRecord], ptxas: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert look("compiler").status == "pass"
-    monkeypatch.setattr(surroundings, "triton_home", lambda: None)
+    newer = ptxas.with_name("ptxas-blackwell")
+    newer.write_text("not a program")
+    newer.chmod(0o755)
+    record = look("compiler")
+    assert (record.status, record.command) == ("fail", "sudo ./install.sh")
+    assert f"{newer} does not run: Exec format error" in record.observed
+    newer.unlink()
+    ptxas.unlink()
+    assert "is missing" in look("compiler").observed
+    monkeypatch.setattr(compiler, "triton_home", lambda: None)
     assert look("compiler").status == "fail"
+
+
+def test_an_assembler_without_the_right_to_run(look: Callable[..., CheckRecord], ptxas: Path) -> None:
+    ptxas.chmod(0o644)
+    record = look("compiler")
+    assert (record.status, record.command) == ("fail", f"chmod a+rx {ptxas}")
+    assert "may not be executed" in record.observed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_an_assembler_on_a_disk_that_forbids_programs(look: Callable[..., CheckRecord], ptxas: Path) -> None:
+    place = ptxas.parent
+    text = ptxas.read_text()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec,size=1m", "test", str(place)]).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        ptxas.write_text(text)
+        ptxas.chmod(0o755)
+        record = look("compiler")
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+    assert (record.status, record.command) == ("fail", f"mount -o remount,exec {place}")
+    assert "mounted noexec" in record.observed
+
+
+@pytest.mark.parametrize("script, said", [
+    ("exit 7", "exit status 7"), ("echo cannot open libc >&2; exit 127", "cannot open libc"), ("true", "exit status 0"),
+    ("sleep 60", "no answer within"),
+])  # fmt: skip
+def test_an_assembler_that_does_not_answer(
+    look: Callable[..., CheckRecord], ptxas: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    monkeypatch.setattr(compiler, "_SECONDS", 1.0 if "sleep" in script else 60.0)
+    ptxas.write_text(f"#!/bin/sh\n{script}\n")
+    record = look("compiler")
+    assert record.status == "fail"
+    assert f"{ptxas} does not run: {said}" in record.observed
 
 
 def test_what_keeps_a_gpu_from_being_used(tmp_path: Path, smi: FakeSmi, machine: FakeMachine) -> None:

@@ -10,7 +10,7 @@ import pytest
 from preflight_kit import GIB, FakeMachine, context
 
 from installer.lock import InstallLock
-from installer.preflight import host
+from installer.preflight import ModelNeed, host
 from installer.preflight.owners import Owner
 
 V2 = "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3"
@@ -161,6 +161,27 @@ def test_memory_with_a_gpu(
     memory_of(machine, total, available)
     plans = context(tmp_path, machine=machine, weight_bytes=weights * GIB, shard_bytes=shard * GIB)
     assert host.memory(plans).status == status
+
+
+@pytest.mark.parametrize(
+    ("total", "tables", "status", "asked"),
+    [
+        (32, "auto", "pass", "26.2 GiB"),
+        (24, "auto", "warn", "26.2 GiB"),  # 16 GB and the table, but the largest file is 5 GiB
+        (22, "auto", "warn", "21.2 GiB"),  # the table goes to the GPU: only less than the weights, for the next start
+        (19, "host", "fail", "26.2 GiB"),  # the engine would refuse
+        (32, "gpu", "pass", "21.2 GiB"),
+    ],
+)
+def test_memory_for_tables_beside_a_gpu(
+    tmp_path: Path, machine: FakeMachine, total: int, tables: str, status: str, asked: str
+) -> None:
+    memory_of(machine, total, total - 1)
+    need = ModelNeed("e4b", 23 * GIB, table_bytes=int(7.5 * GIB) if total == 22 else 5 * GIB, tables=tables)
+    plans = context(tmp_path, machine=machine, weight_bytes=23 * GIB, shard_bytes=5 * GIB, models=(need,))
+    record = host.memory(plans)
+    assert (record.status, record.required.split(" (")[0]) == (status, asked)
+    assert ("per-layer embeddings" in record.required) == (asked == "26.2 GiB")
 
 
 @pytest.mark.parametrize(

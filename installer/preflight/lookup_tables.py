@@ -1,0 +1,59 @@
+"""Weights that the engine keeps in main memory and not on the GPU: Gemma 4 E2B's and E4B's per-layer embeddings.
+
+Half of all their weights is a table of which each token reads one row (`--per-layer-embeddings`, docs/en/serve.md). Its
+size follows from the model's config.json, which is believed only if it is the one that was signed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offline_bundle.manifest import BundleManifest
+
+FLAG = "per-layer-embeddings"
+CONFIG = "model/config.json"
+_LIMIT = 1 << 20
+_MOST = 1 << 40  # bytes, of a table that can be believed
+# What a configuration of these models may leave out; of others nothing is assumed.
+_DEFAULTS = {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "num_hidden_layers": 30}
+_ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def of_bundle(bundle: Path, manifest: BundleManifest) -> int:
+    """Bytes of such tables; 0 for a model without them, and for a configuration that is not the signed one."""
+    entry = next((file for file in manifest.files if file.path == CONFIG), None)
+    if entry is None or entry.size > _LIMIT:
+        return 0
+    try:
+        fd = os.open(bundle / CONFIG, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            data = file.read(_LIMIT + 1)
+    except OSError:
+        return 0
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        return 0  # the install says so when it comes to that file
+    try:
+        found = of_config(json.loads(data))
+    except (ValueError, RecursionError):
+        return 0
+    return min(found, sum(file.size for file in manifest.files if file.role == "weights"))
+
+
+def of_config(config: Any) -> int:
+    """Rows x layers x numbers a row and layer, each of the size that the weights are computed in."""
+    outer: Mapping[str, Any] = config if isinstance(config, dict) else {}
+    text = outer.get("text_config")
+    inner: Mapping[str, Any] = text if isinstance(text, dict) else outer
+    named = outer.get("architectures")
+    known = isinstance(named, list) and any(name in _ARCHITECTURES for name in named)
+    size = 1
+    for name, default in _DEFAULTS.items():
+        value = inner.get(name, default if known else 0)
+        size *= value if type(value) is int and 0 < value <= _MOST else 0
+    kinds = [table.get(name) for table in (inner, outer) for name in ("dtype", "torch_dtype")]
+    kind = next((kind for kind in kinds if isinstance(kind, str)), "bfloat16")
+    return min(size * _BYTES.get(kind, 2), _MOST)
