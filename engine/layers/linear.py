@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels import products
 from engine.kernels.threads import num_threads
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
@@ -55,6 +56,7 @@ class Linear(nn.Module):
         with it as they are; more are quantised as well, and the product runs on the fp8 units.
     """
 
+    few_rows = _FEW_ROWS        # more than these, and the product of a bf16 weight on a GPU is the library's
     quantizable = True          # False: keeps its precision when a model is quantised (heads, routers, small gates)
     scale: nn.Parameter | None  # [out] float32 of an fp8 weight
 
@@ -126,6 +128,11 @@ class Linear(nn.Module):
         it: norm, gate, residual."""
         return rows <= _VECTOR_ROWS and self._product in (Linear._on_gpu, Linear._on_fp8)
 
+    @property
+    def by_library(self) -> bool:
+        """Whether products of many rows are the library's, by an algorithm that may be chosen (kernels/products.py)."""
+        return self._product is Linear._on_gpu and self.bias is None
+
     def _in_vector_form(self, x: torch.Tensor, **around: Any) -> torch.Tensor:
         from engine.kernels.triton_gemv import gemv
 
@@ -171,7 +178,8 @@ class Linear(nn.Module):
         if x.shape[0] <= _VECTOR_ROWS:
             return self._in_vector_form(x)
         if x.shape[0] > _FEW_ROWS or self.out_features < _SOME_OUTPUTS:
-            return F.linear(x, self.weight, self.bias)
+            product = products.chosen(x, self.weight) if self.bias is None else None
+            return F.linear(x, self.weight, self.bias) if product is None else product(x, self.weight)
         from engine.kernels.triton_gemv import few_rows
 
         return few_rows(x, self.weight, self.bias)

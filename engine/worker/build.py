@@ -194,6 +194,7 @@ def _start_on_gpu(
 ) -> "DeviceRunner":
     """A runner that has nothing left to compile or record."""
     from engine.worker.device_runner import DeviceRunner
+    from engine.worker.prepare import choose_products
 
     with torch.inference_mode():
         runner = DeviceRunner(
@@ -205,6 +206,7 @@ def _start_on_gpu(
     if not config.enforce_eager:
         if progress:
             progress("recording graphs", 0, 1)
+        choose_products(model, min(plan.max_num_seqs, max_tokens))
         runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
     log.info("%s", outcome(plan, card))
     gc.collect()

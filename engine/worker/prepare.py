@@ -1,24 +1,37 @@
 """What steps will need is compiled before the first of them: a request that met a new variant would wait for seconds.
 
-The kernels of a step depend on how many rows its products have, into how many slices decode attention cuts and into
-what blocks experts' tokens fall, not on what the step holds. So a step of each kind is gone through with kernels only
-noted, not started, and all that were noted are compiled side by side.
+The kernels of a step depend on how many rows its products have, on whether its sequences are few, into how many slices
+decode attention cuts and into what blocks experts' tokens fall, not on what the step holds. So a step of each kind is
+gone through with kernels only noted, not started, and all that were noted are compiled side by side.
 """
+
+import logging
+import time
+from collections.abc import Iterable
 
 import torch
 
 from engine.core.batch import StepPlan
+from engine.kernels import products
 from engine.kernels.compile_ahead import compile_ahead
 from engine.kernels.launch import recording, shared_memory
 from engine.kernels.triton_decode import SMALL_BATCH, num_splits
 from engine.kernels.triton_gemv import PRODUCT_ROWS
+from engine.layers.linear import Linear
 from engine.layers.moe import kinds_of_steps
+from engine.models.base import CausalLM
 from engine.worker.device_runner import DeviceRunner
+from engine.worker.graphs import graph_sizes
+
+log = logging.getLogger(__name__)
+
+_CHOSEN_ROWS = 256     # more: arithmetic decides, and the library knows about that
+_CHOSEN_OUTPUTS = 1 << 16  # more: a head, which no graph holds
 
 
 @torch.inference_mode()
-def prepare(runner: DeviceRunner, max_batch: int, mixed: StepPlan) -> int:
-    """Compile for decode steps of up to `max_batch` sequences and for mixed steps, of which `mixed` is one.
+def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> int:
+    """Compile for decode steps of up to `max_batch` sequences, and for mixed steps as these are.
 
     Returns how many variants were not at hand. The runner's caches must be bound; their content stays as it is.
     """
@@ -27,9 +40,23 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: StepPlan) -> int:
             runner._decode(size)
         for size in sorted(kinds_of_steps(runner.model, len(runner._ids), shared_memory(runner.device))):
             runner._decode(size)
-        runner.launch(mixed)
+        for plan in mixed:
+            runner.launch(plan)
         runner.warm_up()
     return compile_ahead(jobs, torch.cuda.get_device_capability(runner.device))
+
+
+@torch.inference_mode()
+def choose_products(model: CausalLM, max_batch: int) -> None:
+    """Measure which of the library's algorithms are the fastest in decode steps, before graphs of them are recorded."""
+    weights: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for module in model.modules():
+        if isinstance(module, Linear) and module.by_library and module.out_features <= _CHOSEN_OUTPUTS:
+            weights.setdefault((module.out_features, module.in_features), []).append(module.weight)
+    began = time.monotonic()
+    sizes = [size for size in graph_sizes(max_batch) if Linear.few_rows < size <= _CHOSEN_ROWS]
+    if measured := products.choose(weights, sizes):
+        log.info("measured %d products in %.1f s, to choose their algorithms", measured, time.monotonic() - began)
 
 
 def _decode_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
