@@ -57,7 +57,8 @@ def choose(weights: Mapping[tuple[int, int], Sequence[torch.Tensor]], rows: Iter
                     measured += 1
                 if algorithm := memory.known[shape]:
                     bound = Product(shape).bind(algorithm)
-                    bound(torch.zeros(number, shape.inner, dtype=shape.dtype, device=some[0].device), some[0])  # it works
+                    x = torch.zeros(number, shape.inner, dtype=shape.dtype, device=some[0].device)
+                    bound(x, some[0])  # it works
                     _chosen[shape] = bound
         if measured:
             memory.save()

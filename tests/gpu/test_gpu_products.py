@@ -1,4 +1,4 @@
-"""On the GPU: products by an algorithm that was chosen equal PyTorch's, in a graph too, and the choice is remembered."""
+"""On the GPU: products by an algorithm that was chosen equal PyTorch's, in a graph too, and are remembered."""
 
 from pathlib import Path
 
