@@ -77,6 +77,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         keep_tables(model, config, device)
         check_weights_fit(model, config, card)
         compile_pool.start_early()  # it gets ready while weights load
+        compile_pool.load_here()
     with torch.inference_mode():
         if config.load_format == "dummy":
             fill_randomly(model, device=device)
@@ -206,7 +207,7 @@ def _start_on_gpu(
     if not config.enforce_eager:
         if progress:
             progress("recording graphs", 0, 1)
-        choose_products(model, min(plan.max_num_seqs, max_tokens))
+        choose_products(model, min(plan.max_num_seqs, max_tokens), max_tokens)
         runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
     log.info("%s", outcome(plan, card))
     gc.collect()

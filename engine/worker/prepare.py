@@ -25,7 +25,7 @@ from engine.worker.graphs import graph_sizes
 
 log = logging.getLogger(__name__)
 
-_CHOSEN_ROWS = 256     # more: arithmetic decides, and the library knows about that
+_CHOSEN_ROWS = 256     # of decode steps
 _CHOSEN_OUTPUTS = 1 << 16  # more: a head, which no graph holds
 
 
@@ -47,15 +47,16 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> 
 
 
 @torch.inference_mode()
-def choose_products(model: CausalLM, max_batch: int) -> None:
-    """Measure which of the library's algorithms are the fastest in decode steps, before graphs of them are recorded."""
+def choose_products(model: CausalLM, max_batch: int, max_tokens: int) -> None:
+    """Measure which of the library's algorithms are the fastest in decode steps, before graphs of them are recorded,
+    and in full steps: while there are prompts, nearly all steps are full."""
     weights: dict[tuple[int, int], list[torch.Tensor]] = {}
     for module in model.modules():
         if isinstance(module, Linear) and module.by_library and module.out_features <= _CHOSEN_OUTPUTS:
             weights.setdefault((module.out_features, module.in_features), []).append(module.weight)
     began = time.monotonic()
     sizes = [size for size in graph_sizes(max_batch) if Linear.few_rows < size <= _CHOSEN_ROWS]
-    if measured := products.choose(weights, sizes):
+    if measured := products.choose(weights, sorted({*sizes, max_tokens})):
         log.info("measured %d products in %.1f s, to choose their algorithms", measured, time.monotonic() - began)
 
 
