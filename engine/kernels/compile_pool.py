@@ -17,6 +17,8 @@ from pathlib import Path
 
 from engine.kernels.cache_dir import use_cache_dir
 
+_WAIT = 5.0  # seconds for the processes to end, once all is done
+
 
 class CompilePool:
     """Started at once. Takes jobs until `seal`; ends with `close`, or when this process ends."""
@@ -64,12 +66,13 @@ class CompilePool:
             return {job: error for job, error in self._errors.items() if job in jobs}
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes, whatever they do. Does not wait for it."""
         if self._process is None:
             return
-        self._process.kill()  # its forks take no more jobs then
-        self._process.wait()
         self.seal()
+        if self._waiting or not self._jobs:
+            self._process.kill()  # its forks take no more jobs then
+        threading.Thread(target=self._bury, daemon=True).start()
 
     def _give(self) -> None:
         """In a thread of its own: a process that is busy takes its time to read."""
@@ -96,6 +99,14 @@ class CompilePool:
         except (OSError, ValueError) as error:
             self._end(str(error))
 
+    def _bury(self) -> None:
+        assert self._process is not None
+        try:
+            self._process.wait(_WAIT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
     def _end(self, reason: str) -> None:
         with self._changed:
             self._failure = reason
@@ -112,6 +123,17 @@ def start_early() -> None:
     global _early
     if _early is None and len(os.sched_getaffinity(0)) > 1:
         _early = CompilePool()
+
+
+def load_here() -> None:
+    """In the background, what this process needs to find compiled kernels: Triton, and its hash over itself."""
+
+    def load() -> None:
+        from engine.kernels.launch import load_compiler
+
+        load_compiler()
+
+    threading.Thread(target=load, daemon=True).start()
 
 
 def is_under_way() -> bool:

@@ -5,10 +5,12 @@
     __main__    starts the tests in a child process, passes its lines on, and ends it after a time limit: a GPU that
                 hangs or loses its state ends in a sentence too
     run         the child: facts of the machine, then each check
+    early       opens the GPU while modules load
     checks      what is computed, with the kernels and with their twins      (sampling: against the CPU's sampler;
                 delta: recurrent layers; few: launches that do several things for a few tokens;
                 host: tables in host memory)
     compare     how far two results may be apart
     machine     driver, GPU, memory, measured rates
     report      the lines, and the words for each kind of failure
+    stopwatch   where the time goes
 """

@@ -6,6 +6,7 @@ passed, 1 a check failed, 2 no usable GPU.
 """
 
 import argparse
+import importlib
 import json
 import os
 import queue
@@ -16,8 +17,10 @@ import threading
 import time
 from typing import IO, Any
 
+from engine.capabilities import nvidia_driver_present
 from engine.kernels import compile_pool
 from engine.selftest.report import Tally, as_text, print_line
+from engine.selftest.stopwatch import Stopwatch, process_began
 
 _LAST_WORDS = 300  # characters of the child's last error that are shown
 
@@ -27,10 +30,16 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS")
     parser.add_argument("--in-process", action="store_true", help="run the tests in this process, without a time limit")
+    parser.add_argument("--began", type=float, help=argparse.SUPPRESS)  # when the first process did
     options = parser.parse_args()
+    watch = Stopwatch(process_began() if options.began is None else options.began)
     if options.in_process:
-        tally = Tally(print_line)  # its clock runs from here: loading torch is part of the time
-        compile_pool.start_early()  # it loads torch while this process does
+        tally = Tally(print_line, watch=watch)
+        if nvidia_driver_present():
+            compile_pool.start_early()  # it loads torch while this process does
+        watch.lap("python")
+        importlib.import_module("torch")
+        watch.lap("torch")
         from engine.selftest.run import run
 
         try:
@@ -38,9 +47,9 @@ def main() -> int:
         finally:
             compile_pool.dismiss()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`: the child ends too
-    command = [sys.executable, "-P", "-m", "engine.selftest", "--in-process"]
+    command = [sys.executable, "-P", "-m", "engine.selftest", "--in-process", "--began", repr(watch.began)]
     try:
-        return supervise(command, Tally(print_line if options.json else _print_text), options.time_limit)
+        return supervise(command, Tally(print_line if options.json else _print_text, watch=watch), options.time_limit)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -61,7 +70,7 @@ def supervise(command: list[str], tally: Tally, time_limit: float) -> int:
     listener.start()
     code, late = 0, False
     try:
-        while (text := lines.get(timeout=max(0.0, tally.began + time_limit - time.monotonic()))) is not None:
+        while (text := lines.get(timeout=max(0.0, tally.watch.began + time_limit - time.monotonic()))) is not None:
             line = _parse(text)
             if line is None:
                 errors.append(text)

@@ -27,9 +27,10 @@ _NAN = float("nan")
 
 @dataclass
 class Side:
-    """One of the two sides of a comparison: where it computes, and with what. Both draw the same numbers.
+    """One of the two sides of a comparison: where it computes, and with what.
 
-    With `dry` the numbers are left to chance: for a pass that only compiles."""
+    `numbers` are those that were drawn, on the CPU: the second side is given the first one's. With `dry` they are left
+    to chance: for a pass that only compiles."""
 
     device: torch.device
     dtype: torch.dtype
@@ -44,6 +45,8 @@ class Side:
     post: ModuleType = reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
+    numbers: list[torch.Tensor] = field(default_factory=list)
+    _used: int = 0
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
     @property
@@ -53,10 +56,16 @@ class Side:
     def randn(self, *shape: int) -> torch.Tensor:
         if self.dry:
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        return torch.randn(*shape, generator=self._generator).to(self.dtype).to(self.device)
+        return self._draw(lambda: torch.randn(*shape, generator=self._generator).to(self.dtype))
 
     def randint(self, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(0, high, shape, generator=self._generator, dtype=torch.int32).to(self.device)
+        return self._draw(lambda: torch.randint(0, high, shape, generator=self._generator, dtype=torch.int32))
+
+    def _draw(self, draw: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if self._used == len(self.numbers):
+            self.numbers.append(draw())
+        self._used += 1
+        return self.numbers[self._used - 1].to(self.device, copy=True)
 
     def ints(self, values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32).to(self.device)

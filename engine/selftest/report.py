@@ -1,6 +1,7 @@
 """The lines of a self-test, one JSON object each, and the last one's words. Needs no torch: the parent uses it too.
 
     {"kind": "fact",  "name": "GPU", "value": "NVIDIA H100 80GB HBM3"}
+    {"kind": "fact",  "name": "time", "value": "Python 0.2 s, …", "parts": {"python": 0.21, …}}     adds up to the whole
     {"kind": "begin", "name": "decode d128"}
     {"kind": "check", "name": "decode d128", "passed": true, "error": 0.004, "bound": 0.01, "ms": 0.21}
     {"kind": "check", "name": …, "passed": false, "error": null, "bound": null, "ms": 12, "fault": "error", "reason": …}
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from engine.selftest.stopwatch import Stopwatch
 
 OK, FAILED, NO_GPU = 0, 1, 2  # exit codes
 
@@ -57,7 +60,7 @@ class Tally:
     running: str = ""                                              # the check that has begun and not ended
     faults: dict[str, Fault] = field(default_factory=dict)         # of failed checks
     ended: bool = False
-    began: float = field(default_factory=time.monotonic)
+    watch: Stopwatch = field(default_factory=Stopwatch)
 
     def see(self, line: dict[str, Any]) -> None:
         if line["kind"] == "begin":
@@ -77,13 +80,18 @@ class Tally:
     def fact(self, name: str, value: str, number: float | None = None) -> None:
         self.see({"kind": "fact", "name": name, "value": value} | ({} if number is None else {"number": number}))
 
+    def times(self) -> None:
+        """Where the time went."""
+        parts = {part: round(seconds, 2) for part, seconds in self.watch.parts.items()}
+        self.see({"kind": "fact", "name": "time", "value": str(self.watch), "parts": parts})
+
     def no_gpu(self, message: str, next_step: str) -> int:
         self._end(NO_GPU, message, next_step)
         return NO_GPU
 
     def end(self) -> int:
         """The last line of a test that ran, and its exit code."""
-        seconds = time.monotonic() - self.began
+        seconds = time.monotonic() - self.watch.began
         total = self.passed + len(self.faults)
         if not self.faults:
             more = f" ({self.skipped} need a newer GPU)" if self.skipped else ""
@@ -98,7 +106,7 @@ class Tally:
         return FAILED
 
     def _end(self, code: int, message: str, next_step: str) -> None:
-        seconds = time.monotonic() - self.began
+        seconds = time.monotonic() - self.watch.began
         self.see({
             "kind": "end", "exit_code": code, "passed": self.passed, "failed": list(self.faults),
             "skipped": self.skipped, "seconds": round(seconds, 2), "message": message, "next": next_step,

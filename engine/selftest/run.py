@@ -1,25 +1,40 @@
-"""The self-test's own process: facts of the machine, all variants compiled, then check after check."""
+"""The self-test's own process: facts of the machine, then check after check.
+
+Compiling takes longest, and other processes do it. So this one first finds out what is to be compiled, the slowest
+first; while others compile it measures the machine and computes what the checks' twins say; then kernels run as they
+are ready.
+"""
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
-from engine.selftest import checks, delta, few, host, sampling
+from engine.kernels import compile_pool
+from engine.selftest import checks, delta, early, few, host, sampling
 from engine.selftest.checks import Check, Side, kernel_side
-from engine.selftest.compare import Difference, difference
+from engine.selftest.compare import Difference, Result, difference
 from engine.selftest.machine import examine, measure
 from engine.selftest.report import Fault, Tally
 
+# Those whose kernels take longest to compile stand last: they are the first to be compiled, and the last to run.
 EVERY = [*few.CHECKS, *host.CHECKS, *checks.CHECKS, *sampling.CHECKS, *delta.CHECKS]
 _REASON = 400  # characters of an error that are shown
 
 
 def run(tally: Tally) -> int:
     """The whole self-test on this machine's GPU. Returns the exit code."""
+    opening = early.open_gpu()
+    if opening is not None:
+        with suppress(ImportError):  # the first check says so
+            kernel_side(torch.device("cpu"), torch.bfloat16)
+            compile_pool.load_here()
+        tally.watch.lap("triton")
+        opening.join()
     found = examine(tally)
+    tally.watch.lap("gpu")
     if isinstance(found, int):
         return found
     return run_checks(
@@ -45,34 +60,62 @@ def run_checks(
     if device.type == "cuda":
         tally.see({"kind": "begin", "name": "compilation"})
         kernels = _Kernels(possible, device, dtype)
+        tally.watch.lap("jobs")
     if meanwhile is not None:
         meanwhile()
+        tally.watch.lap("rates")
+    tally.see({"kind": "begin", "name": "plain arithmetic"})
+    twins = {check.name: Twin.of(check, device, dtype) for check in possible}
+    tally.watch.lap("twins")
     for check in every:
-        if check not in possible:
+        twin = twins.pop(check.name, None)
+        if twin is None:
             tally.see({"kind": "check", "name": check.name, "passed": True, "skipped": True, "reason": "needs fp8"})
             continue
         if kernels is not None:
             kernels.wait(check)
+            tally.watch.lap("waiting")
         tally.see({"kind": "begin", "name": check.name})
-        if _judge(tally, check, device, dtype) == "lost":
+        fault = _judge(tally, check, twin, kernel_side(device, dtype))
+        tally.watch.lap("kernels")
+        if fault == "lost":
             break  # every later check would fail for this one's reason
     if kernels is not None:
-        seconds = kernels.finish()
+        kernels.finish()
+        tally.watch.lap("waiting")
+        seconds = tally.watch.parts["waiting"]
         tally.fact("compilation", f"{seconds:.1f} s of waiting (none when kernels are at hand)", round(seconds, 2))
+    tally.times()
     return tally.end()
 
 
-def _judge(tally: Tally, check: Check, device: torch.device, dtype: torch.dtype) -> Fault | None:
+@dataclass
+class Twin:
+    """What a check's plain twin computed, or why it could not; and of which numbers."""
+
+    numbers: list[torch.Tensor]
+    results: list[Result]
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, check: Check, device: torch.device, dtype: torch.dtype) -> "Twin":
+        side = Side(device, dtype)
+        try:
+            return cls(side.numbers, check.compute(side))
+        except Exception as error:
+            return cls(side.numbers, [], error)
+
+
+def _judge(tally: Tally, check: Check, twin: Twin, side: Side) -> Fault | None:
     """Run one check and report it. Returns what was wrong with it."""
-    side = kernel_side(device, dtype)
     fault: Fault | None = None
     worst, reason = None, ""
     try:
-        worst = compare(check, side)
+        worst = compare(check, twin, side)
         if not worst.passed:
             fault = "wrong"
     except Exception as error:
-        fault, reason = _fault(error, device), _reason(error)
+        fault, reason = _fault(error, side.device), _reason(error)
     error = worst.error if worst and math.isfinite(worst.error) else None
     if worst and error is None:
         reason = "the result holds NaN, infinity or another shape"
@@ -84,11 +127,13 @@ def _judge(tally: Tally, check: Check, device: torch.device, dtype: torch.dtype)
     return fault
 
 
-def compare(check: Check, side: Side) -> Difference:
-    """The worst difference between what `side`'s kernels compute and what their twins do."""
+def compare(check: Check, twin: Twin, side: Side) -> Difference:
+    """The worst difference between what `side`'s kernels compute of the twin's numbers and what the twin did."""
+    if twin.error is not None:
+        raise twin.error
+    side.numbers = twin.numbers
     ours = check.compute(side)
-    twin = check.compute(Side(side.device, side.dtype))
-    found = [difference(a, b) for a, b in zip(ours, twin, strict=True)]
+    found = [difference(a, b) for a, b in zip(ours, twin.results, strict=True)]
     return max(found, key=lambda d: d.share)
 
 
@@ -101,22 +146,19 @@ class _Kernels:
         from engine.kernels.launch import Job, recording
 
         self._of: dict[str, set[Job]] = {}
-        self._waited = 0.0
-        for check in every:
+        self._all = Compilation(torch.cuda.get_device_capability(device))
+        for check in reversed(every):
             with recording() as jobs, suppress(Exception):
                 check.compute(kernel_side(device, dtype, dry=True))
             self._of[check.name] = jobs
-        self._all = Compilation(set().union(*self._of.values()), torch.cuda.get_device_capability(device))
+            self._all.add(jobs)
+        self._all.seal()
 
     def wait(self, check: Check) -> None:
-        began = time.perf_counter()
         self._all.wait(self._of[check.name])
-        self._waited += time.perf_counter() - began
 
-    def finish(self) -> float:
-        """Seconds that were waited for."""
+    def finish(self) -> None:
         self._all.finish()
-        return self._waited
 
 
 def _fault(error: Exception, device: torch.device) -> Fault:

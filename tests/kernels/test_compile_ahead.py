@@ -171,3 +171,37 @@ def test_a_kernel_has_the_same_key_whichever_came_first():
         for seed in range(4)
     }  # fmt: skip
     assert len(keys) == 1
+
+
+CHECKS = """
+import sys, torch
+from engine.kernels import compile_pool
+from engine.kernels.cache_dir import use_cache_dir
+from engine.selftest import run
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+compile_pool.start_early()
+names = ("norm", "norm residual to fp8", "gate", "softcap", "quantise")
+checks = [check for check in run.EVERY if check.name in names]
+kernels = run._Kernels(checks, torch.device("cpu"), torch.bfloat16)
+for check in checks:
+    kernels.wait(check)
+    compiled = {path.stem for path in use_cache_dir().rglob("*.cubin")}
+    assert kernels._of[check.name], "what a check needs was noted"
+    assert {job.kernel.name for job in kernels._of[check.name]} <= compiled, "it is there as the wait ends"
+kernels.finish()
+print(kernels._all.count)
+"""
+
+
+def test_the_self_tests_kernels_are_there_when_their_checks_run(tmp_path):
+    """With a pool that was started early, which gets what each check needs as soon as that is known."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one processor: nothing is compiled ahead")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    for count in ("5", "0"):
+        done = subprocess.run(
+            [sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.strip() == count

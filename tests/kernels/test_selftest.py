@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.kernels import (
+    reference,
     triton_attention,
     triton_decode,
     triton_delta,
@@ -205,6 +206,43 @@ def test_a_kernel_that_cannot_be_compiled_is_one_failed_check(monkeypatch):
     assert found["gate"]["fault"] == "error"
     assert found["gate"]["reason"] == "RuntimeError: ptxas died in line 3"
     assert end["message"] == "1 of 2 checks failed: gate could not be compiled or run."
+
+
+def test_a_twin_that_fails_is_one_failed_check(monkeypatch):
+    """It is computed before any kernel runs, and reported where its kernel's turn is."""
+    def broken(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(reference, "gate_mul", broken)
+    _, found, end = run("norm", "gate", "softcap")
+    assert list(found) == ["norm", "gate", "softcap"]
+    assert found["gate"]["fault"] == "memory"
+    assert end["failed"] == ["gate"]
+
+
+def test_both_sides_compute_of_the_same_numbers(monkeypatch):
+    """Drawn once: a twin that writes into what it is given leaves the kernel's as they were."""
+    drawn = []
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *a, **k: drawn.append(a) or randn(*a, **k))
+    rms_norm = reference.rms_norm
+
+    def careless(x, *args, **kwargs):
+        y = rms_norm(x, *args, **kwargs)
+        x.zero_()
+        return y
+
+    monkeypatch.setattr(reference, "rms_norm", careless)
+    assert run("norm")[0] == 0
+    assert drawn == [(9, 1024), (1024,)]
+
+
+def test_where_the_time_went_is_the_last_fact():
+    lines = []
+    run_checks(Tally(lines.append), CPU, torch.float32, with_fp8=True, only=[EVERY["gate"]])
+    fact, end = lines[-2:]
+    assert (fact["name"], end["kind"]) == ("time", "end")
+    assert 0 < fact["parts"]["kernels"] + fact["parts"]["twins"] <= end["seconds"] + 0.02  # both are rounded
 
 
 def test_too_little_memory_has_advice_of_its_own(monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 from engine.capabilities import nvidia_driver_present
 from engine.selftest.__main__ import supervise
 from engine.selftest.report import Tally, as_text
+from engine.selftest.stopwatch import PARTS, Stopwatch, process_began
 
 REPOSITORY = Path(__file__).parents[2]
 BEGIN = {"kind": "begin", "name": "decode"}
@@ -101,3 +102,38 @@ def test_lines_for_people():
     failed = PASSED | {"passed": False, "error": None, "bound": None, "reason": "it broke"}
     assert as_text(failed).split() == ["FAIL", "norm", "0.50", "ms", "it", "broke"]
     assert as_text(END | {"next": "Do it."}) == "\nWell.\nNext: Do it."
+
+
+def test_the_clock_begins_with_the_process():
+    """Not with the first line of Python that runs in it, nor with its child's."""
+    script = (
+        "import time; time.sleep(1.2)\n"
+        "from engine.selftest.stopwatch import process_began; print(time.monotonic() - process_began())"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert 1.2 <= float(done.stdout) <= time.monotonic() - began + 0.02  # the kernel counts in hundredths
+    assert process_began() < began
+
+
+def test_the_parts_of_the_time_are_all_of_it():
+    watch = Stopwatch(time.monotonic() - 5)
+    watch.lap("python")
+    time.sleep(0.05)
+    watch.lap("kernels")
+    watch.lap("waiting")
+    now = time.monotonic()
+    assert watch.parts["python"] >= 5
+    assert watch.parts["kernels"] >= 0.05
+    assert sum(watch.parts.values()) <= now - watch.began
+    seen: list[dict] = []
+    Tally(seen.append, watch=watch).times()
+    assert seen[0]["parts"].keys() == PARTS.keys()
+    assert seen[0]["value"].startswith(f"Python {watch.parts['python']:.1f} s, PyTorch 0.0 s, ")
+
+
+@pytest.mark.skipif(nvidia_driver_present(), reason="a GPU may be here")
+def test_the_child_counts_from_its_parents_start():
+    command = [sys.executable, "-m", "engine.selftest", "--in-process", "--began", repr(time.monotonic() - 1000)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout.splitlines()[-1])["seconds"] > 1000

@@ -1,0 +1,47 @@
+"""Where the time of a self-test goes, from the start of the process that somebody waits for."""
+
+import os
+import time
+from pathlib import Path
+
+# One after the other; what others do meanwhile (compilers, a thread that opens the GPU) costs nothing here.
+PARTS = {
+    "python": "Python",
+    "torch": "PyTorch",
+    "triton": "Triton",
+    "gpu": "GPU",
+    "jobs": "list of kernels",
+    "rates": "rates",
+    "twins": "plain arithmetic",
+    "waiting": "waiting for compilers",
+    "kernels": "kernels",
+}
+
+
+def process_began() -> float:
+    """When this process was started, on the clock of time.monotonic()."""
+    now = time.monotonic()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()[19])  # since the boot
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return now
+    return now - age if 0 <= age < 600 else now  # some sandboxes give no such time
+
+
+class Stopwatch:
+    """Seconds of each part. They add up to the whole."""
+
+    def __init__(self, began: float | None = None) -> None:
+        self.began = time.monotonic() if began is None else began
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self._last = self.began
+
+    def lap(self, part: str) -> None:
+        """What went by since the last lap was spent on `part`."""
+        now = time.monotonic()
+        self.parts[part] += now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{words} {self.parts[part]:.1f} s" for part, words in PARTS.items())
