@@ -1,16 +1,20 @@
 """What the GPU tests share: random checkpoints of each family, engines on the GPU and the CPU, random prompts."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, capabilities
 from engine.core.loop import EngineCore
 from engine.core.request import EngineRequest, StepOutput
+from engine.layers import attention
+from engine.layers.quant import FP8, FP8_MAX
 from engine.models.config import ModelConfig
 from engine.models.registry import model_class
 
@@ -106,6 +110,30 @@ def on_cpu(model: Path, **kwargs: Any) -> LLM:
     """The CPU path in float32: what the GPU is compared with."""
     kwargs = {"dtype": "float32", "skip_tokenizer_init": True} | kwargs
     return LLM(model=model, device="cpu", **kwargs)
+
+
+def fp8_on_cpu(model: Path, **kwargs: Any) -> LLM:
+    """The CPU path with the roundings of `quantization` and `kv_cache_dtype` "fp8": of weights, of the activations of
+    more than a few tokens, of keys and values on their way into the cache. All else is float32: what is lost against
+    `on_cpu` is what fp8 costs this model, with no kernel's doing. (A server refuses these flags on a CPU, where fp8
+    makes nothing faster.)"""
+    with patch.object(capabilities, "CPU_QUANTIZATION", frozenset({"fp8"})):
+        llm = on_cpu(model, quantization="fp8", **kwargs)
+    for module in llm.engine.runner.model.modules():
+        if isinstance(module, attention.Attention):
+            module._on_cpu = partial(_attend_rounded, module._on_cpu)
+    return llm
+
+
+def _attend_rounded(attend: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    write = attention.write_kv
+
+    def rounded(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, *rest: torch.Tensor) -> None:
+        k, v = (x.clamp(-FP8_MAX, FP8_MAX).to(FP8).to(k_cache.dtype) for x in (k, v))
+        write(k, v, k_cache, *rest)
+
+    with patch.object(attention, "write_kv", rounded):
+        return attend(*args)
 
 
 def prompts(count: int, seed: int = 1, longest: int = 400) -> list[dict]:

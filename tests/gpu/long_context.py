@@ -71,8 +71,10 @@ def text() -> list[int]:
 
 
 def scores(llm: LLM, ids: list[int], answer: int = 1) -> tuple[list[int], torch.Tensor]:
-    """`answer` tokens, greedily; and the log-probability of every token but the first, the answer's included."""
-    params = SamplingParams(max_tokens=answer, temperature=0, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+    """`answer` tokens; and the log-probability of every token but the first, the answer's included.
+
+    The tokens are drawn: the likeliest ones are the same one again and again, and scores of it are of another kind."""
+    params = SamplingParams(max_tokens=answer, temperature=1, seed=6, prompt_logprobs=0, logprobs=0, ignore_eos=True)
     [output] = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     tokens = output.outputs[0].token_ids
     entries = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]

@@ -1,18 +1,61 @@
 #!/usr/bin/env bash
 # On a machine with a CUDA GPU: the GPU tests, then the benchmark, as JSON rows. Needs that machine's python3 with torch,
 # triton, numpy, safetensors, tokenizers, jinja2, tqdm and pytest; nothing is installed, and nothing is fetched. Tests of
-# the server want its packages too (a folder of them on PYTHONPATH will do), and one wants a real model's directory in
-# ATOLL_TEST_MODEL; without them they are skipped, and say so. The presets' tests start large models in fp8, and want a
-# card of 80 GB for themselves.
+# the server and of the preflight want their packages too (a folder of them on PYTHONPATH will do), and one wants a real
+# model's directory in ATOLL_TEST_MODEL; without them they are skipped, and say so.
 #
-#   tests/gpu/run.sh              all of it (about 25 minutes on an H100)
-#   tests/gpu/run.sh tests        only the tests
-#   tests/gpu/run.sh sanitize     every kernel's check under compute-sanitizer, of the CUDA toolkit (minutes)
-#   tests/gpu/run.sh bench        only the benchmark: random weights in the real shapes of Qwen3, Qwen3.6 and Gemma 4
+# Most tests run side by side, a process a file: they wait for compilers and for the CPU they are compared with. What
+# judges speed or the whole card's memory is marked `alone`, and comes when the others are done; of these the presets'
+# tests start large models in fp8, and want a card of 80 GB.
+#
+#   tests/gpu/run.sh                    all of it (about 25 minutes on an H100)
+#   tests/gpu/run.sh tests              only the tests
+#   tests/gpu/run.sh beside [FILE...]   only those that run side by side, JOBS=n at a time
+#   tests/gpu/run.sh alone [FILE...]    only those that need the machine to themselves
+#   tests/gpu/run.sh sanitize           every kernel's check under compute-sanitizer, of the CUDA toolkit (minutes)
+#   tests/gpu/run.sh bench              only the benchmark: random weights in the real shapes of Qwen3, Qwen3.6, Gemma 4
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 what=${1:-all}
+[ $# = 0 ] || shift
+
+# Apart from the other rooms' tests: those run Triton's kernels in its interpreter, in the whole process.
+run_tests() {
+    python3 -m pytest -q -rs --durations=5 -p no:cacheprovider -o addopts="" -W ignore::pytest.PytestConfigWarning "$@"
+}
+
+# One file's tests, and what they said once they are done. Nothing to run there (5) is no failure.
+beside_one() {
+    local code=0 said
+    said=$(run_tests -m "not alone" "$1" 2>&1) || code=$?
+    printf '== %s\n%s\n' "$1" "$said"
+    [ "$code" = 0 ] || [ "$code" = 5 ]
+}
+export -f run_tests beside_one
+
+run_beside() {
+    local cores jobs
+    cores=$(nproc)
+    jobs=${JOBS:-$((cores < 4 ? 1 : cores < 16 ? cores / 2 : 8))}
+    { longest "$@"; printf '%s\n' "$@"; } | awk '!seen[$0]++' | xargs -P "$jobs" -I{} bash -c 'beside_one "$1"' _ {}
+}
+
+# They go first: the last one decides when all are done.
+longest() {
+    local name file
+    for name in engine fp8 hybrid long_context moe delta; do
+        for file; do
+            [[ $file != *test_gpu_$name.py ]] || echo "$file"
+        done
+    done
+}
+
+run_alone() {
+    local code=0
+    run_tests -m alone "$@" || code=$?
+    [ "$code" = 0 ] || [ "$code" = 5 ]
+}
 
 if [ "$what" = sanitize ]; then
     tool=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer || true)}
@@ -28,11 +71,23 @@ if [ "$what" = sanitize ]; then
     done
     exit
 fi
-if [ "$what" != bench ]; then
-    # Apart from the other tests: those run Triton's kernels in its interpreter, in the whole process.
-    python3 -m pytest -q -rs --durations=10 tests/gpu -p no:cacheprovider -o addopts="" -W ignore::pytest.PytestConfigWarning
-fi
-if [ "$what" != tests ]; then
+[ $# != 0 ] || set -- tests/gpu/test_gpu_*.py
+failed=0
+case $what in
+    beside) run_beside "$@" ;;
+    alone) run_alone "$@" ;;
+    tests | all)
+        run_beside "$@" || failed=$?
+        run_alone "$@" || failed=$?
+        [ "$failed" = 0 ] || exit "$failed"
+        ;;
+    bench) ;;
+    *)
+        sed -n 's/^#   //p' "$0" >&2
+        exit 2
+        ;;
+esac
+if [ "$what" = all ] || [ "$what" = bench ]; then
     bench() { python3 -m engine.bench workload "$@" --repeats 3 --json; }
     configs=engine/bench/configs
     bench mixed single --model $configs/qwen3-0.6b

@@ -5,7 +5,9 @@ the speed of the bus, which is printed and not judged, as it is the machine's.
 import gc
 import json
 import logging
+import os
 import statistics
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,11 +37,21 @@ def resident() -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 
 
-def gpu_in_use() -> int:
+def gpu_of_this_process() -> int | None:
+    """Bytes of GPU memory that the driver counts as this process's, whole MiB; None where nvidia-smi does not say: it
+    may not see into a container, or know its processes by other numbers."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    for line in listed.splitlines():
+        pid, _, used = line.partition(",")
+        if pid.strip() == str(os.getpid()) and used.strip().isdigit():
+            return int(used) << 20
+    return None
 
 
 def fill(table: torch.Tensor) -> None:
@@ -55,12 +67,14 @@ def fill(table: torch.Tensor) -> None:
 def state() -> Iterator[SimpleNamespace]:
     """The table, locked, and what memory was in use before and after."""
     torch.zeros(1, device=DEVICE)
-    gpu, host, allocated = gpu_in_use(), resident(), torch.cuda.memory_allocated()
+    gpu, host, reserved = gpu_of_this_process(), resident(), torch.cuda.memory_reserved()
     table = host_memory.empty((ROWS, WIDTH), torch.bfloat16)
     fill(table)
     host_memory.lock(table)
+    grown, afterwards = resident() - host, gpu_of_this_process()
     found = SimpleNamespace(
-        table=table, gpu=gpu_in_use() - gpu, host=resident() - host, allocated=torch.cuda.memory_allocated() - allocated
+        table=table, host=grown, reserved=torch.cuda.memory_reserved() - reserved,
+        gpu=None if gpu is None or afterwards is None else afterwards - gpu,
     )
     del table
     yield found
@@ -90,10 +104,19 @@ def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_neither_gpu_memory_nor_a_second_copy_is_taken(state: SimpleNamespace) -> None:
     size = state.table.nbytes
     assert host_memory.is_locked(state.table)
-    assert state.allocated == 0
-    assert state.gpu <= size // 50 + (64 << 20), f"{state.gpu >> 20} MiB of the GPU: more than tables of addresses"
+    assert state.reserved <= 0, "PyTorch took GPU memory"
     if resident():
         assert 0.99 * size <= state.host <= 1.02 * size + (256 << 20), f"{state.host / size:.2f} times the table"
+
+
+def test_the_driver_takes_no_gpu_memory_but_tables_of_addresses(state: SimpleNamespace) -> None:
+    before = gpu_of_this_process()
+    taken = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    after = gpu_of_this_process()
+    del taken
+    if state.gpu is None or before is None or after is None or not 256 << 20 <= after - before <= 260 << 20:
+        pytest.skip("nvidia-smi does not say what this process has on the GPU (in a container it may not)")
+    assert state.gpu <= state.table.nbytes // 50 + (64 << 20), f"{state.gpu >> 20} MiB of the GPU"
 
 
 @pytest.mark.parametrize("count", [1, 3, 256, 8192])
@@ -152,6 +175,7 @@ def seconds(work: Callable[[], object], repeats: int = 9, inner: int = 1) -> flo
     return statistics.median(times[2:])
 
 
+@pytest.mark.alone
 def test_speed_of_the_bus(state: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     """Printed as JSON rows: GB/s of rows for steps of several sizes and numbers of programs, and of a plain copy."""
     out = torch.empty(8192, WIDTH, dtype=torch.bfloat16, device=DEVICE)
@@ -265,17 +289,18 @@ def test_the_real_shape_of_e2b_starts_and_saves_what_the_plan_says() -> None:
     }  # fmt: skip
     used = {}
     for place in ("host", "gpu", "host"):  # the first one loads what stays: kernels, libraries
-        before = gpu_in_use()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
         llm = LLM(per_layer_embeddings=place, **options)
         [output] = llm.generate(
             [{"prompt_token_ids": list(range(7, 3007))}], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False
         )
         assert len(output.outputs[0].token_ids) == 8
-        used[place] = gpu_in_use() - before
+        used[place] = torch.cuda.memory_allocated() - before
         del llm, output
         gc.collect()
         gc.unfreeze()  # what the engine froze when it was ready
         gc.collect()
     saved = used["gpu"] - used["host"]
     table = 262_144 * 35 * 256 * 2
-    assert 0.9 * table <= saved <= 1.1 * table, f"{saved / 1e9:.2f} GB less of the GPU, {table / 1e9:.2f} expected"
+    assert 0.99 * table <= saved <= 1.01 * table, f"{saved / 1e9:.2f} GB less of the GPU, {table / 1e9:.2f} expected"

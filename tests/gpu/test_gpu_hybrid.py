@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_kit import checkpoint, on_cpu, on_gpu, prompts
+from gpu_kit import checkpoint, fp8_on_cpu, on_cpu, on_gpu, prompts
 
 from engine import LLM, SamplingParams
 
@@ -18,7 +18,6 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU", allow_module_level=True)
 
 CAP = 30.0
-FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 CAPPED = ["gemma2", "gemma4-31b", "gemma4-26b"]
 
 
@@ -58,16 +57,27 @@ def compare(found: torch.Tensor, reference: torch.Tensor, what: str) -> float:
     return error
 
 
-@pytest.mark.parametrize("flags, limit", [({}, 3e-2), (FP8, 1e-1)], ids=["bf16", "fp8"])
-def test_logits_follow_float32_and_a_cap_that_is_reached_is_noticed(model: Path, flags: dict, limit: float) -> None:
-    if flags and torch.cuda.get_device_capability() < (8, 9):
+def test_logits_follow_float32_and_a_cap_that_is_reached_is_noticed(model: Path) -> None:
+    asked = prompts(5, seed=9, longest=200)
+    ours, exact = on_gpu(model, max_num_seqs=8), on_cpu(model)
+    assert compare(logits(ours, asked), logits(exact, asked), f"{model.name} bf16") < 3e-2
+    with pytest.raises(AssertionError, match="saturated"):
+        compare(logits(ours, asked, 200.0), logits(exact, asked, 200.0), f"{model.name} bf16, stretched")
+
+
+def test_logits_in_fp8_are_off_by_what_fp8_costs(model: Path) -> None:
+    """Random layers of equal weight add up all roundings: fp8 costs 0.10 to 0.18 here, on any device. The GPU may lose
+    as much, and its roundings have to be mostly the CPU's: where bf16 decides which of two fp8 numbers is taken they
+    differ, which makes 0.73 of the whole. An error of its own of half that size crosses both limits."""
+    if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs compute capability 8.9")
     asked = prompts(5, seed=9, longest=200)
-    ours, reference = on_gpu(model, max_num_seqs=8, **flags), on_cpu(model)
-    what = f"{model.name} {'fp8' if flags else 'bf16'}"
-    assert compare(logits(ours, asked), logits(reference, asked), what) < limit
-    with pytest.raises(AssertionError, match="saturated"):
-        compare(logits(ours, asked, 200.0), logits(reference, asked, 200.0), f"{what}, stretched")
+    found = logits(on_gpu(model, max_num_seqs=8, quantization="fp8", kv_cache_dtype="fp8"), asked)
+    exact = logits(on_cpu(model), asked)
+    rounded = logits(fp8_on_cpu(model), asked)
+    due = compare(rounded, exact, f"{model.name}, what fp8 costs")
+    assert compare(found, exact, f"{model.name} fp8") < 1.12 * due
+    assert compare(found, rounded, f"{model.name} fp8, of the CPU's fp8") < 0.85 * due
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe"])

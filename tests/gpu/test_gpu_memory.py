@@ -16,7 +16,7 @@ from engine import LLM, SamplingParams
 from engine.core.kv.planner import GIB
 from engine.errors import OutOfMemoryPlanError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU", allow_module_level=True)
 

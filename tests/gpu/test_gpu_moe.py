@@ -1,5 +1,6 @@
 """Routed experts on a GPU: the shapes of real layers against the twin, and the same bits however steps are started."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from gpu_kit import DEVICE
 
 from engine.kernels import reference, triton_fused, triton_gemv, triton_moe
-from engine.kernels.launch import Kernel
+from engine.kernels.compile_ahead import compile_ahead
+from engine.kernels.launch import Kernel, recording
 from engine.kernels.triton_moe_few import Beside, Norm, sparse_block
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +23,39 @@ SHAPES = {  # experts, a token's, hidden, inner, gate
     "qwen3.6-35b-a3b": (256, 8, 2048, 512, "silu"),
     "mixtral-like": (8, 2, 4096, 1792, "silu"),
 }
+BESIDE = {"qwen3.6-35b-a3b": (512, True), "gemma4-26b-a4b": (2112, False), "qwen3-30b-a3b": (0, False)}
+LONG = "qwen3-30b-a3b"  # the shape that routings and chains are tried with
+TOKENS = (1, 3, 4, 5, 16, 64, 300, 1100, 4096)
+ROUTED, CHAINED, IN_A_BLOCK = (4, 17, 129, 513), (1, 4, 24), (1, 2, 3, 4)
 Layer = tuple[torch.Tensor, ...]  # w13, w2, and of fp8 ones their scales
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """The kernels of all these tests, compiled side by side: each shape has its own, and one after the other they take
+    minutes. What is not named here is compiled where it is needed."""
+    with recording() as jobs:
+        for shape, fp8 in itertools.product(SHAPES, (False, True)):
+            num_experts, _, hidden, _, _ = SHAPES[shape]
+            layer, norm = make_layer(shape, fp8=fp8), torch.ones(hidden, device=DEVICE).bfloat16()
+
+            def rows(tokens: int, width: int = hidden, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+                return torch.zeros(tokens, width, dtype=dtype, device=DEVICE)
+
+            for tokens in TOKENS:
+                routed(shape, rows(tokens), rows(tokens, num_experts), layer)
+            if shape == LONG:
+                for tokens in () if fp8 else ROUTED:
+                    routed(shape, rows(tokens), rows(tokens, num_experts, torch.float32), layer)
+                for tokens in CHAINED:
+                    link(rows(tokens), norm, layer, lambda: None)
+            if shape in BESIDE:
+                around = make_router(shape), layer, make_beside(shape, fp8=fp8), norm
+                for tokens in IN_A_BLOCK:
+                    in_one_block(shape, rows(tokens), *around, 1.0)
+                    in_parts(shape, rows(tokens), *around)
+                    next_block(shape, rows(tokens), *around)
+    compile_ahead(jobs, torch.cuda.get_device_capability())
 
 
 def make_layer(shape: str, *, fp8: bool) -> Layer:
@@ -38,49 +72,64 @@ def make_layer(shape: str, *, fp8: bool) -> Layer:
     return (*values, *(s.view(stack.shape[:2]) for (_, s), stack in zip(pairs, stacks, strict=True)))
 
 
+def routed(shape: str, x: torch.Tensor, logits: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, ...]:
+    """The choice of experts, their weights and what they make of x."""
+    _, top_k, _, _, gate = SHAPES[shape]
+    weights, experts = triton_moe.choose_experts(logits, top_k)
+    return experts, weights, triton_moe.routed_experts(x, weights, experts, *layer, gate=gate)
+
+
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_equal_their_twins(shape: str, fp8: bool) -> None:
     num_experts, top_k, hidden, _, gate = SHAPES[shape]
     layer = make_layer(shape, fp8=fp8)
-    for tokens in (1, 3, 4, 5, 16, 64, 300, 1100, 4096):
+    for tokens in TOKENS:
         x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
         logits = torch.randn(tokens, num_experts, device=DEVICE).bfloat16()
-        weights, experts = triton_moe.choose_experts(logits, top_k)
+        experts, weights, ours = routed(shape, x, logits, layer)
         twin_weights, twin_experts = reference.choose_experts(logits, top_k)
         assert torch.equal(experts, twin_experts), tokens
         torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
-        ours = triton_moe.routed_experts(x, weights, experts, *layer, gate=gate).float()
         twin = reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
-        error = (ours - twin).norm(dim=1) / twin.norm(dim=1)
+        error = (ours.float() - twin).norm(dim=1) / twin.norm(dim=1)
         assert error.max() < (4e-2 if fp8 else 1e-2), f"{tokens} tokens: {error.max():.2e}"
 
 
 @pytest.mark.parametrize("skew", ["even", "one expert", "few experts"])
 def test_any_routing(skew: str) -> None:
     """Experts with all tokens, with none, and with a block and one more."""
-    num_experts, top_k, hidden, _, gate = SHAPES["qwen3-30b-a3b"]
-    layer = make_layer("qwen3-30b-a3b", fp8=False)
-    for tokens in (4, 17, 129, 513):
+    num_experts, _, hidden, _, gate = SHAPES[LONG]
+    layer = make_layer(LONG, fp8=False)
+    for tokens in ROUTED:
         logits = torch.randn(tokens, num_experts, device=DEVICE)
         if skew == "one expert":
             logits[:, 77] += 50
         elif skew == "few experts":
             logits[:, 8:] -= 50
-        weights, experts = triton_moe.choose_experts(logits, top_k)
         x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
-        ours = triton_moe.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        experts, weights, ours = routed(LONG, x, logits, layer)
         twin = reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
-        assert ((ours - twin).norm(dim=1) / twin.norm(dim=1)).max() < 1e-2
+        assert ((ours.float() - twin).norm(dim=1) / twin.norm(dim=1)).max() < 1e-2
+
+
+def link(residual: torch.Tensor, norm: torch.Tensor, layer: Layer, pause: Callable[[], None]) -> None:
+    """A layer onto the residual stream; its router's scores are its first features."""
+    num_experts, top_k, _, _, gate = SHAPES[LONG]
+    x = triton_fused.rms_norm(residual, norm, 1e-6)
+    pause()
+    routing = triton_moe.choose_experts(x[:, :num_experts], top_k)
+    pause()
+    triton_moe.routed_experts(x, *routing, *layer, gate=gate, residual=residual)
+    pause()
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("tokens", [1, 4, 24])
+@pytest.mark.parametrize("tokens", CHAINED)
 def test_kernels_that_start_early_see_what_they_must(tokens: int, fp8: bool) -> None:
     """A chain of layers, each routed by the one before: one kernel at a time, all at once, and in a graph give the same
     bits. (A kernel may start while the one before it runs, and some read the choice of experts before they wait.)"""
-    num_experts, top_k, hidden, _, gate = SHAPES["qwen3-30b-a3b"]
-    layer = make_layer("qwen3-30b-a3b", fp8=fp8)
+    hidden, layer = SHAPES[LONG][2], make_layer(LONG, fp8=fp8)
     norm = torch.ones(hidden, device=DEVICE).bfloat16()
     start = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
 
@@ -88,12 +137,7 @@ def test_kernels_that_start_early_see_what_they_must(tokens: int, fp8: bool) -> 
         residual = start.clone()
         pause()
         for _ in range(40):
-            x = triton_fused.rms_norm(residual, norm, 1e-6)
-            pause()
-            routing = triton_moe.choose_experts(x[:, :num_experts], top_k)  # its scores are its first features
-            pause()
-            triton_moe.routed_experts(x, *routing, *layer, gate=gate, residual=residual)
-            pause()
+            link(residual, norm, layer, pause)
         return residual
 
     expected = chain(torch.cuda.synchronize)
@@ -106,9 +150,6 @@ def test_kernels_that_start_early_see_what_they_must(tokens: int, fp8: bool) -> 
     for _ in range(50):
         graph.replay()
         assert torch.equal(captured, expected)
-
-
-BESIDE = {"qwen3.6-35b-a3b": (512, True), "gemma4-26b-a4b": (2112, False), "qwen3-30b-a3b": (0, False)}
 
 
 def make_beside(shape: str, *, fp8: bool) -> Beside | None:
@@ -133,27 +174,55 @@ def stacks(layer: Layer) -> Layer:
     return (*layer, None, None)[:4]
 
 
+Pair = tuple[torch.Tensor, torch.Tensor | None]  # of the experts, and of an MLP that has a result of its own
+
+
+def in_one_block(
+    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, beside: Beside | None, norm: torch.Tensor,
+    offset: float | None, residual: torch.Tensor | None = None,
+) -> Pair:  # fmt: skip
+    _, top_k, _, _, gate = SHAPES[shape]
+    return sparse_block(
+        x, router, *stacks(layer), top_k=top_k, gate=gate, norm=Norm(norm, 1e-6, offset), beside=beside,
+        residual=residual,
+    )  # fmt: skip
+
+
+def in_parts(
+    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, beside: Beside | None, norm: torch.Tensor
+) -> Pair:
+    """The same by kernels that do less at a time."""
+    normed = triton_fused.rms_norm(x, norm, 1e-6, wide_offset=1.0)
+    parts = routed(shape, normed, triton_gemv.gemv(normed, router), layer)[2].float()
+    if beside is None:
+        return parts, None
+    h = triton_gemv.gemv(normed, beside.gate_up, beside.gate_up_scale, gate=SHAPES[shape][4])
+    other = triton_gemv.gemv(h, beside.down, beside.down_scale).float()
+    if beside.factor is None:
+        return parts, other
+    return parts + triton_gemv.gemv(normed, beside.factor).float().sigmoid() * other, None
+
+
+def next_block(
+    shape: str, residual: torch.Tensor, router: torch.Tensor, layer: Layer, beside: Beside | None, norm: torch.Tensor
+) -> torch.Tensor:
+    """The residual stream behind a block, in place."""
+    _, apart = in_one_block(shape, residual, router, layer, beside, norm, None, residual)
+    if apart is not None:
+        residual = triton_fused.rms_norm(apart, norm, 1e-6, residual)
+    return residual
+
+
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", BESIDE)
 def test_a_block_of_few_tokens_equals_its_parts(shape: str, fp8: bool) -> None:
-    _, top_k, hidden, _, gate = SHAPES[shape]
-    layer, beside, router = make_layer(shape, fp8=fp8), make_beside(shape, fp8=fp8), make_router(shape)
+    hidden = SHAPES[shape][2]
+    around = make_router(shape), make_layer(shape, fp8=fp8), make_beside(shape, fp8=fp8)
     norm = torch.rand(hidden, device=DEVICE).bfloat16()
-    for tokens in (1, 2, 3, 4):
+    for tokens in IN_A_BLOCK:
         x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
-        ours, apart = sparse_block(
-            x, router, *stacks(layer), top_k=top_k, gate=gate, norm=Norm(norm, 1e-6, 1.0), beside=beside
-        )
-        normed = triton_fused.rms_norm(x, norm, 1e-6, wide_offset=1.0)
-        routing = triton_moe.choose_experts(triton_gemv.gemv(normed, router), top_k)
-        parts = triton_moe.routed_experts(normed, *routing, *layer, gate=gate).float()
-        other = None
-        if beside is not None:
-            h = triton_gemv.gemv(normed, beside.gate_up, beside.gate_up_scale, gate=gate)
-            other = triton_gemv.gemv(h, beside.down, beside.down_scale).float()
-            if beside.factor is not None:
-                parts = parts + triton_gemv.gemv(normed, beside.factor).float().sigmoid() * other
-                other = None
+        ours, apart = in_one_block(shape, x, *around, norm, 1.0)
+        parts, other = in_parts(shape, x, *around, norm)
         assert ((ours.float() - parts).norm(dim=1) / parts.norm(dim=1)).max() < 1e-2
         assert (apart is None) == (other is None)
         if apart is not None and other is not None:
@@ -169,19 +238,15 @@ def test_blocks_that_start_early_see_what_they_must(
     """A chain of blocks, each routed by the one before: kernels one at a time, all at once and in a graph give the same
     bits.
     (The last kernel of a block reads the choice and the other MLP's first result before it waits.)"""
-    _, top_k, hidden, _, gate = SHAPES[shape]
-    layer, beside, router = make_layer(shape, fp8=fp8), make_beside(shape, fp8=fp8), make_router(shape)
-    norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-6, None)
+    hidden = SHAPES[shape][2]
+    around = make_router(shape), make_layer(shape, fp8=fp8), make_beside(shape, fp8=fp8)
+    norm = torch.ones(hidden, device=DEVICE).bfloat16()
     start = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
 
     def chain() -> torch.Tensor:
         residual = start.clone()
         for _ in range(40):
-            _, apart = sparse_block(
-                residual, router, *stacks(layer), top_k=top_k, gate=gate, norm=norm, beside=beside, residual=residual
-            )
-            if apart is not None:
-                residual = triton_fused.rms_norm(apart, norm.weight, 1e-6, residual)
+            residual = next_block(shape, residual, *around, norm)
         return residual
 
     start_kernel = Kernel.__call__

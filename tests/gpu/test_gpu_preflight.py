@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("installer.gpu", reason="the installer is not beside these tests")
+
 from installer import gpu
 from installer.gpu import nvml, smi
 
-pytestmark = pytest.mark.gpu
-GPU_CHECKS = range(5, 14)
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 SAME = ("uuid", "pci", "name", "compute_cap", "memory_total", "persistence", "compute_mode", "mig", "ecc",
         "ecc_uncorrected", "remap_pending", "remap_failed", "pcie_width_max", "power_default")  # fmt: skip
 
@@ -48,11 +49,11 @@ def test_nvml_and_nvidia_smi_agree() -> None:
 
 
 def test_every_gpu_check_passes(tmp_path: Path) -> None:
-    for package in ("psutil", "tomlkit", "cryptography", "pydantic"):
-        pytest.importorskip(package)
+    for package in ("psutil", "tomlkit", "cryptography"):
+        pytest.importorskip(package, reason=f"the preflight needs {package}, which this machine's Python lacks")
     from installer.config import Endpoint
     from installer.layout import Layout
-    from installer.preflight import CHECKS, PreflightContext, run_checks
+    from installer.preflight import CHECKS, GPU_CHECKS, PreflightContext, run_checks
 
     endpoint = Endpoint("127.0.0.1", 8123)
     plans = PreflightContext(Layout.at(tmp_path / "p"), endpoint, device="cuda", weight_bytes=1 << 30)
@@ -61,5 +62,5 @@ def test_every_gpu_check_passes(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
     assert len(records) == len(CHECKS)
     for record in records:
-        assert record.number not in GPU_CHECKS or record.status != "fail", record
-        assert record.number != 23 or record.status == "pass", record
+        assert record.id not in GPU_CHECKS or record.status != "fail", record
+        assert record.id != "compiler" or record.status == "pass", record

@@ -64,6 +64,7 @@ def test_a_share_that_holds_not_even_the_model_is_refused(model: Path) -> None:
     assert "GiB" in refused.value.message or "MiB" in refused.value.message
 
 
+@pytest.mark.alone  # it fills the card
 def test_a_gpu_in_use_by_others_is_refused_with_the_share_that_is_left(model: Path) -> None:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

@@ -13,7 +13,7 @@ import torch
 from engine.selftest.__main__ import supervise
 from engine.selftest.report import Tally, as_text
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 if not torch.cuda.is_available():
     pytest.skip("no CUDA GPU", allow_module_level=True)
 

@@ -21,6 +21,7 @@ CONFIG = Path(__file__).parents[2] / "engine" / "bench" / "configs" / "qwen3-8b"
 LEAST = 4e9  # bytes a second
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_weights_load_at_the_speed_of_the_page_cache(quantization: str | None, tmp_path: Path) -> None:
     """3.6 GB in the shapes of Qwen3-8B, read twice: the first time fills the cache."""
