@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Entry point of the `atoll` console script."""
     argv = sys.argv[1:]
-    if argv[:1] == ["serve"]:
+    if argv[:1] == ["serve"] and not {"-h", "--help"} & set(argv):  # its help speaks the operator's language
         from engine.server.cli import main as serve
 
         sys.exit(serve(argv[1:]))

@@ -14,6 +14,7 @@ from typer.main import get_command, get_group
 
 from appliance.cli.common import say
 from appliance.cli.help_texts import translate
+from appliance.cli.own_parsers import helping
 from appliance.cli.usage_errors import usage_errors_told
 from installer.errors import ExitCode
 from installer.i18n import LANGUAGES, joined, language_of, libraries_in, looked_up, speaking, t
@@ -104,9 +105,7 @@ class LazyGroup(TyperGroup):
 
 
 def take_language(args: list[str]) -> tuple[str | None, list[str]]:
-    """What `--lang` says, and the arguments without it. Commands with a parser of their own keep all they are given."""
-    if args and COMMANDS.get(args[0], ("", ""))[1] == "main":
-        return None, args
+    """What `--lang` says, and the arguments without it."""
     found, rest, words = None, [], iter(args)
     for word in words:
         if word == "--":
@@ -149,7 +148,11 @@ def _pass_through(name: str, help_line: str, run: Callable[[list[str]], int | No
 
     @holder.command(name=name, help=help_line, context_settings=settings)
     def call(ctx: typer.Context) -> None:
-        raise typer.Exit(run(ctx.args) or 0)
+        if not {"-h", "--help"} & set(ctx.args):
+            raise typer.Exit(run(ctx.args) or 0)
+        language = language_of()
+        with helping(lambda text: looked_up(text, language)):
+            raise typer.Exit(run(ctx.args) or 0)
 
     return get_command(holder)
 

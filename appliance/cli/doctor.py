@@ -137,7 +137,7 @@ class Report:
 
     def see(self, line: dict[str, Any]) -> None:
         if line["kind"] == "fact":
-            self.facts[line["name"]] = line.get("number", line["value"])
+            self.facts[line["name"]] = line.get("parts", line.get("number", line["value"]))
         elif line["kind"] == "check":
             self.checks.append({key: value for key, value in line.items() if key != "kind"})
         elif line["kind"] == "end":

@@ -55,6 +55,10 @@ SAID = (
     foreign("{free} of {total} GiB"),
     foreign("not measured: {why}"),
     foreign("{seconds} s of waiting (none when kernels are at hand)"),
+    foreign(
+        "Python {python} s, PyTorch {torch} s, Triton {triton} s, GPU {gpu} s, list of kernels {jobs} s, rates "
+        "{rates} s, plain arithmetic {twins} s, waiting for compilers {waiting} s, kernels {kernels} s"
+    ),
     foreign("the result holds NaN, infinity or another shape"),
     foreign("no answer within {seconds} s"),
     foreign("needs fp8"),
@@ -63,6 +67,7 @@ SAID = (
     foreign("memory bandwidth"),
     foreign("bf16 products"),
     foreign("compilation"),
+    foreign("time"),
     foreign("driver"),
     foreign("yes"),
 )

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from installer.i18n import looked_up
 
-_LANGUAGE_HELP = "Language of what is said: ko or en (as the system's; English where Hangul cannot be shown)."
+LANGUAGE_HELP = "Language of what is said: ko or en (as the system's; English where Hangul cannot be shown)."
 
 
 def paragraphs(command: Any) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _language_option() -> Any:
     holder = typer.Typer(add_completion=False)
 
     @holder.command()
-    def shape(lang: Annotated[str, typer.Option("--lang", metavar="[ko|en]", help=_LANGUAGE_HELP)] = "") -> None:
+    def shape(lang: Annotated[str, typer.Option("--lang", metavar="[ko|en]", help=LANGUAGE_HELP)] = "") -> None:
         pass
 
     (option,) = get_command(holder).params

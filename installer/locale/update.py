@@ -38,8 +38,11 @@ def literals(path: Path) -> set[str]:
 
 def help_paragraphs() -> set[str]:
     """What the commands say of themselves, as the finished command tree has it."""
+    from importlib import import_module
+
     from typer.main import get_group
 
+    from appliance.cli import own_parsers
     from appliance.cli.app import COMMANDS, app, load
     from appliance.cli.help_texts import paragraphs
     from installer.i18n import speaking
@@ -47,6 +50,9 @@ def help_paragraphs() -> set[str]:
     with speaking("en"):
         commands = [get_group(app), *(load(name) for name, (_, kind, _) in COMMANDS.items() if kind != "main")]
         lines = {help_line for _, _, help_line in COMMANDS.values()}
+        for module, attribute, _ in COMMANDS.values():
+            if attribute == "main":
+                lines |= own_parsers.paragraphs(getattr(import_module(module), attribute))
     return lines.union(*(paragraphs(command) for command in commands))
 
 

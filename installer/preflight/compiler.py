@@ -62,7 +62,7 @@ def _does_not_run(program: Path) -> Seen | None:
     evidence = f"{program} --version"
     if not program.stat().st_mode & 0o111:
         seen = t("{program} may not be executed", program=program)
-        return Seen("fail", seen, t("Give it that right back."), f"chmod a+rx {program}", evidence)
+        return Seen("fail", seen, t("Give it that right back."), f"chmod 0755 {program}", evidence)
     if os.statvfs(program).f_flag & os.ST_NOEXEC:
         mount = mount_of(program)
         where = mount.mountpoint if mount else str(program.parent)

@@ -26,6 +26,7 @@ from appliance.cli import install as install_command
 from appliance.cli.app import app
 from appliance.cli.common import say_rows
 from appliance.cli.install_view import Terminal, print_error, print_plan, print_result
+from appliance.cli.own_parsers import wrapped
 from installer.errors import InstallError
 from installer.i18n import language_of, t
 from installer.machine import Installer
@@ -182,6 +183,37 @@ def test_help_is_korean(atoll: Callable[..., str], name: str) -> None:
     screen = atoll(name, "--help")
     assert len(re.findall("[가-힣]", screen)) > 60
     assert english(re.sub(r"^.*Usage:.*$|[│╭╰╮╯─]|\[[^\]]*\]", " ", screen, flags=re.MULTILINE)) == [], screen
+
+
+@pytest.mark.parametrize("name", ["serve", "engine", "gateway", "gpu-ready", "settle"])
+@pytest.mark.parametrize("asked", [["--help"], ["-h", "--lang", "ko"]])
+def test_help_of_a_command_with_its_own_parser_is_korean(name: str, asked: list[str]) -> None:
+    """As its own program: `serve` begins before the command tree is imported."""
+    environment = {**os.environ, **KOREAN, "LANG": "ko_KR.UTF-8" if asked == ["--help"] else "C.UTF-8"}
+    command = [sys.executable, "-m", "appliance.cli", name, *asked]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert len(re.findall("[가-힣]", done.stdout)) > 60
+    to_type = re.compile(r"^(?: {2,}\S+ = .*| {2}(?:atoll|-).*?(?= {2}|$))|\[[^\]]*\]|MODEL_DIR.*", re.MULTILINE)
+    assert english(to_type.sub(" ", done.stdout)) == [], done.stdout
+    assert done.stdout.startswith("사용법: ")
+    assert "\n  --lang [ko|en]" in done.stdout
+    width = 110 if name in ("serve", "engine", "gateway") else int(KOREAN["COLUMNS"])
+    assert all(cell_len(line) <= width for line in done.stdout.splitlines() if line.startswith("   ")), done.stdout
+
+
+def test_their_help_is_english_elsewhere(atoll: Callable[..., str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "appliance.cli", "serve", "--help", "--lang=en"],
+                          env={**os.environ, **KOREAN}, capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.startswith("usage: atoll serve MODEL_DIR [flags]")
+    assert not re.search("[가-힣]", done.stdout)
+
+
+@pytest.mark.parametrize("text, lines", [
+    ("one two three", ["one two", "three"]), ("가나 다라 마바", ["가나", "다라", "마바"]), ("", []),
+    ("extraordinary it is", ["extraordinary", "it is"]),
+])  # fmt: skip
+def test_lines_are_broken_by_cells(text: str, lines: list[str]) -> None:
+    assert wrapped(text, 8) == lines
 
 
 def test_the_system_form_in_korean(

@@ -491,7 +491,7 @@ def test_the_installed_triton(look: Callable[..., CheckRecord], ptxas: Path, mon
 def test_an_assembler_without_the_right_to_run(look: Callable[..., CheckRecord], ptxas: Path) -> None:
     ptxas.chmod(0o644)
     record = look("compiler")
-    assert (record.status, record.command) == ("fail", f"chmod a+rx {ptxas}")
+    assert (record.status, record.command) == ("fail", f"chmod 0755 {ptxas}")
     assert "may not be executed" in record.observed
 
 
