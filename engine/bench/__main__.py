@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from engine.bench import cpu, delta, load, moe, profile, report, workload
+from engine.bench import cpu, delta, gemv, load, moe, profile, report, workload
 from engine.errors import AtollError
 
 _EXAMPLES = """examples:
@@ -16,9 +16,13 @@ _EXAMPLES = """examples:
   python -m engine.bench load --model DIR --quantization fp8          from the page cache to ready weights
   python -m engine.bench moe --model DIR                              the experts of a layer, alone
   python -m engine.bench moe --search --out engine/kernels/moe_tuned.json
+  python -m engine.bench gemv --model DIR                             one row times each weight, alone
+  python -m engine.bench gemv --search --out engine/kernels/gemv_tuned.json
   python -m engine.bench delta --model DIR                            a recurrent layer, without its projections
 """
-_COMMANDS = {"cpu": cpu, "workload": workload, "profile": profile, "load": load, "moe": moe, "delta": delta}
+_COMMANDS = {
+    "cpu": cpu, "workload": workload, "profile": profile, "load": load, "moe": moe, "gemv": gemv, "delta": delta,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,7 +29,7 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, inner = weight.shape
     quantized = torch.empty(rows, inner, dtype=FP8, device=weight.device)
     scale = torch.empty(rows, dtype=torch.float32, device=weight.device)
-    step = max(1, _CHUNK_ELEMENTS // inner)
+    step = rows if weight.is_meta else max(1, _CHUNK_ELEMENTS // inner)  # those on `meta` take no memory
     for at in range(0, rows, step):
         quantized[at : at + step], scale[at : at + step] = quantize_rows(weight[at : at + step])
     return quantized, scale

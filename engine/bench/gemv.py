@@ -1,0 +1,139 @@
+"""``gemv``: each product of one row with a weight of a decode step, against the time that reading the weight takes.
+
+DIR needs only a config.json; without one the products of all shipped shapes are measured, each once. A product is run
+with several copies of its weight in turn, so that none of them stays in a cache.
+
+``--search`` tries out tiles of their kernel, for at most ``--budget`` seconds, the largest weights first, and prints
+the best as they are found. With ``--out engine/kernels/gemv_tuned.json`` they are used from then on.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.bench import floor, report
+from engine.bench.gemv_products import Subject, find_subjects
+from engine.bench.moe import step_seconds
+from engine.capabilities import resolve_device
+from engine.errors import ConfigError
+from engine.kernels.gemv_tiles import VectorTiles, vector_tiles
+from engine.layers.quant import FP8
+
+DEFAULT_MODELS = tuple(sorted(path.name for path in floor.CONFIGS.iterdir()))
+_TURNS_BYTES = 200 * 10**6  # of the copies that take turns: more than caches hold
+_EPS = 1e-6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto")
+    words = "default: both, but fp8 alone for models of more than 20 GB"
+    parser.add_argument("--quantization", choices=["none", "fp8"], help=words)
+    parser.add_argument("--search", action="store_true", help="try tiles, and print the best of them")
+    parser.add_argument("--budget", type=float, default=300, metavar="SECONDS", help="of a search (default: 300)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where a search also writes what it found, as JSON")
+
+
+def run(args: argparse.Namespace) -> Iterator[report.Row]:
+    device = torch.device(resolve_device(args.device, torch.cuda.is_available()))
+    if device.type == "cpu":
+        raise ConfigError("These products are a GPU's: on a CPU the library has its own.", "--device")
+    if args.search:
+        yield from _run_search(args, device)
+        return
+    read = floor.bandwidth(device)["copy"]
+    for subject in _subjects(args):
+        yield {**facts(subject), **measure(subject, device, read), **report.machine(device)}
+
+
+def _subjects(args: argparse.Namespace) -> list[Subject]:
+    configs = [args.model] if args.model else [floor.CONFIGS / name for name in DEFAULT_MODELS]
+    return find_subjects(configs, args.quantization)
+
+
+def _run_search(args: argparse.Namespace, device: torch.device) -> Iterator[report.Row]:
+    from engine.bench import gemv_search
+    from engine.kernels import compile_pool
+
+    start = time.monotonic()
+    compile_pool.start_early()  # it gets ready while products are looked for
+    read = floor.bandwidth(device)["copy"]
+    subjects = _subjects(args)
+    done = 0
+    with torch.inference_mode(), gemv_search.OnGpu(subjects, device) as ready:
+        budget = args.budget - (time.monotonic() - start)
+        for found in gemv_search.search(subjects, ready, budget):
+            if args.out is not None:
+                gemv_search.write(args.out, found)
+            done += 1
+            row = {**found.row, **speed(found.subject, found.seconds, read)}
+            yield {**facts(found.subject), **row, **report.machine(device)}
+    report.say(f"{done} of {len(subjects)} searched in {time.monotonic() - start:.0f} s")
+
+
+def facts(subject: Subject) -> report.Row:
+    return {
+        "bench": "gemv", "engine": "atoll", "models": " ".join(subject.models), "product": str(subject),
+        "mb": round(subject.num_bytes / 1e6, 1),
+    }  # fmt: skip
+
+
+def measure(subject: Subject, device: torch.device, read: float) -> report.Row:
+    """With the tiles that are used. `read`: GB/s."""
+    tiles = vector_tiles(subject.product)
+    with torch.inference_mode():
+        seconds = step_seconds(Operands(subject, device).steps(tiles), device)
+    return {"us": round(seconds * 1e6, 1), "tiles": list(tiles), **speed(subject, seconds, read)}
+
+
+def speed(subject: Subject, seconds: float, read: float) -> report.Row:
+    """`of_floor`: the time to read the weight once at `read` GB/s, over that of the product."""
+    return {
+        "tb_s": round(subject.num_bytes / seconds / 1e12, 3),
+        "of_floor": round(subject.num_bytes / (read * 1e9) / seconds, 3),
+    }
+
+
+class Operands:
+    """Random numbers in a product's shapes: a row, weights that take turns, and what is around them."""
+
+    def __init__(self, subject: Subject, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        product = subject.product
+        self.gate = subject.gate
+        outputs = product.outputs // 2 if product.gated else product.outputs
+
+        def numbers(*shape: int, deviation: float = 1.0) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device).normal_(0, deviation)
+
+        shape, small = (product.outputs, product.inner), product.inner**-0.5  # results as wide as the row
+        copies = max(2, -(-_TURNS_BYTES // subject.num_bytes))
+        self.x = numbers(1, product.inner)
+        if product.itemsize == 1:
+            self.weights = [numbers(*shape).to(FP8) for _ in range(copies)]
+            self.scale = torch.full((product.outputs,), small, device=device)
+        else:
+            self.weights = [numbers(*shape, deviation=small) for _ in range(copies)]
+            self.scale = None
+        self.bias = numbers(product.outputs) if subject.bias else None
+        self.norm = (numbers(product.inner), _EPS) if product.normed else None
+        self.residual = numbers(1, outputs).zero_() if subject.residual else None
+
+    def steps(self, tiles: VectorTiles) -> Sequence[Callable[[], torch.Tensor]]:
+        """The product with one copy of the weight after the other."""
+        return [partial(self._product, weight, tiles) for weight in self.weights]
+
+    def result(self, tiles: VectorTiles) -> torch.Tensor:
+        """With the first copy, in float32; the residual was zero."""
+        if self.residual is not None:
+            self.residual.zero_()
+        return self._product(self.weights[0], tiles).to(torch.float32, copy=True)
+
+    def _product(self, weight: torch.Tensor, tiles: VectorTiles) -> torch.Tensor:
+        from engine.kernels.triton_gemv import gemv
+
+        return gemv(
+            self.x, weight, self.scale, self.bias, norm=self.norm, gate=self.gate, residual=self.residual, tiles=tiles
+        )
