@@ -15,6 +15,7 @@ from engine.core.loop import EngineCore
 from engine.core.request import EngineRequest, StepOutput
 from engine.layers import attention
 from engine.layers.quant import FP8, FP8_MAX
+from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.registry import model_class
 
@@ -112,6 +113,11 @@ def on_cpu(model: Path, **kwargs: Any) -> LLM:
     return LLM(model=model, device="cpu", **kwargs)
 
 
+def model_of(llm: LLM) -> CausalLM:
+    runner: Any = llm.engine.runner
+    return runner.model
+
+
 def fp8_on_cpu(model: Path, **kwargs: Any) -> LLM:
     """The CPU path with the roundings of `quantization` and `kv_cache_dtype` "fp8": of weights, of the activations of
     more than a few tokens, of keys and values on their way into the cache. All else is float32: what is lost against
@@ -119,9 +125,9 @@ def fp8_on_cpu(model: Path, **kwargs: Any) -> LLM:
     makes nothing faster.)"""
     with patch.object(capabilities, "CPU_QUANTIZATION", frozenset({"fp8"})):
         llm = on_cpu(model, quantization="fp8", **kwargs)
-    for module in llm.engine.runner.model.modules():
+    for module in model_of(llm).modules():
         if isinstance(module, attention.Attention):
-            module._on_cpu = partial(_attend_rounded, module._on_cpu)
+            setattr(module, "_on_cpu", partial(_attend_rounded, module._on_cpu))  # noqa: B010 (a method, this once)
     return llm
 
 

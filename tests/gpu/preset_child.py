@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from typing import Any
 
 STARTED, ARGV = float(sys.argv[1]), sys.argv[2:]
 REQUESTS, TOKENS = 10, 16  # two more than the Gemma presets run at a time
@@ -29,6 +30,7 @@ def main() -> None:
     llm = LLM(**knobs | {"load_format": "dummy", "skip_tokenizer_init": True})
     ready = time.time()
     core = llm.engine
+    runner: Any = core.runner
     generator = torch.Generator().manual_seed(1)
 
     def prompt(length: int) -> list[int]:
@@ -47,8 +49,8 @@ def main() -> None:
         "device": info["device"], "served": served, "once": once, "twice": twice, "longest": longest,
         "pages in use": stats.pages_in_use, "preemptions": stats.num_preemptions, "failures": stats.step_failures,
         "windows": core.kv.memory.windows, "has states": core.kv.memory.has_state,
-        "cache dtypes": sorted({str(kv[0].dtype) for kv in core.runner.cache.kv.values()}),
-        "quantized": sum(getattr(m, "quantization", None) == "fp8" for m in core.runner.model.modules()),
+        "cache dtypes": sorted({str(kv[0].dtype) for kv in runner.cache.kv.values()}),
+        "quantized": sum(getattr(m, "quantization", None) == "fp8" for m in runner.model.modules()),
     }  # fmt: skip
     print("REPORT " + json.dumps(report), flush=True)
 

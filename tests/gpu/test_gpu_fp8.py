@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_kit import FAMILIES, checkpoint, fp8_on_cpu, generated, on_cpu, on_gpu, prompts
+from gpu_kit import FAMILIES, checkpoint, fp8_on_cpu, generated, model_of, on_cpu, on_gpu, prompts
 from gpu_scores import lost
 from torch import nn
 
@@ -89,7 +89,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[tuple[int, float]]]]:
 def test_every_product_of_a_step_is_that_of_its_twin(family: str, tmp_path: Path) -> None:
     flags = {"quantization": "fp8", "kv_cache_dtype": "fp8", "enforce_eager": True, "max_num_seqs": 16}
     llm = on_gpu(checkpoint(tmp_path / family, family), **flags)
-    model = llm.engine.runner.model
+    model = model_of(llm)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with watched(model) as seen:
         generated(llm, prompts(12, longest=200), params)

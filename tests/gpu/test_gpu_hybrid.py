@@ -6,10 +6,11 @@ to 0.019 off here.)
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from gpu_kit import checkpoint, fp8_on_cpu, on_cpu, on_gpu, prompts
+from gpu_kit import checkpoint, fp8_on_cpu, model_of, on_cpu, on_gpu, prompts
 
 from engine import LLM, SamplingParams
 
@@ -28,7 +29,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def logits(llm: LLM, asked: list[dict], stretch: float = 1.0) -> torch.Tensor:
     """Of all tokens of the prompts, each a step of its own; `stretch`: of the last norm's weight."""
-    model, found = llm.engine.runner.model, []
+    model, found = model_of(llm), []
     original = model.logits
 
     def note(hidden: torch.Tensor) -> torch.Tensor:
@@ -99,7 +100,8 @@ def test_a_state_from_the_cache_is_bit_equal(family: str, kept_in: str, tmp_path
 
 def test_a_copied_state_has_every_bit_and_its_neighbours_stay(tmp_path: Path) -> None:
     llm = on_gpu(checkpoint(tmp_path / "m", "qwen3.5"))
-    cache = llm.engine.runner.cache
+    runner: Any = llm.engine.runner
+    cache = runner.cache
     states = [state for layer in cache.states.values() for state in layer]
     generator = torch.Generator(device=states[0].device).manual_seed(1)
     with torch.inference_mode():

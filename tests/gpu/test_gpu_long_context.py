@@ -41,8 +41,7 @@ def reader(model: Path) -> LLM:
 
 
 def gpu(model: Path, **flags: str) -> LLM:
-    flags = {"kv_cache_memory_bytes": 1 << 30, "max_num_batched_tokens": 2048, "max_num_seqs": 4} | flags
-    return on_gpu(model, **flags)
+    return on_gpu(model, kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=2048, max_num_seqs=4, **flags)
 
 
 @pytest.fixture(scope="module", params=list(MODELS))

@@ -158,20 +158,18 @@ def make_beside(shape: str, *, fp8: bool) -> Beside | None:
     hidden = SHAPES[shape][2]
     if not width:
         return None
-    parts: list[torch.Tensor | None] = []
-    for rows, columns in ((2 * width, hidden), (hidden, width)):
-        weight = torch.randn(rows, columns, device=DEVICE).mul_(columns**-0.5).bfloat16()
-        parts += reference.quantize_rows(weight) if fp8 else (weight, None)
-    return Beside(*parts, torch.randn(1, hidden, device=DEVICE).mul_(hidden**-0.5).bfloat16() if factor else None)
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, device=DEVICE).mul_(columns**-0.5).bfloat16()
+
+    first, second = weight(2 * width, hidden), weight(hidden, width)
+    parts = (*reference.quantize_rows(first), *reference.quantize_rows(second)) if fp8 else (first, None, second, None)
+    return Beside(*parts, weight(1, hidden) if factor else None)
 
 
 def make_router(shape: str) -> torch.Tensor:
     num_experts, _, hidden, _, _ = SHAPES[shape]
     return torch.randn(num_experts, hidden, device=DEVICE).mul_(3 * hidden**-0.5).bfloat16()
-
-
-def stacks(layer: Layer) -> Layer:
-    return (*layer, None, None)[:4]
 
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]  # of the experts, and of an MLP that has a result of its own
@@ -183,7 +181,7 @@ def in_one_block(
 ) -> Pair:  # fmt: skip
     _, top_k, _, _, gate = SHAPES[shape]
     return sparse_block(
-        x, router, *stacks(layer), top_k=top_k, gate=gate, norm=Norm(norm, 1e-6, offset), beside=beside,
+        x, router, *layer, top_k=top_k, gate=gate, norm=Norm(norm, 1e-6, offset), beside=beside,
         residual=residual,
     )  # fmt: skip
 
