@@ -2,7 +2,8 @@
 
     a runner with the real number of rows, and one page that all of them share
       |- every kernel compiled (prepare.py)
-      |- the largest step, then the largest decode step, sampled with every option     -> peak
+      |- the largest step, then the largest decode step, sampled with every option;
+      |    then small ones of a prompt                                                  -> peak
       |- some decode graphs, the largest among them                                    -> pool, bytes a record
       '- freed again
 
@@ -51,8 +52,10 @@ def measure_steps(
     )  # fmt: skip
     cache = Cache(spec, 1, kv_dtype, device)
     runner.bind_cache(cache)
-    steps = _largest_steps(lengths)
-    prepare(runner, count, steps[0])
+    # Few sequences have kernels of their own; and where a step has no more tokens than sequences, the largest decodes.
+    small = [[2]] if longest > 1 else [[2], [2, *[1] * (count - 2)]]
+    steps = [*_largest_steps(lengths), *(_largest_steps(prompts)[0] for prompts in small)]
+    prepare(runner, count, (plan for plan in steps if plan.num_tokens > len(plan.seqs)))
     torch.cuda.empty_cache()
     ours = torch.cuda.memory_allocated(device) - before
     buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_tables.nbytes
