@@ -151,6 +151,35 @@ def facts(done: Ran) -> dict[str, Any]:
     return json.loads(done.out[start:])
 
 
+class Stream:
+    """A long answer that a client of the appliance is reading, from its first piece on."""
+
+    def __init__(self, desk: Desk, tokens: int = 200) -> None:
+        asked = {"url": f"{URL}/v1", "key": desk.key, "model": NAME, "prompt": "Count from one to a hundred.",
+                 "ca": desk.ca, "stream": True, "max_tokens": tokens, "timeout": 300,
+                 "extra": {"ignore_eos": True}}  # fmt: skip
+        self.tokens = tokens
+        self._client = subprocess.Popen(
+            desk.machine.beside_command([sys.executable, str(CLIENT)]), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert self._client.stdin is not None
+        assert self._client.stderr is not None
+        self._client.stdin.write(json.dumps(asked))
+        self._client.stdin.close()
+        assert self._client.stderr.readline() == "first piece\n"
+
+    @property
+    def under_way(self) -> bool:
+        return self._client.poll() is None
+
+    def assert_whole(self) -> None:
+        """It came to its end, with all that was asked for."""
+        assert self._client.stdout is not None
+        answer = json.loads(self._client.stdout.read())
+        assert (answer.get("finish"), answer.get("pieces", 0) > self.tokens // 2) == ("length", True), answer
+
+
 class Watcher:
     """Asks /health every 50 ms from beside the machine; tells for how long nobody could have been served.
 

@@ -3,15 +3,13 @@
 The tests of the class are chapters of one story on one machine, in this order; after one fails, the rest is skipped.
 """
 
-import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from desk import CLIENT, NAME, URL, Desk, Watcher, facts
+from desk import NAME, Desk, Stream, Watcher, facts
 from machine import Machine
 from measures import Measures
 from rootfs import ensure_root
@@ -112,23 +110,11 @@ class TestLife:
 
     def test_daemon_reload_while_serving(self, desk: Desk) -> None:
         """A stream that is under way when systemd reads its units again goes on to its end."""
-        asked = {"url": f"{URL}/v1", "key": desk.key, "model": NAME, "prompt": "Count from one to a hundred.",
-                 "ca": desk.ca, "stream": True, "max_tokens": 200, "extra": {"ignore_eos": True}}  # fmt: skip
-        client = subprocess.Popen(
-            desk.machine.beside_command([sys.executable, str(CLIENT)]), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        assert client.stdin is not None
-        assert client.stderr is not None
-        client.stdin.write(json.dumps(asked))
-        client.stdin.close()
-        assert client.stderr.readline() == "first piece\n"
+        stream = Stream(desk)
         for _ in range(3):
             desk.machine.run("systemctl daemon-reload").check()
-        assert client.poll() is None, "the answer was over too soon to show anything"
-        assert client.stdout is not None
-        answer = json.loads(client.stdout.read())
-        assert (answer.get("finish"), answer.get("pieces", 0) > 100) == ("length", True), answer
+        assert stream.under_way, "the answer was over too soon to show anything"
+        stream.assert_whole()
         desk.machine.run("systemctl daemon-reexec").check()
         desk.assert_serves()
 
@@ -175,6 +161,32 @@ class TestLife:
         told = desk.atoll("status").out
         assert "was cut off" in told, told
         assert "atoll upgrade" in told, told
+
+    def test_an_upgrade_that_cannot_be_prepared_interrupts_nobody(self, desk: Desk, memory: dict, suite: str) -> None:
+        """Settings that cannot serve, found when the new engine reads them: the old one has long read its own, and goes
+        on, and with it an answer that it is giving. Started anew, it could not serve with them either."""
+        desk.plug(desk.vendor.later)
+        config = desk.machine.path("/etc/atoll/atoll.toml")
+        good, table = config.read_text(), f"[models.{NAME}]\n"
+        assert table in good
+        units = [f"atoll-engine@{NAME}", "atoll-gateway"]
+        pids = [desk.machine.run(f"systemctl show -P MainPID {unit}").out for unit in units]
+        config.write_text(good.replace(table, f"{table}max-num-seqs = 0\n"))
+        streams = 0
+        process = desk.machine.popen(desk.command(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        while process.poll() is None:  # one after another, so that one is under way whenever it may hurt
+            Stream(desk).assert_whole()
+            streams += 1
+        done = process.communicate()[0]
+        assert process.returncode == 40, done
+        assert "nothing was restarted" in done, done
+        assert "max-num-seqs" in done, done
+        assert [desk.machine.run(f"systemctl show -P MainPID {unit}").out for unit in units] == pids
+        assert streams, "nothing was asked meanwhile"
+        assert desk.live() == memory["first"]
+        config.write_text(good)
+        desk.assert_serves()
+        assert desk.status()["state"] == "serving", desk.trouble()
 
     def test_upgrade(self, desk: Desk, memory: dict, suite: str, measure: Measures) -> None:
         """The medium of a later release; the key of the first install is still trusted, the old API key still good."""

@@ -319,14 +319,46 @@ def test_an_engine_takes_over_from_another_while_that_one_serves(server: Server)
 
 
 def test_settings_that_cannot_serve_do_not_end_what_serves(server: Server):
-    machine, pid, config = server.machine, server.pid("tiny"), server.layout.config
+    machine, config = server.machine, server.layout.config
+    pids = {name: server.pid(name) for name in ("chat", "tiny")}
     good = config.read_text()
+    serving = machine.run(SERVICE % "import json\nprint(json.dumps(s.serving()))").check().json
+    assert serving.keys() == {"chat", "tiny", "gateway"}
     config.write_text(good.replace('served-model-name', 'no-such-flag = 1\nserved-model-name'))
     assert machine.run("systemctl reload atoll-engine@tiny").code
-    assert server.pid("tiny") == pid
+    assert {name: server.pid(name) for name in pids} == pids
     assert server.chat("tiny")[0] == 200
     assert "no-such-flag" in machine.journal("-u atoll-engine@tiny")
+    # The installer's switch of several: what cannot be prepared ends the successor of the other as well.
+    told = machine.run(SERVICE % (
+        'import json\nfrom installer.errors import InstallError\ntry:\n    s.switch(["chat", "tiny", "gateway"], 60)\n'
+        'except InstallError as error:\n    print(json.dumps([error.exit_code, error.message, s.serving()]))')).json
     config.write_text(good)
+    assert told[:2] == [40, "The new atoll-engine@tiny.service could not make itself ready to take over."]
+    if server.pid("chat") == pids["chat"]:  # its successor was not ready sooner than the other's failed
+        assert told[2] == serving
+        when(lambda: engines(server, "chat") == 1, 60, "the end of the other successor")
+    assert server.pid("tiny") == pids["tiny"]
+    assert server.chat("tiny")[0] == 200
+    wait_healthy(server, "chat", 60)
+
+
+def engines(server: Server, model: str) -> int:
+    """Processes that are an engine of this model, or want to be."""
+    return int(server.machine.run(f"pgrep -fc '[e]ngine --model {model}'").out)
+
+
+def test_a_successor_that_takes_too_long_never_takes_over(server: Server):
+    """Nobody is prepared in so short a time: it is ended, and what served is known to serve on."""
+    machine, pid = server.machine, server.pid("chat")
+    before, after = machine.run(SERVICE % (
+        'import json, time\nfrom installer.errors import InstallError\nbefore = s.serving()\ntry:\n'
+        '    s._take_over({"chat"}, 0.05)\nexcept InstallError:\n    print(json.dumps([before, s.serving()]))')).json
+    assert before == after
+    when(lambda: engines(server, "chat") == 1, 60, "its end")
+    assert server.pid("chat") == pid
+    assert server.show("atoll-engine@chat", "ActiveState") == "active"
+    assert server.chat("chat")[0] == 200
 
 
 def test_a_killed_engine_comes_back_and_its_neighbour_serves_on(server: Server):
