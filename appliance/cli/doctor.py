@@ -123,7 +123,7 @@ def _said(text: str) -> str:
     return spoken(KNOWN[text] if text in KNOWN else retold(text))
 
 
-KNOWN = {"yes": t("yes"), "driver": t("driver"), "ok": t("ok")}  # too short to be recognised
+KNOWN = {"yes": t("yes"), "driver": t("driver"), "ok": t("ok"), "time": t("time")}  # too short to be recognised
 
 
 class Report:

@@ -67,7 +67,6 @@ SAID = (
     foreign("memory bandwidth"),
     foreign("bf16 products"),
     foreign("compilation"),
-    foreign("time"),
     foreign("driver"),
     foreign("yes"),
 )

@@ -15,11 +15,13 @@ from appliance.cli import app as tree
 from appliance.cli import doctor as module
 from engine.capabilities import nvidia_driver_present
 from engine.selftest import report
+from engine.selftest.stopwatch import Stopwatch
 from installer.i18n import retold, told
 
 FACTS = [
     {"kind": "fact", "name": "GPU", "value": "NVIDIA H100 80GB HBM3"},
     {"kind": "fact", "name": "free memory", "value": "78.2 of 79.2 GiB", "number": 83966427136},
+    {"kind": "fact", "name": "time", "value": str(Stopwatch()), "parts": {"python": 0.2, "torch": 2.3}},
 ]
 CHECKS = [
     {"kind": "begin", "name": "decode d128"},
@@ -89,7 +91,9 @@ def test_json_is_one_object(recorded):
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert (found["ok"], found["exit_code"], found["next"]) == (False, 1, "Read the reasons above.")
-    assert found["facts"] == {"GPU": "NVIDIA H100 80GB HBM3", "free memory": 83966427136}
+    assert found["facts"] == {
+        "GPU": "NVIDIA H100 80GB HBM3", "free memory": 83966427136, "time": {"python": 0.2, "torch": 2.3},
+    }  # fmt: skip
     assert [check["name"] for check in found["checks"]] == ["decode d128", "quantise", "norm", "gate"]
     assert found["checks"][2]["fault"] == "wrong"
 
@@ -143,7 +147,8 @@ def test_without_a_gpu_for_real(form: list[str], tmp_path: Path):
 
 def test_what_the_engine_says_is_known_in_korean():
     said = [*report._NEXT.values(), *(f"2 of 3 checks failed: norm, gate {what}." for what in report._WHAT.values())]
-    said += [GOOD_END["message"], "All 3 kernel checks passed in 7.4 s (1 need a newer GPU): this GPU is fit to serve."]
+    said += [str(Stopwatch()), GOOD_END["message"]]
+    said += ["All 3 kernel checks passed in 7.4 s (1 need a newer GPU): this GPU is fit to serve."]
     for sentence in said:
         korean = told(retold(sentence), "ko")
         assert korean != sentence
@@ -156,6 +161,7 @@ def test_in_korean(recorded, monkeypatch: pytest.MonkeyPatch):
     lines = doctor().stdout.splitlines()
     assert "      GPU                          NVIDIA H100 80GB HBM3" in lines
     assert "      메모리 여유                  79.2 GiB 가운데 78.2" in lines
+    assert any(line.startswith("      시간                         Python 0.0초, PyTorch 0.0초, ") for line in lines)
     assert any(line.startswith("완료  decode d128                  오차 3.9e-03, 허용 1e-02") for line in lines)
     assert any(line.startswith("실패  norm") for line in lines)
     assert lines[-2] == "점검 3개 가운데 2개가 실패했습니다: gate을(를) 컴파일하거나 실행할 수 없습니다."
