@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable
 
 from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
-from engine.core.kv.manager import KVManager, Prefix
+from engine.core.kv.manager import KVManager
+from engine.core.kv.prefix_search import Prefix
 from engine.core.policy import WaitingQueue, order_of
 from engine.core.request import FinishReason, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status

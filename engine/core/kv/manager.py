@@ -11,27 +11,17 @@ owner let go of it. It returns to its pool only when the newest of those steps h
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from engine.core.batch import PageUpdate
 from engine.core.kv.pages import TRASH_PAGE, Arena, PagePool
 from engine.core.kv.prefix import PageHasher
+from engine.core.kv.prefix_search import Prefix, PrefixSearch
 from engine.core.kv.spec import CacheMemory, pages_for
 from engine.core.sequence import NO_SLOT, Sequence
 
 _CHECKPOINT_EVERY = 2048  # tokens between checkpoints of a long prompt's state,
 _MOST_CHECKPOINTS = 8     # but more if there would be more than so many
 _WATERMARK = 0.01  # share of the pages kept free at admission, so that running sequences can grow for a while
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The cached beginning of a sequence: in each group the pages of its first `num_tokens` tokens."""
-
-    num_tokens: int = 0
-    tables: list[list[int]] = field(default_factory=list)
-    checkpoint: int | None = None   # slot of the state after these tokens, of a model that has one
-    branch: int = 0                 # so many tokens have cached pages, if no cached state
 
 
 class KVManager:
@@ -45,7 +35,8 @@ class KVManager:
         self.arena = Arena(memory.num_extents, memory.per_extent, [1] * len(groups) + [0] * memory.has_state)
         self.pools: list[PagePool] = self.arena.pools[: len(groups)]
         self.slots: PagePool | None = self.arena.pools[-1] if memory.has_state else None
-        self._windows = [(g, w) for g in groups if (w := memory.windows[g]) is not None]
+        self._windows = memory.window_groups
+        self._search = PrefixSearch(memory, self.pools, self.slots)
         self._watermarks = [max(1, int(_WATERMARK * pool.capacity)) for pool in self.pools]
         self._grid = math.lcm(memory.state_grid, memory.page_size)
         self._saves: list[tuple[int, int, bytes]] = []  # (slot, slot it is copied to, name) of the step being planned
@@ -79,26 +70,10 @@ class KVManager:
         At most all pages but the one of the last known token: that token is computed anew, its logits are needed.
         Requests for prompt logprobs compute their whole prompt.
         """
-        nothing = Prefix(0, [[] for _ in self.pools])
         if not self.enable_prefix_caching or (seq.params.prompt_logprobs is not None and seq.num_output_tokens == 0):
-            return nothing
+            return Prefix(0, [[] for _ in self.pools])
         self._hasher.extend(seq)
-        digests = seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size]
-        found = [
-            self._cached_pages(pool, digests, window)
-            for pool, window in zip(self.pools, self.memory.windows, strict=True)
-        ]
-        branch = count = min(len(pages) for pages in found)
-        checkpoint = None
-        if self._windows or self.slots is not None:
-            branch, count = self._resumable(found, digests, count)
-        if self.slots is not None and count:
-            checkpoint = self.slots.find(digests[count - 1])
-        tables = [pages[:count] for pages in found]
-        for group, _ in self._windows:
-            passed = min(self._passed(group, count * self.page_size), count)
-            tables[group][:passed] = [TRASH_PAGE] * passed
-        return Prefix(count * self.page_size, tables, checkpoint, branch * self.page_size)
+        return self._search.longest(seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size])
 
     def can_admit(self, seq: Sequence, hit: Prefix, *, reserve: bool) -> bool:
         """Whether the whole sequence fits beside `hit`; with `reserve`, a watermark of pages stays free."""
@@ -268,7 +243,7 @@ class KVManager:
             for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
                 assert len(table) == len(seq.pages), "block tables of different lengths"
                 assert set(table[: seq.num_passed[group]]) <= {TRASH_PAGE}
-                seen = self._passed(group, seq.num_computed_tokens)
+                seen = self.memory.passed_pages(group, seq.num_computed_tokens)
                 assert TRASH_PAGE not in table[seen:], f"{seq.request_id} lacks a page that it will read"
                 own = _owned(table)
                 assert len(set(own)) == len(own), f"{seq.request_id} owns a page twice"
@@ -288,7 +263,8 @@ class KVManager:
         """How many pages to take, of each kind, for a sequence that has `pages` in each group, lacks `missing`, and
         will reach `end` in this step: where pages are short, none for tokens that a window passes by then."""
         no_slot = [0] * (self.slots is not None)
-        passed = [min(missing, max(0, self._passed(group, end) - pages)) for group in range(len(self.pools))]
+        gone = [self.memory.passed_pages(group, end) for group in range(len(self.pools))]
+        passed = [min(missing, max(0, count - pages)) for count in gone]
         if any(passed) and not self.arena.fits([missing + spare for spare in self._watermarks] + no_slot):
             return [missing - skip for skip in passed] + no_slot
         return [missing] * len(self.pools) + no_slot
@@ -299,50 +275,16 @@ class KVManager:
         else:
             pool.release(pages)
 
-    def _passed(self, group: int, position: int) -> int:
-        """Pages of a group that no token from `position` on sees."""
-        window = self.memory.windows[group]
-        return 0 if window is None else max(0, position - window + 1) // self.page_size
-
     def _free_passed(self, seq: Sequence) -> None:
         """Let go of pages that the window of their group has left behind."""
-        for group, _ in self._windows:
-            done, passed = seq.num_passed[group], self._passed(group, seq.num_computed_tokens)
+        for group in self._windows:
+            done, passed = seq.num_passed[group], self.memory.passed_pages(group, seq.num_computed_tokens)
             passed = min(passed, len(seq.pages))
             if passed > done:
                 table = seq.tables[group]
                 self._release(seq, self.pools[group], _owned(table[done:passed]))
                 table[done:passed] = [TRASH_PAGE] * (passed - done)
                 seq.num_passed[group] = passed
-
-    def _cached_pages(self, pool: PagePool, digests: list[bytes], window: int | None) -> list[int]:
-        """Pages by hash. Full attention needs every page, a window may have gaps (the trash page)."""
-        pages = []
-        for digest in digests:
-            page = pool.find(digest)
-            if page is None:
-                if window is None:
-                    break
-                page = TRASH_PAGE
-            pages.append(page)
-        return pages
-
-    def _resumable(self, found: list[list[int]], digests: list[bytes], most: int) -> tuple[int, int]:
-        """Pages, up to `most`, of the longest beginning after which all windows are there, and of the longest one where
-        there is a state, too."""
-        gap = [0] * len(self._windows)       # of each window group: pages up to and including its last gap
-        longest = with_state = 0
-        for n in range(1, most + 1):
-            whole = True
-            for i, (group, _) in enumerate(self._windows):
-                if found[group][n - 1] == TRASH_PAGE:
-                    gap[i] = n
-                whole &= gap[i] <= self._passed(group, n * self.page_size)
-            if whole:
-                longest = n
-                if self.slots is None or self.slots.find(digests[n - 1]) is not None:
-                    with_state = n
-        return longest, with_state
 
     def _checkpoints(self, seq: Sequence, hit: Prefix) -> list[int]:
         """Positions after `hit` whose state is worth keeping: where the prompt ends, where another prompt with the same

@@ -157,6 +157,16 @@ class CacheMemory:
         """Full attention alone: one group, of `num_pages` pages beside the trash page."""
         return cls(page_size, (None,), False, (num_pages,), 1)
 
+    @property
+    def window_groups(self) -> tuple[int, ...]:
+        """The groups whose layers see a window of tokens only."""
+        return tuple(group for group, window in enumerate(self.windows) if window is not None)
+
+    def passed_pages(self, group: int, position: int) -> int:
+        """Pages of a group that no token from `position` on sees."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.page_size
+
     def most_pages(self, group: int, length: int, step_tokens: int) -> int:
         """The most pages of a group that a sequence of `length` tokens must hold at a time: what the first token of a
         step sees, and what tokens after the step will see. What lies between can do without (KVManager.grow)."""

@@ -1,0 +1,78 @@
+"""The longest beginning of a sequence that the cache still holds, and after which the sequence can go on.
+
+Full attention needs every page. A window needs those that the next token sees: before them its table may have gaps (the
+trash page). A model with recurrent layers needs the state after the last page, too.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from engine.core.kv.pages import TRASH_PAGE, PagePool
+from engine.core.kv.spec import CacheMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The cached beginning of a sequence: in each group the pages of its first `num_tokens` tokens."""
+
+    num_tokens: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    checkpoint: int | None = None   # slot of the state after these tokens, of a model that has one
+    branch: int = 0                 # so many tokens have cached pages, if no cached state
+
+
+class PrefixSearch:
+    """Looks pages and states up by the names of pages (prefix.py). Changes nothing."""
+
+    def __init__(self, memory: CacheMemory, pools: Items[PagePool], slots: PagePool | None) -> None:
+        self.memory, self.pools, self.slots = memory, pools, slots
+        self._windows = memory.window_groups
+
+    def longest(self, digests: list[bytes]) -> Prefix:
+        """Of a sequence whose full pages have these names."""
+        size = self.memory.page_size
+        found = [
+            _cached_pages(pool, digests, window)
+            for pool, window in zip(self.pools, self.memory.windows, strict=True)
+        ]
+        branch = count = min(len(pages) for pages in found)
+        checkpoint = None
+        if self._windows or self.slots is not None:
+            branch, count = self._resumable(found, digests, count)
+        if self.slots is not None and count:
+            checkpoint = self.slots.find(digests[count - 1])
+        tables = [pages[:count] for pages in found]
+        for group in self._windows:
+            passed = min(self.memory.passed_pages(group, count * size), count)
+            tables[group][:passed] = [TRASH_PAGE] * passed
+        return Prefix(count * size, tables, checkpoint, branch * size)
+
+    def _resumable(self, found: list[list[int]], digests: list[bytes], most: int) -> tuple[int, int]:
+        """Pages, up to `most`, of the longest beginning after which all windows are there, and of the longest one where
+        there is a state, too."""
+        gap = [0] * len(self._windows)       # of each window group: pages up to and including its last gap
+        longest = with_state = 0
+        for n in range(1, most + 1):
+            whole = True
+            for i, group in enumerate(self._windows):
+                if found[group][n - 1] == TRASH_PAGE:
+                    gap[i] = n
+                whole &= gap[i] <= self.memory.passed_pages(group, n * self.memory.page_size)
+            if whole:
+                longest = n
+                if self.slots is None or self.slots.find(digests[n - 1]) is not None:
+                    with_state = n
+        return longest, with_state
+
+
+def _cached_pages(pool: PagePool, digests: list[bytes], window: int | None) -> list[int]:
+    """Pages by name; behind a missing one only a window goes on."""
+    pages = []
+    for digest in digests:
+        page = pool.find(digest)
+        if page is None:
+            if window is None:
+                break
+            page = TRASH_PAGE
+        pages.append(page)
+    return pages
