@@ -75,8 +75,8 @@ def best_of(subject: Subject, ready: Ready, deadline: float) -> Found | None:
             return None
         if ready.compiled(subject, tiles):
             times[tiles] = ready.seconds(subject, tiles)
-    if times.get(rule, float("inf")) == float("inf"):
-        return None
+        if times.get(rule, float("inf")) == float("inf"):
+            return None  # nothing to compare the others with
     fastest = sorted((tiles for tiles in times if times[tiles] < float("inf")), key=lambda tiles: times[tiles])
     again = {tiles: ready.seconds(subject, tiles) for tiles in dict.fromkeys([rule, *fastest[:_FINALISTS]])}
     best = min(again, key=lambda tiles: again[tiles])
@@ -141,8 +141,8 @@ class OnGpu:
     def _seconds(self, subject: Subject, tiles: VectorTiles) -> float:
         from engine.kernels.launch import KernelError
 
-        operands, expected = self._operands(subject)
         try:
+            operands, expected = self._operands(subject)
             wrong = (operands.result(tiles) - expected).norm() / expected.norm()
             if not wrong <= _WRONG:
                 report.say(f"{subject}, {tiles}: the result is wrong by {float(wrong):.2g}")

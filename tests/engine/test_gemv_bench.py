@@ -171,8 +171,20 @@ def test_what_cannot_be_compiled_or_run_is_passed_over():
     (found,) = gemv_search.search([subject()], ready, 1000)
     assert found.tiles == rule
     assert found.row["tried"] == len(gemv_search.all_tiles(PRODUCTS[0])) - 1
-    none = gemv_search.Ready(seconds, lambda _, tiles: tiles != rule and tiles != missing)
-    assert list(gemv_search.search([subject()], none, 1000)) == []
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_without_a_time_by_rule_the_others_are_not_tried(is_there):
+    rule, *_ = gemv_search.all_tiles(PRODUCTS[0])
+    asked = []
+
+    def seconds(_, tiles):
+        asked.append(tiles)
+        return float("inf")
+
+    ready = gemv_search.Ready(seconds, lambda _, tiles: is_there or tiles != rule)
+    assert list(gemv_search.search([subject()], ready, 1000)) == []
+    assert asked == [rule] * is_there
 
 
 def test_a_search_ends_with_its_budget():
