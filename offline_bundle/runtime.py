@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from . import (
 from .build import write_failed
 from .errors import BUSY, CONTENT, USAGE, BundleError
 from .manifest import MANIFEST, SIGNATURE
+from .medium_scripts import install_script, medium_file, setup_script
 from .parallel import Tick
 from .progress import Progress, silent
 from .runtime_download import Downloads, Load
@@ -118,7 +118,7 @@ def build_runtime(
             install = install_script()
             _place(out, "install.sh", install, 0o755)
             _place(out, "vendor.pub", keys.public_pem(public), 0o644)
-            _place(out, "README.txt", _data("README.txt"), 0o644)
+            _place(out, "README.txt", medium_file("README.txt"), 0o644)
             os.sync()
             os.rename(partial, target)
             runtime_download.remove(downloads)
@@ -148,26 +148,6 @@ def _workshop(out: Path) -> Iterator[tuple[Path, Path]]:
         finally:
             if downloads.is_dir() and not any(downloads.iterdir()):
                 downloads.rmdir()
-
-
-def install_script() -> bytes:
-    """install.sh: the shell part around the Python parts, which are put one after another in one file."""
-    parts = []
-    for name in ("korean.py", "words.py", "p256.py", "check.py", "arguments.py", "trust.py", "begin.py"):
-        text = _data(name).decode()
-        while "from offline_bundle.medium." in text:  # they are one file now
-            start = text.index("from offline_bundle.medium.")
-            line_end = text.index("\n", start)
-            end = text.index(")\n", start) + 2 if text[start:line_end].endswith("(") else line_end + 1
-            text = text[:start] + text[end:]
-        parts.append(text)
-    whole = _data("install.sh.in").decode().replace("@PYTHON@\n", "\n\n".join(parts))
-    compile("\n\n".join(parts), "install.sh", "exec")
-    return whole.encode()
-
-
-def _data(name: str) -> bytes:
-    return (files("offline_bundle.medium") / name).read_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +269,7 @@ def _add_texts(partial: Path, wheels: Sequence[Wheel]) -> None:
         for name, text in runtime_licenses.license_texts(wheel):
             _write(partial / "licenses" / wheel.name / name, text)
     _write(partial / "licenses/packages.tsv", runtime_licenses.overview(wheels))
-    _write(partial / "setup/setup_release.py", _data("setup_release.py"))
+    _write(partial / "setup/setup_release.py", setup_script())
     _write(partial / "setup/install.sh", install_script())
     _write(partial / "sbom/bom.cdx.json", runtime_licenses.sbom(ours.version, _now(), wheels))
 

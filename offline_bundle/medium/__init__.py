@@ -1,2 +1,2 @@
-"""What the medium carries to start from: install.sh (shell and p256.py and check.py) and setup_release.py, all of them
-standard library only, because the server has nothing else yet."""
+"""The parts of what the medium carries to start from, install.sh and setup_release.py: standard library only, because
+the server has nothing else yet. offline_bundle/medium_scripts.py puts them together."""

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from appliance.cli.app import app
 from offline_bundle import runtime_resolve, runtime_wheels
 from offline_bundle.keys import KeyPair
-from offline_bundle.runtime import build_runtime, install_script
+from offline_bundle.medium_scripts import install_script, setup_script
+from offline_bundle.runtime import build_runtime
 from offline_bundle.runtime_manifest import RuntimeManifest
 from offline_bundle.runtime_verify import inspect_runtime
 
@@ -58,6 +59,7 @@ def test_what_is_on_the_medium(medium: Path, vendor: KeyPair) -> None:
     assert (medium / "vendor.pub").read_bytes() == vendor.public_path.read_bytes()
     runtime = medium / "runtime"
     assert (runtime / "setup/install.sh").read_bytes() == (medium / "install.sh").read_bytes() == install_script()
+    assert (runtime / "setup/setup_release.py").read_bytes() == setup_script()
     manifest = inspect_runtime(runtime)
     requires = manifest.requires
     assert requires.python == (f"{sys.version_info.major}.{sys.version_info.minor}",)
@@ -104,10 +106,10 @@ def test_install_sh_is_the_same_on_every_medium(
 ) -> None:
     other = build(tmp_path / "m", stranger, own_wheel=own_wheel, sequence=9)
     assert (other / "install.sh").read_bytes() == (medium / "install.sh").read_bytes()
-    text = install_script().decode()
-    assert "offline_bundle." not in text.replace("offline_bundle/", "")  # there is nothing of ours to import yet
-    for secret in (vendor.fingerprint, str(ROOT)):
-        assert secret not in text
+    for text in (install_script().decode(), setup_script().decode()):
+        assert "offline_bundle." not in text.replace("offline_bundle/", "")  # there is nothing of ours to import yet
+        for secret in (vendor.fingerprint, str(ROOT)):
+            assert secret not in text
 
 
 def test_the_same_input_makes_the_same_runtime(

@@ -12,7 +12,7 @@ from installer.i18n import LOCALE_DIR
 from offline_bundle.keys import KeyPair
 from offline_bundle.medium import korean
 from offline_bundle.medium.words import speaks_korean
-from offline_bundle.runtime import install_script
+from offline_bundle.medium_scripts import install_script
 
 ENGLISH = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]{2,}){2,}")
 

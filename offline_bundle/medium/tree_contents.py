@@ -1,0 +1,120 @@
+"""What a release's tree holds besides packages, and its description: launcher, documents, key, the hash of every file.
+A part of setup_release.py."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from offline_bundle.medium.tree_packages import NEEDLESS
+from offline_bundle.medium.tree_tools import BUG, CONTENT, environment, processors, python, t, tag, write
+
+LAUNCHER = """\
+#!/bin/sh
+# Starts this release: its own packages, the server's Python, no user's packages, no model hub, no bytecode written.
+unset PYTHONHOME PYTHONPATH PYTHONSTARTUP PYTHONINSPECT
+export PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+exec {python} -I -S -B {start} "$@"
+"""
+
+START = """\
+import os
+import sys
+
+lib = os.path.join(os.path.dirname(os.path.realpath(__file__)), "lib")
+sys.path.insert(0, lib)
+os.environ["PYTHONPATH"] = lib  # for the processes that this one starts
+sys.argv[0] = "atoll"
+
+from appliance.cli import main  # noqa: E402
+
+if __name__ == "__main__":  # processes that multiprocessing starts import this file again
+    main()
+"""
+
+
+def add_rest(facts, partial, final):
+    """Launcher, documents, the signed description, and the key if it is new."""
+    incoming = facts["incoming"]
+    for name in ("docs", "licenses", "sbom", "units", "setup", "requirements"):
+        if os.path.isdir(os.path.join(incoming, name)):
+            shutil.copytree(os.path.join(incoming, name), os.path.join(partial, "share", name))
+    for name in ("bundle.json", "model.sig"):
+        shutil.copyfile(os.path.join(incoming, name), os.path.join(partial, "share", name))
+    quoted = {"python": _quote(os.path.realpath(sys.executable)), "start": _quote(os.path.join(final, "start.py"))}
+    write(partial, "start.py", START)
+    write(partial, "bin/atoll", LAUNCHER.format(**quoted))
+    if facts["key"]["new"]:
+        write(partial, f"trust/{facts['key']['fingerprint'][:16]}.pub", facts["key"]["pem"].decode())
+
+
+def try_it(partial, version, refused):
+    """The packages load, and say the version that was signed."""
+    command = python(os.path.join(partial, "start.py"), "--version")
+    done = subprocess.run(command, env=environment(partial), capture_output=True, text=True, check=False)
+    if done.returncode or done.stdout.strip() != version:
+        tail = (done.stderr or done.stdout).strip().splitlines()[-3:]
+        raise refused(
+            BUG,
+            t("The unpacked code does not start: {names}", names=" / ".join(tail)),
+            t("Tell the vendor; nothing was changed."),
+        )
+
+
+def describe(facts, partial, refused):
+    """files.json and runtime.json, and every mode: readable by all, writable by none.
+
+    What pip unpacked must be what the vendor found in the same wheels, to the last file.
+    """
+    paths = [os.path.join(directory, name) for directory, _, names in os.walk(partial) for name in names]
+    paths = [path for path in paths if not os.path.islink(path)]
+
+    def entry(path):
+        relative = os.path.relpath(path, partial)
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            info = os.fstat(file.fileno())
+            os.fchmod(file.fileno(), 0o555 if info.st_mode & 0o100 else 0o444)  # Triton's assembler is a program
+            return relative, {"sha256": digest, "size": info.st_size}
+
+    with ThreadPoolExecutor(min(processors(), 8)) as pool:
+        files = dict(pool.map(entry, paths))
+    with open(os.path.join(facts["incoming"], "requirements", f"{tag()}.json"), "rb") as file:
+        signed = json.loads(file.read())["files"]
+    for path, expected in signed.items():
+        if files.get(f"lib/{path}") != expected and not f"lib/{path}".startswith(NEEDLESS):
+            raise refused(
+                CONTENT,
+                t("lib/{path} is not what the vendor signed.", path=path),
+                t("Check the disk (dmesg), run again."),
+            )
+    listing = json.dumps({"files": dict(sorted(files.items()))}, indent=0) + "\n"
+    runtime = _facts_of(facts, sum(f["size"] for f in files.values()) + len(listing))
+    write(partial, "files.json", listing, 0o444)
+    write(partial, "runtime.json", json.dumps(runtime, indent=2) + "\n", 0o444)
+    for directory, _, _ in os.walk(partial, topdown=False):
+        os.chmod(directory, 0o755)  # noqa: S103  everybody may read it
+
+
+def describe_to_look(facts, final):
+    """runtime.json alone: the tree is gone when the look is done."""
+    size = facts["manifest"]["requires"]["unpacked_bytes"]
+    write(final, "runtime.json", json.dumps(_facts_of(facts, size), indent=2) + "\n")
+
+
+def _facts_of(facts, size):
+    """runtime.json: what a tree is."""
+    manifest = facts["manifest"]
+    with open(os.path.join(facts["incoming"], "bundle.json"), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    runtime = {name: manifest[name] for name in ("name", "version", "sequence", "created", "requires")}
+    runtime |= {"schema_version": 1, "digest": digest, "key_fingerprint": facts["key"]["fingerprint"]}
+    return runtime | {"abi": tag(), "python": os.path.realpath(sys.executable), "bytes": size}
+
+
+def _quote(text):
+    return "'" + text.replace("'", "'\\''") + "'"

@@ -1,0 +1,104 @@
+"""The packages of a release's tree: from the verified wheels into lib/, and compiled. A part of setup_release.py."""
+
+import os
+import shutil
+import zipfile
+
+from offline_bundle.medium.tree_tools import free, processors, python, run_all, t, tag, write
+
+MOST_PIPS = 4  # past that a disk, not a processor, is the limit
+
+# Only for compiling against the packages, which nothing on a server does; half of all files.
+NEEDLESS = ("lib/bin", "lib/torch/include")
+# What the server does not import when it serves; it would still run, only without bytecode made ahead.
+NOT_COMPILED = (
+    r"/(tests?|sympy|networkx|mpmath|setuptools|torchgen|functorch|huggingface_hub)/"
+    r"|/torch/(_inductor|testing|onnx)/"
+)
+
+# For a look (a dry run, a preflight) packages above this size tell only what they are: PyTorch takes most of the time
+# and space of an install, and nothing that looks imports it.
+LARGE = 16 << 20
+TELLING = ("torch/__init__.py", "torch/version.py")
+
+
+def install_packages(facts, partial, progress_of, refused):
+    """pip, from its own verified wheel, into lib/: no index, and only files whose hashes are in the signed list.
+
+    Several at once, each with its share of the packages: inflating gigabytes is work for more than one processor.
+    """
+    incoming, manifest = facts["incoming"], facts["manifest"]
+    pip = next(f["path"] for f in manifest["files"] if f["role"] == "tool")
+    shares, commands = _shares(facts), []
+    for number, lines in enumerate(shares):
+        os.makedirs(_temporary(partial, number), 0o700)  # on the same disk: pip moves from here, it need not copy
+        write(partial, f"tmp/{number}.txt", "".join(lines))
+        commands.append(python(
+            os.path.join(incoming, pip, "pip"), "install", "--quiet", "--no-index", "--require-hashes", "--no-deps",
+            "--only-binary", ":all:", "--find-links", os.path.join(incoming, "wheels"),
+            "--requirement", os.path.join(partial, f"tmp/{number}.txt"),
+            "--target", os.path.join(partial, "tmp", f"lib-{number}"),
+            "--no-compile", "--no-cache-dir", "--no-input", "--disable-pip-version-check",
+            "--root-user-action", "ignore",
+        ))  # fmt: skip
+    before = free(partial)  # the disk tells roughly how far it is; counting twenty thousand files would cost more
+    progress = progress_of(t("Unpacking packages"), manifest["requires"]["unpacked_bytes"])
+    where = [_temporary(partial, number) for number in range(len(shares))]
+    run_all(commands, where, t("unpack the packages"), refused, lambda: progress.at(before - free(partial)))
+    for number in range(len(shares)):
+        _merge(os.path.join(partial, "tmp", f"lib-{number}"), os.path.join(partial, "lib"))
+    shutil.rmtree(os.path.join(partial, "tmp"))
+    for needless in NEEDLESS:
+        shutil.rmtree(os.path.join(partial, needless), ignore_errors=True)
+    progress.end(t("Unpacked: every package, by its signed hash, without any index."))
+
+
+def unpack_to_look(facts, final):
+    """What `atoll` needs to plan and to check the server."""
+    incoming, manifest = facts["incoming"], facts["manifest"]
+    with open(os.path.join(incoming, "requirements", f"{tag()}.txt"), encoding="ascii") as file:
+        wanted = {line.rpartition("sha256:")[2].strip() for line in file}
+    for entry in manifest["files"]:
+        if entry["path"].startswith("wheels/") and entry["sha256"] in wanted:
+            with zipfile.ZipFile(os.path.join(incoming, entry["path"])) as wheel:
+                names = wheel.namelist()
+                if entry["size"] > LARGE:
+                    names = [name for name in names if ".dist-info/" in name or name in TELLING]
+                wheel.extractall(os.path.join(final, "lib"), names)
+
+
+def compile_all(partial, final, refused):
+    """Bytecode for all of it now, so that nothing ever has to be written into the tree, and starts are quick."""
+    lib = os.path.join(partial, "lib")
+    mode = ("-q", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash")  # nothing is looked up to judge its age
+    command = python("-m", "compileall", *mode, "-x", NOT_COMPILED, "-s", partial, "-p", final, lib)
+    # Some packages carry templates that are not Python by themselves: those do not compile, and nobody imports them.
+    run_all([command], [partial], t("compile the packages"), refused, lambda: None, fine=(0, 1))
+
+
+def _temporary(partial, number):
+    return os.path.join(partial, "tmp", str(number))
+
+
+def _shares(facts):
+    """The lines of the signed list of requirements, in about equal parts by the size of the wheels."""
+    sizes = {f["sha256"]: f["size"] for f in facts["manifest"]["files"]}
+    with open(os.path.join(facts["incoming"], "requirements", f"{tag()}.txt"), encoding="ascii") as file:
+        lines = sorted(file, key=lambda line: -sizes.get(line.rpartition("sha256:")[2].strip(), 0))
+    shares = [[0, []] for _ in range(min(processors(), MOST_PIPS, len(lines)))]
+    for line in lines:
+        least = min(shares, key=lambda share: share[0])
+        least[0] += sizes.get(line.rpartition("sha256:")[2].strip(), 0)
+        least[1].append(line)
+    return [lines for _, lines in shares]
+
+
+def _merge(source, target):
+    """Move everything of `source` into `target`; both are on one disk, so nothing is copied."""
+    os.makedirs(target, 0o755, exist_ok=True)
+    for entry in os.scandir(source):
+        goal = os.path.join(target, entry.name)
+        if entry.is_dir(follow_symlinks=False) and os.path.isdir(goal):
+            _merge(entry.path, goal)
+        else:
+            os.replace(entry.path, goal)

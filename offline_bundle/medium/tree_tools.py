@@ -1,0 +1,90 @@
+"""Tools of those that make a release's tree: other Pythons run quietly, files written. A part of setup_release.py."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+CONTENT, SPACE_IO, BUG = 11, 30, 1
+
+
+def t(source, /, **values):
+    """`source` with its {placeholders} filled in. install.sh puts its own in place of this, which may speak Korean."""
+    return source.format(**values)
+
+
+def python(*arguments):
+    return [sys.executable, "-I", "-S", "-B", *arguments]
+
+
+def tag():
+    return f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
+def environment(temporary):
+    """Nothing of the operator's: no proxies, no pip settings, no paths."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": temporary,
+        "TMPDIR": temporary,
+        "LC_ALL": "C.UTF-8",
+        "PIP_CONFIG_FILE": os.devnull,
+        "SOURCE_DATE_EPOCH": "315532800",
+    }
+
+
+def processors():
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def run_all(commands, temporary, deed, refused, tick, fine=(0,)):
+    """Run Pythons of our own side by side, quietly; the last words of one that fails are shown.
+
+    Each has a directory of its own for what it puts down meanwhile. `tick` is called now and then.
+    """
+    with contextlib.ExitStack() as logs:
+        running = []
+        try:
+            for command, place in zip(commands, temporary, strict=True):
+                log = logs.enter_context(open(os.path.join(place, ".log"), "w+b"))
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(place), cwd="/"
+                )
+                running.append((process, log))
+            for process, _ in running:
+                while process.poll() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(0.25)
+                    tick()
+                if process.returncode not in fine:
+                    break
+        finally:
+            for process, _ in running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        failed = next((log for process, log in running if process.returncode not in (*fine, -signal.SIGKILL)), None)
+        failed = failed or next((log for process, log in running if process.returncode not in fine), None)
+        if failed is None:
+            for place in temporary:
+                os.unlink(os.path.join(place, ".log"))
+            return
+        failed.seek(0)
+        words = failed.read().decode(errors="replace").strip().splitlines()[-4:]
+    full = any("No space left" in line or "Errno 28" in line for line in words)
+    hint = t("Free some space (df -h) and run again.") if full else t("Run again; if it fails again, tell the vendor.")
+    raise refused(SPACE_IO if full else BUG, t("Could not {deed}: {names}", deed=deed, names=" / ".join(words)), hint)
+
+
+def free(path):
+    info = os.statvfs(path)
+    return info.f_bfree * info.f_frsize
+
+
+def write(partial, path, text, mode=0o644):
+    target = os.path.join(partial, path)
+    os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
+    with open(target, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(target, 0o755 if path == "bin/atoll" else mode)
