@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import triton
 
@@ -20,6 +21,7 @@ from engine.kernels.launch import Job, source_key
 
 log = logging.getLogger(__name__)
 
+_SHOWN = 5
 _WORTH_A_POOL = 4  # fewer jobs are compiled sooner than a process has started
 # These first: the last one decides when all is done. (Seconds for sm_90 on one core: 3, 2.5, 1.5, 1; others below 0.7.)
 _LONGEST = ("solve_kernel", "_mixed_kernel", "_decode_kernel", "_filter_kernel")
@@ -36,11 +38,22 @@ def compile_ahead(jobs: Iterable[Job], capability: tuple[int, int]) -> int:
     return compilation.count
 
 
+class Work(NamedTuple):
+    """What compiling took, for whoever wants to make it shorter."""
+
+    jobs: int
+    ready: float  # when the first was begun, and when the last one was done, on the clock of time.monotonic()
+    done: float
+    seconds: float  # of all processes
+    slowest: dict[str, float]  # the kernels that took longest, and their seconds
+
+
 class Compilation:
     """A set of jobs under way. Once it is sealed, `count` of them were not at hand."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.count = 0
+        self.work: Work | None = None  # once it is finished, if there was any
         self._capability = capability
         self._jobs: set[Job] = set()
         self._given: set[str] = set()
@@ -77,6 +90,7 @@ class Compilation:
             return
         errors = self._pool.wait(self._given)
         self._pool.close()
+        self.work = _work(self._pool)
         self._pool = None
         if errors:
             log.warning(
@@ -90,6 +104,14 @@ class Compilation:
         new = {line_of(job, self._capability) for job in self._jobs} - self._given
         self._given |= new
         pool.submit(sorted(new, key=lambda line: (_rank(line), line)))
+
+
+def _work(pool: compile_pool.CompilePool) -> Work | None:
+    if pool.ready is None:
+        return None
+    slowest = sorted(pool.seconds.items(), key=lambda each: each[1])[-_SHOWN:]
+    names = {json.loads(line)["name"]: seconds for line, seconds in slowest}
+    return Work(len(pool.seconds), pool.ready, pool.last, round(sum(pool.seconds.values()), 2), names)
 
 
 def line_of(job: Job, capability: tuple[int, int]) -> str:

@@ -11,6 +11,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,9 @@ class CompilePool:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         self._jobs: list[str] = []  # by number
         self._waiting: set[str] = set()
+        self.seconds: dict[str, float] = {}  # that each took
+        self.ready: float | None = None  # when the first was begun, on the clock of time.monotonic()
+        self.last = 0.0  # when the last one so far was done
         self._errors: dict[str, str] = {}
         self._failure: str | None = None  # why nothing is compiled any more
         self._changed = threading.Condition()
@@ -89,8 +93,11 @@ class CompilePool:
         assert self._process.stdout is not None
         try:
             for line in self._process.stdout:
-                number, error = json.loads(line)
+                number, error, seconds = json.loads(line)
                 with self._changed:
+                    self.last = time.monotonic()
+                    self.ready = self.ready or self.last - seconds
+                    self.seconds[self._jobs[number]] = seconds
                     if error:
                         self._errors[self._jobs[number]] = error
                     self._waiting.discard(self._jobs[number])

@@ -1,4 +1,4 @@
-"""The process behind compile_pool.py: jobs come in, one JSON object a line; [its number, error or null] goes out.
+"""The process behind compile_pool.py: jobs come in, one JSON object a line; out goes [number, error or null, seconds].
 
 Loads PyTorch and Triton, then forks for job after job: what is loaded is there for every fork at once, in memory that
 they share. A job that has come is compiled while others are still on their way. Needs no GPU and never touches one.
@@ -10,6 +10,7 @@ import os
 import pkgutil
 import socket
 import sys
+import time
 from contextlib import suppress
 
 import engine.kernels
@@ -52,13 +53,14 @@ def main() -> None:
 def _work(jobs: socket.socket, answers: int, worker: int) -> None:
     while (job := jobs.recv(_LONGEST_JOB)) and os.getppid() == worker:
         number, _, job = job.decode().partition(" ")
-        error = None
+        error, began = None, time.monotonic()
         try:
             _compile(json.loads(job))
         except Exception as reason:  # one kernel's error must not end the others
             error = " ".join(f"{type(reason).__name__}: {reason}".split())[:_LONGEST_ANSWER]
+        seconds = round(time.monotonic() - began, 3)
         try:
-            os.write(answers, (json.dumps([int(number), error]) + "\n").encode("ascii"))
+            os.write(answers, (json.dumps([int(number), error, seconds]) + "\n").encode("ascii"))
         except OSError:
             return  # nobody waits any more
 

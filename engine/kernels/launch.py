@@ -45,7 +45,7 @@ from triton.runtime.jit import JITCallable
 from engine.kernels.cache_dir import use_cache_dir
 
 # What stands between source and machine code, and the lines that instructions came from, are for readers: without them
-# the machine code is the same, a kernel's file a third as large, and compiling takes a fifth less. To look: =0.
+# the machine code is the same, a kernel's file a third as large, and compiling takes a tenth less. To look: =0.
 os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 

@@ -80,6 +80,18 @@ class Tally:
     def fact(self, name: str, value: str, number: float | None = None) -> None:
         self.see({"kind": "fact", "name": name, "value": value} | ({} if number is None else {"number": number}))
 
+    def compiled(self, work: dict[str, Any] | None) -> None:
+        """How long kernels were waited for; `work`, if anything was compiled: what compile_ahead.Work says."""
+        seconds = self.watch.parts["waiting"]
+        line = {
+            "kind": "fact", "name": "compilation", "number": round(seconds, 2),
+            "value": f"{seconds:.1f} s of waiting (none when kernels are at hand)",
+        }  # fmt: skip
+        if work is not None:
+            since = {when: round(work[when] - self.watch.began, 2) for when in ("ready", "done")}
+            line["work"] = work | since
+        self.see(line)
+
     def times(self) -> None:
         """Where the time went."""
         parts = {part: round(seconds, 2) for part, seconds in self.watch.parts.items()}

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from engine.selftest.checks import Check, Side, kernel_side
 from engine.selftest.compare import Difference, Result, difference
 from engine.selftest.machine import examine, measure
 from engine.selftest.report import Fault, Tally
+
+if TYPE_CHECKING:
+    from engine.kernels.compile_ahead import Work  # imported where there is a GPU: CPU builds have no Triton
 
 # Those whose kernels take longest to compile stand last: they are the first to be compiled, and the last to run.
 EVERY = [*few.CHECKS, *host.CHECKS, *checks.CHECKS, *sampling.CHECKS, *delta.CHECKS]
@@ -37,9 +41,7 @@ def run(tally: Tally) -> int:
     tally.watch.lap("gpu")
     if isinstance(found, int):
         return found
-    return run_checks(
-        tally, found.device, torch.bfloat16, with_fp8=found.fp8, meanwhile=lambda: measure(tally, found)
-    )
+    return run_checks(tally, found.device, torch.bfloat16, with_fp8=found.fp8, meanwhile=lambda: measure(tally, found))
 
 
 def run_checks(
@@ -81,10 +83,9 @@ def run_checks(
         if fault == "lost":
             break  # every later check would fail for this one's reason
     if kernels is not None:
-        kernels.finish()
+        work = kernels.finish()
         tally.watch.lap("waiting")
-        seconds = tally.watch.parts["waiting"]
-        tally.fact("compilation", f"{seconds:.1f} s of waiting (none when kernels are at hand)", round(seconds, 2))
+        tally.compiled(work and work._asdict())
     tally.times()
     return tally.end()
 
@@ -157,8 +158,9 @@ class _Kernels:
     def wait(self, check: Check) -> None:
         self._all.wait(self._of[check.name])
 
-    def finish(self) -> None:
+    def finish(self) -> "Work | None":
         self._all.finish()
+        return self._all.work
 
 
 def _fault(error: Exception, device: torch.device) -> Fault:

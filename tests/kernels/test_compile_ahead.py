@@ -90,7 +90,7 @@ def test_a_worker_answers_each_job_and_takes_only_our_kernels(tmp_path):
         [sys.executable, "-m", "engine.kernels.compile_worker"], input=lines, capture_output=True, text=True,
         timeout=60, check=True, cwd=ROOT, env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
-    answers = dict(json.loads(line) for line in done.stdout.splitlines())
+    answers = {number: error for number, error, _ in map(json.loads, done.stdout.splitlines())}
     assert answers[0] == "ValueError: os is no module of kernels"
     assert answers[1].startswith("JSONDecodeError")
 
@@ -177,7 +177,8 @@ def test_a_kernel_has_the_same_key_whichever_came_first():
 
 
 CHECKS = """
-import sys, torch
+import sys, time, torch
+began = time.monotonic()
 from engine.kernels import compile_pool
 from engine.kernels.cache_dir import use_cache_dir
 from engine.selftest import run
@@ -191,8 +192,11 @@ for check in checks:
     compiled = {path.stem for path in use_cache_dir().rglob("*.cubin")}
     assert kernels._of[check.name], "what a check needs was noted"
     assert {job.kernel.name for job in kernels._of[check.name]} <= compiled, "it is there as the wait ends"
-kernels.finish()
-print(kernels._all.count)
+work = kernels.finish()
+print(kernels._all.count, work and work.jobs)
+if work:
+    assert 0 < work.seconds and began < work.ready < work.done < time.monotonic()
+    assert set(work.slowest) <= {job.kernel.name for jobs in kernels._of.values() for job in jobs}
 """
 
 
@@ -202,7 +206,7 @@ def test_the_self_tests_kernels_are_there_when_their_checks_run(tmp_path):
         pytest.skip("one processor: nothing is compiled ahead")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    for count in ("5", "0"):
+    for count in ("5 5", "0 None"):
         done = subprocess.run(
             [sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True, timeout=200, check=False
         )

@@ -132,6 +132,17 @@ def test_the_parts_of_the_time_are_all_of_it():
     assert seen[0]["value"].startswith(f"Python {watch.parts['python']:.1f} s, PyTorch 0.0 s, ")
 
 
+def test_compilation_is_told_on_the_same_clock():
+    watch, seen = Stopwatch(100.0), []
+    watch.parts["waiting"] = 2.04
+    tally = Tally(seen.append, watch=watch)
+    tally.compiled({"jobs": 88, "ready": 103.5, "done": 107.25, "seconds": 36.1, "slowest": {"mixed": 3.1}})
+    tally.compiled(None)
+    assert seen[0]["work"] == {"jobs": 88, "ready": 3.5, "done": 7.25, "seconds": 36.1, "slowest": {"mixed": 3.1}}
+    assert [line["number"] for line in seen] == [2.04, 2.04]
+    assert "work" not in seen[1], "nothing had to be compiled"
+
+
 @pytest.mark.skipif(nvidia_driver_present(), reason="a GPU may be here")
 def test_the_child_counts_from_its_parents_start():
     command = [sys.executable, "-m", "engine.selftest", "--in-process", "--began", repr(time.monotonic() - 1000)]
