@@ -1,7 +1,9 @@
 """How triton_gemv's vector form cuts a weight, by its shape.
 
-What `python -m engine.bench gemv --search` found stands in gemv_tuned.json; other shapes go by rule. Plain Python, so
-that whoever prepares a model knows the tiles without a GPU.
+What was found on an H100 stands in gemv_tuned.json; other shapes go by rule. `python -m engine.bench gemv --search`
+searches for each product alone; those of the large models were searched for in the decode step itself, where what a
+kernel's last programs leave idle counts too. Plain Python, so that whoever prepares a model knows the tiles without a
+GPU.
 """
 
 import functools
@@ -10,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+_FEW_OUTPUTS = 256
 _TUNED = Path(__file__).with_name("gemv_tuned.json")
 
 
@@ -38,7 +41,9 @@ def vector_tiles(product: Product) -> VectorTiles:
 
 def by_rule(product: Product) -> VectorTiles:
     """For shapes that nobody measured: long rows, and 64 bytes of the weight a thread."""
-    if product.normed:  # each program reads all of x and the norm's weight: it should have some rows for them
+    if product.outputs <= _FEW_OUTPUTS:  # every one a program of its own: few programs would read for long
+        rows, columns = (1, 2048)
+    elif product.normed:  # each program reads all of x and the norm's weight: it should have some rows for them
         rows, columns = (4, 1024) if product.gated else (16, 512)
     else:
         rows, columns = (2, 2048) if product.gated else (4, 2048)

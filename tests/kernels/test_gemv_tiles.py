@@ -29,13 +29,14 @@ def test_measured_tiles_multiply(itemsize, gated, normed, tiles):
 
 
 @pytest.mark.parametrize("wide_offset", [None, 1.0])
+@pytest.mark.parametrize("outputs", [10, 1000])
 @pytest.mark.parametrize("inner", [16, 64, 720, 2816, 5376, 30720])
-def test_tiles_by_rule_multiply(inner, wide_offset):
+def test_tiles_by_rule_multiply(inner, outputs, wide_offset):
     torch.manual_seed(0)
     x, weight = torch.randn(2, inner), torch.randn(10, inner)
     for normed in (False, True):
         for gated in (False, True):
-            tiles = gemv_tiles.by_rule(Product(10, inner, 4, gated, normed))
+            tiles = gemv_tiles.by_rule(Product(outputs, inner, 4, gated, normed))
             around = {"norm": (torch.rand(inner), 1e-6), "wide_offset": wide_offset} if normed else {}
             gate = "gelu_tanh" if gated else None
             ours = triton_gemv.gemv(x, weight, **around, gate=gate, tiles=tiles)
