@@ -50,6 +50,8 @@ def test_every_kernel_passes_from_an_empty_cache_in_time(tmp_path: Path, capsys:
         for line in lines:
             if text := as_text(line):
                 print(text)
+            if work := line.get("work"):
+                print(f"      {'':28} {work}")
     assert done.returncode == 0, done.stderr[-4000:]
     end = lines[-1]
     assert end["failed"] == []

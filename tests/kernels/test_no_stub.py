@@ -13,7 +13,7 @@ LAUNCHER = "kernels/launch.py"
 # triton.runtime.driver (and what starts kernels by it: autotuning, benchmarks, `kernel[grid]`) builds C at run time.
 MODULES = {
     "triton", "triton.language", "triton.language.extra.cuda", "triton.backends.compiler", "triton.compiler",
-    "triton.runtime.jit",
+    "triton.runtime.jit", "triton.runtime.cache",
 }  # fmt: skip
 NAMES = {"jit", "cdiv", "next_power_of_2", "compile", "language", "__version__", "__file__"}
 
