@@ -323,9 +323,10 @@ print("served")
 """
 
 
-def test_no_kernel_is_compiled_after_the_start(model: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_no_kernel_is_compiled_after_the_start(tmp_path: Path, family: str) -> None:
     """Compilation would stall every request for a second. In a process of its own: here the other tests came before."""
-    here = str(Path(__file__).parent)
+    here, model = str(Path(__file__).parent), checkpoint(tmp_path / family, family)
     done = subprocess.run(
         [sys.executable, "-c", _NO_COMPILATION, str(model)], capture_output=True, text=True, timeout=120,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([here, *sys.path])},
