@@ -245,7 +245,7 @@ def _step(
 
         chunks = plan_chunks(counts, num_chunks(counts.tolist()))
         batch = DeviceRecurrentBatch(positions, slots, q_starts, counts, chunks)
-    return lambda: layer._on_device(*inputs, batch)
+    return lambda: layer._on_device(*inputs, batch, early=False)
 
 
 def _inputs(layer: GatedDeltaNet, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

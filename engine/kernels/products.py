@@ -33,7 +33,10 @@ _chosen: dict[Shape, BoundProduct] = {}
 
 def chosen(x: torch.Tensor, weight: torch.Tensor) -> BoundProduct | None:
     """For x [T, in] and W [out, in], both without gaps; None: PyTorch's product is as good."""
-    return _chosen.get(Shape(x.shape[0], *weight.shape, x.dtype)) if _chosen and x.is_contiguous() else None
+    if not _chosen or not x.is_contiguous():
+        return None
+    outputs, inner = weight.shape
+    return _chosen.get(Shape(x.shape[0], outputs, inner, x.dtype))
 
 
 def choose(weights: Mapping[tuple[int, int], Sequence[torch.Tensor]], rows: Iterable[int]) -> int:
@@ -46,11 +49,11 @@ def choose(weights: Mapping[tuple[int, int], Sequence[torch.Tensor]], rows: Iter
     try:
         memory = _Memory.open()
         measured = 0
-        for shape_of, some in weights.items():
+        for (outputs, inner), some in weights.items():
             if some[0].dtype not in _DTYPES:
                 continue
             for number in rows:
-                shape = Shape(number, *shape_of, some[0].dtype)
+                shape = Shape(number, outputs, inner, some[0].dtype)
                 if shape in _chosen:
                     continue
                 if shape not in memory.known:
