@@ -17,7 +17,8 @@ _EXAMPLES = """examples:
   python -m engine.bench moe --model DIR                              the experts of a layer, alone
   python -m engine.bench moe --search --out engine/kernels/moe_tuned.json
   python -m engine.bench gemv --model DIR                             one row times each weight, alone
-  python -m engine.bench gemv --search --out engine/kernels/gemv_tuned.json
+  python -m engine.bench gemv --search --model DIR DIR --quantization fp8 --budget 120       tiles, in decode steps
+  python -m engine.bench gemv --search --out engine/kernels/gemv_tuned.json --moe-out engine/kernels/moe_tuned.json
   python -m engine.bench delta --model DIR                            a recurrent layer, without its projections
 """
 _COMMANDS = {
@@ -36,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         defaults = getattr(module, "DEFAULT_MODELS", ())
         words = "model directory" + (f" (default: the shapes of {', '.join(defaults)})" if defaults else "")
-        command.add_argument("--model", type=Path, required=not defaults, help=words)
+        several = "+" if getattr(module, "SEVERAL_MODELS", False) else None
+        command.add_argument("--model", type=Path, nargs=several, required=not defaults, metavar="DIR", help=words)
         command.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
         module.add_arguments(command)
     args = parser.parse_args(argv)

@@ -3,8 +3,10 @@
 DIR needs only a config.json; without one the products of all shipped shapes are measured, each once. A product is run
 with several copies of its weight in turn, so that none of them stays in a cache.
 
-``--search`` tries out tiles of their kernel, for at most ``--budget`` seconds, the largest weights first, and prints
-the best as they are found. With ``--out engine/kernels/gemv_tuned.json`` they are used from then on.
+``--search`` looks for the best tiles of their kernel instead, and of the kernels of sparse blocks: in the decode step
+of one sequence, of each model in turn with random weights and a few of its layers, for at most ``--budget`` seconds in
+all. A row for each tells the step's milliseconds before and after. With ``--out engine/kernels/gemv_tuned.json`` and
+``--moe-out engine/kernels/moe_tuned.json`` the tiles found are used from then on; the files are written row by row.
 """
 
 import argparse
@@ -16,13 +18,14 @@ from pathlib import Path
 import torch
 
 from engine.bench import floor, report
-from engine.bench.gemv_products import Subject, find_subjects
+from engine.bench.gemv_products import Subject, find_subjects, sensible_forms
 from engine.bench.moe import step_seconds
 from engine.capabilities import resolve_device
 from engine.errors import ConfigError
 from engine.kernels.gemv_tiles import VectorTiles, vector_tiles
 from engine.layers.quant import FP8
 
+SEVERAL_MODELS = True
 DEFAULT_MODELS = tuple(sorted(path.name for path in floor.CONFIGS.iterdir()))
 _TURNS_BYTES = 200 * 10**6  # of the copies that take turns: more than caches hold
 _EPS = 1e-6
@@ -32,9 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto")
     words = "default: both, but fp8 alone for models of more than 20 GB"
     parser.add_argument("--quantization", choices=["none", "fp8"], help=words)
-    parser.add_argument("--search", action="store_true", help="try tiles, and print the best of them")
+    parser.add_argument("--search", action="store_true", help="try tiles in decode steps, and print the best of them")
     parser.add_argument("--budget", type=float, default=300, metavar="SECONDS", help="of a search (default: 300)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where a search also writes what it found, as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where a search also writes products' tiles, as JSON")
+    parser.add_argument("--moe-out", type=Path, metavar="FILE", help="the same of sparse blocks with one token")
 
 
 def run(args: argparse.Namespace) -> Iterator[report.Row]:
@@ -45,33 +49,41 @@ def run(args: argparse.Namespace) -> Iterator[report.Row]:
         yield from _run_search(args, device)
         return
     read = floor.bandwidth(device)["copy"]
-    for subject in _subjects(args):
+    for subject in find_subjects(_configs(args), args.quantization):
         yield {**facts(subject), **measure(subject, device, read), **report.machine(device)}
 
 
-def _subjects(args: argparse.Namespace) -> list[Subject]:
-    configs = [args.model] if args.model else [floor.CONFIGS / name for name in DEFAULT_MODELS]
-    return find_subjects(configs, args.quantization)
+def _configs(args: argparse.Namespace) -> list[Path]:
+    return args.model or [floor.CONFIGS / name for name in DEFAULT_MODELS]
 
 
 def _run_search(args: argparse.Namespace, device: torch.device) -> Iterator[report.Row]:
-    from engine.bench import gemv_search
-    from engine.kernels import compile_pool
-
     start = time.monotonic()
-    compile_pool.start_early()  # it gets ready while products are looked for
-    read = floor.bandwidth(device)["copy"]
-    subjects = _subjects(args)
-    done = 0
-    with torch.inference_mode(), gemv_search.OnGpu(subjects, device) as ready:
-        budget = args.budget - (time.monotonic() - start)
-        for found in gemv_search.search(subjects, ready, budget):
-            if args.out is not None:
-                gemv_search.write(args.out, found)
-            done += 1
-            row = {**found.row, **speed(found.subject, found.seconds, read)}
-            yield {**facts(found.subject), **row, **report.machine(device)}
-    report.say(f"{done} of {len(subjects)} searched in {time.monotonic() - start:.0f} s")
+    for config in _configs(args):
+        for form in [args.quantization] if args.quantization else sensible_forms(config):
+            if time.monotonic() > start + args.budget:
+                report.say(f"{config.name} {form} is left out: the budget is spent.")
+            else:
+                yield from _search_model(args, config, form, device, start + args.budget)
+    report.say(f"{time.monotonic() - start:.0f} s")
+
+
+def _search_model(
+    args: argparse.Namespace, config: Path, form: str, device: torch.device, deadline: float
+) -> Iterator[report.Row]:
+    """A function of its own: with it the model goes, before the next one comes."""
+    from engine.bench import gemv_search, gemv_step
+
+    about = {"bench": "gemv", "engine": "atoll", "model": config.name, "quantization": form}
+    with gemv_step.start(config, form) as step:
+        todo = gemv_step.plan(step, config.name)
+        done = 0
+        with gemv_step.OnGpu(step, todo, device) as ready:
+            for found in gemv_search.search(todo.stages, todo.start, ready, deadline):
+                gemv_search.write(found, args.out, args.moe_out)
+                done += 1
+                yield {**about, **found.row, **report.machine(device)}
+        report.say(f"{config.name} {form}: {done} of {len(todo.stages)} searched")
 
 
 def facts(subject: Subject) -> report.Row:

@@ -6,7 +6,7 @@ The model is built without memory, and one decode step of it gone through with k
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,6 +18,9 @@ from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forwa
 from engine.models.base import CausalLM
 from engine.models.loader import quantize
 from engine.worker.cache import Cache
+
+if TYPE_CHECKING:
+    from engine.kernels.launch import Job
 
 _SMALLEST = 1_000_000  # bytes of a weight: what reads less is over before its tiles matter
 _BOTH_FORMS = 20 * 10**9  # bytes of a model in bf16, up to which it is served so as well as in fp8
@@ -49,7 +52,7 @@ def find_subjects(configs: Iterable[Path], quantization: str | None) -> list[Sub
     all that is sensible: both, of large models fp8 alone."""
     found: dict[Product, Subject] = {}
     for config in configs:
-        for form in [quantization] if quantization else _sensible_forms(config):
+        for form in [quantization] if quantization else sensible_forms(config):
             for subject in of_step(empty_model(config), form, config.name):
                 before = found.setdefault(subject.product, subject)
                 names = dict.fromkeys((*before.models, config.name))
@@ -58,14 +61,14 @@ def find_subjects(configs: Iterable[Path], quantization: str | None) -> list[Sub
     return sorted(large, key=lambda subject: (-subject.num_bytes, subject.product))
 
 
-def _sensible_forms(config: Path) -> Sequence[str]:
+def sensible_forms(config: Path) -> Sequence[str]:
+    """In which a model of this size is served."""
     numbers = sum(parameter.numel() for parameter in empty_model(config).parameters())
     return ("fp8", "none") if 2 * numbers <= _BOTH_FORMS else ("fp8",)
 
 
 def of_step(model: CausalLM, quantization: str, name: str) -> list[Subject]:
     """Of a decode step of one sequence, head and all. `model` is without memory; its modules take their final form."""
-    from engine.kernels import triton_gemv
     from engine.kernels.launch import recording
 
     model.set_state_dtype("auto", "cuda")
@@ -74,6 +77,13 @@ def of_step(model: CausalLM, quantization: str, name: str) -> list[Subject]:
     with torch.inference_mode(), _AsOnGpu(), recording() as jobs:
         _finalize(model)
         model.logits(_hidden(model))
+    return subjects_of(jobs, name)
+
+
+def subjects_of(jobs: "Iterable[Job]", name: str) -> list[Subject]:
+    """The products among the kernels of a decode step, each once."""
+    from engine.kernels import triton_gemv
+
     found: dict[Product, Subject] = {}
     for job in sorted((job for job in jobs if job.kernel is triton_gemv._vector_kernel), key=repr):
         types, constants = dict(zip(job.kernel.arguments, job.types, strict=True)), dict(job.constants)

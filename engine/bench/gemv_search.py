@@ -1,178 +1,154 @@
-"""The search for the tiles of products with one row (engine/kernels/gemv_tiles.py), within a budget of time.
+"""The search for tiles in the decode step of one sequence: of its products with one row (engine/kernels/gemv_tiles.py)
+and of its sparse blocks (moe_tiles.py), within a budget of time.
 
-One product after the other: the tiles by rule and all candidates are timed as a decode step runs them, then the fastest
-few once more, as the least of many measurements is too good by chance. The kernels are compiled side by side meanwhile,
-in the order of need; whoever comes to one that is not ready waits for it.
+One stage after the other: a product, or a kernel of a block, gets the tiles with which the whole step is the fastest,
+and keeps them for the stages after it. Each product alone would not do, even in a chain of equal ones: what a kernel's
+last programs leave idle, the next kernel of a step may use.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from engine.bench import report
-from engine.bench.gemv import Operands
-from engine.bench.gemv_products import Subject
-from engine.bench.moe import step_seconds
 from engine.kernels import gemv_tiles
 from engine.kernels.gemv_tiles import Product, VectorTiles
+from engine.kernels.moe_tiles import FewTiles, Measured, Shape, write_measured
 
-_REPEATS = 7
-_BETTER = 0.99  # of the time by rule: less is noise
+_BETTER = 0.998  # of the step's time: less is noise
 _FINALISTS = 3
-_WRONG = 0.02  # of a result's norm: more than rounding
-_ROWS = (2, 4, 8, 16)
-_ROW_BYTES = (512, 1024, 2048, 4096)
+_ROW_BYTES = {2: (1024, 2048, 4096), 4: (1024, 2048, 4096), 8: (512, 1024, 2048, 4096), 16: (512, 1024)}  # by rows
 _WARPS = (1, 2, 4, 8)
+_FEW_OUTPUTS = 256
+
+
+class Block(NamedTuple):
+    """A sparse block of one token; `width`: of the MLP beside the experts."""
+
+    shape: Shape
+    width: int
+
+
+Part = Product | Block
+Tiles = VectorTiles | FewTiles
+Chosen = dict[Part, Tiles]
+Change = dict[str, Any]  # fields of a part's tiles, and what they become
+
+
+class Stage(NamedTuple):
+    """What gets its best tiles at a time."""
+
+    name: str
+    part: Part
+    changes: list[Change]
+    head: bool = False  # a product of the logits, which are no part of the step elsewhere
 
 
 class Ready(NamedTuple):
-    """How a search times a product with some tiles, and hears whether its kernel is at hand."""
+    """How a search times a step, and hears whether its kernels are at hand and right."""
 
-    seconds: Callable[[Subject, VectorTiles], float]  # infinite where the card does not take them
-    compiled: Callable[[Subject, VectorTiles], bool]  # of `all_tiles`: waits until it is; False: it never is
+    ms: Callable[[Chosen, bool], float]  # of a step with these tiles, with the head or without; infinite if refused
+    compiled: Callable[[Stage, Change], bool]  # waits until the kernels are there; False: they never are
+    right: Callable[[Part, Tiles], bool]  # whether results are those of other tiles
 
 
 class Found(NamedTuple):
-    """The best tiles of a product, which are those by rule unless others are clearly faster."""
+    """The best tiles of a stage's part so far, which are those before unless others are clearly faster."""
 
-    subject: Subject
-    tiles: VectorTiles
-    seconds: float
+    stage: Stage
+    tiles: Tiles
+    is_new: bool
     row: report.Row
 
 
-def all_tiles(product: Product) -> list[VectorTiles]:
-    """Those by rule, then the candidates."""
-    rule = gemv_tiles.by_rule(product)
-    return [rule, *[tiles for tiles in candidates(product) if tiles != rule]]
-
-
 def candidates(product: Product) -> list[VectorTiles]:
-    """64 bytes of the weight a thread; with a gate, which doubles them, 32 too, else 128."""
+    """64 or 128 bytes of the weight a thread. Of few outputs each has a program nearly to itself."""
     found = []
-    for rows in _ROWS:
-        for row_bytes in _ROW_BYTES:
+    rows_and_bytes: dict[int, tuple[int, ...]] = _ROW_BYTES
+    least = 64
+    if product.outputs <= _FEW_OUTPUTS:
+        rows_and_bytes = dict.fromkeys((1, 2, 4), tuple(n * product.itemsize for n in (512, 1024, 2048)))
+        least = 16
+    for rows, all_bytes in rows_and_bytes.items():
+        for row_bytes in all_bytes:
             columns = row_bytes // product.itemsize
-            if columns >= 2 * product.inner:
-                continue
             for warps in _WARPS:
-                each = rows * row_bytes // (32 * warps)
-                if each == 64 or (each == 32 and product.gated) or (each == 128 and not product.gated):
+                each = rows * row_bytes * (2 if product.gated else 1) // (32 * warps)
+                if columns < 2 * product.inner and least <= each <= 128:
                     found.append(VectorTiles(rows, columns, warps))
     return found
 
 
-def best_of(subject: Subject, ready: Ready, deadline: float) -> Found | None:
-    """None if the time is up, or the rule's own tiles do not run. What could not be compiled is passed over."""
-    rule, *others = all_tiles(subject.product)
-    times: dict[VectorTiles, float] = {}
-    for tiles in (rule, *others):
+def best_of(stage: Stage, chosen: Chosen, ready: Ready, deadline: float) -> Found | None:
+    """None if the time is up, or the step does not run. What could not be compiled is passed over.
+
+    The least of many measurements is too good by chance: the fastest few are timed again, beside the tiles before.
+    """
+    before = chosen[stage.part]
+
+    def ms(tiles: Tiles) -> float:
+        return ready.ms({**chosen, stage.part: tiles}, stage.head)
+
+    if time.monotonic() > deadline or (first := ms(before)) == math.inf:
+        return None
+    times: dict[Tiles, float] = {}
+    for change in stage.changes:
         if time.monotonic() > deadline:
             return None
-        if ready.compiled(subject, tiles):
-            times[tiles] = ready.seconds(subject, tiles)
-        if times.get(rule, float("inf")) == float("inf"):
-            return None  # nothing to compare the others with
-    fastest = sorted((tiles for tiles in times if times[tiles] < float("inf")), key=lambda tiles: times[tiles])
-    again = {tiles: ready.seconds(subject, tiles) for tiles in dict.fromkeys([rule, *fastest[:_FINALISTS]])}
-    best = min(again, key=lambda tiles: again[tiles])
-    if again[best] >= again[rule] * _BETTER:
-        best = rule
+        tiles = before._replace(**change)
+        if tiles != before and tiles not in times and ready.compiled(stage, change):
+            times[tiles] = ms(tiles)
+    faster = [tiles for tiles in sorted(times, key=lambda tiles: times[tiles]) if times[tiles] < first * _BETTER]
+    finalists = [tiles for tiles in faster[:_FINALISTS] if ready.right(stage.part, tiles)]
+    best, fastest = before, first
+    if finalists:
+        again = {tiles: ms(tiles) for tiles in (before, *finalists)}
+        first = again[before]
+        best = min(finalists, key=lambda tiles: again[tiles])
+        if again[best] >= first * _BETTER:
+            best = before
+        fastest = again[best]
     row = {
-        "tried": len(times), "us_by_rule": round(again[rule] * 1e6, 1), "us": round(again[best] * 1e6, 1),
-        "tiles": list(best),
+        "product": stage.name, "tried": len(times), "ms_before": round(first, 4), "ms": round(fastest, 4),
+        "tiles": list(best) if isinstance(best, VectorTiles) else str(best),
     }  # fmt: skip
-    return Found(subject, best, again[best], row)
+    return Found(stage, best, best != before, row)
 
 
-def search(subjects: Sequence[Subject], ready: Ready, budget: float) -> Iterator[Found]:
-    """One after the other until `budget` seconds are over; those that were not reached are left out."""
-    deadline = time.monotonic() + budget
-    for subject in subjects:
-        found = best_of(subject, ready, deadline)
+def search(stages: Sequence[Stage], start: Chosen, ready: Ready, deadline: float) -> Iterator[Found]:
+    """One after the other until `deadline`, on the clock of time.monotonic(); those not reached are left out.
+
+    `start`: the tiles of all parts, which are not changed.
+    """
+    chosen = dict(start)
+    for stage in stages:
+        found = best_of(stage, chosen, ready, deadline)
         if found is not None:
+            chosen[stage.part] = found.tiles
             yield found
 
 
-def write(path: Path, found: Found) -> None:
+def write(found: Found, out: Path | None, moe_out: Path | None) -> None:
+    """Where there is a file for it: a product's tiles always, a block's if they are not those before."""
+    part, tiles = found.stage.part, found.tiles
+    if isinstance(part, Product) and isinstance(tiles, VectorTiles):
+        if out is not None:
+            write_product(out, part, tiles)
+    elif isinstance(part, Block) and isinstance(tiles, FewTiles) and found.is_new and moe_out is not None:
+        write_measured(moe_out, [Measured(part.shape, part.width, 1, tiles)])
+
+
+def write_product(path: Path, product: Product, tiles: VectorTiles) -> None:
     """As gemv_tuned.json has them, a line each: those in `path` and this one, or without it where the rule is best."""
     entries = {}
     if path.exists():
         entries = gemv_tiles.read(json.dumps(entry) for entry in json.loads(path.read_text("utf-8")))
-    product = found.subject.product
-    if found.tiles == gemv_tiles.by_rule(product):
+    if tiles == gemv_tiles.by_rule(product):
         entries.pop(product, None)
     else:
-        entries[product] = found.tiles
+        entries[product] = tiles
     lines = ",\n".join(gemv_tiles.line_of(*entry) for entry in entries.items())
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-
-
-# -- on a GPU ---------------------------------------------------------------------------------------------------------
-
-
-class OnGpu:
-    """A search's `Ready` on the card that is there, as a context: what compiles in the background ends with it."""
-
-    def __init__(self, subjects: Sequence[Subject], device: torch.device) -> None:
-        from engine.kernels import compile_pool
-
-        self._device = device
-        self._of: tuple[Subject, Operands, torch.Tensor] | None = None  # only one product's weights are there
-        self._lines = lines_of(subjects, torch.cuda.get_device_capability(device))
-        order = list(dict.fromkeys(self._lines.values()))
-        report.say(f"{len(subjects)} products, {len(order)} kernels to compile")
-        self._pool = compile_pool.take()
-        self._pool.submit(order)
-
-    def __enter__(self) -> Ready:
-        return Ready(self._seconds, self._compiled)
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.close()
-
-    def _compiled(self, subject: Subject, tiles: VectorTiles) -> bool:
-        return not self._pool.wait([self._lines[subject, tiles]])
-
-    def _seconds(self, subject: Subject, tiles: VectorTiles) -> float:
-        from engine.kernels.launch import KernelError
-
-        try:
-            operands, expected = self._operands(subject)
-            wrong = (operands.result(tiles) - expected).norm() / expected.norm()
-            if not wrong <= _WRONG:
-                report.say(f"{subject}, {tiles}: the result is wrong by {float(wrong):.2g}")
-                return float("inf")
-            return step_seconds(operands.steps(tiles), self._device, _REPEATS)
-        except KernelError as error:
-            report.say(f"{subject}, {tiles}: {error}")
-            return float("inf")
-
-    def _operands(self, subject: Subject) -> tuple[Operands, torch.Tensor]:
-        """And the result with the tiles by rule, which the self-test compares with plain torch."""
-        if self._of is None or self._of[0] != subject:
-            self._of = None
-            torch.cuda.empty_cache()
-            operands = Operands(subject, self._device)
-            self._of = subject, operands, operands.result(gemv_tiles.by_rule(subject.product))
-        return self._of[1:]
-
-
-def lines_of(subjects: Sequence[Subject], capability: tuple[int, int]) -> dict[tuple[Subject, VectorTiles], str]:
-    """What a compile pool is to compile for each product and tiles, in the order of the search. Needs no GPU."""
-    from engine.kernels.compile_ahead import line_of
-    from engine.kernels.launch import recording
-
-    found = {}
-    for subject in subjects:
-        operands = Operands(subject, torch.device("meta"))
-        for tiles in all_tiles(subject.product):
-            with recording() as jobs:
-                operands.result(tiles)
-            (job,) = jobs
-            found[subject, tiles] = line_of(job, capability)
-    return found

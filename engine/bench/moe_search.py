@@ -19,6 +19,7 @@ from engine.kernels.moe_tiles import (
     FewTiles,
     MatrixTiles,
     Measured,
+    Shape,
     StreamTiles,
     Tiles,
     few_tiles,
@@ -72,7 +73,7 @@ def cells(subjects: Sequence[Subject], tokens: Sequence[int], shared: int) -> li
         for subject in subjects:
             if number <= VECTOR_TOKENS:
                 start: AnyTiles = few_tiles(subject.shape, number, subject.width)
-                stages = few_stages(start, subject)
+                stages = few_stages(start, subject.shape, subject.width)
                 if number > 1:  # its kernel takes long to compile, and has the same weights to read
                     del stages[-1]
             else:
@@ -83,9 +84,10 @@ def cells(subjects: Sequence[Subject], tokens: Sequence[int], shared: int) -> li
     return found
 
 
-def few_stages(start: FewTiles, subject: Subject) -> list[list[Change]]:
-    """Experts' first products; second products, all of which have the same warps; the router and what is beside it."""
-    size = subject.shape.itemsize
+def few_stages(start: FewTiles, shape: Shape, width: int) -> list[list[Change]]:
+    """Experts' first products; second products, all of which have the same warps; the router and what is beside it, an
+    MLP of this `width` (0: none)."""
+    size = shape.itemsize
 
     def tiles(rows: int, row_bytes: int, depth: int, warps: int) -> StreamTiles:
         return StreamTiles(rows, row_bytes // size, depth, warps)
@@ -95,7 +97,7 @@ def few_stages(start: FewTiles, subject: Subject) -> list[list[Change]]:
         {"down": tiles(*each), "beside_down": start.beside_down._replace(warps=each[-1])} for each in _DOWN
     ]
     router: list[Change] = [{"router": start.router._replace(block_n=rows)} for rows in _ROUTER_ROWS]
-    if subject.width:
+    if width:
         beside: list[Change] = [
             {"beside_gate_up": tiles(*each), "router": start.router._replace(warps=each[-1])} for each in _BESIDE
         ]

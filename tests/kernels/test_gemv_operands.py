@@ -1,14 +1,19 @@
 """What the benchmark of products with one row multiplies; in the interpreter."""
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from engine.bench import gemv, gemv_search
+from engine.bench import gemv, gemv_search, gemv_step
 from engine.bench.gemv_products import Subject
-from engine.kernels import compile_pool, gemv_tiles, reference, triton_gemv
-from engine.kernels.gemv_tiles import Product
+from engine.bench.gemv_search import Block, Stage
+from engine.kernels import compile_pool, gemv_tiles, moe_tiles, reference, triton_gemv, triton_moe_few
+from engine.kernels.gemv_tiles import Product, VectorTiles
+from engine.kernels.launch import KernelError
+from engine.kernels.moe_tiles import Shape, StreamTiles
 
 CPU = torch.device("cpu")
 
@@ -65,34 +70,91 @@ class Pool:
         self.is_closed = True
 
 
-def test_a_search_with_real_products(monkeypatch):
+class Layer:
+    """A step of two products, which the interpreter really multiplies; the second is the head's."""
+
+    def __init__(self):
+        self.x, self.weight = torch.randn(1, 512), torch.randn(256, 512) / 20
+        self.head_weight = torch.randn(320, 256) / 20
+
+    def step(self):
+        return gemv_step.DecodeStep(
+            lambda: triton_gemv.gemv(self.x, self.weight), lambda hidden: triton_gemv.gemv(hidden, self.head_weight)
+        )
+
+
+def test_a_step_takes_the_tiles_chosen_for_it_and_tells_which_it_took():
+    torch.manual_seed(0)
+    layer = Layer()
+    inside, head = Product(256, 512, 4), Product(320, 256, 4)
+    with gemv_step.using({}) as taken:
+        expected = layer.step().run(head=True)
+    assert taken == {product: gemv_tiles.vector_tiles(product) for product in (inside, head)}
+    torch.testing.assert_close(expected, layer.x @ layer.weight.t() @ layer.head_weight.t(), rtol=1e-3, atol=1e-3)
+    tiles = VectorTiles(4, 128, 1)
+    with gemv_step.using({inside: tiles}) as taken:
+        other = layer.step().run(head=False)
+    assert taken == {inside: tiles}
+    torch.testing.assert_close(other, layer.x @ layer.weight.t(), rtol=1e-3, atol=1e-3)
+    with gemv_step.using({}) as taken:  # afterwards all is as it was
+        layer.step().run(head=False)
+    assert taken == {inside: gemv_tiles.vector_tiles(inside)}
+    assert triton_gemv.vector_tiles is gemv_tiles.vector_tiles
+
+
+def test_a_sparse_block_takes_the_tiles_chosen_for_it():
+    torch.manual_seed(0)
+    shape = Shape(4, 2, 64, 32, 4)
+    block = Block(shape, 0)
+    x, router = torch.randn(1, 64), torch.randn(4, 64)
+    stacks = torch.randn(4, 64, 64) / 8, torch.randn(4, 64, 32) / 6
+
+    def forward():
+        return triton_moe_few.sparse_block(x, router, *stacks, top_k=2)[0]
+
+    rule = moe_tiles.few_tiles(shape, 1)
+    tiles = rule._replace(gate_up=StreamTiles(4, 32, 2, 1), down=StreamTiles(2, 16, 2, rule.down.warps))
+    with gemv_step.using({}) as taken:
+        expected = forward()
+    assert taken == {block: rule}
+    with gemv_step.using({block: tiles}) as taken:
+        other = forward()
+    assert taken == {block: tiles}
+    torch.testing.assert_close(other, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_search_on_a_card(monkeypatch):
     """Only what a GPU would tell is made up. Tiles with which a result is wrong are never taken, however fast."""
-    subjects = [Subject(Product(96, 512, 2), (), residual=True), Subject(Product(64, 512, 1, gated=True), (), "silu")]
-    lines = {(s, t): f"{s} {t}" for s in subjects for t in gemv_search.all_tiles(s.product)}
-    first, wrong, missing, good, *_ = gemv_search.all_tiles(subjects[0].product)
-    pool = Pool(lines[subjects[0], missing])
+    subject = Subject(Product(96, 512, 2), ())
+    product = subject.product
+    rule = gemv_tiles.by_rule(product)
+    wrong, missing, refused, good, *_ = found = [t for t in gemv_search.candidates(product) if t != rule]
+    stage = Stage("a product", product, [tiles._asdict() for tiles in found])
+    todo = gemv_step.Plan([stage], {product: rule}, {product: subject})
+    lines = {(0, number): {f"{number}", "what all have"} for number in range(len(found))}
+    pool = Pool(str(found.index(missing)))
     monkeypatch.setattr(gemv, "_TURNS_BYTES", 0)
-    monkeypatch.setattr(gemv_search, "lines_of", lambda *_: lines)
+    monkeypatch.setattr(gemv_step, "lines_of", lambda *_: lines)
     monkeypatch.setattr(compile_pool, "take", lambda: pool)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     multiply = triton_gemv.gemv
 
-    def spoiled(*args, tiles, **around):
+    def spoiled(*args, tiles=None, **around):
         y = multiply(*args, tiles=tiles, **around)
         return y.mul_(1.1) if tiles == wrong else y
 
-    def seconds(steps, _device, _repeats):
-        tiles = steps[0].args[1]
-        assert len(steps) == 2
+    def ms(decode):
+        tiles = decode()
+        if tiles == refused:
+            raise KernelError("too much shared memory")
         return {wrong: 1.0, good: 2.0}.get(tiles, 3.0)
 
     monkeypatch.setattr(triton_gemv, "gemv", spoiled)
-    monkeypatch.setattr(gemv_search, "step_seconds", seconds)
-    with gemv_search.OnGpu(subjects, CPU) as ready:
-        found = list(gemv_search.search(subjects, ready, 1000))
-    assert pool.submitted == list(lines.values())
+    monkeypatch.setattr(gemv_step, "step_ms", ms)
+    step = gemv_step.DecodeStep(lambda: triton_gemv.vector_tiles(product), lambda tiles: tiles)
+    with gemv_step.OnGpu(step, todo, CPU) as ready:
+        (best,) = gemv_search.search(todo.stages, todo.start, ready, math.inf)
+    assert pool.submitted[:3] == ["0", "what all have", "1"]
     assert pool.is_closed
-    assert [each.subject for each in found] == subjects
-    assert (found[0].tiles, found[0].seconds) == (good, 2.0)
-    assert found[0].row["tried"] == len(gemv_search.all_tiles(subjects[0].product)) - 1
-    assert first == gemv_tiles.by_rule(subjects[0].product)
+    assert (best.tiles, best.row["ms"], best.row["ms_before"]) == (good, 2.0, 3.0)
+    assert best.row["tried"] == len(found) - 1
