@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from engine.capabilities import resolve_device
 from engine.errors import ConfigError
 from engine.kernels.gemv_tiles import VectorTiles, vector_tiles
 from engine.layers.quant import FP8
+
+if TYPE_CHECKING:
+    from engine.bench.gemv_search import Chosen
 
 SEVERAL_MODELS = True
 DEFAULT_MODELS = tuple(sorted(path.name for path in floor.CONFIGS.iterdir()))
@@ -59,28 +63,30 @@ def _configs(args: argparse.Namespace) -> list[Path]:
 
 def _run_search(args: argparse.Namespace, device: torch.device) -> Iterator[report.Row]:
     start = time.monotonic()
+    known: Chosen = {}  # a product of several models starts with what was best for the last one
     for config in _configs(args):
         for form in [args.quantization] if args.quantization else sensible_forms(config):
             if time.monotonic() > start + args.budget:
                 report.say(f"{config.name} {form} is left out: the budget is spent.")
             else:
-                yield from _search_model(args, config, form, device, start + args.budget)
+                yield from _search_model(args, config, form, device, start + args.budget, known)
     report.say(f"{time.monotonic() - start:.0f} s")
 
 
 def _search_model(
-    args: argparse.Namespace, config: Path, form: str, device: torch.device, deadline: float
+    args: argparse.Namespace, config: Path, form: str, device: torch.device, deadline: float, known: "Chosen"
 ) -> Iterator[report.Row]:
-    """A function of its own: with it the model goes, before the next one comes."""
+    """Adds to `known`. A function of its own: with it the model goes, before the next one comes."""
     from engine.bench import gemv_search, gemv_step
 
     about = {"bench": "gemv", "engine": "atoll", "model": config.name, "quantization": form}
     with gemv_step.start(config, form) as step:
-        todo = gemv_step.plan(step, config.name)
+        todo = gemv_step.plan(step, config.name, known)
         done = 0
         with gemv_step.OnGpu(step, todo, device) as ready:
             for found in gemv_search.search(todo.stages, todo.start, ready, deadline):
                 gemv_search.write(found, args.out, args.moe_out)
+                known[found.stage.part] = found.tiles
                 done += 1
                 yield {**about, **found.row, **report.machine(device)}
         report.say(f"{config.name} {form}: {done} of {len(todo.stages)} searched")

@@ -140,10 +140,11 @@ class Plan(NamedTuple):
     subjects: dict[Product, Subject]
 
 
-def plan(step: DecodeStep, name: str) -> Plan:
-    """`name`: of the model. A weight that is the larger the more layers there are is searched as it is here."""
-    _, inside = record(step, {}, head=False)
-    jobs, start = record(step, {}, head=True)
+def plan(step: DecodeStep, name: str, known: Chosen) -> Plan:
+    """`name`: of the model; `known`: tiles that a search has found already. A weight that is the larger the more layers
+    there are is searched as it is here."""
+    _, inside = record(step, known, head=False)
+    jobs, start = record(step, known, head=True)
     subjects = {subject.product: subject for subject in subjects_of(jobs, name)}
     large = sorted((s for s in subjects.values() if s.num_bytes >= _SMALLEST), key=lambda s: -s.num_bytes)
     stages = [
