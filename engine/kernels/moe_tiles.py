@@ -1,7 +1,7 @@
 """How the kernels of triton_moe and triton_moe_few cut their work, by the shape of a layer and the tokens of a step.
 
-What `python -m engine.bench moe --search` found stands in moe_tuned.json; other shapes go by rule. Plain Python, so
-that whoever prepares a model knows the tiles without a GPU.
+What `python -m engine.bench moe --search` found, or of one token `gemv --search`, stands in moe_tuned.json; other
+shapes go by rule. Plain Python, so that whoever prepares a model knows the tiles without a GPU.
 """
 
 import functools
