@@ -99,7 +99,7 @@ class Linear(nn.Module):
                 return self._product(self, x.plain)
             return self._on_fp8_units(x)
         if isinstance(x, UnnormedRows):
-            return self._in_vector_form(x.values, norm=(x.weight, x.eps), wide_offset=x.offset)
+            return self._in_vector_form(x)
         return self._product(self, x)
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows) -> torch.Tensor | None:
@@ -112,12 +112,9 @@ class Linear(nn.Module):
 
     def in_order(self, x: Activations) -> tuple[torch.Tensor, bool]:
         """The product, and whether the kernel after it may read all that is older before it waits for the product."""
-        values = x.values if isinstance(x, UnnormedRows) else x
-        if not isinstance(values, torch.Tensor) or not self.in_vector_form(values.shape[0]):
+        if isinstance(x, QuantizedRows) or (isinstance(x, torch.Tensor) and not self.in_vector_form(x.shape[0])):
             return self(x), False
-        if isinstance(x, UnnormedRows):
-            return self._in_vector_form(x.values, norm=(x.weight, x.eps), wide_offset=x.offset, in_order=True), True
-        return self._in_vector_form(values, in_order=True), True
+        return self._in_vector_form(x, in_order=True), True
 
     def wants_fp8(self, rows: int) -> bool:
         """Whether a product of so many rows reads fp8 activations: who makes them can do so in passing."""
@@ -133,9 +130,12 @@ class Linear(nn.Module):
         """Whether products of many rows are the library's, by an algorithm that may be chosen (kernels/products.py)."""
         return self._product is Linear._on_gpu and self.bias is None
 
-    def _in_vector_form(self, x: torch.Tensor, **around: Any) -> torch.Tensor:
+    def _in_vector_form(self, x: torch.Tensor | UnnormedRows, **around: Any) -> torch.Tensor:
         from engine.kernels.triton_gemv import gemv
 
+        if isinstance(x, UnnormedRows):
+            around |= {"norm": (x.weight, x.eps), "wide_offset": x.offset}
+            x = x.values
         return gemv(x, self.weight, self.scale, self.bias, **around)
 
     def _on_fp8_units(self, x: QuantizedRows) -> torch.Tensor:

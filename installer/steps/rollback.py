@@ -10,7 +10,7 @@ from typing import Any
 from installer import audit, changes, config, fs, snapshots, tls, units
 from installer.context import Context
 from installer.errors import ExitCode, InstallError
-from installer.i18n import t
+from installer.i18n import joined, t
 from installer.ready import wait_ready
 from installer.steps.activate import drop_private_keys
 from installer.unfinished import unmark
@@ -23,7 +23,7 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
     if opened is None:
         return cause
     context.frontend.step("rollback", "begin")
-    previous = opened["previous"]
+    previous, left = opened["previous"], set[str]()
     try:
         left = _still_serving(context, opened)
         context.service.stop(_to_stop(context, opened, left))
@@ -47,7 +47,7 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
             t("{message} Going back failed too: {reason}", message=cause.message, reason=reason),
             exit_code=ExitCode.ROLLBACK_FAILED,
             why=cause.why,
-            changed=t("The service is not running. The model and the previous release are still on the disk."),
+            changed=_after_failure(left),
             hint=t("Read {log_hint}, then run the same command again: it goes on from here.", log_hint=layout.log_hint),
             log_tail=cause.log_tail,
         )
@@ -64,6 +64,13 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
     context.frontend.step("rollback", "done", done)
     cause.changed = done
     return cause
+
+
+def _after_failure(left: set[str]) -> str:
+    if left:
+        return t("Still serving as before: {names}. The model and the previous release are still on the disk.",
+                 names=joined(sorted(left)))
+    return t("The service is not running. The model and the previous release are still on the disk.")
 
 
 def _still_serving(context: Context, opened: dict[str, Any]) -> set[str]:

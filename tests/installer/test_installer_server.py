@@ -219,6 +219,25 @@ def test_what_a_failed_switch_did_not_reach_serves_on(
     assert server.serving() == {"models": {"tiny": one.model_dir}, "mode": "good"}
 
 
+def test_a_way_back_that_fails_does_not_call_dead_what_serves(
+    server: Server, bundle: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.install(bundle(1))
+    before = server.service.named_pids()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise InstallError("It cannot be done.", exit_code=ExitCode.UNHEALTHY)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SystemdService, "switch", fail)
+        patched.setattr("installer.steps.rollback.wait_ready", fail)
+        with pytest.raises(InstallError, match="Going back failed too") as caught:
+            server.install(bundle(2))
+    assert caught.value.exit_code == ExitCode.ROLLBACK_FAILED
+    assert caught.value.changed.startswith("Still serving as before: gateway, tiny.")
+    assert server.service.named_pids() == before
+
+
 def test_a_first_install_that_fails_leaves_no_unit(server: Server, bundle: Bundles) -> None:
     with pytest.raises(InstallError) as caught:
         server.install(bundle(), mode="mute")
