@@ -50,7 +50,7 @@ class CompilePool:
             threading.Thread(target=self._listen, daemon=True).start()
 
     def submit(self, jobs: list[str]) -> None:
-        """Compile these, each a JSON object in one line; the first ones first."""
+        """Compile these, each a JSON object in one line; the first ones first. None of them is no end: more may come."""
         with self._changed:
             self._jobs += jobs
             self._waiting |= set(jobs)
@@ -83,7 +83,7 @@ class CompilePool:
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(OSError):  # it ended: `_listen` sees that too
-            while jobs := self._given.get():
+            while (jobs := self._given.get()) is not None:
                 self._process.stdin.write(jobs)
                 self._process.stdin.flush()
             self._process.stdin.close()
