@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paged_machine import PAGE_SIZE, VOCAB, PagedMachine, expected_tokens, next_token
 
 from engine.config import EngineConfig
+from engine.core.kv import manager
 from engine.core.kv.spec import CacheMemory
 from engine.core.loop import EngineCore
 from engine.core.params import SamplingParams
@@ -191,6 +192,19 @@ def test_a_state_is_found_where_a_prompt_ended():
     assert cached(core, [*prompt, 1, 2, 3]) == 80
     core.reset_prefix_cache()
     assert cached(core, prompt) == 0
+
+
+def test_a_short_prompt_is_not_cut_for_its_state(monkeypatch):
+    """Keeping the state before its last tokens would take a step more, for tokens that are computed in one anyway."""
+    monkeypatch.setattr(manager, "WORTH_A_STEP", 64)
+    core = make_core("full+state", 40)
+    short, long = list(range(60)), list(range(90, 20, -1))
+    assert [cached(core, short), cached(core, short)] == [0, 0]
+    assert [cached(core, long), cached(core, long)] == [0, 64]
+    # A hit is not followed by another state close behind it.
+    assert [cached(core, [*long[:64], *[9] * 40]) for _ in range(2)] == [64, 64]
+    # Where prompts were the same so far, a state is kept all the same: there may be many more.
+    assert [cached(core, [*short[:50], *[tail] * 9]) for tail in (1, 2)] == [48, 48]
 
 
 def test_a_state_is_kept_where_prompts_part():

@@ -21,6 +21,7 @@ from engine.core.sequence import NO_SLOT, Sequence
 
 _CHECKPOINT_EVERY = 2048  # tokens between checkpoints of a long prompt's state,
 _MOST_CHECKPOINTS = 8     # but more if there would be more than so many
+WORTH_A_STEP = 512       # tokens: fewer are computed again in about the time of the step that keeping a state adds
 _WATERMARK = 0.01  # share of the pages kept free at admission, so that running sequences can grow for a while
 
 
@@ -287,15 +288,17 @@ class KVManager:
                 seq.num_passed[group] = passed
 
     def _checkpoints(self, seq: Sequence, hit: Prefix) -> list[int]:
-        """Positions after `hit` whose state is worth keeping: where the prompt ends, where another prompt with the same
-        beginning went its own way, and some between in long prompts."""
+        """Positions after `hit` whose state is worth keeping: where another prompt with the same beginning went its own
+        way, where the prompt ends if that is far from `hit`, and some between in long prompts."""
         assert self.slots is not None
         if not self.enable_prefix_caching:
             return []
         self._hasher.extend(seq)
         grid, last = self._grid, len(seq.token_ids) - 1
         every = max(_CHECKPOINT_EVERY, last // _MOST_CHECKPOINTS) // grid * grid
-        wanted = {last // grid * grid, hit.branch // grid * grid, *range(every, last, every)}
+        wanted = {hit.branch // grid * grid, *range(every, last, every)}
+        if last // grid * grid - hit.num_tokens >= WORTH_A_STEP:
+            wanted.add(last // grid * grid)
         pages = [(position, position // self.page_size) for position in sorted(wanted) if position > hit.num_tokens]
         return [position for position, n in pages if self.slots.find(seq.page_hashes[n - 1]) is None]
 
