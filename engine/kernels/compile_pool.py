@@ -50,7 +50,7 @@ class CompilePool:
             threading.Thread(target=self._listen, daemon=True).start()
 
     def submit(self, jobs: list[str]) -> None:
-        """Compile these, each a JSON object in one line; the first ones first. None of them is no end: more may come."""
+        """Compile these, each a JSON object in one line; the first ones first. That there are none is not the end."""
         with self._changed:
             self._jobs += jobs
             self._waiting |= set(jobs)

@@ -210,7 +210,7 @@ def _plan_kernel(counts_ptr, chunks_ptr, B, SIZE: tl.constexpr, BLOCK: tl.conste
         first += tl.sum(tl.where(mine, chunk - ends + chunks, 0), 0)
         before += tl.sum(chunks, 0)
     tl.store(chunks_ptr + chunk * 2, sequence)
-    tl.store(chunks_ptr + chunk * 2 + 1, first * SIZE)
+    tl.store(chunks_ptr + chunk * 2 + 1, tl.where(chunk < before, first * SIZE, 1 << 30))
 
 
 def num_chunks(counts: Iterable[int]) -> int:
@@ -221,7 +221,8 @@ def num_chunks(counts: Iterable[int]) -> int:
 def plan_chunks(counts: torch.Tensor, total: int) -> torch.Tensor:
     """[total, 2] int32: each chunk's sequence, and its first token among the sequence's tokens of the step.
 
-    `counts` [B] tokens of each sequence, of which the host need only know num_chunks, the `total`.
+    `counts` [B] tokens of each sequence, of which the host need only know num_chunks, the `total`. Where the total is
+    larger, the last chunks lie behind all tokens.
     """
     chunks = torch.empty(total, 2, dtype=torch.int32, device=counts.device)
     _plan_kernel((total,), counts, chunks, counts.shape[0], SIZE=CHUNK, BLOCK=256, num_warps=4)

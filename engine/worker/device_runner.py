@@ -1,6 +1,6 @@
 """Runs steps on a GPU. The host never waits between `launch` and `collect`, and `collect` waits for one event.
 
-    launch   pack ─► one copy ─► table updates ─► forward (a CUDA graph for pure decode) ─► sample ─► copy tokens back
+    launch   pack ─► one copy ─► table updates ─► forward (a CUDA graph for most steps) ─► sample ─► copy tokens back
     collect  wait for that copy's event, unpack
 
 The request table (tokens, pages) lives on the device; the sampler writes each token there itself, so step N + 1 can be
@@ -16,13 +16,13 @@ from engine.core.batch import StepPlan, StepResult
 from engine.core.kv.spec import CacheSpec, table_widths
 from engine.core.request import TokenLogprobs
 from engine.kernels import triton_inputs
-from engine.kernels.triton_delta import num_chunks
 from engine.kernels.triton_gemv import PRODUCT_ROWS
 from engine.layers.attention import Attention, tile_tokens
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
-from engine.worker.graphs import DecodeGraphs
+from engine.worker.graphs import DecodeGraphs, MixedGraphs
+from engine.worker.mixed_step import MixedForm, MixedShape, MixedStep, form_of, shapes_within
 from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
 from engine.worker.staging import Staging, aligned
@@ -69,6 +69,7 @@ class DeviceRunner:
         self.prompt_len = [0] * num_rows
         self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
         self.tile_tokens = [0] * num_groups  # of each group: the fewest of its layers'
+        self.tile_sizes: list[int] = []
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         # A token: row, position, up to two words of a tile, itself if it is new. A sequence: columns, lists, runs.
         words = (4 + 2 * num_groups) * max_num_tokens + num_rows * (NUM_COLUMNS + 32 + 32 * num_groups) + 8192
@@ -83,6 +84,7 @@ class DeviceRunner:
         self._slots = torch.zeros(num_groups, size, **ints)
         self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
 
     def bind_cache(self, cache: Cache) -> None:
         """Give the layers their memory."""
@@ -93,12 +95,29 @@ class DeviceRunner:
                 tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim, self.device)
                 for layer in self.attention_layers if layer.group == group
             )  # fmt: skip
+        self.tile_sizes = sorted(set(self.tile_tokens))
         if self.state_slots is not None:
             self.state_slots.fill_(cache.padding_slot)
 
     def capture_graphs(self, max_batch: int) -> None:
-        """Record decode steps of the usual sizes; must come after `bind_cache`."""
-        self.graphs = DecodeGraphs(self._decode, max_batch)
+        """Record decode steps of the usual sizes, and small mixed steps; must come after `bind_cache`."""
+        self.mixed_graphs = MixedGraphs(self.mixed_of, self.fill_mixed, self.mixed_shapes())
+        self.staging.device_words.zero_()
+        self.graphs = DecodeGraphs(self._decode, max_batch, self.mixed_graphs.pool)
+
+    def mixed_shapes(self) -> list[MixedShape]:
+        """Of the mixed steps that have graphs. (What fills one up has positions, too.)"""
+        return shapes_within(min(len(self._ids), self.max_model_len), len(self.token_ids) - 1)
+
+    def fill_mixed(self, shape: MixedShape) -> None:
+        """Send a step that has this shape, and changes nothing."""
+        self.staging.begin()
+        self._put_step(MixedStep.of_trash(shape, self.tile_sizes))
+        self.staging.send()
+
+    def mixed_of(self, shape: MixedShape) -> torch.Tensor:
+        """Forward of a step that was filled up to this shape."""
+        return self._mixed(form_of(shape, self.tile_sizes))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -183,48 +202,68 @@ class DeviceRunner:
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         counts = np.array([s.num_tokens for s in plan.seqs])
-        ends = np.cumsum(counts)
-        q_starts = ends - counts
-        total = int(ends[-1])
+        step = MixedStep.of(rows, starts, counts, self.tile_sizes)
+        places = np.arange(len(counts))
+        wants_prompts = any(s.prompt_logprobs is not None for s in plan.seqs)
+        shape = None if self.mixed_graphs is None or wants_prompts else self.mixed_graphs.shape_for(step)
+        if shape is not None:
+            places[step.singles :] += shape.singles - step.singles
+            step = step.padded(shape, self.tile_sizes)
         sampling = np.flatnonzero([s.samples for s in plan.seqs])
-        single = int(np.argmax(counts > 1))  # sequences at the beginning with a token each: attention as when decoding
-        tiled = np.where(np.arange(len(counts)) < single, 0, counts)
-        tiles = {size: _tiles(starts, tiled, size) for size in set(self.tile_tokens)}
 
         stage = self.staging
         stage.begin()
-        row_at = stage.put(np.repeat(rows, counts))
-        position_at = stage.put(np.arange(total) + np.repeat(starts - q_starts, counts))
+        self._put_step(step)
         width = aligned(max(1, len(sampling)))
         columns_at = stage.take(NUM_COLUMNS * width)
         columns = stage.words[columns_at : columns_at + NUM_COLUMNS * width].reshape(NUM_COLUMNS, width)
         if len(sampling):
             self.sampler.fill(columns, rows[sampling], (starts + counts)[sampling])
-        lists = [stage.put(x) for x in (rows, starts, q_starts, counts, ends[sampling] - 1)]
-        tiles_at = {size: stage.put(x.reshape(-1)) for size, x in tiles.items()}
+        last_at = stage.put((step.q_starts + step.counts - 1)[places[sampling]])
         self._put_updates(plan)
 
         words = stage.device_words
-        n = len(rows)
-        per_seq = [words[at : at + n] for at in lists[:4]]
-        sample_index = words[lists[4] : lists[4] + len(sampling)]
-        on_device = {size: words[at : at + tiles[size].size].view(-1, 2) for size, at in tiles_at.items()}
-        self._gather(words[row_at : row_at + total], words[position_at : position_at + total], total)
+        if shape is not None and self.mixed_graphs is not None:
+            hidden = self.mixed_graphs.replay(shape)
+        else:
+            hidden = self._mixed(step.form)
+        self._hidden = hidden if wants_prompts else None
+        column = words[columns_at : columns_at + NUM_COLUMNS * width].view(NUM_COLUMNS, width)
+        return hidden.index_select(0, words[last_at : last_at + len(sampling)]), column, sampling
+
+    def _put_step(self, step: MixedStep) -> None:
+        """What `_mixed` finds at the head of the device's words."""
+        stage, q_starts = self.staging, step.q_starts
+        stage.put(np.repeat(step.rows, step.counts))
+        stage.put(np.arange(step.form.tokens) + np.repeat(step.starts - q_starts, step.counts))
+        for each in (step.rows, step.starts, q_starts, step.counts, *(tiles.reshape(-1) for tiles in step.tiles)):
+            stage.put(each)
+
+    def _mixed(self, form: MixedForm) -> torch.Tensor:
+        """Forward of a mixed step of this form, whose arrays head the device's words."""
+        words, at = self.staging.device_words, 0
+
+        def take(count: int) -> torch.Tensor:
+            nonlocal at
+            at += aligned(count)
+            return words[at - aligned(count) :][:count]
+
+        rows, positions = take(form.tokens), take(form.tokens)
+        self._gather(rows, positions, form.tokens)
+        seq_rows, starts, q_starts, counts = (take(form.sequences) for _ in range(4))
+        tiles = {size: take(2 * n).view(n, 2) for size, n in zip(self.tile_sizes, form.tiles, strict=True)}
         batches = [
             DeviceBatch(
-                per_seq[0], self._seq_lens[:n], table, self.multiprocessors, on_device[size], size, *per_seq[1:],
-                num_single=single,
+                seq_rows, self._seq_lens[: form.sequences], table, self.multiprocessors, tiles[size], size, starts,
+                q_starts, counts, num_single=form.singles,
             )
             for table, size in zip(self.block_tables, self.tile_tokens, strict=True)
-        ]
+        ]  # fmt: skip
         state = None
         if self.state_slots is not None:
-            slots = self.state_slots.index_select(0, per_seq[0]).long()
-            state = StateBatch(slots, per_seq[1] == 0, per_seq[2], per_seq[3], num_chunks(counts.tolist()))
-        hidden = self._forward(total, batches, state)
-        self._hidden = hidden if any(s.prompt_logprobs is not None for s in plan.seqs) else None
-        column = words[columns_at : columns_at + NUM_COLUMNS * width].view(NUM_COLUMNS, width)
-        return hidden.index_select(0, sample_index), column, sampling
+            slots = self.state_slots.index_select(0, seq_rows).long()
+            state = StateBatch(slots, starts == 0, q_starts, counts, form.chunks)
+        return self._forward(form.tokens, batches, state)
 
     def _put_updates(self, plan: StepPlan) -> None:
         """Pack the changes of the request table, send everything, and apply them."""
@@ -314,14 +353,3 @@ class DeviceRunner:
                     found[i].append(part)
             q_start += seq.num_tokens
         return found
-
-
-def _tiles(starts: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
-    """[n, 2]: (sequence, first token in its chunk) of every `size` tokens of every chunk."""
-    tiles_each = -(-counts // size)
-    owner = np.repeat(np.arange(len(counts)), tiles_each)
-    first = np.cumsum(tiles_each) - tiles_each
-    within = (np.arange(len(owner)) - first[owner]) * size
-    # The longest chunks' last tiles take longest: start with them, so that none is left running alone.
-    order = np.argsort(-(starts[owner] + within), kind="stable")
-    return np.stack((owner, within), 1)[order]

@@ -1,16 +1,24 @@
-"""CUDA graphs of decode steps: one launch instead of some hundred.
+"""CUDA graphs of steps: one launch instead of some hundred, or of some thousand where prompts are read.
 
-A graph has a fixed batch size; a step takes the next larger one and pads with row 0, the trash row. Sizes are recorded
-from the largest down into one memory pool, so that the smaller ones live in the largest one's memory: they never run at
-the same time, and each one's result is used up before the next replay.
+A graph has a fixed size; a step takes the next larger one and pads with row 0, the trash row. Sizes are recorded from
+the largest down into one memory pool, so that the smaller ones live in the largest one's memory: they never run at the
+same time, and each one's result is used up before the next replay.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.cuda import graph_pool_handle
+
+from engine.worker.mixed_step import MixedShape, MixedStep
 
 _WARM_UP = 2  # runs before the capture: kernels are compiled and libraries choose their algorithms
+
+Key = TypeVar("Key", bound=Hashable)
+Pool = Any  # a handle: memory that graphs share
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -19,29 +27,48 @@ def graph_sizes(max_batch: int) -> list[int]:
     return sorted({s for s in sizes if s < max_batch} | {min(max_batch, 1024)})
 
 
-class DecodeGraphs:
+class Graphs(Generic[Key]):
+    """`step(key)` recorded for each of `keys`, in their order: the largest first. `fill(key)` makes what it reads."""
+
+    def __init__(
+        self,
+        step: Callable[[Key], torch.Tensor],
+        keys: Iterable[Key],
+        pool: Pool | None,
+        *,
+        warm_up: int,
+        fill: Callable[[Key], None] | None = None,
+    ) -> None:
+        self.pool = graph_pool_handle() if pool is None else pool
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        with torch.inference_mode(), _no_collection():
+            for key in keys:
+                if fill is not None:
+                    fill(key)
+                for _ in range(warm_up):
+                    step(key)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool):
+                    hidden = step(key)
+                self._graphs[key] = graph, hidden
+
+    def has(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def replay(self, key: Key) -> torch.Tensor:
+        """Run the graph; its hidden states [T, H] are valid until the next replay."""
+        graph, hidden = self._graphs[key]
+        graph.replay()
+        return hidden
+
+
+class DecodeGraphs(Graphs[int]):
     """`decode(size)` recorded for every size of `graph_sizes`."""
 
-    def __init__(self, decode: Callable[[int], torch.Tensor], max_batch: int) -> None:
+    def __init__(self, decode: Callable[[int], torch.Tensor], max_batch: int, pool: Pool | None = None) -> None:
         self.sizes = graph_sizes(max_batch)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        pool = torch.cuda.graph_pool_handle()
-        collecting = gc.isenabled()
-        gc.collect()
-        gc.disable()  # a collection during capture may free device memory, which capture forbids
-        try:
-            with torch.inference_mode():
-                for size in reversed(self.sizes):
-                    for _ in range(_WARM_UP):
-                        decode(size)
-                    torch.cuda.synchronize()
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=pool):
-                        hidden = decode(size)
-                    self._graphs[size] = graph, hidden
-        finally:
-            if collecting:
-                gc.enable()
+        super().__init__(decode, reversed(self.sizes), pool, warm_up=_WARM_UP)
         self._next = [0] * (self.sizes[-1] + 1)
         for batch in range(len(self._next)):
             self._next[batch] = next(s for s in self.sizes if s >= batch)
@@ -50,11 +77,33 @@ class DecodeGraphs:
         """The size that a batch is padded to; the batch's own if it is larger than every graph."""
         return self._next[batch] if batch < len(self._next) else batch
 
-    def has(self, size: int) -> bool:
-        return size in self._graphs
 
-    def replay(self, size: int) -> torch.Tensor:
-        """Run the graph; its hidden states [size, H] are valid until the next replay."""
-        graph, hidden = self._graphs[size]
-        graph.replay()
-        return hidden
+class MixedGraphs(Graphs[MixedShape]):
+    """`step(shape)` recorded for every shape, of which the list is ascending."""
+
+    def __init__(
+        self,
+        step: Callable[[MixedShape], torch.Tensor],
+        fill: Callable[[MixedShape], None],
+        shapes: list[MixedShape],
+        pool: Pool | None = None,
+    ) -> None:
+        self.shapes = shapes
+        super().__init__(step, reversed(shapes), pool, warm_up=1, fill=fill)
+
+    def shape_for(self, step: MixedStep) -> MixedShape | None:
+        """The smallest that has room for the step, if there is one."""
+        return step.shape(self.shapes)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection during capture may free device memory, which capture forbids."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -40,6 +40,8 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> 
             runner._decode(size)
         for size in sorted(kinds_of_steps(runner.model, len(runner._ids), shared_memory(runner.device))):
             runner._decode(size)
+        for shape in runner.mixed_shapes():
+            runner.mixed_of(shape)
         for plan in mixed:
             runner.launch(plan)
         runner.warm_up()

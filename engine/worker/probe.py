@@ -4,11 +4,13 @@
       |- every kernel compiled (prepare.py)
       |- the largest step, then the largest decode step, sampled with every option;
       |    then small ones of a prompt                                                  -> peak
-      |- some decode graphs, the largest among them                                    -> pool, bytes a record
+      |- some graphs, the largest among them                                           -> pool, bytes a record
       '- freed again
 
 What is compiled and loaded here is needed later anyway, so little start-up time is spent on measuring.
 """
+
+from collections.abc import Iterable
 
 import torch
 
@@ -18,7 +20,7 @@ from engine.core.params import MAX_LOGPROBS, SamplingParams
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.device_runner import DeviceRunner
-from engine.worker.graphs import DecodeGraphs, graph_sizes
+from engine.worker.graphs import DecodeGraphs, Graphs, Key, MixedGraphs, graph_sizes
 from engine.worker.memory import StepNeeds
 from engine.worker.prepare import prepare
 
@@ -105,21 +107,31 @@ def _largest_steps(lengths: list[int]) -> list[StepPlan]:
 
 
 def _measure_graphs(runner: DeviceRunner, probes: dict[int, int], sizes: list[int], device: torch.device) -> int:
-    """Bytes that graphs of all `sizes` will take, from a few of them.
+    """Bytes that all graphs will take, from a few of them.
 
     Their pool is what the largest needs, which the others share, and each one's hidden states; the driver's records are
-    about equal for all sizes, as all have the same kernels.
+    about equal for all sizes of decode steps, as all have the same kernels, and for all shapes of mixed ones.
     """
     in_use, reserved = _in_use(device), torch.cuda.memory_reserved(device)
-    graphs = DecodeGraphs(lambda turn: runner._decode(probes[turn]), max(probes))
-    for turn in probes:
-        graphs.replay(turn)  # a record is loaded when it first runs
+    shapes = runner.mixed_shapes()
+    mixed = MixedGraphs(runner.mixed_of, runner.fill_mixed, shapes[-1:])
+    mixed_records = _records(mixed, shapes[-1:], device, in_use, reserved)
+    runner.staging.device_words.zero_()
+    decode = DecodeGraphs(lambda turn: runner._decode(probes[turn]), max(probes), mixed.pool)
+    decode_records = _records(decode, probes, device, in_use + mixed_records, reserved)
+    pool = torch.cuda.memory_reserved(device) - reserved
+    rows = sum(sizes) - sum(set(probes.values())) + sum(s.singles + s.tokens for s in shapes[:-1])
+    hidden = rows * runner.model.config.hidden_size * runner.dtype.itemsize
+    return pool + hidden + mixed_records * len(shapes) + -(-decode_records // len(probes)) * len(sizes)
+
+
+def _records(graphs: Graphs[Key], keys: Iterable[Key], device: torch.device, in_use: int, reserved: int) -> int:
+    """Bytes that the driver took for them, beyond what was in use and what the pool has grown by."""
+    for key in keys:
+        graphs.replay(key)  # a record is loaded when it first runs
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    pool = torch.cuda.memory_reserved(device) - reserved
-    records = max(0, _in_use(device) - in_use - pool)
-    hidden = (sum(sizes) - sum(set(probes.values()))) * runner.model.config.hidden_size * runner.dtype.itemsize
-    return pool + hidden + -(-records // len(probes)) * len(sizes)
+    return max(0, _in_use(device) - in_use - (torch.cuda.memory_reserved(device) - reserved))
 
 
 def _spread(sizes: list[int]) -> dict[int, int]:

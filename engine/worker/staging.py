@@ -1,7 +1,9 @@
 """One host-to-device copy a step: everything the host decided, packed into int32 words.
 
-    | row [n] | position [n] | sampling columns [C, n] | what only mixed steps need | runs | their words |
-      n = padded batch size (decode) or number of tokens (mixed)
+    | row [n] | position [n] | of sequences, tiles | sampling columns [C, m] | last tokens | runs | their words |
+      n = padded batch size (decode) or number of tokens (mixed); what is not in columns only mixed steps have
+
+What a graph reads comes first, where it always is.
 
 A ring of pinned buffers: the host fills the next one while the device may still be copying from the last. The device
 side is a single buffer, because the stream orders its readers and the next copy.

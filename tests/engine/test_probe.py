@@ -43,29 +43,51 @@ def test_probes_reach_from_the_smallest_graph_to_the_largest(probe, batch):
 
 
 def test_a_few_graphs_tell_what_all_will_take(probe, monkeypatch):
-    """A pool of 100 MiB shared by all, 3 MiB of the driver's for each graph once it has run."""
-    state = SimpleNamespace(reserved=20 * GIB, driver=GIB, decoded=[])
+    """A pool of 130 MiB that all share; once it has run, a decode graph takes 3 MiB of the driver, another 5."""
+    from engine.worker.mixed_step import MixedShape
+
+    state = SimpleNamespace(reserved=20 * GIB, driver=GIB, decoded=[], filled=[])
 
     class Graphs:
-        def __init__(self, decode, max_batch):
-            for size in reversed(probe.graph_sizes(max_batch)):
-                decode(size)
+        def replay(self, key):
+            state.driver += self.record
+
+    class MixedGraphs(Graphs):
+        record, pool = 5 * MIB, "shared"
+
+        def __init__(self, step, fill, shapes):
+            for shape in shapes:
+                fill(shape)
+                step(shape)
             state.reserved += 100 * MIB
 
-        def replay(self, size):
-            state.driver += 3 * MIB
+    class DecodeGraphs(Graphs):
+        record = 3 * MIB
 
-    monkeypatch.setattr(probe, "DecodeGraphs", Graphs)
+        def __init__(self, decode, max_batch, pool):
+            assert pool == "shared"
+            assert words.sum() == 0, "what mixed steps read stands there no more"
+            for size in reversed(probe.graph_sizes(max_batch)):
+                decode(size)
+            state.reserved += 30 * MIB
+
+    monkeypatch.setattr(probe, "DecodeGraphs", DecodeGraphs)
+    monkeypatch.setattr(probe, "MixedGraphs", MixedGraphs)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: state.reserved)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * GIB - state.reserved - state.driver, 80 * GIB))
-    model = SimpleNamespace(config=SimpleNamespace(hidden_size=1024))
-    runner = SimpleNamespace(_decode=state.decoded.append, model=model, dtype=torch.bfloat16)
+    model, words = SimpleNamespace(config=SimpleNamespace(hidden_size=1024)), torch.ones(8)
+    shapes = [MixedShape(0, 32), MixedShape(0, 64), MixedShape(8, 64)]
+    runner = SimpleNamespace(
+        _decode=state.decoded.append, mixed_of=lambda shape: None, fill_mixed=state.filled.append,
+        mixed_shapes=lambda: shapes, staging=SimpleNamespace(device_words=words), model=model, dtype=torch.bfloat16,
+    )  # fmt: skip
 
     sizes = probe.graph_sizes(256)
     probes = probe._spread(sizes)
     found = probe._measure_graphs(runner, probes, sizes, DEVICE)
+    assert state.filled == [shapes[-1]]
     assert state.decoded[0] == 256, "the largest first: its pool serves the others"
-    hidden = 2048 * (sum(sizes) - sum(probes.values()))
-    assert found == 100 * MIB + hidden + 3 * MIB * len(sizes)
+    hidden = 2048 * (sum(sizes) - sum(probes.values()) + 32 + 64)
+    assert found == 130 * MIB + hidden + 3 * MIB * len(sizes) + 5 * MIB * len(shapes)

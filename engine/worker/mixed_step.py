@@ -1,0 +1,135 @@
+"""A step with prompts in it, as numbers: which token belongs to which sequence, and how the kernels cut it up.
+
+    sequences   one token each ... | chunks of prompts ...
+    tokens      0 1 2 ...          | first chunk | second chunk | ...
+
+The same step can be filled up to the size of a graph (`padded`): the sequences that decode up to a number, the chunks
+up to a number of tokens by one more chunk, and the list of sequences by empty ones. What is added belongs to row 0, the
+trash row, as in decode steps.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kernels.delta import CHUNK
+from engine.kernels.triton_delta import num_chunks
+
+MOST_CHUNKS = 8  # in a graph, with the one that fills it up
+_PAST_THE_END = 1 << 30
+
+
+class MixedShape(NamedTuple):
+    """What a graph of a mixed step has room for."""
+
+    singles: int  # sequences that decode
+    tokens: int   # of the chunks
+
+
+# Few tokens take about as long as the weights take to read, so the padding costs little; with more it would cost what
+# the host saves.
+SHAPES = (
+    MixedShape(0, 32), MixedShape(0, 128), MixedShape(0, 256), MixedShape(0, 512),
+    MixedShape(32, 128), MixedShape(32, 256), MixedShape(32, 512),
+)  # fmt: skip
+
+
+def shapes_within(tokens: int, sequences: int) -> list[MixedShape]:
+    """Those of a runner whose steps have at most so many."""
+    return [s for s in SHAPES if s.singles + s.tokens <= tokens and s.singles < sequences]
+
+
+class MixedForm(NamedTuple):
+    """All that the host's part of a forward pass depends on: steps of the same form start the same kernels."""
+
+    tokens: int
+    sequences: int
+    singles: int            # at the beginning, with one token each
+    tiles: tuple[int, ...]  # how many, for each size of tile
+    chunks: int             # of recurrent layers
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStep:
+    """Of B sequences with T tokens."""
+
+    rows: np.ndarray      # [B] of the request table
+    starts: np.ndarray    # [B] position of the first token
+    counts: np.ndarray    # [B] how many tokens
+    singles: int          # so many sequences at the beginning have one token: attention as when decoding
+    tiles: tuple[np.ndarray, ...]  # [n, 2] for each size of tile, see `tiles_of`
+    chunks: int           # triton_delta.num_chunks
+
+    @classmethod
+    def of(
+        cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tile_sizes: Iterable[int]
+    ) -> "MixedStep":
+        singles = int(np.argmax(counts > 1))
+        tiles = _tiles(starts, counts, singles, tile_sizes)
+        return cls(rows, starts, counts, singles, tiles, num_chunks(counts.tolist()))
+
+    @classmethod
+    def of_trash(cls, shape: MixedShape, tile_sizes: Sequence[int]) -> "MixedStep":
+        """What fills up a step of which there is nothing else."""
+        none = np.zeros(0, dtype=np.int64)
+        return cls(none, none, none, 0, (), 0).padded(shape, tile_sizes)
+
+    @property
+    def form(self) -> MixedForm:
+        tokens, tiles = int(self.counts.sum()), tuple(len(tiles) for tiles in self.tiles)
+        return MixedForm(tokens, len(self.rows), self.singles, tiles, self.chunks)
+
+    @property
+    def q_starts(self) -> np.ndarray:
+        """[B] place of each sequence's first token among the step's."""
+        return np.cumsum(self.counts) - self.counts
+
+    def shape(self, shapes: Sequence[MixedShape]) -> MixedShape | None:
+        """The smallest of `shapes` (ascending) that has room for it."""
+        tokens = int(self.counts[self.singles :].sum())
+        if len(self.counts) - self.singles >= MOST_CHUNKS:
+            return None
+        return next((s for s in shapes if s.singles >= self.singles and s.tokens >= tokens), None)
+
+    def padded(self, shape: MixedShape, tile_sizes: Sequence[int]) -> "MixedStep":
+        """Filled up to form_of(shape). Sequences that decode keep their places; chunks begin at place shape.singles."""
+        form = form_of(shape, tile_sizes)
+        rows, starts, counts = (np.zeros(form.sequences, dtype=np.int64) for _ in range(3))
+        chunks = slice(shape.singles, shape.singles + len(self.rows) - self.singles)
+        for ours, padded in ((self.rows, rows), (self.starts, starts), (self.counts, counts)):
+            padded[: self.singles] = ours[: self.singles]
+            padded[chunks] = ours[self.singles :]
+        counts[: shape.singles] = 1
+        counts[chunks.stop] = form.tokens - counts.sum()
+        tiles = tuple(
+            np.concatenate((own, np.tile((0, _PAST_THE_END), (count - len(own), 1))))
+            for own, count in zip(_tiles(starts, counts, shape.singles, tile_sizes), form.tiles, strict=True)
+        )
+        return MixedStep(rows, starts, counts, shape.singles, tiles, form.chunks)
+
+
+def form_of(shape: MixedShape, tile_sizes: Sequence[int]) -> MixedForm:
+    """Every chunk may end within a tile."""
+    tiles = tuple(-(-shape.tokens // size) + MOST_CHUNKS for size in tile_sizes)
+    chunks = -(-shape.tokens // CHUNK) + MOST_CHUNKS
+    return MixedForm(shape.singles + shape.tokens, shape.singles + MOST_CHUNKS, shape.singles, tiles, chunks)
+
+
+def _tiles(
+    starts: np.ndarray, counts: np.ndarray, singles: int, sizes: Iterable[int]
+) -> tuple[np.ndarray, ...]:
+    tiled = np.where(np.arange(len(counts)) < singles, 0, counts)
+    return tuple(tiles_of(starts, tiled, size) for size in sizes)
+
+
+def tiles_of(starts: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
+    """[n, 2]: (sequence, first token in its chunk) of every `size` tokens of every chunk."""
+    tiles_each = -(-counts // size)
+    owner = np.repeat(np.arange(len(counts)), tiles_each)
+    first = np.cumsum(tiles_each) - tiles_each
+    within = (np.arange(len(owner)) - first[owner]) * size
+    # The longest chunks' last tiles take longest: start with them, so that none is left running alone.
+    order = np.argsort(-(starts[owner] + within), kind="stable")
+    return np.stack((owner, within), 1)[order]
