@@ -1,4 +1,14 @@
-"""Errors that a person may see. Each says what happened; `hint` says what to do about it."""
+"""Errors that a person may see. Each says what happened; `hint` says what to do about it.
+
+They are English: they go into logs and API answers, and across sockets. A front end that speaks another language to the
+person who started a program retells them at the last moment (`retelling`, `complain`).
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_retell: Callable[[str], str] = str
 
 
 class AtollError(Exception):
@@ -43,3 +53,24 @@ class OutOfMemoryPlanError(ConfigError):
 
 class EngineDeadError(AtollError):
     """The engine process is gone or has not become ready."""
+
+
+@contextmanager
+def retelling(retell: Callable[[str], str]) -> Iterator[None]:
+    """For the duration of the block, what `complain` says is what `retell` makes of each English text."""
+    global _retell
+    before, _retell = _retell, retell
+    try:
+        yield
+    finally:
+        _retell = before
+
+
+def complain(program: str, error: AtollError, *, logged: bool = False) -> None:
+    """One line on stderr for the person who started `program`: why it gives up.
+
+    `logged`: the log has said it, so there is a line only for a person who reads another language.
+    """
+    said = f"{_retell(error.message)} {_retell(error.hint)}".strip()
+    if not logged or said != str(error):
+        print(f"{program}: {said}", file=sys.stderr)

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from string import Formatter
 from typing import Any, TextIO
@@ -24,8 +24,8 @@ from typing import Any, TextIO
 from offline_bundle.text import Text, joined, plain, reason, t
 
 __all__ = [
-    "LANGUAGES", "Text", "foreign", "joined", "language_of", "libraries_in", "looked_up", "plain", "reason", "retold",
-    "speaking", "t", "told",
+    "CHOSEN", "LANGUAGES", "Text", "foreign", "joined", "language_of", "libraries_in", "looked_up", "plain", "reason",
+    "retold", "speaking", "t", "told",
 ]  # fmt: skip
 
 LANGUAGES = ("en", "ko")
@@ -127,18 +127,48 @@ def foreign(source: str) -> str:
 def retold(said: str) -> str:
     """A sentence that was written down in English (a journal's, another program's), as one that can be told again.
 
-    It is recognised by the catalogue's own wording, the most specific first; what is not known stays as it is.
+    It is recognised by the catalogue's own wording; what is not known stays as it is. So are sentences that follow one
+    another, if each is known, and the terms of a sum or list.
     """
     if isinstance(said, Text) or not said:
         return said
+    reading = _recognised(said)
+    return said if reading is None else reading[0]
+
+
+_JOINTS = (re.compile(r"(?<=[.?]) "), re.compile(r" \+ "), re.compile("; "))
+_MOST_JOINTS = 12  # of one kind; what has more is no message
+
+
+@lru_cache(maxsize=512)
+def _recognised(said: str) -> tuple[Text, int] | None:
+    """The reading that leaves the fewest letters to values that nobody knows, and how many these are; of several such
+    readings the most specific."""
+    if source := _fixed().get(said):
+        return t(source), 0
+    readings = [*_as_one(said), *_in_two(said)]
+    return min(readings, key=lambda reading: reading[1], default=None)
+
+
+def _as_one(said: str) -> Iterator[tuple[Text, int]]:
     for source, shape in _shapes():
         if found := shape.fullmatch(said):
-            return t(source, **{name: _value(retold(value)) for name, value in found.groupdict().items()})
-    return said
+            values = {name: _recognised(value) or (_Said(value), _letters(value))
+                      for name, value in found.groupdict().items()}
+            yield t(source, **{name: value for name, (value, _) in values.items()}), sum(n for _, n in values.values())
 
 
-def _value(said: str) -> str:
-    return said if isinstance(said, Text) else _Said(said)
+def _in_two(said: str) -> Iterator[tuple[Text, int]]:
+    for joint in _JOINTS:
+        cuts = list(joint.finditer(said))
+        for cut in cuts if len(cuts) <= _MOST_JOINTS else ():
+            first = _recognised(said[: cut.start()])
+            if first is not None and (rest := _recognised(said[cut.end() :])) is not None:
+                yield joined([first[0], rest[0]], cut[0]), first[1] + rest[1]
+
+
+def _letters(text: str) -> int:
+    return len(re.findall("[A-Za-z]", text))
 
 
 class _Said(str):
@@ -151,15 +181,23 @@ class _Said(str):
 
 
 @cache
+def _fixed() -> dict[str, str]:
+    """What the sentences and words without placeholders say, and they themselves; short single words may be names."""
+    plain = [source for source in _sources("ko") if all(name is None for _, name, *_ in Formatter().parse(source))]
+    return {source.format(): source for source in plain if " " in source or _letters(source) >= 5}
+
+
+@cache
 def _shapes() -> list[tuple[str, re.Pattern[str]]]:
-    """Every sentence of the catalogue as a pattern; those with little but placeholders would match anything."""
+    """Every other sentence as a pattern; those with little but placeholders would match anything."""
     known = []
     for source in _sources("ko"):
         parts = list(Formatter().parse(source))
-        words = sum(len(re.sub(r"[^A-Za-z]", "", literal)) for literal, *_ in parts)
+        words = sum(_letters(literal) for literal, *_ in parts)
         names = [name for _, name, *_ in parts if name is not None]
         apart = all(text for text, name, *_ in parts[1:] if name is not None)
-        if words >= 5 and apart and len(names) == len(set(names)) and all(name.isidentifier() for name in names):
+        distinct = len(names) == len(set(names)) and all(name.isidentifier() for name in names)
+        if names and words >= 5 and apart and distinct:
             pattern = "".join(re.escape(text) + (f"(?P<{name}>.+?)" if name else "") for text, name, *_ in parts)
             known.append((words, source, re.compile(pattern, re.DOTALL)))
     return [(source, shape) for _, source, shape in sorted(known, key=lambda each: -each[0])]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from installer.errors import ExitCode, InstallError
-from installer.i18n import t
+from installer.i18n import CHOSEN, t
 from installer.layout import Layout
 from installer.proc import ProcessId
 
@@ -128,6 +128,7 @@ def service_environment(layout: Layout) -> dict[str, str]:
         "PYTHONNOUSERSITE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",  # a release is never written to
+        CHOSEN: "en",  # what it says goes into the log
     }
 
 

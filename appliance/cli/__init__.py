@@ -6,10 +6,19 @@ import sys
 def main() -> None:
     """Entry point of the `atoll` console script."""
     argv = sys.argv[1:]
-    if argv[:1] == ["serve"] and not {"-h", "--help"} & set(argv):  # its help speaks the operator's language
+    asked = {word.partition("=")[0] for word in argv}
+    if argv[:1] == ["serve"] and not {"-h", "--help", "--lang"} & asked:  # the command tree knows these
+        from engine.errors import retelling
         from engine.server.cli import main as serve
 
-        sys.exit(serve(argv[1:]))
+        with retelling(_told):
+            sys.exit(serve(argv[1:]))
     from appliance.cli.app import app
 
     app()
+
+
+def _told(text: str) -> str:
+    from appliance.cli.engine_words import told_here  # the catalogue is read when there is something to say
+
+    return told_here(text)

@@ -12,7 +12,7 @@ import time
 from types import FrameType
 from typing import NoReturn
 
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError, ModelError, complain
 from engine.server import ipc, logs
 from engine.server.args import ServeOptions, parse_serve
 from engine.server.auth import KeyFile
@@ -41,10 +41,10 @@ def main(argv: list[str]) -> int:
             KeyFile(options.api_key_file)  # raises for a file that cannot be used
         listener = _bind(options)
     except ConfigError as error:
-        print(f"atoll serve: {error}", file=sys.stderr)
+        complain("atoll serve", error)
         return EXIT_CONFIG
     except ModelError as error:
-        print(f"atoll serve: {error}", file=sys.stderr)
+        complain("atoll serve", error)
         return EXIT_MODEL
     _warn_if_open(options)
 

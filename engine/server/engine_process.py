@@ -23,7 +23,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
-from engine.errors import AtollError, ConfigError, InvalidRequestError, ModelError
+from engine.errors import AtollError, ConfigError, InvalidRequestError, ModelError, complain
 from engine.server import messages as m
 from engine.server.ipc_server import Connected, Connection, Disconnected, Incoming, IpcServer
 from engine.server.notify import Notifier
@@ -303,6 +303,7 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
             service.run()
         except AtollError as error:
             log.error("%s", error)
+            complain("atoll engine", error, logged=True)
             service.farewell(error.message, error.hint)
             return _status_of(error)
         except Exception as error:
@@ -322,6 +323,7 @@ def prepare(config: EngineConfig) -> int:
         prepare_worker(config)
     except AtollError as error:
         log.error("%s", error)
+        complain("atoll engine", error, logged=True)
         return _status_of(error)
     return 0
 
@@ -359,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
         shared = bool(options.allow_user or options.allow_group)
         server = IpcServer(listen(options.uds, shared_with_group=shared), policy, pid=os.getpid())
     except ConfigError as error:
-        print(f"atoll engine: {error}", file=sys.stderr)
+        complain("atoll engine", error)
         return EXIT_CONFIG
     try:
         status = serve(options, server, notifier, started=started)

@@ -10,13 +10,12 @@ import logging
 import signal
 import socket
 import ssl
-import sys
 from pathlib import Path
 
 import uvicorn
 import uvloop
 
-from engine.errors import AtollError, ConfigError, ModelError
+from engine.errors import AtollError, ConfigError, ModelError, complain
 from engine.server import credentials, logs
 from engine.server.args import model_config
 from engine.server.client import EngineClient
@@ -54,10 +53,10 @@ def main(argv: list[str]) -> int:
         _refuse_exposure(options, sockets)
         models, broken = load_models(options)
     except ConfigError as error:
-        print(f"atoll gateway: {error}", file=sys.stderr)
+        complain("atoll gateway", error)
         return EXIT_CONFIG
     except ModelError as error:
-        print(f"atoll gateway: {error}", file=sys.stderr)
+        complain("atoll gateway", error)
         return EXIT_MODEL
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_serve(options, sockets, keys, models, broken))

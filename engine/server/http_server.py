@@ -15,7 +15,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from engine import __version__
-from engine.errors import AtollError, ModelError
+from engine.errors import AtollError, ModelError, complain
 from engine.server.access_log import AccessLog
 from engine.server.app import create_app
 from engine.server.args import ServeOptions
@@ -60,6 +60,7 @@ async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineC
         server = _server(options, client, limits)
     except AtollError as error:
         log.error("%s", error)
+        complain("atoll serve", error, logged=True)
         return EXIT_MODEL if isinstance(error, ModelError) else 2
 
     loop, interrupts = asyncio.get_running_loop(), 0
@@ -101,6 +102,7 @@ async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineC
         await supervisor
     except EngineFailedError as error:
         log.error("%s", error)
+        complain("atoll serve", error, logged=True)
         return error.status
     finally:
         narrator.cancel()

@@ -9,6 +9,7 @@ from pathlib import Path
 from babel.messages import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
+from engine_texts import engine_texts  # beside this file
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -19,11 +20,13 @@ MEDIUM = ROOT / "offline_bundle/medium"
 
 
 def extracted() -> Catalog:
-    """Every text of the code, with the files that use it, and every paragraph of the commands' help."""
+    """Every text of the code and error of the engine, with their files; every paragraph of the commands' help."""
     catalogue = Catalog(project="atoll", charset="utf-8", fuzzy=False)
     for path in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
         for message in literals(path):
             catalogue.add(message, locations=[(str(path.relative_to(ROOT)), 0)])
+    for text, paths in engine_texts(ROOT / "engine").items():
+        catalogue.add(text, locations=[(path, 0) for path in sorted(paths)])
     for paragraph in help_paragraphs():
         catalogue.add(paragraph, locations=[("--help", 0)])
     return catalogue

@@ -46,16 +46,20 @@ def marked() -> set[str]:
 
 
 def texts() -> set[str]:
-    """All that the catalogue is for: what is marked, and the paragraphs of `--help`."""
-    return marked() | updater().help_paragraphs()
+    """All that the catalogue is for: what is marked, the engine's errors, and the paragraphs of `--help`."""
+    return marked() | engine_errors() | updater().help_paragraphs()
 
 
-def updater() -> Any:
+def engine_errors() -> set[str]:
+    return set(updater("engine_texts").engine_texts(ROOT / "engine"))
+
+
+def updater(name: str = "update") -> Any:
     """installer/locale/update.py; it needs Babel, which a machine without the developer's tools lacks."""
     pytest.importorskip("babel")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(LOCALE_DIR))
-        return importlib.import_module("update")
+        return importlib.import_module(name)
 
 
 def fields(text: str) -> list[str]:
@@ -217,3 +221,31 @@ def test_particles_fit_what_they_follow(value: str, spoken: str) -> None:
 
 def test_the_domain_is_the_files_name() -> None:
     assert PO.stem == DOMAIN
+
+
+def test_an_engines_error_is_found_with_what_it_is_put_together_from() -> None:
+    source = '''
+WAYS = f"Use {FLAG} gpu."
+REFUSED_VALUES = {"x": "that is too old."}
+def check(path, error, where):
+    where = "a CPU" if path else "more than one GPU"
+    raise ConfigError(f"Cannot split {path.parent} {{over}} {where}{more}: {error.strerror}.", "--flag", WAYS)
+    raise ConfigError(f"--host {path}: {error}.")
+    raise ValueError("This is a bug.")
+    raise ArgumentTypeError(f"{text!r} is too long")
+'''
+    assert set(updater("engine_texts").sentences(ast.parse(source))) == {
+        "Cannot split {parent} {{over}} {where}: {strerror}.", "Use {flag} gpu.", "that is too old.", "a CPU",
+        "more than one GPU", "{flag}: {text} is too long.",
+    }  # fmt: skip
+
+
+def test_of_two_readings_the_one_is_told_that_leaves_less_unread() -> None:
+    """The last placeholder of a sentence could swallow the next sentence, and a sum its terms."""
+    said = "Cannot listen on 127.0.0.1:80: Permission denied. Choose another with --port, or stop what uses it."
+    assert told(retold(said), "ko") == (
+        "127.0.0.1:80에서 수신할 수 없습니다: 권한이 없습니다. "
+        "--port로 다른 포트를 고르거나, 그 포트를 쓰는 프로그램을 멈추십시오."
+    )
+    assert told(retold("weights 1.5 GiB + activations 12.0 MiB"), "ko") == "가중치 1.5 GiB + 활성값 12.0 MiB"
+    assert retold("Nobody here ever says this. Choose another.") == "Nobody here ever says this. Choose another."
