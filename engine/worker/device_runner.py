@@ -99,6 +99,7 @@ class DeviceRunner:
         if self.state_slots is not None:
             self.state_slots.fill_(cache.padding_slot)
 
+    @torch.inference_mode()
     def capture_graphs(self, max_batch: int) -> None:
         """Record decode steps of the usual sizes, and small mixed steps; must come after `bind_cache`."""
         self.mixed_graphs = MixedGraphs(self.mixed_of, self.fill_mixed, self.mixed_shapes())
