@@ -69,8 +69,8 @@ def retelling(retell: Callable[[str], str]) -> Iterator[None]:
 def complain(program: str, error: AtollError, *, logged: bool = False) -> None:
     """One line on stderr for the person who started `program`: why it gives up.
 
-    `logged`: the log has said it, so there is a line only for a person who reads another language.
+    `logged`: the log has said it, so there is a line only for a person at a terminal who reads another language.
     """
     said = f"{_retell(error.message)} {_retell(error.hint)}".strip()
-    if not logged or said != str(error):
+    if not logged or (said != str(error) and sys.stderr.isatty()):
         print(f"{program}: {said}", file=sys.stderr)

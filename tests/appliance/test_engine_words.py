@@ -1,7 +1,9 @@
 """Why an engine or a gateway does not start, as a Korean operator reads it; in English nothing changes."""
 
 import ast
+import contextlib
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -94,18 +96,40 @@ def test_so_do_the_programs_of_the_units(words: tuple[str, ...], said: str) -> N
     assert (done.returncode, done.stderr) == (2, said)
 
 
+def on_a_terminal(environment: dict[str, str], *words: str) -> tuple[int, str]:
+    """Exit status, and what is written to a terminal."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        process = subprocess.Popen([sys.executable, "-m", "appliance.cli", *words], stdin=theirs, stdout=theirs,
+                                   stderr=theirs, env=os.environ | {"PYTHONUTF8": "1"} | environment)  # fmt: skip
+        os.close(theirs)
+        seen = b""
+        with contextlib.suppress(OSError):  # EIO: nobody has it open any more
+            while data := screen.read(65536):
+                seen += data
+        return process.wait(), seen.decode().replace("\r\n", "\n")
+
+
 def test_what_only_the_engine_finds_out_is_logged_in_english_and_then_told(tmp_path: Path) -> None:
     """The reason comes over the socket as one text, message and hint; the gateway's program says it."""
     save_tiny_llama(tmp_path / "model")
     words = ("serve", str(tmp_path / "model"), "--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", "1")
-    korean, english = atoll(KOREAN, *words), atoll(ENGLISH, *words)
-    assert korean.returncode == english.returncode == 2
-    last = korean.stderr.splitlines()[-1]
+    status, korean = on_a_terminal(KOREAN, *words)
+    last = korean.splitlines()[-1]
+    assert status == 2
     assert last.startswith("atoll serve: 엔진을 시작하지 못했습니다: --kv-cache-memory-bytes 1에는 토큰 하나도 ")
     assert last.endswith("값을 올리거나 옵션을 빼십시오.")
-    for stderr in (korean.stderr, english.stderr):
-        assert "The engine could not start: --kv-cache-memory-bytes 1 holds not even one token" in stderr
-    assert "atoll serve:" not in english.stderr
+    into_a_file = atoll(KOREAN, *words)
+    for said in (korean, into_a_file.stderr):
+        assert "The engine could not start: --kv-cache-memory-bytes 1 holds not even one token" in said
+    assert (into_a_file.returncode, "atoll serve:" in into_a_file.stderr) == (2, False)
+
+
+def test_what_was_logged_is_not_said_twice(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "model")
+    status, seen = on_a_terminal(
+        ENGLISH, "serve", str(tmp_path / "model"), "--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", "1")
+    assert (status, "atoll serve:" in seen, "holds not even one token" in seen) == (2, False, True)
 
 
 # -- the errors
