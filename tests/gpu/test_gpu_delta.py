@@ -1,10 +1,15 @@
 """Gated DeltaNet's kernels on a GPU, in the shape of Qwen3.6-27B, against their twins on the CPU."""
 
+import itertools
+from functools import cache
+
 import pytest
 import torch
 
 from engine.kernels import delta, triton_delta
+from engine.kernels.compile_ahead import compile_ahead
 from engine.kernels.delta import RecurrentBatch
+from engine.kernels.launch import recording
 from engine.kernels.triton_delta import DeltaShape
 
 pytestmark = pytest.mark.gpu
@@ -13,6 +18,7 @@ if not torch.cuda.is_available():
 
 SHAPE = DeltaShape(16, 48, 128, 128)
 CHANNELS, WIDTH = 2 * 16 * 128 + 48 * 128, 4
+BATCHES, BLOCKS, DTYPES = (1, 37), (16, 32, 64, 128, None), (torch.float32, torch.bfloat16)
 
 
 class Step:
@@ -45,8 +51,9 @@ class Step:
         ring = self.conv_state.to(device, dtype, copy=True)[:, : WIDTH * CHANNELS].unflatten(1, (WIDTH, CHANNELS))
         return state, ring
 
+    @cache  # noqa: B019 (steps live as long as the module)
     def twin(self) -> list[torch.Tensor]:
-        """In float32, from the same numbers."""
+        """In float32, from the same numbers; computed on the CPU, and then where the kernels' results are."""
         state, ring = self.states("cpu", torch.float32)
         batch = RecurrentBatch.build(self.positions, self.slots, self.q_starts, self.counts)
         mixed = delta.causal_conv(self.qkvz[:, :CHANNELS].float(), self.weight.float(), ring, batch)
@@ -54,7 +61,7 @@ class Step:
         b, a = self.ba.float().chunk(2, -1)
         g, beta = delta.decay_and_beta(a, b, self.a_log, self.dt_bias)
         heads = q.unflatten(-1, (16, 128)), k.unflatten(-1, (16, 128)), v.unflatten(-1, (48, 128))
-        return [delta.gated_delta_rule(*heads, g, beta, state, batch), state, ring]
+        return [x.cuda() for x in (delta.gated_delta_rule(*heads, g, beta, state, batch), state, ring)]
 
     def ours(self, *, block_v: int | None = None, kept_in: torch.dtype = torch.float32) -> list[torch.Tensor]:
         state, ring = self.states("cuda", self.qkvz.dtype)
@@ -72,7 +79,31 @@ class Step:
             triton_delta.decode(*inputs, q_starts=q_starts, counts=counts, block_v=block_v)
         else:
             triton_delta.decode(*inputs, block_v=block_v)
-        return [x.cpu().float() for x in (out, state, ring)]
+        return [x.float() for x in (out, state, ring)]
+
+
+# A step's numbers and its twin take seconds, and serve several tests.
+
+
+@cache
+def decode_step(batch: int, dtype: torch.dtype) -> Step:
+    return Step([(5 * i) % 23 for i in range(batch)], [1] * batch, dtype)
+
+
+@cache
+def mixed_step(dtype: torch.dtype, *, same_keys: bool) -> Step:
+    return Step([0, 9, 128, 0, 3, 0, 2], [1000, 1, 64, 65, 1, 3, 200], dtype, same_keys=same_keys)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """The kernels of all these tests, compiled side by side: one after the other they take most of the time."""
+    with recording() as jobs:
+        for dtype, kept_in in itertools.product(DTYPES, DTYPES):
+            for batch, block_v in itertools.product(BATCHES, BLOCKS):
+                decode_step(batch, dtype).ours(block_v=block_v, kept_in=kept_in)
+            mixed_step(dtype, same_keys=False).ours(kept_in=kept_in)
+    compile_ahead(jobs, torch.cuda.get_device_capability())
 
 
 def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
@@ -81,22 +112,22 @@ def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
     return float((ours - twin).nan_to_num().norm() / twin.nan_to_num().norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept_in", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_v", [16, 32, 64, 128, None])
-@pytest.mark.parametrize("batch", [1, 37])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept_in", DTYPES)
+@pytest.mark.parametrize("block_v", BLOCKS)
+@pytest.mark.parametrize("batch", BATCHES)
 def test_decode(batch: int, block_v: int | None, kept_in: torch.dtype, dtype: torch.dtype) -> None:
-    step = Step([(5 * i) % 23 for i in range(batch)], [1] * batch, dtype)
+    step = decode_step(batch, dtype)
     limit = 1e-5 if dtype == kept_in == torch.float32 else 1e-2
     for ours, twin in zip(step.ours(block_v=block_v, kept_in=kept_in), step.twin(), strict=True):
         assert error(ours, twin) < limit
 
 
 @pytest.mark.parametrize("same_keys", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept_in", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept_in", DTYPES)
 def test_mixed_steps(dtype: torch.dtype, kept_in: torch.dtype, *, same_keys: bool) -> None:
-    step = Step([0, 9, 128, 0, 3, 0, 2], [1000, 1, 64, 65, 1, 3, 200], dtype, same_keys=same_keys)
+    step = mixed_step(dtype, same_keys=same_keys)
     limit = 2e-3 if dtype == kept_in == torch.float32 else 3e-2
     for ours, twin in zip(step.ours(kept_in=kept_in), step.twin(), strict=True):
         assert error(ours, twin) < limit

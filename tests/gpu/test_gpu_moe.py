@@ -189,16 +189,42 @@ def in_one_block(
 def in_parts(
     shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, beside: Beside | None, norm: torch.Tensor
 ) -> Pair:
-    """The same by kernels that do less at a time."""
+    """The same by kernels that do less at a time, and round where the block does: experts take x normed and rounded,
+    all other products norm it in passing."""
     normed = triton_fused.rms_norm(x, norm, 1e-6, wide_offset=1.0)
-    parts = routed(shape, normed, triton_gemv.gemv(normed, router), layer)[2].float()
+    scores = triton_gemv.gemv(x, router, norm=(norm, 1e-6), wide_offset=1.0)
+    parts = routed(shape, normed, scores, layer)[2].float()
     if beside is None:
         return parts, None
-    h = triton_gemv.gemv(normed, beside.gate_up, beside.gate_up_scale, gate=SHAPES[shape][4])
+    h = triton_gemv.gemv(
+        x, beside.gate_up, beside.gate_up_scale, norm=(norm, 1e-6), wide_offset=1.0, gate=SHAPES[shape][4]
+    )
     other = triton_gemv.gemv(h, beside.down, beside.down_scale).float()
     if beside.factor is None:
         return parts, other
-    return parts + triton_gemv.gemv(normed, beside.factor).float().sigmoid() * other, None
+    factor = triton_gemv.gemv(x, beside.factor, norm=(norm, 1e-6), wide_offset=1.0)
+    return parts + factor.float().sigmoid() * other, None
+
+
+def clear_rows(shape: str, count: int, router: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Random x [count, H] whose choice of experts, and their weights, hang on no rounding.
+
+    Scores are rounded to bf16. Where two are nearly equal, that decides which one is chosen; and a score of 8 to 16
+    that is rounded the other way changes its expert's weight by 6 %. Sums in another order may do both: in float32 they
+    are 2^-20 of a score apart. So the last one chosen has to exceed the next by 2^-6 of itself, two to four steps of
+    bf16, and none chosen may be nearer than 2^-16 of itself to where bf16 rounds the other way. More than half of all
+    rows are so."""
+    top_k, hidden = SHAPES[shape][1:3]
+    x = torch.randn(32 * count, hidden, device=DEVICE).bfloat16()
+    exact = x.double()
+    normed = exact * (exact.square().mean(1, keepdim=True) + 1e-6).rsqrt() * (1 + norm.double())
+    best = (normed @ router.double().t()).topk(top_k + 1, 1).values
+    apart = best[:, top_k - 1] - best[:, top_k] > best[:, top_k - 1] * 2**-6
+    chosen, slack = best[:, :top_k], best[:, :top_k] * 2**-16
+    rounded = ((chosen - slack).bfloat16() == (chosen + slack).bfloat16()).all(1)
+    x = x[apart & rounded]
+    assert len(x) >= count, f"{len(x)} of {32 * count} rows are clear"
+    return x[:count]
 
 
 def next_block(
@@ -218,7 +244,7 @@ def test_a_block_of_few_tokens_equals_its_parts(shape: str, fp8: bool) -> None:
     around = make_router(shape), make_layer(shape, fp8=fp8), make_beside(shape, fp8=fp8)
     norm = torch.rand(hidden, device=DEVICE).bfloat16()
     for tokens in IN_A_BLOCK:
-        x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+        x = clear_rows(shape, tokens, around[0], norm)
         ours, apart = in_one_block(shape, x, *around, norm, 1.0)
         parts, other = in_parts(shape, x, *around, norm)
         assert ((ours.float() - parts).norm(dim=1) / parts.norm(dim=1)).max() < 1e-2
