@@ -1,7 +1,7 @@
 """Errors that a person may see. Each says what happened; `hint` says what to do about it.
 
 They are English: they go into logs and API answers, and across sockets. A front end that speaks another language to the
-person who started a program retells them at the last moment (`retelling`, `complain`).
+person who started a program retells them at the last moment (`retelling`, `told`, `complain`).
 """
 
 import sys
@@ -57,7 +57,7 @@ class EngineDeadError(AtollError):
 
 @contextmanager
 def retelling(retell: Callable[[str], str]) -> Iterator[None]:
-    """For the duration of the block, what `complain` says is what `retell` makes of each English text."""
+    """For the duration of the block, `told` and `complain` say what `retell` makes of each English text."""
     global _retell
     before, _retell = _retell, retell
     try:
@@ -66,11 +66,16 @@ def retelling(retell: Callable[[str], str]) -> Iterator[None]:
         _retell = before
 
 
+def told(text: str) -> str:
+    """`text` for the person who started the program."""
+    return _retell(text)
+
+
 def complain(program: str, error: AtollError, *, logged: bool = False) -> None:
     """One line on stderr for the person who started `program`: why it gives up.
 
     `logged`: the log has said it, so there is a line only for a person at a terminal who reads another language.
     """
-    said = f"{_retell(error.message)} {_retell(error.hint)}".strip()
+    said = f"{told(error.message)} {told(error.hint)}".strip()
     if not logged or (said != str(error) and sys.stderr.isatty()):
         print(f"{program}: {said}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Why `atoll serve`, `engine` and `gateway` give up, in the operator's language.
+"""Why `atoll serve`, `engine`, `gateway` and `gpu-ready` give up, in the operator's language.
 
 The engine's errors are English and their texts are found in its source (installer/locale/engine_texts.py). Here is the
 rest of what they say: argparse's words, as `FlagParser` passes them on, and what is put together from parts.
@@ -42,6 +42,30 @@ WORDS = (
     foreign("The engine met a defect: {kind}."),
     foreign("Its log holds the traceback."),
     foreign("The engine process closed its connection."),
+)
+
+GPU_READY = (  # engine/server/gpu_ready.py
+    foreign("waiting: {said}"),
+    foreign("The GPU is not ready. {problem}\n  Next: {fix}"),
+    foreign("{count} GPU ready, driver {driver}"),
+    foreign("{count} GPUs ready, driver {driver}"),
+    foreign("The NVIDIA driver is not loaded."),
+    foreign("/dev/{node} does not exist."),
+    foreign("The driver's library cannot be loaded: {error}."),
+    foreign("reinstall the driver's packages"),
+    foreign("Driver and library have different versions (the loaded driver is {driver})."),
+    foreign("reboot, then keep the packages from upgrading: apt-mark hold 'nvidia-*'"),
+    foreign("NVML answers: {said}."),
+    foreign("The driver works, but finds no GPU."),
+    foreign("an argument was refused"),
+    foreign("not supported"),
+    foreign("no permission"),
+    foreign("the driver is not loaded"),
+    foreign("a library function is missing"),
+    foreign("the GPU has fallen off the bus"),
+    foreign("the GPU must be reset"),
+    foreign("driver and library have different versions"),
+    foreign("unknown error"),
 )
 
 

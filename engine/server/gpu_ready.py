@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from engine.errors import told
 from engine.server.notify import Notifier
 
 POLL_SECONDS = 1.0
@@ -110,14 +111,14 @@ def main(argv: Sequence[str]) -> int:
             said = found.problem
             notifier.status(said)
             if not options.json:
-                print(f"waiting: {said}", file=sys.stderr)
+                print(told(f"waiting: {said}"), file=sys.stderr)
         time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
     if options.json:
         print(json.dumps({"ready": not found.problem, **asdict(found)}))
     elif found.problem:
-        print(f"The GPU is not ready. {found.problem}\n  Next: {found.fix}", file=sys.stderr)
+        print(told(f"The GPU is not ready. {found.problem}\n  Next: {found.fix}"), file=sys.stderr)
     else:
-        print(f"{len(found.gpus)} GPU{'s' * (len(found.gpus) != 1)} ready, driver {found.driver}")
+        print(told(f"{len(found.gpus)} GPU{'s' * (len(found.gpus) != 1)} ready, driver {found.driver}"))
     return 1 if found.problem else 0
 
 

@@ -24,7 +24,7 @@ from engine.core.kv.planner import MemoryBudget
 from engine.errors import AtollError, ConfigError, ModelError, OutOfMemoryPlanError
 from engine.kernels.host_memory import HostMemoryError
 from engine.models.checkpoint import check_checkpoint
-from engine.server import ipc
+from engine.server import gpu_ready, ipc
 from engine.server.args import ServeOptions, parse_engine, parse_serve
 from engine.server.auth import KeyFile
 from engine.server.exposure import check_exposure
@@ -284,6 +284,37 @@ def test_settings_files(tmp_path: Path) -> None:
         assert_korean(read_in_korean(refusal(act)))
 
 
+@pytest.mark.parametrize(("problem", "fix"), [
+    ("The NVIDIA driver is not loaded.", "modprobe nvidia; dmesg | grep -i nvidia"),
+    ("Driver and library have different versions (the loaded driver is 570.86).",
+     "reboot, then keep the packages from upgrading: apt-mark hold 'nvidia-*'"),
+    *((f"NVML answers: {said}.", "nvidia-smi; dmesg | grep -i nvrm") for said in gpu_ready._WORDS.values()),
+])  # fmt: skip
+def test_a_gpu_that_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: str, fix: str
+) -> None:
+    monkeypatch.setattr(gpu_ready, "look", lambda: gpu_ready.Readiness(problem, fix))
+    with errors.retelling(lambda text: told(retold(text), "ko")):
+        assert gpu_ready.main(["--timeout", "0"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("GPU를 아직 쓸 수 없습니다. ")
+    command = fix.rpartition(": ")[2]
+    assert said.endswith(f"{command}\n")
+    assert_korean(said.removesuffix(f"{command}\n"))
+    assert gpu_ready.main(["--timeout", "0"]) == 1
+    assert capsys.readouterr().err == f"The GPU is not ready. {problem}\n  Next: {fix}\n"
+
+
+@pytest.mark.parametrize("gpus", [["GPU-1"], ["GPU-1", "GPU-2"]])
+def test_a_gpu_that_is_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: list[str]
+) -> None:
+    monkeypatch.setattr(gpu_ready, "look", lambda: gpu_ready.Readiness(driver="570.86", gpus=gpus))
+    with errors.retelling(lambda text: told(retold(text), "ko")):
+        assert gpu_ready.main([]) == 0
+    assert capsys.readouterr().out == f"GPU {len(gpus)}개 준비됨, 드라이버 570.86\n"
+
+
 # -- the words
 
 
@@ -293,7 +324,7 @@ def test_what_is_listed_by_hand_is_what_the_engine_says() -> None:
     literals = [node.value for source in sources for node in ast.walk(ast.parse(source))
                 if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
     engine = "\n".join(literals).casefold()
-    said_by_others = re.compile(r"(--)?\{flag\}|Address already|Cannot assign requested|get(pw|gr)nam")
-    for word in engine_words.WORDS:
-        for part in () if said_by_others.match(word) else re.split(r"\{\w+\}", word):
+    elsewhere = re.compile(r"\{count\} GPU|(--)?\{flag\}|Address already|Cannot assign requested|get(pw|gr)nam")
+    for word in engine_words.WORDS + engine_words.GPU_READY:
+        for part in () if elsewhere.match(word) else re.split(r"\{\w+\}", word):
             assert part.strip(" .").casefold() in engine, word
