@@ -173,7 +173,7 @@ class Attention(nn.Module):
         if not self.own_kv:
             (owner,) = self._owner
             own = owner._step_kv
-        self._step_kv = own
+        self._step_kv = own if self._lends else None
         return q, own
 
     _step_kv: torch.Tensor | None = None  # of the mixed step that runs, for layers that borrow

@@ -11,6 +11,8 @@ twin.
 
 import torch
 
+from engine.layers.weight_memory import for_good
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST_SCALE = 1e-12  # a row of zeros has a scale too: 0 / 0 would be NaN
@@ -27,8 +29,9 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for a large matrix, some rows at a time: float32 copies of all of it would double the peak memory."""
     rows, inner = weight.shape
-    quantized = torch.empty(rows, inner, dtype=FP8, device=weight.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=weight.device)
+    with for_good():
+        quantized = torch.empty(rows, inner, dtype=FP8, device=weight.device)
+        scale = torch.empty(rows, dtype=torch.float32, device=weight.device)
     step = rows if weight.is_meta else max(1, _CHUNK_ELEMENTS // inner)  # those on `meta` take no memory
     for at in range(0, rows, step):
         quantized[at : at + step], scale[at : at + step] = quantize_rows(weight[at : at + step])

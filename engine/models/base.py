@@ -21,6 +21,8 @@ class CausalLM(nn.Module, ABC):
     `get_context()`.
     """
 
+    weight_pool: torch.cuda.MemPool | None = None  # of its weights, on a GPU
+
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
         self.config = config

@@ -7,7 +7,7 @@ weights in two forms, so a model that is quantised while it loads needs its quan
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from engine.errors import ModelError
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
+from engine.layers.weight_memory import for_good, weight_pool
 from engine.models.base import CausalLM, Weights
 from engine.models.checkpoint import TensorInfo, check_checkpoint
 from engine.models.reader import Reader, read_into
@@ -139,15 +140,27 @@ def _materialize(model: CausalLM, device: torch.device, fill: Callable[[str, tor
     that constructors compute) move to the device.
     """
     parts = _parts(model.weights())
+    with weight_pool(device) as model.weight_pool:
+        _materialize_all(model, device, fill, parts)
+
+
+def _materialize_all(
+    model: CausalLM,
+    device: torch.device,
+    fill: Callable[[str, torch.Tensor], None],
+    parts: dict[int, list[tuple[str, torch.Tensor]]],
+) -> None:
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     shared: dict[int, nn.Parameter] = {}
     for module in _children_first(model):
+        stays = getattr(module, "quantization", None) is None
         for key, empty in module._parameters.items():
             if empty is None:
                 continue
             parameter = shared.get(id(empty))
             if parameter is None:
-                parameter = nn.Parameter(_memory(empty, device) if empty.is_meta else empty, requires_grad=False)
+                memory = _memory(empty, device, stays=stays) if empty.is_meta else empty
+                parameter = nn.Parameter(memory, requires_grad=False)
                 for name, part in parts[id(empty)]:
                     fill(name, parameter.as_strided(part.shape, part.stride(), part.storage_offset()))
                 if uses[id(empty)] > 1:
@@ -159,9 +172,10 @@ def _materialize(model: CausalLM, device: torch.device, fill: Callable[[str, tor
         _finalize(module)
 
 
-def _memory(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _memory(empty: torch.Tensor, device: torch.device, *, stays: bool) -> torch.Tensor:
     """Not `empty_like`: of a meta tensor that imports a symbolic algebra library, a second or more of every start."""
-    return torch.empty_strided(empty.shape, empty.stride(), dtype=empty.dtype, device=device)
+    with for_good() if stays else nullcontext():
+        return torch.empty_strided(empty.shape, empty.stride(), dtype=empty.dtype, device=device)
 
 
 def _order(model: CausalLM) -> list[str]:
