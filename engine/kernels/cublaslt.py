@@ -1,6 +1,6 @@
 """Matrix products by cuBLASLt with an algorithm of our choice: its own first choice is often not the fastest one.
 
-The library is the one that PyTorch has loaded. Algorithms that want a workspace are left to PyTorch.
+The library is the one that PyTorch has loaded. Products share one workspace: they follow one another on one stream.
 """
 
 import ctypes
@@ -16,8 +16,9 @@ _FLOAT32 = 0
 _COMPUTE_32F = 68            # cublasComputeType_t
 _TRANSPOSE_A = 3             # CUBLASLT_MATMUL_DESC_TRANSA
 _MOST_WORKSPACE = 1          # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
-_LIMITS = (0, 4 << 20, 32 << 20)  # what it is told it may use decides which algorithms it thinks of
-_EACH = 8                    # algorithms that are asked for under each of them
+_WORKSPACE = 32 << 20        # bytes: where the inner side is split, the parts' sums
+_LIMITS = (0, 4 << 20, _WORKSPACE)  # what it is told it may use decides which algorithms it thinks of
+_EACH = 16                   # algorithms that are asked for under each of them
 
 
 class CublasLtError(RuntimeError):
@@ -66,7 +67,7 @@ class Product:
         self._one, self._zero = c_float(1), c_float(0)
 
     def algorithms(self) -> list[bytes]:
-        """Those that need no workspace, likely ones first."""
+        """Likely ones first."""
         found: dict[bytes, None] = {}
         for limit in _LIMITS:
             preference = c_void_p()
@@ -84,7 +85,7 @@ class Product:
             finally:
                 self._library.cublasLtMatmulPreferenceDestroy(preference)
             for result in results[: count.value]:
-                if result.state == 0 and result.workspace == 0:
+                if result.state == 0 and result.workspace <= limit:
                     found[bytes(result.algorithm)] = None
         return list(found)
 
@@ -93,10 +94,11 @@ class Product:
         return BoundProduct(self, _Algorithm.from_buffer_copy(algorithm))
 
     def run(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, algorithm: _Algorithm) -> None:
+        workspace = _workspace(x.device)
         self._call(
             "cublasLtMatmul", self._handle, self._description, byref(self._one), c_void_p(weight.data_ptr()), self._w,
             c_void_p(x.data_ptr()), self._x, byref(self._zero), c_void_p(y.data_ptr()), self._y,
-            c_void_p(y.data_ptr()), self._y, byref(algorithm), c_void_p(0), c_size_t(0),
+            c_void_p(y.data_ptr()), self._y, byref(algorithm), c_void_p(workspace.data_ptr()), c_size_t(_WORKSPACE),
             c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
 
@@ -139,6 +141,11 @@ def _library() -> ctypes.CDLL:
         raise CublasLtError(f"PyTorch has loaded no libcublasLt.so.{cuda}: {error}") from None
     library.cublasLtGetVersion.restype = c_size_t
     return library
+
+
+@functools.cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
 
 
 @functools.cache

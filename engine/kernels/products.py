@@ -22,7 +22,8 @@ from engine.kernels.cublaslt import BoundProduct, CublasLtError, Product, Shape
 log = logging.getLogger(__name__)
 
 _BETTER = 0.98     # of PyTorch's time: less is noise
-_FINALISTS = 2
+_CANDIDATES = 2    # counts up when others are tried: what was chosen among the old ones is chosen anew
+_FINALISTS = 3
 _TURNS = 4         # that they are measured in
 _MOST_WEIGHTS = 4  # of one shape, which follow one another: more than caches hold
 _MANY_ROWS = 1024  # they are bound by arithmetic, and one weight is enough
@@ -123,7 +124,7 @@ class _Memory:
     @classmethod
     def open(cls) -> "_Memory":
         card = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name())
-        path = use_cache_dir() / f"atoll-products-{card}-{cublaslt.version()}.json"
+        path = use_cache_dir() / f"atoll-products-{card}-{cublaslt.version()}-{_CANDIDATES}.json"
         known = {}
         try:
             for rows, outputs, inner, dtype, algorithm in json.loads(path.read_text("utf-8")):

@@ -34,7 +34,7 @@ def test_what_was_found_is_read_back_and_a_damaged_file_is_not(monkeypatch, tmp_
     memory.save()
     assert products._Memory.open().known == memory.known
     [path] = tmp_path.iterdir()
-    assert path.name == "atoll-products-a-card---of-ours-130100.json"
+    assert path.name == "atoll-products-a-card---of-ours-130100-2.json"
     for damaged in ("{", "[[1, 2]]", json.dumps([[48, 8, 4, "no_dtype", ""]]), '[[48, 8, 4, "bfloat16", "zz"]]'):
         path.write_text(damaged)
         assert products._Memory.open().known == {}
