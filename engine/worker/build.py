@@ -167,10 +167,13 @@ def _measured_budget(
     card: Card,
 ) -> MemoryBudget:
     """What is left of a GPU with the weights in place. Raises OutOfMemoryPlanError if not even a step fits."""
+    from engine.worker.prepare import choose_products
     from engine.worker.probe import measure_steps
 
     weights = weight_bytes(model)
     try:
+        if not config.enforce_eager:  # the library keeps whatever code it has run: half a gigabyte
+            choose_products(model, min(num_seqs, max_tokens), max_tokens)
         needs = measure_steps(
             model, spec, kv_dtype, max_tokens, num_seqs, card.device, graphs=not config.enforce_eager
         )
@@ -195,7 +198,6 @@ def _start_on_gpu(
 ) -> "DeviceRunner":
     """A runner that has nothing left to compile or record."""
     from engine.worker.device_runner import DeviceRunner
-    from engine.worker.prepare import choose_products
 
     with torch.inference_mode():
         runner = DeviceRunner(
@@ -207,7 +209,6 @@ def _start_on_gpu(
     if not config.enforce_eager:
         if progress:
             progress("recording graphs", 0, 1)
-        choose_products(model, min(plan.max_num_seqs, max_tokens), max_tokens)
         runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
     log.info("%s", outcome(plan, card))
     gc.collect()

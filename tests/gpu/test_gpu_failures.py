@@ -46,9 +46,8 @@ def once(original: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def break_forward(runner: Any) -> tuple[Any, str]:
-    """Mixed steps only: graphs were recorded before."""
-    return runner.model, "forward"
+def break_mixed(runner: Any) -> tuple[Any, str]:
+    return runner.mixed_graphs, "replay"
 
 
 def break_replay(runner: Any) -> tuple[Any, str]:
@@ -63,7 +62,7 @@ def break_collect(runner: Any) -> tuple[Any, str]:
     return runner, "collect"
 
 
-@pytest.mark.parametrize("what", [break_forward, break_replay, break_sampling, break_collect])
+@pytest.mark.parametrize("what", [break_mixed, break_replay, break_sampling, break_collect])
 def test_an_exception_fails_the_requests_of_its_step_and_the_next_request_works(
     llm: LLM, what: Callable[[Any], tuple[Any, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,18 +88,18 @@ def test_an_exception_fails_the_requests_of_its_step_and_the_next_request_works(
     owner, name = what(core.runner)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, once(getattr(owner, name)))
-        if what is break_forward:  # more prompt tokens than a step takes: W is not in the broken one
+        if what is break_mixed:  # more prompt tokens than a step takes: W is not in the broken one
             for other in "DEW":
                 core.add_request(request(other, 200))
         while not [o for listed in outputs.values() for o in listed if o.finish_reason]:
             step()
     failed = {rid: o for rid, listed in outputs.items() for o in listed if o.finish_reason is FinishReason.ERROR}
-    assert failed.keys() == (set("ABCDE") if what is break_forward else set("ABC")), failed
+    assert failed.keys() == (set("ABCDE") if what is break_mixed else set("ABC")), failed
     assert {o.error for o in failed.values()} == {"RuntimeError: injected fault"}
     assert core.stats().step_failures == failures + 1
     while core.has_work():
         step()
-    if what is break_forward:
+    if what is break_mixed:
         assert outputs["W"][-1].finish_reason is FinishReason.LENGTH
         assert len(tokens_of(outputs["W"])) == 20
     assert_idle(core)
@@ -113,7 +112,7 @@ def test_an_exception_fails_the_requests_of_its_step_and_the_next_request_works(
 def test_the_offline_api_names_the_request_that_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner: Any = llm.engine.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner.model, "forward", once(runner.model.forward))
+        patch.setattr(runner.mixed_graphs, "replay", once(runner.mixed_graphs.replay))
         with pytest.raises(AtollError, match=r"Request \d+-0 failed: RuntimeError: injected fault"):
             llm.generate(prompts(2, longest=50), SamplingParams(max_tokens=4), use_tqdm=False)
     assert_idle(llm.engine)
