@@ -32,7 +32,7 @@ class MixedShape(NamedTuple):
 # the host saves.
 SHAPES = (
     MixedShape(0, 32), MixedShape(0, 128), MixedShape(0, 256), MixedShape(0, 512),
-    MixedShape(32, 128), MixedShape(32, 256), MixedShape(32, 512),
+    MixedShape(32, 128), MixedShape(32, 256), MixedShape(32, 512), MixedShape(128, 128), MixedShape(128, 512),
 )  # fmt: skip
 
 

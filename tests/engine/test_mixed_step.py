@@ -22,7 +22,7 @@ def make(mixed, singles: list[int], chunks: list[tuple[int, int]]):
 
 
 @given(
-    singles=st.lists(st.integers(0, 5000), max_size=32),
+    singles=st.lists(st.integers(0, 5000), max_size=128),
     chunks=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 90)), min_size=1, max_size=7),
 )
 def test_what_fills_a_step_up_leaves_it_as_it_is(mixed, singles, chunks):
@@ -72,7 +72,8 @@ def test_shapes_go_from_small_to_large_and_have_more_tokens_than_sequences(mixed
 def test_steps_beyond_all_shapes_have_none(mixed):
     shapes = mixed.SHAPES
     assert make(mixed, [], [(0, 513)]).shape(shapes) is None
-    assert make(mixed, [5] * 33, [(0, 20)]).shape(shapes) is None
+    assert make(mixed, [5] * 129, [(0, 20)]).shape(shapes) is None
+    assert make(mixed, [5] * 33, [(0, 20)]).shape(shapes) == mixed.MixedShape(128, 128)
     assert make(mixed, [], [(0, 2)] * 8).shape(shapes) is None
     assert make(mixed, [], [(0, 2)] * 7).shape(shapes) == mixed.MixedShape(0, 32)
     assert make(mixed, [5], [(0, 20)]).shape(shapes) == mixed.MixedShape(32, 128)
@@ -80,7 +81,7 @@ def test_steps_beyond_all_shapes_have_none(mixed):
 
 def test_a_small_server_has_only_the_shapes_that_its_steps_can_have(mixed):
     assert mixed.shapes_within(8192, 1024) == list(mixed.SHAPES)
-    assert mixed.shapes_within(256, 1024) == [(0, 32), (0, 128), (0, 256), (32, 128)]
+    assert mixed.shapes_within(256, 1024) == [(0, 32), (0, 128), (0, 256), (32, 128), (128, 128)]
     assert mixed.shapes_within(256, 32) == [(0, 32), (0, 128), (0, 256)]
     assert mixed.shapes_within(16, 4) == []
 
