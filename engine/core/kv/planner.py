@@ -5,7 +5,7 @@
       |- weights
       |- overhead        CUDA context, kernels' code, library workspaces, unused ends of allocations
       |- activations     the largest step: tokens of one step, logits of its sequences, sampling with every option
-      |- graphs          recorded decode steps
+      |- graphs          recorded steps
       |- step buffers    what the host sends each step, and the sampler's scratch
       |- request table   token ids and block tables
       '- KV cache        the rest: extents of pages, and of states if the model has recurrent layers (spec.py)
@@ -49,7 +49,7 @@ class MemoryBudget:
             ("weights", self.weights, ""),
             ("overhead", self.overhead, "CUDA context, kernels, library workspaces"),
             ("activations", self.activations, "the largest step"),
-            ("graphs", self.graphs, "recorded decode steps"),
+            ("graphs", self.graphs, "recorded steps"),
             ("step buffers", self.buffers, "inputs of a step, sampler"),
         ]
         return [part for part in every if part[1]]
