@@ -135,6 +135,8 @@ def test_chunks_cover_all_longer_sequences(counts):
     total = triton_delta.num_chunks(counts)
     assert total == len(expected)
     assert triton_delta.plan_chunks(torch.tensor(counts), total).tolist() == expected
+    more = triton_delta.plan_chunks(torch.tensor(counts), total + 3)[total:]
+    assert (more[:, 1] >= sum(counts)).all(), "a larger list goes on behind all tokens"
 
 
 @triton.jit
@@ -204,6 +206,23 @@ def test_both_together_do_a_mixed_step():
         triton_delta.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
 
     close(layer.ours(both), layer.twin(), 5e-4)
+
+
+def test_a_step_that_is_filled_up_is_the_same_step():
+    """As graphs of mixed steps are: sequences without tokens, and more chunks than there are."""
+    starts, counts = [5, 0, 9, 0, 0], [1, 70, 2, 0, 0]
+    layer = Layer(SHAPES[0], starts, counts)
+    chunks = triton_delta.plan_chunks(layer.counts, triton_delta.num_chunks(counts) + 2)
+
+    def both(*args):
+        triton_delta.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
+        triton_delta.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
+
+    out, state, ring = layer.ours(both)
+    kept = layer.counts > 0
+    layer.q_starts, layer.counts, slots = layer.q_starts[kept], layer.counts[kept], layer.slots
+    layer.slots = slots[kept]
+    close((out, state, ring), layer.twin(), 5e-4)
 
 
 @pytest.mark.parametrize("tokens", [3, 65])
