@@ -1,7 +1,7 @@
 """The processes that compile kernels, seen from the one that needs them. Imports nothing heavy: they may be started
-before PyTorch is loaded here, and load it meanwhile.
+before PyTorch is loaded here, which they need not load at all.
 
-    jobs ─► compile_worker.py, which loads PyTorch and Triton once ─► a fork for each core ─► Triton's cache on disk
+    jobs ─► compile_worker.py, which loads Triton once ─► a fork for each core ─► Triton's cache on disk
          ◄─ a line for each job, as it is done
 """
 

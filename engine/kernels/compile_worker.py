@@ -1,7 +1,8 @@
 """The process behind compile_pool.py: jobs come in, one JSON object a line; out goes [number, error or null, seconds].
 
-Loads PyTorch and Triton, then forks for job after job: what is loaded is there for every fork at once, in memory that
-they share. A job that has come is compiled while others are still on their way. Needs no GPU and never touches one.
+Loads Triton and our kernels, without PyTorch (no_torch.py), then forks for job after job: what is loaded is there for
+every fork at once, in memory that they share. A job that has come is compiled while others are still on their way.
+Needs no GPU and never touches one.
 """
 
 import importlib
@@ -10,25 +11,24 @@ import os
 import pkgutil
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 
 import engine.kernels
-from engine.kernels.launch import Kernel, compile_for, load_compiler
+from engine.kernels import no_torch
 
 _PACKAGE = "engine.kernels."
-_MOST_FORKS = 16  # each takes some 150 MB of memory of its own while it works
+_WITH_TORCH = "--with-torch"
+_MOST_FORKS = 16  # each takes up to 140 MB of memory of its own while it works, 90 of them for the assembler
 _LONGEST_JOB = 1 << 16  # bytes
 _LONGEST_ANSWER = 500  # characters; a pipe takes an answer whole, however many write
 
 
 def main() -> None:
+    _load()
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever a compiler prints is no answer
-    for module in pkgutil.iter_modules(engine.kernels.__path__, _PACKAGE):
-        if ".triton_" in module.name:
-            importlib.import_module(module.name)
-    load_compiler()
     give, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each fork takes a whole job at a time
     worker, most, forks = os.getpid(), min(_MOST_FORKS, len(os.sched_getaffinity(0))), 0
     with suppress(OSError):  # no fork lives any more: the jobs that are left have no answer
@@ -50,6 +50,29 @@ def main() -> None:
             return
 
 
+def _load() -> None:
+    """All that compiling needs. Where that cannot be without PyTorch, this process begins anew, with it."""
+    with_torch = _WITH_TORCH in sys.argv
+    if not with_torch:
+        no_torch.stand_in()
+    try:
+        from engine.kernels.launch import load_compiler
+
+        reads = threading.Thread(target=load_compiler)  # nearly all of it without Python's lock
+        reads.start()
+        for module in pkgutil.iter_modules(engine.kernels.__path__, _PACKAGE):
+            if ".triton_" in module.name:
+                importlib.import_module(module.name)
+    except Exception as error:
+        if with_torch:
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"Kernels cannot be imported without PyTorch ({reason}): their compiler loads it.\n")
+        sys.stderr.flush()
+        os.execv(sys.executable, [*sys.orig_argv, _WITH_TORCH])  # noqa: S606
+    reads.join()
+
+
 def _work(jobs: socket.socket, answers: int, worker: int) -> None:
     while (job := jobs.recv(_LONGEST_JOB)) and os.getppid() == worker:
         number, _, job = job.decode().partition(" ")
@@ -66,6 +89,8 @@ def _work(jobs: socket.socket, answers: int, worker: int) -> None:
 
 
 def _compile(job: dict) -> None:
+    from engine.kernels.launch import Kernel, compile_for
+
     if not job["module"].startswith(_PACKAGE):
         raise ValueError(f"{job['module']} is no module of kernels")
     kernel = getattr(importlib.import_module(job["module"]), job["name"])

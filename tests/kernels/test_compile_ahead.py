@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from engine.kernels import no_torch
+
 ROOT = Path(__file__).parents[2]
 
 # In a process of its own: the tests beside this one run Triton's interpreter, which compiles nothing.
@@ -93,6 +95,76 @@ def test_a_worker_answers_each_job_and_takes_only_our_kernels(tmp_path):
     answers = {number: error for number, error, _ in map(json.loads, done.stdout.splitlines())}
     assert answers[0] == "ValueError: os is no module of kernels"
     assert answers[1].startswith("JSONDecodeError")
+
+
+LOADED = """
+import sys
+from engine.kernels import compile_worker
+compile_worker._load()
+assert any(name.startswith("engine.kernels.triton_") for name in sys.modules)
+print(sorted({line.split()[-1].rpartition("/")[2] for line in open("/proc/self/maps") if "/libtorch" in line}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells loaded libraries on Linux only")
+def test_a_worker_does_not_load_pytorch():
+    """It would take longer than all else that happens before the first kernel is compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+ODD = """
+import torch
+import triton.language as tl
+
+from engine.kernels.launch import kernel
+
+_SIZE = tl.constexpr(torch.zeros(16).numel())
+
+
+@kernel
+def fill(x_ptr, VALUE: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, _SIZE), VALUE)
+"""
+WITH_ODD = """
+import runpy, sys
+import engine.kernels
+engine.kernels.__path__.append(sys.argv[1])
+runpy.run_module("engine.kernels.compile_worker", run_name="__main__")
+"""
+
+
+def test_a_worker_loads_pytorch_for_kernels_that_need_it(tmp_path):
+    (tmp_path / "triton_odd.py").write_text(ODD)
+    job = {
+        "module": "engine.kernels.triton_odd", "name": "fill", "types": ["*fp32!"], "constants": {"VALUE": 2},
+        "num_warps": 1, "num_stages": 1, "capability": [9, 0],
+    }  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_ODD, tmp_path], input=json.dumps(job) + "\n", env=environment, capture_output=True,
+        text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)[:2] == [0, None]
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("Kernels cannot be imported without PyTorch (TypeError")
+
+
+def test_the_stand_in_has_names_and_nothing_else():
+    torch = no_torch._Module("torch")
+    assert torch.nn.functional is torch.nn.functional
+    assert len({torch.bfloat16, torch.float16, torch.Tensor, torch.Tensor | None, None | torch.Tensor}) == 3
+    assert repr(torch.nn.Module) == "<no torch.nn.Module>"
+    with pytest.raises(AttributeError, match=r"torch\.Tensor .* no __cuda_array_interface__"):
+        _ = torch.Tensor.__cuda_array_interface__
+    with pytest.raises(TypeError):
+        torch.zeros(3)
+    with pytest.raises(TypeError):
+        type("Own", (torch.nn.Module,), {})
 
 
 POOL = """
