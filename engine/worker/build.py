@@ -19,7 +19,7 @@ from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib, plan_memo
 from engine.core.kv.spec import CacheSpec
 from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
-from engine.kernels import compile_pool
+from engine.kernels import compile_pool, start_hint
 from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.loader import fill_randomly, load_weights, quantize
@@ -76,7 +76,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if card is not None:
         keep_tables(model, config, device)
         check_weights_fit(model, config, card)
-        compile_pool.start_early()  # it gets ready while weights load
+        if not start_hint.found(*_deciding(config, model_config, card)):
+            compile_pool.start_early()  # it gets ready while weights load
         compile_pool.load_here()
     with torch.inference_mode():
         if config.load_format == "dummy":
@@ -121,6 +122,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         cache = Cache(spec, plan.num_extents, kv_dtype, device)
     if card is not None:
         runner = _start_on_gpu(config, model, plan, cache, max_tokens, card, progress)
+        start_hint.leave(*_deciding(config, model_config, card))
         depth = 1 if config.overlap is False else 2
     else:
         runner = Runner(
@@ -214,6 +216,11 @@ def _start_on_gpu(
     gc.collect()
     gc.freeze()  # what start-up made stays: no collection looks at it again
     return runner
+
+
+def _deciding(config: EngineConfig, model_config: ModelConfig, card: Card) -> tuple[str, ...]:
+    """Which kernels a start needs hangs on these, as far as it is known before weights are loaded."""
+    return torch.cuda.get_device_name(card.device), repr(config), repr(model_config.raw)
 
 
 def choose_device(config: EngineConfig) -> torch.device:
