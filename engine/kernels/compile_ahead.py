@@ -42,6 +42,7 @@ class Work(NamedTuple):
     """What compiling took, for whoever wants to make it shorter."""
 
     jobs: int
+    guessed: int  # of those that were needed, given to the processes before that was known
     ready: float  # when the first was begun, and when the last one was done, on the clock of time.monotonic()
     done: float
     seconds: float  # of all processes
@@ -57,6 +58,7 @@ class Compilation:
         self._capability = capability
         self._jobs: set[Job] = set()
         self._given: set[str] = set()
+        self._guessed = 0
         self._pool = compile_pool.take() if compile_pool.is_under_way() else None
 
     def add(self, jobs: Iterable[Job]) -> None:
@@ -90,7 +92,7 @@ class Compilation:
             return
         errors = self._pool.wait(self._given)
         self._pool.close()
-        self.work = _work(self._pool)
+        self.work = _work(self._pool, self._guessed)
         self._pool = None
         if errors:
             log.warning(
@@ -103,23 +105,27 @@ class Compilation:
     def _submit(self, pool: compile_pool.CompilePool) -> None:
         new = {line_of(job, self._capability) for job in self._jobs} - self._given
         self._given |= new
-        pool.submit(sorted(new, key=lambda line: (_rank(line), line)))
+        self._guessed += len(new) - pool.submit(longest_first(new))
 
 
-def _work(pool: compile_pool.CompilePool) -> Work | None:
+def _work(pool: compile_pool.CompilePool, guessed: int) -> Work | None:
     if pool.ready is None:
         return None
     slowest = sorted(pool.seconds.items(), key=lambda each: each[1])[-_SHOWN:]
     names = {json.loads(line)["name"]: seconds for line, seconds in slowest}
-    return Work(len(pool.seconds), pool.ready, pool.last, round(sum(pool.seconds.values()), 2), names)
+    return Work(len(pool.seconds), guessed, pool.ready, pool.last, round(sum(pool.seconds.values()), 2), names)
 
 
 def line_of(job: Job, capability: tuple[int, int]) -> str:
-    return json.dumps({
-        "module": job.kernel.jit.fn.__module__, "name": job.kernel.name, "types": job.types,
-        "constants": dict(job.constants), "num_warps": job.num_warps, "num_stages": job.num_stages,
-        "capability": capability,
-    })  # fmt: skip
+    return compile_pool.job_line(
+        job.kernel.jit.fn.__module__, job.kernel.name, job.types, dict(job.constants), job.num_warps, job.num_stages,
+        capability,
+    )  # fmt: skip
+
+
+def longest_first(lines: Iterable[str]) -> list[str]:
+    """The order to compile in."""
+    return sorted(lines, key=lambda line: (_rank(line), line))
 
 
 def _rank(line: str) -> int:

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from engine.kernels.cache_dir import use_cache_dir
 
@@ -29,6 +30,7 @@ class CompilePool:
         root = str(Path(__file__).parents[2])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         self._jobs: list[str] = []  # by number
+        self._known: set[str] = set()
         self._waiting: set[str] = set()
         self.seconds: dict[str, float] = {}  # that each took
         self.ready: float | None = None  # when the first was begun, on the clock of time.monotonic()
@@ -49,14 +51,18 @@ class CompilePool:
             threading.Thread(target=self._give, daemon=True).start()
             threading.Thread(target=self._listen, daemon=True).start()
 
-    def submit(self, jobs: list[str]) -> None:
-        """Compile these, each a JSON object in one line; the first ones first. That there are none is not the end."""
-        with self._changed:
-            self._jobs += jobs
-            self._waiting |= set(jobs)
-        self._given.put("".join(job + "\n" for job in jobs))
+    def submit(self, jobs: list[str]) -> int:
+        """Compile these, each a JSON object in one line; the first ones first, and what was given before not again.
+        That there are none is not the end. Returns how many are new."""
+        with self._changed:  # numbers are by the order in which jobs are written
+            new = [job for job in dict.fromkeys(jobs) if job not in self._known]
+            self._jobs += new
+            self._known |= set(new)
+            self._waiting |= set(new)
+            self._given.put("".join(job + "\n" for job in new))
         if self._failure is not None:
             self._end(self._failure)
+        return len(new)
 
     def seal(self) -> None:
         """There will be no more jobs."""
@@ -123,6 +129,23 @@ class CompilePool:
 
 
 _early: CompilePool | None = None
+_early_lock = threading.Lock()
+
+
+def job_line(
+    module: str,
+    name: str,
+    types: Sequence[str | None],
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+    capability: tuple[int, int],
+) -> str:
+    """A kernel's variant as a job. Two are the same if their lines are."""
+    return json.dumps({
+        "module": module, "name": name, "types": types, "constants": constants, "num_warps": num_warps,
+        "num_stages": num_stages, "capability": capability,
+    })  # fmt: skip
 
 
 def start_early() -> None:
@@ -148,16 +171,28 @@ def is_under_way() -> bool:
     return _early is not None
 
 
+def give_early(jobs: list[str]) -> None:
+    """Have these compiled by the pool that was started early, unless it has been taken: whoever takes it will know what
+    is needed, while these are a guess. Nobody has to wait for them."""
+    with _early_lock:
+        if _early is not None:
+            _early.submit(jobs)
+
+
 def take() -> CompilePool:
     """The pool that was started early, or a new one."""
-    global _early
-    pool, _early = _early, None
-    return pool or CompilePool()
+    return _taken() or CompilePool()
 
 
 def dismiss() -> None:
     """End the pool that was started early, if it was not needed."""
-    global _early
-    pool, _early = _early, None
+    pool = _taken()
     if pool is not None:
         pool.close()
+
+
+def _taken() -> CompilePool | None:
+    global _early
+    with _early_lock:
+        pool, _early = _early, None
+    return pool

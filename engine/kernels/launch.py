@@ -125,19 +125,50 @@ class Job(NamedTuple):
     num_stages: int
 
 
+class Target(NamedTuple):
+    """What the choice of variants asks of a GPU."""
+
+    capability: tuple[int, int]
+    shared_memory: int  # bytes, of one program
+    multiprocessors: int
+
+
+_INTERPRETER = Target((0, 0), 1 << 30, 0)
 _recorded: set[Job] | None = None
+_recorded_for: Target | None = None
 
 
 @contextmanager
-def recording() -> Iterator[set[Job]]:
-    """Kernels that are called meanwhile are not started, only noted: what a step needs, without running it."""
-    global _recorded
+def recording(target: Target | None = None) -> Iterator[set[Job]]:
+    """Kernels that are called meanwhile are not started, only noted: what a step needs, without running it.
+
+    With `target`, what it needs there: that GPU need not be here, and tensors may be a CPU's.
+    """
+    global _recorded, _recorded_for
     assert _recorded is None, "recordings do not nest"
-    _recorded = set()
+    _recorded, _recorded_for = set(), target
     try:
         yield _recorded
     finally:
-        _recorded = None
+        _recorded = _recorded_for = None
+
+
+def target_of(device: torch.device) -> Target:
+    """The GPU that kernels on `device` are for."""
+    return _recorded_for or _target_of(device)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Shared memory that one program may have, in bytes."""
+    return target_of(device).shared_memory
+
+
+@functools.cache
+def _target_of(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return _INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    return Target((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
 
 
 def interpreted() -> bool:
@@ -274,14 +305,6 @@ class _Variant:
         result = self._launch(self._config_ref, self._function, self._argv, None)
         if result:
             _check(result, self.name)
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Shared memory that one program may have, in bytes."""
-    if device.type != "cuda":
-        return 1 << 30  # the interpreter
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 _loaded: ctypes.CDLL | None = None

@@ -6,13 +6,11 @@ before the chunk come from the pages, the chunk's own straight from the projecti
 side. A sequence with one token takes a path with few rows; most of them go to triton_decode.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import kernel, shared_memory, wait_for_previous
+from engine.kernels.launch import kernel, shared_memory, target_of, wait_for_previous
 from engine.kernels.triton_pages import attend, for_cache, page_tile, pages_of
 
 
@@ -127,10 +125,9 @@ def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple
     return 16, 1
 
 
-@functools.cache
 def query_rows(dim: int, device: torch.device) -> int:
     """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what a multiprocessor holds."""
-    return _query_rows(dim, device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
+    return _query_rows(dim, target_of(device).capability[0] == 9)
 
 
 def _query_rows(dim: int, hopper: bool) -> int:

@@ -11,7 +11,6 @@ A sequence with one new token takes one kernel, bound by reading and writing its
 Key and value dimensions are powers of two, from 16 on.
 """
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.delta import CHUNK
-from engine.kernels.launch import kernel, wait_for_previous
+from engine.kernels.launch import kernel, target_of, wait_for_previous
 from engine.kernels.triton_delta_solve import solve_kernel
 from engine.kernels.triton_gate import sigmoid, softplus
 
@@ -391,7 +390,7 @@ def prefill(
         (heads, num), mixed, ba, a_log, dt_bias, *of_sequence, chunks, u, w, total, ba.stride(0),
         **options, **(solve or solve_options(shape)),
     )  # fmt: skip
-    chosen = run_chunks or run_options(shape, qkv.dtype, _multiprocessors(qkv.device))
+    chosen = run_chunks or run_options(shape, qkv.dtype, target_of(qkv.device).multiprocessors)
     _run_chunks_kernel(
         (heads * (value_dim // chosen["BLOCK_V"]), batch), mixed, positions, slots, *of_sequence, u, w, total, state,
         out, state.stride(0), **options, **chosen,
@@ -413,8 +412,3 @@ def run_options(shape: DeltaShape, dtype: torch.dtype, multiprocessors: int) -> 
         return {"BLOCK_V": min(32, shape.value_dim), "num_warps": 4, "num_stages": 1}
     fine = shape.value_heads * (shape.value_dim // 32) <= multiprocessors
     return {"BLOCK_V": min(32 if fine else 64, shape.value_dim), "num_warps": 4, "num_stages": 2}
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0

@@ -1,8 +1,8 @@
 """The self-test's own process: facts of the machine, then check after check.
 
-Compiling takes longest, and other processes do it. So this one first finds out what is to be compiled, the slowest
-first; while others compile it measures the machine and computes what the checks' twins say; then kernels run as they
-are ready.
+Compiling takes longest, and other processes do it; for cards that are well known they begin before this module is
+loaded (jobs.py). This one first finds out what is to be compiled, the slowest first; while others compile it measures
+the machine and computes what the checks' twins say; then kernels run as they are ready.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.kernels import compile_pool
+from engine.kernels import compile_pool, start_hint
 from engine.selftest import checks, delta, early, few, host, sampling
 from engine.selftest.checks import Check, Side, kernel_side
 from engine.selftest.compare import Difference, Result, difference
@@ -160,6 +160,7 @@ class _Kernels:
 
     def finish(self) -> "Work | None":
         self._all.finish()
+        start_hint.leave("self-test")
         return self._all.work
 
 

@@ -17,7 +17,7 @@ import torch
 from gpu_kit import FAMILIES, SHAPE
 
 from engine.core.kv.spec import CacheSpec
-from engine.kernels import launch, triton_delta
+from engine.kernels import launch
 from engine.models.config import ModelConfig
 from engine.models.loader import fill_randomly
 from engine.models.registry import model_class
@@ -47,10 +47,7 @@ def stand_in_for_a_gpu():
         setattr(torch.cuda, name, lambda *_: None)
     for name in ("memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(torch.cuda, name, lambda *_: 0)
-    triton_delta._multiprocessors = lambda _: MULTIPROCESSORS
-    for module in [m for m in sys.modules.values() if m.__name__.startswith("engine.")]:
-        if hasattr(module, "shared_memory"):
-            module.shared_memory = lambda _: SHARED
+    launch._target_of = lambda _: launch.Target((9, 0), SHARED, MULTIPROCESSORS)
 
 
 def random_model(family):

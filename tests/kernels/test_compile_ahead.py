@@ -284,3 +284,37 @@ def test_the_self_tests_kernels_are_there_when_their_checks_run(tmp_path):
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.strip() == count
+
+
+GUESSED = """
+import sys, torch
+from engine.kernels import compile_pool
+from engine.selftest import jobs, run
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+names = ("norm", "gate", "softcap", "quantise", "gate to fp8")
+checks = [check for check in run.EVERY if check.name in names]
+compile_pool.start_early()
+pool = compile_pool._early
+rows = [line for line in jobs.lines_for((9, 0)) if "triton_fused" in line or "triton_quant" in line]
+slow = next(line for line in jobs.lines_for((9, 0)) if "solve_kernel" in line)
+compile_pool.give_early(['{"module": "os"}', *rows, slow])
+kernels = run._Kernels(checks, torch.device("cpu"), torch.bfloat16)
+compile_pool.give_early(['{"module": "sys"}'])
+given, late = len(pool._jobs), slow in pool._waiting
+work = kernels.finish()
+assert late and slow not in pool.seconds, "nobody waits for it"
+print(given == len(rows) + 2, kernels._all.count, work.guessed)
+"""
+
+
+def test_what_was_guessed_is_compiled_once_and_what_was_guessed_wrong_does_no_harm(tmp_path):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one processor: nothing is compiled ahead")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", GUESSED], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "True 5 5"
+    assert "could not be compiled" not in done.stderr

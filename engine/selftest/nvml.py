@@ -1,0 +1,28 @@
+"""What the driver's management library says of the GPU: cheap, and long before PyTorch could."""
+
+import ctypes
+import os
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the first GPU that this process may use; None if that cannot be known.
+
+    A guess where GPUs differ: CUDA may count them in another order. The library stays open: where no process holds the
+    GPU the driver would shut it down, and CUDA would wait for it to start again.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = (
+        library.nvmlInit_v2()
+        or library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(_first()), ctypes.byref(gpu))
+        or library.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
+    )
+    return None if failed else (major.value, minor.value)
+
+
+def _first() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    return int(visible) if visible.isdecimal() else 0
