@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.capabilities import FP8_COMPUTE_CAPABILITY
+from engine.kernels.compile_ahead import line_of
+from engine.kernels.launch import recording
+from engine.selftest import jobs, nvml
 from engine.selftest.__main__ import supervise
+from engine.selftest.checks import kernel_side
 from engine.selftest.report import Tally, as_text
+from engine.selftest.run import EVERY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 if not torch.cuda.is_available():
@@ -62,6 +68,19 @@ def test_every_kernel_passes_from_an_empty_cache_in_time(tmp_path: Path, capsys:
     assert facts["memory bandwidth"] > 100
     assert facts["bf16 products"] > 10
     assert end["seconds"] < SECONDS, "start of Python and torch, compilation and checks"
+
+
+def test_what_is_compiled_early_is_what_this_card_needs() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    assert nvml.compute_capability() == capability
+    if capability not in jobs.CARDS:
+        pytest.skip(f"nothing is listed for compute capability {capability}")
+    with recording() as needed:
+        for check in EVERY:
+            if not check.needs_fp8 or capability >= FP8_COMPUTE_CAPABILITY:
+                check.compute(kernel_side(device, torch.bfloat16, dry=True))
+    assert {line_of(job, capability) for job in needed} == set(jobs.lines_for(capability))
 
 
 def broken(deed: str, limit: float) -> tuple[int, list[dict]]:

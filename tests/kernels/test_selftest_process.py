@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.capabilities import nvidia_driver_present
+from engine.kernels import start_hint
+from engine.selftest import __main__, run
 from engine.selftest.__main__ import supervise
 from engine.selftest.report import Tally, as_text
 from engine.selftest.stopwatch import PARTS, Stopwatch, process_began
@@ -94,6 +96,24 @@ def test_without_a_gpu_it_says_so(form: list[str]):
     else:
         assert "no NVIDIA driver" in done.stdout
         assert last.startswith("Next: ")
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_compilers_begin_before_pytorch_unless_their_work_is_done(monkeypatch, tmp_path: Path, driver: bool):
+    done: list[str] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["selftest", "--in-process"])
+    monkeypatch.setattr(__main__, "nvidia_driver_present", lambda: driver)
+    monkeypatch.setattr(__main__.compile_pool, "start_early", lambda: done.append("compilers"))
+    monkeypatch.setattr(__main__.jobs, "give_early", lambda: done.append("jobs"))
+    monkeypatch.setattr(__main__.importlib, "import_module", done.append)
+    monkeypatch.setattr(run, "run", lambda tally: 0)
+    assert __main__.main() == 0
+    assert done == (["compilers", "jobs", "torch"] if driver else ["torch"])
+    done.clear()
+    start_hint.leave("self-test")
+    assert __main__.main() == 0
+    assert done == ["torch"]
 
 
 def test_lines_for_people():
