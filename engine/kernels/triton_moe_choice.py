@@ -1,5 +1,4 @@
-"""The choice of one token's experts, made anew by every program that needs it: each does so in half a microsecond from
-the router's logits, where a choice made once would have to be waited for by all, for three.
+"""The choice of one token's experts from the router's logits, within one program that others wait for.
 
 Experts are told apart, and put in order, by keys:
 
@@ -7,8 +6,8 @@ Experts are told apart, and put in order, by keys:
     float32         int64   sortable bits of the logit (32) | EP - 1 - expert (32)
 
 so the largest key is the largest logit, of equal ones the first expert's, and holds both. Sortable: as signed integers
-in the order of the numbers. A logit as float32 has 13 zeros behind it if it was bf16 or float16. One instruction finds
-the largest of a warp's 32-bit integers.
+in the order of the numbers. A logit as float32 has 13 zeros behind it if it was bf16 or float16. A warp finds the
+largest of its 32-bit integers by one instruction; of 64-bit ones by ten.
 """
 
 import triton
@@ -55,34 +54,17 @@ def _logit(key):
 
 
 @triton.jit
-def _load(logits_ptr, e, E: tl.constexpr):
-    """Past the first-level cache: they may be younger than what this program has waited for."""
-    return tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
-
-
-@triton.jit
-def one_expert(logits_ptr, rank, E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr):
-    """The expert with the `rank`th largest of logits [E], from 0 on."""
-    e = tl.arange(0, EP)
-    keys = _keys(_load(logits_ptr, e, E), e, E, EP)
-    best, keys = _largest(keys)
-    mine = best
-    for i in tl.static_range(1, TOP_K):
-        best, keys = _largest(keys)
-        mine = tl.where(rank == i, best, mine)
-    return _expert(mine, E, EP)
-
-
-@triton.jit
 def all_experts(
     logits_ptr, expert_scale_ptr, E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """The TOP_K experts with the largest of logits [E], and their weights, as triton_moe.choose_experts gives them:
-    two [KP], int32 and float32, of which those behind TOP_K mean nothing."""
+    two [KP], int32 and float32, of which those behind TOP_K mean nothing.
+
+    Logits are read past the first-level cache: other programs of this launch wrote them."""
     e = tl.arange(0, EP)
     j = tl.arange(0, KP)
-    logits = _load(logits_ptr, e, E)
+    logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
     keys = _keys(logits, e, E, EP)
     first, keys = _largest(keys)
     chosen = tl.where(j == 0, first, first)

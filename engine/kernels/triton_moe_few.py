@@ -1,20 +1,22 @@
 """A sparse block for one to four tokens, in three kernels. A step of one sequence is bound by reading weights, and each
 kernel more costs as much as ten megabytes of them.
 
-    route    norm and router;  beside it the first products of the MLP that every token goes through
-    gate_up  the choice of experts, and the first products of the chosen ones
-    down     the same choice and its weights; the second products of both, weighted and summed, onto the residual
+    route    norm, router, choice of experts;  beside it the first products of the MLP that every token goes through
+    gate_up  the first products of the chosen experts
+    down     the second products of both, weighted and summed, onto the residual
 
 That MLP is the shared expert of Qwen3.5 (times a sigmoid, and part of the sum), or the dense MLP of Gemma 4 (a result
 of its own), or there is none.
 
-Each program makes the choice for itself (triton_moe_choice): one that a single program made for all took 3 us longer
-to arrive. `down` makes it before `gate_up` is done, and has the experts' weights on the way by then.
+The choice (triton_moe_choice) is made by the last of the router's programs to arrive, while the others are at work on
+the MLP: were it made anew by every program that needs it, one stream would be 2 % slower. `down` knows
+the experts before `gate_up` is done, and has their weights on the way by then.
 
 The products stream weights through their programs (triton_stream). Nothing is added atomically, and no token's result
 depends on others.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.kernels.launch import kernel, wait_for_previous
 from engine.kernels.moe_tiles import FewTiles, Shape, few_tiles
 from engine.kernels.triton_gate import activated
-from engine.kernels.triton_moe_choice import MOST_EXPERTS, all_experts, one_expert, weight_beside
+from engine.kernels.triton_moe_choice import MOST_EXPERTS
 from engine.kernels.triton_moe_route import route_kernel
 from engine.kernels.triton_stream import block, first_blocks, halves, times_rows, within_threads
 
@@ -50,20 +52,16 @@ class Norm(NamedTuple):
 
 @kernel
 def _gate_up_kernel(
-    x_ptr, w_ptr, scale_ptr, logits_ptr, experts_ptr, h_ptr, x_stride,
-    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, experts_ptr, h_ptr, x_stride,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # In this order: the next kernel starts when this one has seen the results of the first, and may read them at once.
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     pair = tl.program_id(0)  # neighbours read the same rows of different experts, or of one: then from the cache
-    if experts_ptr is None:
-        expert = one_expert(logits_ptr + pair // TOP_K * COLUMNS, pair % TOP_K, E, EP, TOP_K).to(tl.int64)
-    else:
-        expert = tl.load(experts_ptr + pair).to(tl.int64)
+    expert = tl.load(experts_ptr + pair).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     half = tl.arange(0, 2)[:, None, None]
     row = half * N + n[None, :, None]
@@ -85,14 +83,18 @@ def _gate_up_kernel(
 
 @triton.jit
 def _experts_down(
-    h_ptr, w_ptr, scale_ptr, expert, weight, token, n,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, token, n,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Σ_j weight[j] · (h[j] W_e[j]ᵀ) of rows n of the chosen experts' weights, float32. Waits for h."""
     j = tl.arange(0, KP)
     k = tl.arange(0, BLOCK_K)
     chosen = j < TOP_K
+    # Older than the previous kernel's results (see there). Read past the first-level cache, which may hold what stood
+    # there before.
+    expert = tl.load(experts_ptr + token * TOP_K + j, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
+    weight = tl.load(weights_ptr + token * STRIDE + j, mask=chosen, other=0.0, cache_modifier=".cg")
     at = (w_ptr + expert * (N * K))[None, :, None] + (n[:, None, None] * K + k[None, None, :])
     live = chosen[None, :, None] & (n < N)[:, None, None]
     blocks = first_blocks(at, live, K, BLOCK_K, DEPTH)
@@ -153,35 +155,25 @@ def _beside_out(
 
 @kernel
 def _down_kernel(
-    h_ptr, w_ptr, scale_ptr, logits_ptr, expert_scale_ptr, weights_ptr, experts_ptr, beside_h_ptr, beside_ptr,
-    beside_scale_ptr, out_ptr, residual_ptr, beside_out_ptr, M,
-    N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, COLUMNS: tl.constexpr,
-    TOP_K: tl.constexpr, KP: tl.constexpr, RENORMALIZE: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_J: tl.constexpr,
-    DEPTH_J: tl.constexpr, SCALED: tl.constexpr, BESIDE_SCALED: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, beside_h_ptr, beside_ptr, beside_scale_ptr, out_ptr,
+    residual_ptr, beside_out_ptr, M,
+    N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, FACTOR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, BESIDE_SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    # The other MLP's h is older than the previous kernel's results, as logits and a given choice of experts are. Its
-    # result has programs and an output of its own, or (with a factor) is a part of the sum.
+    # The other MLP's h is older than the previous kernel's results, as the choice of experts is. Its result has
+    # programs and an output of its own, or (with a factor) is a part of the sum.
     APART: tl.constexpr = 0 if beside_out_ptr is None else (N + BLOCK_O - 1) // BLOCK_O
     if tl.program_id(0) < APART:
         if beside_out_ptr is not None:
             _beside_out(
-                beside_h_ptr,
-                beside_ptr,
-                beside_scale_ptr,
-                beside_out_ptr,
-                M,
-                N,
-                J,
-                ROWS,
-                BLOCK_O,
-                BLOCK_J,
-                DEPTH_J,
-                BESIDE_SCALED,
-                PDL,
+                beside_h_ptr, beside_ptr, beside_scale_ptr, beside_out_ptr, M, N, J, ROWS, BLOCK_O, BLOCK_J, DEPTH_J,
+                BESIDE_SCALED, PDL,
             )
     else:
         BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+        STRIDE: tl.constexpr = TOP_K + 1 if FACTOR else TOP_K
         token = (tl.program_id(0) - APART) // BLOCKS
         n = (tl.program_id(0) - APART) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
         dtype = out_ptr.dtype.element_ty
@@ -189,29 +181,10 @@ def _down_kernel(
             beside = _beside_down(
                 beside_h_ptr + token * J, beside_ptr, beside_scale_ptr, 1, n, N, J, 1, BLOCK_J, DEPTH_J, BESIDE_SCALED
             )
-            factor = weight_beside(logits_ptr + token * COLUMNS, E)
-        if experts_ptr is None:
-            expert, weight = all_experts(logits_ptr + token * COLUMNS, expert_scale_ptr, E, EP, TOP_K, KP, RENORMALIZE)
-        else:  # past the first-level cache, which may hold what stood there before
-            j = tl.arange(0, KP)
-            expert = tl.load(experts_ptr + token * TOP_K + j, mask=j < TOP_K, other=0, cache_modifier=".cg")
-            weight = tl.load(weights_ptr + token * TOP_K + j, mask=j < TOP_K, other=0.0, cache_modifier=".cg")
+            factor = tl.load(weights_ptr + token * STRIDE + TOP_K, cache_modifier=".cg")
         y = _experts_down(
-            h_ptr,
-            w_ptr,
-            scale_ptr,
-            expert.to(tl.int64),
-            weight,
-            token,
-            n,
-            N,
-            K,
-            TOP_K,
-            KP,
-            BLOCK_K,
-            DEPTH,
-            SCALED,
-            PDL,
+            h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, token, n, N, K, TOP_K, KP, STRIDE, BLOCK_K, DEPTH,
+            SCALED, PDL,
         )
         y = y.to(dtype)  # rounded where kernels of their own would round
         if FACTOR:
@@ -225,16 +198,10 @@ def _down_kernel(
 # -- the way through them ---------------------------------------------------------------------------------------------
 
 
-class _Choice(NamedTuple):
-    """Of each token's experts: the router's logits [T, columns] to choose by, or a choice that was made."""
-
-    num_experts: int
-    top_k: int
-    logits: torch.Tensor | None = None
-    expert_scale: torch.Tensor | None = None
-    renormalize: bool = True
-    weights: torch.Tensor | None = None  # [T, k]
-    experts: torch.Tensor | None = None  # [T, k]
+@functools.cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """How many of the router's programs are done: zero between launches, the last one sees to it."""
+    return torch.zeros(4, dtype=torch.int32, device=device)
 
 
 def sparse_block(
@@ -270,11 +237,13 @@ def sparse_block(
         tiles = few_tiles(Shape(num_experts, top_k, hidden, w2.shape[2], w2.element_size()), tokens, width)
     of_router, of_beside = x if for_router is None else for_router, x if for_beside is None else for_beside
     assert norm is None or (for_router is None and for_beside is None)
+    assert num_experts <= MOST_EXPERTS
     rows = triton.next_power_of_2(tokens)
     columns = num_experts + with_factor
 
-    assert num_experts <= MOST_EXPERTS
     logits = torch.empty(tokens, columns, dtype=dtype, device=device)
+    weights = torch.empty(tokens, top_k + with_factor, dtype=torch.float32, device=device)
+    experts = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
     normed = None if norm is None else torch.empty(tokens, hidden, dtype=dtype, device=device)
     beside_h = None if beside is None else torch.empty(tokens, width, dtype=dtype, device=device)
     out = torch.empty(tokens, hidden, dtype=dtype, device=device) if residual is None else residual
@@ -288,15 +257,16 @@ def sparse_block(
     if beside is not None:
         programs += triton.cdiv(width, first.block_n)
     route_kernel(
-        (programs,), of_router, weight, router, factor, of_beside, gate_up, gate_up_scale, logits, normed, beside_h,
-        tokens, of_router.stride(0), of_beside.stride(0), eps, offset or 0.0, E=num_experts, COLUMNS=columns, H=hidden,
-        HP=triton.next_power_of_2(hidden), J=width, ROWS=rows, BLOCK_E=tiles.router.block_n,
-        BLOCK_H=tiles.router.block_k, BLOCK_N=first.block_n, BLOCK_K=first.block_k, DEPTH=first.depth,
-        SCALED=gate_up_scale is not None, GATE=gate, num_warps=first.warps,
+        (programs,), of_router, weight, router, factor, expert_scale, of_beside, gate_up, gate_up_scale, logits,
+        _arrivals(device), weights, experts, normed, beside_h, tokens, of_router.stride(0), of_beside.stride(0), eps,
+        offset or 0.0, E=num_experts, EP=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        KP=triton.next_power_of_2(top_k), COLUMNS=columns, H=hidden, HP=triton.next_power_of_2(hidden), J=width,
+        ROWS=rows, BLOCK_E=tiles.router.block_n, BLOCK_H=tiles.router.block_k, BLOCK_N=first.block_n,
+        BLOCK_K=first.block_k, DEPTH=first.depth, RENORMALIZE=renormalize, SCALED=gate_up_scale is not None,
+        GATE=gate, num_warps=first.warps,
     )  # fmt: skip
-    choice = _Choice(num_experts, top_k, logits, expert_scale, renormalize)
     routed = _experts(
-        x if normed is None else normed, choice, (w13, w2, scale13, scale2), gate, out, residual, tiles,
+        x if normed is None else normed, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles,
         (beside_h, down, down_scale, apart),
     )  # fmt: skip
     return routed, apart
@@ -319,13 +289,13 @@ def routed_experts(
     if tiles is None:
         shape = Shape(w2.shape[0], experts.shape[1], w2.shape[1], w2.shape[2], w2.element_size())
         tiles = few_tiles(shape, x.shape[0])
-    choice = _Choice(w2.shape[0], experts.shape[1], weights=weights, experts=experts)
-    return _experts(x, choice, (w13, w2, scale13, scale2), gate, out, residual, tiles, (None,) * 4)
+    return _experts(x, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles, (None,) * 4)
 
 
 def _experts(
     x: torch.Tensor,
-    choice: _Choice,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
     stacks: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     gate: str,
     out: torch.Tensor,
@@ -333,29 +303,24 @@ def _experts(
     tiles: FewTiles,
     beside: tuple[torch.Tensor | None, ...],
 ) -> torch.Tensor:
-    num_experts, top_k, logits, expert_scale, renormalize, weights, experts = choice
-    tokens, (w13, w2, scale13, scale2), (beside_h, down, down_scale, apart) = x.shape[0], stacks, beside
+    (tokens, top_k), (w13, w2, scale13, scale2), (beside_h, down, down_scale, apart) = experts.shape, stacks, beside
     _, hidden, inner = w2.shape
     first, second, third = tiles.gate_up, tiles.down, tiles.beside_down
     h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
-    sizes = {
-        "E": num_experts, "EP": triton.next_power_of_2(num_experts), "TOP_K": top_k,
-        "COLUMNS": 0 if logits is None else logits.shape[1],
-    }  # fmt: skip
     _gate_up_kernel(
-        (tokens * top_k, triton.cdiv(inner, first.block_n)), x, w13, scale13, logits, experts, h, x.stride(0),
-        N=inner, K=hidden, BLOCK_N=first.block_n, BLOCK_K=first.block_k, DEPTH=first.depth,
-        SCALED=scale13 is not None, GATE=gate, num_warps=first.warps, **sizes,
+        (tokens * top_k, triton.cdiv(inner, first.block_n)), x, w13, scale13, experts, h, x.stride(0),
+        N=inner, K=hidden, TOP_K=top_k, BLOCK_N=first.block_n, BLOCK_K=first.block_k, DEPTH=first.depth,
+        SCALED=scale13 is not None, GATE=gate, num_warps=first.warps,
     )  # fmt: skip
     programs, rows = tokens * triton.cdiv(hidden, second.block_n), 1
     if apart is not None:
         programs += triton.cdiv(hidden, third.block_n)
         rows = triton.next_power_of_2(tokens)
     _down_kernel(
-        (programs,), h, w2, scale2, logits, expert_scale, weights, experts, beside_h, down, down_scale, out, residual,
-        apart, tokens, N=hidden, K=inner, J=0 if down is None else down.shape[1], KP=triton.next_power_of_2(top_k),
-        RENORMALIZE=renormalize, FACTOR=down is not None and apart is None, ROWS=rows, BLOCK_N=second.block_n,
-        BLOCK_K=second.block_k, DEPTH=second.depth, BLOCK_O=third.block_n, BLOCK_J=third.block_k, DEPTH_J=third.depth,
-        SCALED=scale2 is not None, BESIDE_SCALED=down_scale is not None, num_warps=second.warps, **sizes,
+        (programs,), h, w2, scale2, weights, experts, beside_h, down, down_scale, out, residual, apart, tokens,
+        N=hidden, K=inner, J=0 if down is None else down.shape[1], TOP_K=top_k, KP=triton.next_power_of_2(top_k),
+        FACTOR=down is not None and apart is None, ROWS=rows, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
+        DEPTH=second.depth, BLOCK_O=third.block_n, BLOCK_J=third.block_k, DEPTH_J=third.depth,
+        SCALED=scale2 is not None, BESIDE_SCALED=down_scale is not None, num_warps=second.warps,
     )  # fmt: skip
     return out

@@ -1,5 +1,5 @@
-"""Norm and router for a few tokens, and beside them the first products of an MLP that every token goes through: the
-first kernel of triton_moe_few.
+"""Norm, router and choice of experts for a few tokens, and beside them the first products of an MLP that every token
+goes through: the first kernel of triton_moe_few.
 """
 
 import triton
@@ -7,14 +7,31 @@ import triton.language as tl
 
 from engine.kernels.launch import kernel, wait_for_previous
 from engine.kernels.triton_gate import activated
+from engine.kernels.triton_moe_choice import all_experts, weight_beside
 from engine.kernels.triton_stream import first_blocks, halves, times_rows
 
 
 @triton.jit
+def _choose(
+    logits_ptr, expert_scale_ptr, weights_ptr, experts_ptr,
+    E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Of one token; a logit behind the experts' makes a last weight."""
+    j = tl.arange(0, KP)
+    experts, weights = all_experts(logits_ptr, expert_scale_ptr, E, EP, TOP_K, KP, RENORMALIZE)
+    tl.store(experts_ptr + j, experts, mask=j < TOP_K)
+    tl.store(weights_ptr + j, weights, mask=j < TOP_K)
+    if COLUMNS > E:
+        tl.store(weights_ptr + TOP_K, weight_beside(logits_ptr, E))
+
+
+@triton.jit
 def _router_part(
-    x_ptr, norm_ptr, router_ptr, factor_ptr, logits_ptr, program, M, x_stride, eps, offset,
-    E: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, router_ptr, factor_ptr, expert_scale_ptr, logits_ptr, arrived_ptr, weights_ptr, experts_ptr,
+    program, M, x_stride, eps, offset,
+    E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = program * BLOCK_E + tl.arange(0, BLOCK_E)
     at = router_ptr + column * H
@@ -29,6 +46,15 @@ def _router_part(
     for m in tl.static_range(ROWS):
         logits = tl.sum(y[m], 0).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + m * COLUMNS + column, logits, mask=(column < COLUMNS) & (m < M))
+    tl.debug_barrier()  # the whole program's logits are written before its arrival is
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == (COLUMNS + BLOCK_E - 1) // BLOCK_E - 1:
+        for m in tl.static_range(ROWS):
+            if m < M:
+                _choose(
+                    logits_ptr + m * COLUMNS, expert_scale_ptr, weights_ptr + m * (TOP_K + COLUMNS - E),
+                    experts_ptr + m * TOP_K, E, EP, TOP_K, KP, COLUMNS, RENORMALIZE,
+                )
+        tl.store(arrived_ptr, 0)
 
 
 @triton.jit
@@ -74,10 +100,11 @@ def _beside_part(
 
 @kernel
 def route_kernel(
-    x_ptr, norm_ptr, router_ptr, factor_ptr, beside_x_ptr, beside_ptr, beside_scale_ptr, logits_ptr, normed_ptr, h_ptr,
-    M, x_stride, beside_stride, eps, offset,
-    E: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
+    x_ptr, norm_ptr, router_ptr, factor_ptr, expert_scale_ptr, beside_x_ptr, beside_ptr, beside_scale_ptr,
+    logits_ptr, arrived_ptr, weights_ptr, experts_ptr, normed_ptr, h_ptr, M, x_stride, beside_stride, eps, offset,
+    E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr,
+    HP: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, RENORMALIZE: tl.constexpr,
     SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program normalises x for the experts, who come later; the others do it in passing.
@@ -89,44 +116,13 @@ def route_kernel(
             _normalise(x_ptr, norm_ptr, normed_ptr, M, x_stride, eps, offset, H, ROWS, HP, PDL)
     elif program < ROUTERS:
         _router_part(
-            x_ptr,
-            norm_ptr,
-            router_ptr,
-            factor_ptr,
-            logits_ptr,
-            program,
-            M,
-            x_stride,
-            eps,
-            offset,
-            E,
-            COLUMNS,
-            H,
-            ROWS,
-            BLOCK_E,
-            BLOCK_H,
-            PDL,
+            x_ptr, norm_ptr, router_ptr, factor_ptr, expert_scale_ptr, logits_ptr, arrived_ptr, weights_ptr,
+            experts_ptr, program, M, x_stride, eps, offset, E, EP, TOP_K, KP, COLUMNS, H, ROWS, BLOCK_E, BLOCK_H,
+            RENORMALIZE, PDL,
         )
     else:
         if beside_ptr is not None:
             _beside_part(
-                beside_x_ptr,
-                norm_ptr,
-                beside_ptr,
-                beside_scale_ptr,
-                h_ptr,
-                program - ROUTERS,
-                M,
-                beside_stride,
-                eps,
-                offset,
-                H,
-                J,
-                ROWS,
-                BLOCK_N,
-                BLOCK_K,
-                DEPTH,
-                SCALED,
-                GATE,
-                PDL,
+                beside_x_ptr, norm_ptr, beside_ptr, beside_scale_ptr, h_ptr, program - ROUTERS, M, beside_stride, eps,
+                offset, H, J, ROWS, BLOCK_N, BLOCK_K, DEPTH, SCALED, GATE, PDL,
             )

@@ -1,4 +1,4 @@
-"""The choice of experts that programs make for themselves is the one that choose_experts makes for all."""
+"""The choice of experts that the router's last program makes is that of choose_experts."""
 
 import pytest
 import torch
@@ -7,12 +7,12 @@ import triton.language as tl
 
 from engine.kernels import reference
 from engine.kernels.launch import kernel
-from engine.kernels.triton_moe_choice import all_experts, one_expert, weight_beside
+from engine.kernels.triton_moe_choice import all_experts, weight_beside
 
 
 @kernel
 def _choose(
-    logits_ptr, scale_ptr, experts_ptr, each_ptr, weights_ptr, beside_ptr, stride,
+    logits_ptr, scale_ptr, experts_ptr, weights_ptr, beside_ptr, stride,
     E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
     at = logits_ptr + tl.program_id(0) * stride
@@ -21,22 +21,19 @@ def _choose(
     experts, weights = all_experts(at, scale_ptr, E, EP, TOP_K, KP, RENORMALIZE)
     tl.store(experts_ptr + out + j, experts, mask=j < TOP_K)
     tl.store(weights_ptr + out + j, weights, mask=j < TOP_K)
-    for rank in range(TOP_K):
-        tl.store(each_ptr + out + rank, one_expert(at, rank, E, EP, TOP_K))
     tl.store(beside_ptr + tl.program_id(0), weight_beside(at, E))
 
 
 def choose(logits, top_k, renormalize=True, expert_scale=None):
-    """logits [T, E + 1] -> experts [T, k], the same one by one, their weights, and that of the last column."""
+    """logits [T, E + 1] -> experts [T, k], their weights, and that of the last column."""
     tokens, num_experts = logits.shape[0], logits.shape[1] - 1
     experts = torch.empty(tokens, top_k, dtype=torch.int32)
-    each, weights = torch.empty_like(experts), torch.empty(tokens, top_k)
-    beside = torch.empty(tokens)
+    weights, beside = torch.empty(tokens, top_k), torch.empty(tokens)
     _choose(
-        (tokens,), logits, expert_scale, experts, each, weights, beside, logits.stride(0), E=num_experts,
+        (tokens,), logits, expert_scale, experts, weights, beside, logits.stride(0), E=num_experts,
         EP=triton.next_power_of_2(num_experts), TOP_K=top_k, KP=triton.next_power_of_2(top_k), RENORMALIZE=renormalize,
     )  # fmt: skip
-    return experts, each, weights, beside
+    return experts, weights, beside
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -51,12 +48,11 @@ def test_the_choice_is_that_of_choose_experts(num_experts, top_k, renormalize, d
     logits[3, :-1] = 4.0 * (torch.arange(num_experts) - num_experts // 2).sign()
     logits[4] = logits[4] * 1e-4
     scale = torch.rand(num_experts) + 0.5
-    experts, each, weights, beside = choose(logits, top_k, renormalize, scale)
+    experts, weights, beside = choose(logits, top_k, renormalize, scale)
     want_weights, want = reference.choose_experts(
         logits[:, :-1].float(), top_k, renormalize=renormalize, expert_scale=scale
     )
     assert torch.equal(experts, want)
-    assert torch.equal(each, want)
     torch.testing.assert_close(weights, want_weights)
     torch.testing.assert_close(beside, logits[:, -1].sigmoid().float())
 
@@ -67,8 +63,8 @@ def test_what_is_no_number_chooses_experts_that_exist(value, dtype):
     logits = torch.randn(3, 8).to(dtype)
     logits[0, 2] = value
     logits[1] = value
-    experts, each, weights, _ = choose(logits, 4)
-    assert torch.equal(experts, each)
+    experts, weights, _ = choose(logits, 4)
+    assert all(len(set(row)) == 4 for row in experts.tolist())
     assert ((experts >= 0) & (experts < 7)).all()
     assert weights[:2].isnan().all(), "it must be seen"
     assert weights[2].isfinite().all(), "other tokens have nothing of it"
