@@ -64,6 +64,7 @@ class ForwardContext:
     attention                 how the T tokens group into sequences, and their block tables
     more_groups               slot_mapping and attention of further groups of layers, which have pages of their own
     state                     of a model with recurrent layers
+    wanted        [N] int64   the tokens whose hidden states are read at the end of the step; None: all
     """
 
     positions: torch.Tensor
@@ -71,6 +72,7 @@ class ForwardContext:
     attention: AttentionBatch | DeviceBatch
     more_groups: Sequence[tuple[torch.Tensor, AttentionBatch | DeviceBatch]] = ()
     state: StateBatch | None = None
+    wanted: torch.Tensor | None = None
 
     def of_group(self, group: int) -> tuple[torch.Tensor, AttentionBatch | DeviceBatch]:
         """slot_mapping and attention of the layers of a group (engine/core/kv/spec.py)."""

@@ -15,7 +15,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class CausalLM(nn.Module, ABC):
-    """Token ids [T] -> hidden states [T, H] (`forward`) -> logits [S, V] (`logits`).
+    """Token ids [T] -> hidden states [T, H], or of the tokens wanted [N, H] (`forward`) -> logits [S, V] (`logits`).
 
     The tokens of a step stand one behind the other, whatever sequence they belong to; layers find out through
     `get_context()`.

@@ -21,6 +21,7 @@ from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Activations, Linear, MergedLinear
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
+from engine.layers.wanted import wanted
 from engine.models.base import CausalLM, Weights
 from engine.models.config import ModelConfig
 from engine.models.config_gemma import GemmaConfig, GemmaLayerConfig, read_gemma2, read_gemma3
@@ -52,8 +53,9 @@ class GemmaAttention(nn.Module):
             k_eq_v=layer.k_eq_v, own_kv=layer.kv_from is None,
         )  # fmt: skip
 
-    def forward(self, x: Activations, rope: Rope) -> torch.Tensor:
-        return self.o_proj(self.attention(self.qkv_proj(x), rope))
+    def heads(self, x: Activations, rope: Rope) -> torch.Tensor:
+        """All before the output projection: [T, H] -> [T, Hq D]."""
+        return self.attention(self.qkv_proj(x), rope)
 
     def weights(self, prefix: str) -> Weights:
         found = {f"{prefix}{name}.weight": self.qkv_proj.part(i) for i, name in enumerate(self.parts)}
@@ -84,6 +86,10 @@ class Following(NamedTuple):
     norm: WideRMSNorm
     consumer: Linear | None
 
+    @property
+    def is_output(self) -> bool:
+        return self.consumer is None
+
 
 class GemmaLayer(nn.Module):
     def __init__(self, config: ModelConfig, gemma: GemmaConfig, layer: GemmaLayerConfig) -> None:
@@ -102,8 +108,11 @@ class GemmaLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, normed: Activations, rope: Rope, following: Following) -> Activations:
         """x [T, H], which it changes in place, and its input norm -> the following norm of the changed x."""
+        heads = self.self_attn.heads(normed, rope)
+        if following.is_output:
+            heads, x = wanted(heads), wanted(x)
         (normed,) = self.post_attention_layernorm.onto(
-            x, self.self_attn(normed, rope), (self.pre_feedforward_layernorm,), self.mlp.gate_up_proj
+            x, self.self_attn.o_proj(heads), (self.pre_feedforward_layernorm,), self.mlp.gate_up_proj
         )
         (normed,) = self.post_feedforward_layernorm.onto(
             x, self.mlp(normed), (following.norm,), following.consumer

@@ -25,6 +25,7 @@ from engine.layers.linear import Activations, Linear, empty_parameter
 from engine.layers.moe import RoutedExperts, Router, Routing, choose_experts
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope
+from engine.layers.wanted import wanted
 from engine.models.base import Weights
 from engine.models.config import ModelConfig
 from engine.models.config_gemma import GemmaConfig, GemmaLayerConfig, read_gemma4
@@ -161,7 +162,11 @@ class Gemma4Layer(GemmaLayer):
         norms = [self.pre_feedforward_layernorm]
         if sparse is not None:
             norms += sparse.pre_feedforward_layernorm_2, sparse.router.norm
-        y = self.self_attn(normed, rope)
+        heads = self.self_attn.heads(normed, rope)
+        if following.is_output:
+            heads, x = wanted(heads), wanted(x)
+            e = None if e is None else wanted(e)
+        y = self.self_attn.o_proj(heads)
         normed, *others = self.post_attention_layernorm.onto(x, y, norms, self.mlp.gate_up_proj)
         branch = None
         if sparse is None:

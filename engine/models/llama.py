@@ -13,6 +13,7 @@ from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Activations, Linear, MergedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
+from engine.layers.wanted import wanted
 from engine.models.base import CausalLM, Weights
 from engine.models.config import ModelConfig
 
@@ -71,12 +72,15 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, *, is_last: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The residual stream is x + residual, of which one may be missing; so it is returned."""
         attention, mlp = self.self_attn, self.mlp
         normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
-        x = attention.o_proj.onto(residual, attention.heads(normed, rope))
+        heads = attention.heads(normed, rope)
+        if is_last:
+            heads, residual = wanted(heads), wanted(residual)
+        x = attention.o_proj.onto(residual, heads)
         normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate_up_proj)
         return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual
 
@@ -97,7 +101,7 @@ class LlamaForCausalLM(CausalLM):
         x, residual = None, self.embed_tokens(token_ids)
         rope = self.rope.rows(get_context().positions, residual.dtype)
         for layer in self.blocks:
-            x, residual = layer(x, residual, rope)
+            x, residual = layer(x, residual, rope, is_last=layer is self.blocks[-1])
         return self.norm(residual) if x is None else self.norm(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRow
 from engine.layers.moe import SparseMLP
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
+from engine.layers.wanted import wanted
 from engine.models.base import CausalLM, Weights
 from engine.models.config import ModelConfig
 from engine.models.config_qwen3_5 import Qwen35Config, read_qwen3_5
@@ -162,15 +163,20 @@ class Qwen35Layer(nn.Module):
         residual: torch.Tensor | None,
         rope: Rope,
         batch: RecurrentBatch | DeviceRecurrentBatch,
+        *,
+        is_last: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The residual stream is x + residual, of which one may be missing; so it is returned."""
         mixer, mlp = self.mixer, self.mlp
         if isinstance(mixer, GatedAttention):
             normed, residual = self.input_layernorm.add(x, residual, mixer.qkv_proj)
-            x = mixer.o_proj.onto(residual, mixer.heads(normed, rope))
+            heads, project = mixer.heads(normed, rope), mixer.o_proj
         else:
             normed, residual = self.input_layernorm.add(x, residual, mixer.in_proj_qkvz, mixer.in_proj_ba)
-            x = mixer.out_proj.onto(residual, mixer.heads(normed, batch))
+            heads, project = mixer.heads(normed, batch), mixer.out_proj
+        if is_last:
+            heads, residual = wanted(heads), wanted(residual)
+        x = project.onto(residual, heads)
         if isinstance(mlp, LlamaMLP):
             normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate_up_proj)
             return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual
@@ -221,7 +227,7 @@ class Qwen35ForCausalLM(CausalLM):
         x, residual = None, self.embed_tokens(token_ids)
         rope = self.rope.rows(context.positions, residual.dtype)
         for layer in self.blocks:
-            x, residual = layer(x, residual, rope, batch)
+            x, residual = layer(x, residual, rope, batch, is_last=layer is self.blocks[-1])
         return self.norm(residual) if x is None else self.norm(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 from engine.layers.linear import QuantizedRows
 from engine.layers.moe import SparseMLP
 from engine.layers.rope import Rope
+from engine.layers.wanted import wanted
 from engine.models.base import Weights
 from engine.models.config import ModelConfig
 from engine.models.fields import get_field
@@ -34,11 +35,14 @@ class SparseLayer(LlamaLayer):
         self.mlp = mlp
 
     def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, *, is_last: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         attention, mlp = self.self_attn, self.mlp
         normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
-        x = attention.o_proj.onto(residual, attention.heads(normed, rope))
+        heads = attention.heads(normed, rope)
+        if is_last:
+            heads, residual = wanted(heads), wanted(residual)
+        x = attention.o_proj.onto(residual, heads)
         normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate)
         assert not isinstance(normed, QuantizedRows)  # experts read no such
         return mlp.onto(residual, normed), residual

@@ -220,17 +220,18 @@ class DeviceRunner:
         columns = stage.words[columns_at : columns_at + NUM_COLUMNS * width].reshape(NUM_COLUMNS, width)
         if len(sampling):
             self.sampler.fill(columns, rows[sampling], (starts + counts)[sampling])
-        last_at = stage.put((step.q_starts + step.counts - 1)[places[sampling]])
+        at = places[sampling]  # of hidden states there is one for each sequence, or for each token
+        hidden_at = stage.put((step.q_starts + step.counts - 1)[at] if wants_prompts else at)
         self._put_updates(plan)
 
         words = stage.device_words
         if shape is not None and self.mixed_graphs is not None:
             hidden = self.mixed_graphs.replay(shape)
         else:
-            hidden = self._mixed(step.form)
+            hidden = self._mixed(step.form, whole=wants_prompts)
         self._hidden = hidden if wants_prompts else None
         column = words[columns_at : columns_at + NUM_COLUMNS * width].view(NUM_COLUMNS, width)
-        return hidden.index_select(0, words[last_at : last_at + len(sampling)]), column, sampling
+        return hidden.index_select(0, words[hidden_at : hidden_at + len(sampling)]), column, sampling
 
     def _put_step(self, step: MixedStep) -> None:
         """What `_mixed` finds at the head of the device's words."""
@@ -240,8 +241,9 @@ class DeviceRunner:
         for each in (step.rows, step.starts, q_starts, step.counts, *(tiles.reshape(-1) for tiles in step.tiles)):
             stage.put(each)
 
-    def _mixed(self, form: MixedForm) -> torch.Tensor:
-        """Forward of a mixed step of this form, whose arrays head the device's words."""
+    def _mixed(self, form: MixedForm, *, whole: bool = False) -> torch.Tensor:
+        """Forward of a mixed step of this form, whose arrays head the device's words: the hidden state of the last
+        token of each sequence, or of all tokens."""
         words, at = self.staging.device_words, 0
 
         def take(count: int) -> torch.Tensor:
@@ -264,7 +266,7 @@ class DeviceRunner:
         if self.state_slots is not None:
             slots = self.state_slots.index_select(0, seq_rows).long()
             state = StateBatch(slots, starts == 0, q_starts, counts, form.chunks)
-        return self._forward(form.tokens, batches, state)
+        return self._forward(form.tokens, batches, state, None if whole else (q_starts + counts - 1).long())
 
     def _put_updates(self, plan: StepPlan) -> None:
         """Pack the changes of the request table, send everything, and apply them."""
@@ -299,9 +301,11 @@ class DeviceRunner:
             self._ids[:count], self._positions[:count], self._slots[:, :count], self._seq_lens[:count],
         )  # fmt: skip
 
-    def _forward(self, count: int, batches: list[DeviceBatch], state: StateBatch | None) -> torch.Tensor:
+    def _forward(
+        self, count: int, batches: list[DeviceBatch], state: StateBatch | None, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         first, *more = zip(self._slots[:, :count].unbind(0), batches, strict=True)
-        with forward_context(ForwardContext(self._positions[:count], *first, more, state)):
+        with forward_context(ForwardContext(self._positions[:count], *first, more, state, wanted)):
             return self.model(self._ids[:count])
 
     def _finish(

@@ -70,10 +70,14 @@ class Runner:
         small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
         with num_threads(1 if small else torch.get_num_threads()):
             inputs = build_inputs(plan, self.table, has_state=self.has_state)
-            hidden = self.forward(inputs)
+            whole = any(seq.prompt_logprobs is not None for seq in plan.seqs)
+            hidden = self.forward(inputs, None if whole else self._wanted(inputs))
             for source, target in plan.state_saves:
                 self.cache.copy_state(source, target)
-            return StepHandle(plan, inputs, self._sample(inputs, hidden), self._prompt_logprobs(plan, hidden))
+            prompts = self._prompt_logprobs(plan, hidden)
+            if whole:
+                hidden = hidden.index_select(0, inputs.sample_index)
+            return StepHandle(plan, inputs, self._sample(inputs, hidden), prompts)
 
     @torch.inference_mode()
     def collect(self, handle: StepHandle) -> StepResult:
@@ -92,10 +96,19 @@ class Runner:
                     self._scrub(group, table[seq.row])
         return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs)
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states of all tokens, or of those wanted."""
         first, *more = inputs.groups
-        with forward_context(ForwardContext(inputs.positions, *first, more, inputs.state)):
+        with forward_context(ForwardContext(inputs.positions, *first, more, inputs.state, wanted)):
             return self.model(inputs.token_ids)
+
+    @staticmethod
+    def _wanted(inputs: StepInputs) -> torch.Tensor | None:
+        """Those that sample; where none does the first, for something must go through the last layer."""
+        count, tokens = len(inputs.sample_index), len(inputs.token_ids)
+        if count == tokens:
+            return None
+        return inputs.sample_index if count else torch.zeros(1, dtype=torch.long)
 
     def _scrub(self, group: int, pages: torch.Tensor) -> None:
         """Make the pages of a sequence that may have failed finite before anybody gets them: zero times NaN is NaN, so
@@ -107,9 +120,10 @@ class Runner:
                 cache[pages] = torch.nan_to_num(cache[pages], 0.0, 0.0, 0.0)
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> SampleResult | None:
+        """hidden: of the tokens that sample."""
         if not inputs.sample_rows:
             return None
-        logits = self.model.logits(hidden.index_select(0, inputs.sample_index))
+        logits = self.model.logits(hidden)
         result = self.sampler.sample(logits, inputs.sample_rows, inputs.sample_positions, self.table.token_ids)
         self.table.append(inputs.sample_rows, inputs.sample_positions, result.token_ids)
         return result

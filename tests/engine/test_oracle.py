@@ -157,11 +157,11 @@ def test_a_step_that_raises_fails_its_requests_and_nobody_else(tiny_llama_dir, m
     forward = core.runner.forward
     calls = {"n": 0}
 
-    def faulty(inputs):
+    def faulty(*arguments):
         calls["n"] += 1
         if calls["n"] == 3:
             raise RuntimeError("injected")
-        return forward(inputs)
+        return forward(*arguments)
 
     monkeypatch.setattr(core.runner, "forward", faulty)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
