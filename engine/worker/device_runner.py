@@ -266,7 +266,9 @@ class DeviceRunner:
         if self.state_slots is not None:
             slots = self.state_slots.index_select(0, seq_rows).long()
             state = StateBatch(slots, starts == 0, q_starts, counts, form.chunks)
-        return self._forward(form.tokens, batches, state, None if whole else (q_starts + counts - 1).long())
+        # While kernels are only noted these words may hold anything, and PyTorch's own kernels run all the same.
+        last = None if whole else (q_starts + counts - 1).clamp_(0, form.tokens - 1).long()
+        return self._forward(form.tokens, batches, state, last)
 
     def _put_updates(self, plan: StepPlan) -> None:
         """Pack the changes of the request table, send everything, and apply them."""
