@@ -349,6 +349,8 @@ def gather_inputs(
     positions: torch.Tensor,
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
+    state_slots: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
 ) -> None:
     """triton_inputs.gather_inputs."""
     rows, at = row.long(), position.long()
@@ -356,6 +358,8 @@ def gather_inputs(
     positions.copy_(at)
     slots.copy_(pages[rows, at // page_size].long() * page_size + at % page_size)
     seq_lens.copy_(at + 1)
+    if states is not None and state_slots is not None:
+        states.copy_(state_slots[rows])
 
 
 def gather_rows(table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0, *, programs: int = 0) -> torch.Tensor:

@@ -7,6 +7,7 @@
     token_ids[t]  = tokens[row, position]
     slots[g, t]   = block_tables[g, row, position / P] * P + position % P       for each group g of layers
     seq_lens[t]   = position + 1
+    states[t]     = state_slots[row]                                            where recurrent layers have some
 """
 
 import torch
@@ -39,8 +40,8 @@ def _apply_runs_kernel(packed_ptr, runs_at, tokens_ptr, pages_ptr, states_ptr, B
 
 @kernel
 def _gather_kernel(
-    row_ptr, position_ptr, tokens_ptr, pages_ptr, ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr, T,
-    tokens_stride, pages_stride, group_stride, slots_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    row_ptr, position_ptr, tokens_ptr, pages_ptr, state_slots_ptr, ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr,
+    states_ptr, T, tokens_stride, pages_stride, group_stride, slots_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = t < T
@@ -55,6 +56,8 @@ def _gather_kernel(
     tl.store(ids_ptr + t, token.to(tl.int64), mask=mask)
     tl.store(positions_ptr + t, position.to(tl.int64), mask=mask)
     tl.store(seq_lens_ptr + t, position + 1, mask=mask)
+    if states_ptr is not None:
+        tl.store(states_ptr + t, tl.load(state_slots_ptr + row, mask=mask, other=0).to(tl.int64), mask=mask)
 
 
 def apply_runs(
@@ -82,16 +85,21 @@ def gather_inputs(
     positions: torch.Tensor,
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
+    state_slots: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
 ) -> None:
-    """Fill the int64 `token_ids`, `positions`, `slots` and int32 `seq_lens` of T tokens.
+    """Fill the int64 `token_ids`, `positions`, `slots` and int32 `seq_lens` of T tokens; and int64 `states`, if given,
+    from the table's `state_slots`.
 
     pages [G, rows, width] and slots [G, T], or without G where all layers are one group.
     """
     count = row.shape[0]
     if pages.dim() == 2:
         pages, slots = pages.unsqueeze(0), slots.unsqueeze(0)
+    if states is None:
+        state_slots = None
     _gather_kernel(
-        (triton.cdiv(count, 128), pages.shape[0]), row, position, tokens, pages, token_ids, positions, slots, seq_lens,
-        count, tokens.stride(0), pages.stride(1), pages.stride(0), slots.stride(0), PAGE=page_size, BLOCK=128,
-        num_warps=4,
+        (triton.cdiv(count, 128), pages.shape[0]), row, position, tokens, pages, state_slots, token_ids, positions,
+        slots, seq_lens, states, count, tokens.stride(0), pages.stride(1), pages.stride(0), slots.stride(0),
+        PAGE=page_size, BLOCK=128, num_warps=4,
     )  # fmt: skip

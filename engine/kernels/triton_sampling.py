@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import interpreted, kernel
+from engine.kernels.launch import interpreted, kernel, wait_for_previous
 
 ROW, POSITION, TEMPERATURE, SEED_LO, SEED_HI, TOP_K, TOP_P, LOG_MIN_P = range(8)
 NUM_COLUMNS = 8
@@ -124,11 +124,12 @@ def _store_token(token_ids_ptr, out_ptr, columns_ptr, columns_stride, b, token, 
 @kernel
 def _race_kernel(
     logits_ptr, index_ptr, columns_ptr, score_ptr, id_ptr, V, logits_stride, columns_stride, parts,
-    BLOCK: tl.constexpr, FAST: tl.constexpr,
+    BLOCK: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best score and its id in one block of one row; +inf where the block holds NaN or +inf.
 
     Rows with filters run without temperature and noise: the filter kernel needs their best logit only."""
+    wait_for_previous(PDL)
     i = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     b = i
@@ -151,8 +152,9 @@ def _race_kernel(
 @kernel
 def _merge_kernel(
     score_ptr, id_ptr, index_ptr, columns_ptr, token_ids_ptr, out_ptr, columns_stride, parts, table_stride, max_len,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     i = tl.program_id(0).to(tl.int64)
     b = i
     if index_ptr is not None:

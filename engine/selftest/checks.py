@@ -353,13 +353,14 @@ def inputs(side: Side) -> list[Result]:
     # (table, first word there, first word here, words)
     runs = [(0, 512 + 7, 0, 300), (1, 2 * 33 + 1, 300, 5), (0, 3 * 512, 305, 1), (1, 4 * 33, 310, 33)]
     packed = torch.cat([words, side.ints(runs).flatten()])
+    of_rows = side.randint(20, 5)
     row, position = side.ints([1, 1, 2, 4, 3, 0]), side.ints([7, 306, 20, 511, 0, 100])
-    ids, positions, slots = (torch.full((6,), -1, dtype=torch.int64, device=side.device) for _ in range(3))
+    ids, positions, slots, states = (torch.full((6,), -1, dtype=torch.int64, device=side.device) for _ in range(4))
     lengths = torch.full((6,), -1, dtype=torch.int32, device=side.device)
     with side.clock():
         side.inputs.apply_runs(packed, len(words), len(runs), tokens, pages)
-        side.inputs.gather_inputs(row, position, tokens, pages, PAGE, ids, positions, slots, lengths)
-    return [exact(t) for t in (tokens, pages, ids, positions, slots, lengths)]
+        side.inputs.gather_inputs(row, position, tokens, pages, PAGE, ids, positions, slots, lengths, of_rows, states)
+    return [exact(t) for t in (tokens, pages, ids, positions, slots, lengths, states)]
 
 
 def _attention_checks() -> Iterator[Check]:

@@ -83,6 +83,7 @@ class DeviceRunner:
         self._ids, self._positions = (torch.zeros(size, **ints) for _ in range(2))
         self._slots = torch.zeros(num_groups, size, **ints)
         self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
+        self._states = None if self.state_slots is None else torch.zeros(size, **ints)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
 
@@ -191,12 +192,11 @@ class DeviceRunner:
         """Forward of `size` sequences with one token each, whose rows and positions head the device's words."""
         words = self.staging.device_words
         rows, positions = words[:size], words[aligned(size) : aligned(size) + size]
-        self._gather(rows, positions, size)
+        states = self._gather(rows, positions, size)
         batches = [DeviceBatch(rows, self._seq_lens[:size], table, self.multiprocessors) for table in self.block_tables]
         state = None
-        if self.state_slots is not None:
-            slots = self.state_slots.index_select(0, rows).long()
-            state = StateBatch(slots, rows, rows, rows)  # of a decode step the kernels need the slots only
+        if states is not None:
+            state = StateBatch(states, rows, rows, rows)  # of a decode step the kernels need the slots only
         return self._forward(size, batches, state)
 
     def _launch_mixed(
@@ -297,11 +297,15 @@ class DeviceRunner:
 
     # -- the device's part --------------------------------------------------------------------------------------------
 
-    def _gather(self, rows: torch.Tensor, positions: torch.Tensor, count: int) -> None:
+    def _gather(self, rows: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor | None:
+        """Fill the inputs of so many tokens. Returns the slots of their states [count], if there are any."""
+        states = None if self._states is None else self._states[:count]
         triton_inputs.gather_inputs(
             rows, positions, self.token_ids, self.block_tables, self.page_size,
             self._ids[:count], self._positions[:count], self._slots[:, :count], self._seq_lens[:count],
+            self.state_slots, states,
         )  # fmt: skip
+        return states
 
     def _forward(
         self, count: int, batches: list[DeviceBatch], state: StateBatch | None, wanted: torch.Tensor | None = None
@@ -329,10 +333,11 @@ class DeviceRunner:
             counts = np.array([plan.seqs[i].num_tokens for i in sampling], dtype=np.int64)
             sample_plan = self.sampler.plan(some, starts[sampling] + counts)
             logits = self.model.logits(hidden)
-            out = self._out[:count]
+            # The kernels reach the host's memory themselves: a copy of so few bytes would cost a step 6 us.
+            out = pinned[:count] if sample_plan.logprobs is None else self._out[:count]
             logprobs = self.sampler.sample(logits, columns, self.token_ids, out, sample_plan)
-            pinned[:count].copy_(out, non_blocking=True)
             if logprobs is not None:
+                pinned[:count].copy_(out, non_blocking=True)
                 logprobs.begin_copy()
         prompts = self._prompt_logprobs(plan)
         done.record()
