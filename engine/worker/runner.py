@@ -74,10 +74,8 @@ class Runner:
             hidden = self.forward(inputs, None if whole else self._wanted(inputs))
             for source, target in plan.state_saves:
                 self.cache.copy_state(source, target)
-            prompts = self._prompt_logprobs(plan, hidden)
-            if whole:
-                hidden = hidden.index_select(0, inputs.sample_index)
-            return StepHandle(plan, inputs, self._sample(inputs, hidden), prompts)
+            sampling = hidden.index_select(0, inputs.sample_index) if whole else hidden
+            return StepHandle(plan, inputs, self._sample(inputs, sampling), self._prompt_logprobs(plan, hidden))
 
     @torch.inference_mode()
     def collect(self, handle: StepHandle) -> StepResult:
