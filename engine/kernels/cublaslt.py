@@ -93,14 +93,11 @@ class Product:
         """To be called with tensors."""
         return BoundProduct(self, _Algorithm.from_buffer_copy(algorithm))
 
-    def run(
-        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, algorithm: _Algorithm, *, add: bool = False
-    ) -> None:
-        """Into y, or (`add`) onto what stands there, rounded once."""
+    def run(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, algorithm: _Algorithm) -> None:
         workspace = _workspace(x.device)
         self._call(
             "cublasLtMatmul", self._handle, self._description, byref(self._one), c_void_p(weight.data_ptr()), self._w,
-            c_void_p(x.data_ptr()), self._x, byref(self._one if add else self._zero), c_void_p(y.data_ptr()), self._y,
+            c_void_p(x.data_ptr()), self._x, byref(self._zero), c_void_p(y.data_ptr()), self._y,
             c_void_p(y.data_ptr()), self._y, byref(algorithm), c_void_p(workspace.data_ptr()), c_size_t(_WORKSPACE),
             c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
@@ -118,7 +115,7 @@ class Product:
 
 
 class BoundProduct:
-    """x [rows, inner], W [outputs, inner] -> [rows, outputs], by one algorithm; or onto a tensor of that shape."""
+    """x [rows, inner], W [outputs, inner] -> [rows, outputs], by one algorithm."""
 
     def __init__(self, product: Product, algorithm: _Algorithm) -> None:
         self._product, self._algorithm = product, algorithm
@@ -128,11 +125,6 @@ class BoundProduct:
         y = torch.empty(shape.rows, shape.outputs, dtype=shape.dtype, device=x.device)
         self._product.run(x, weight, y, self._algorithm)
         return y
-
-    def onto(self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """residual += x Wᵀ."""
-        assert residual.is_contiguous()
-        self._product.run(x, weight, residual, self._algorithm, add=True)
 
 
 def version() -> int:

@@ -63,7 +63,7 @@ def choose(weights: Mapping[tuple[int, int], Sequence[torch.Tensor]], rows: Iter
                 if algorithm := memory.known[shape]:
                     bound = Product(shape).bind(algorithm)
                     x = torch.zeros(number, shape.inner, dtype=shape.dtype, device=some[0].device)
-                    bound.onto(bound(x, some[0]), x, some[0])  # it works, either way
+                    bound(x, some[0])  # it works
                     _chosen[shape] = bound
         if measured:
             memory.save()

@@ -142,8 +142,7 @@ def _race_kernel(
     score = z
     if draws:
         k0, k1 = _keys_of(columns_ptr, columns_stride, b)
-        # Not z / temperature: a division for each token would take about as long as its noise.
-        score = z * (1.0 / temperature) + _gumbel(ids, k0, k1, FAST)
+        score = tl.div_rn(z, temperature) + _gumbel(ids, k0, k1, FAST)
     score = tl.where(z < _INF, score, _INF)  # false for NaN too
     best, at = tl.max(score, 0, return_indices=True)
     tl.store(score_ptr + i * parts + part, best)

@@ -14,7 +14,6 @@ from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 _VECTOR_ROWS = 4  # as in triton_gemv: up to here fp8 weights multiply activations as they are
 _FEW_ROWS = 32    # up to here a product is bound by reading its weight, and our own kernel reads it faster
 _FEW_FP8_ROWS = 128  # half as many where there are many outputs: the library is as fast there
-_ROWS_ONTO = 512  # from here on what a product is added to is worth reading and writing once less
 _SOME_OUTPUTS = 4096  # fewer do not fill a card with our kernel's programs
 _MANY_OUTPUTS = 16384
 _GEMV_ALIGN = 16  # of a weight's rows, in numbers: our kernel reads them 16 bytes at a time
@@ -106,17 +105,8 @@ class Linear(nn.Module):
     def onto(self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows) -> torch.Tensor | None:
         """The product on its way into the residual stream [T, out]: what is still to be added to `residual`, or None
         if that has been done, in place."""
-        if not isinstance(x, torch.Tensor):
-            return self(x)
-        if self.in_vector_form(x.shape[0]):
+        if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
             self._in_vector_form(x, residual=residual)
-            return None
-        if self.by_library and x.shape[0] >= _ROWS_ONTO and residual.is_contiguous():
-            product = products.chosen(x, self.weight)
-            if product is None:
-                residual.addmm_(x, self.weight.t())
-            else:
-                product.onto(residual, x, self.weight)
             return None
         return self(x)
 
