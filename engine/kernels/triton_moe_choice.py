@@ -67,7 +67,7 @@ def all_experts(
     logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
     keys = _keys(logits, e, E, EP)
     first, keys = _largest(keys)
-    chosen = tl.where(j == 0, first, first)
+    chosen = tl.where(j == 0, first, first)  # [KP] of the keys' type
     for i in tl.static_range(1, TOP_K):
         best, keys = _largest(keys)
         chosen = tl.where(j == i, best, chosen)

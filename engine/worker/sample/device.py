@@ -160,7 +160,8 @@ class DeviceSampler:
 
         `columns` int32 [NUM_COLUMNS, S], S ≥ B, is what `fill` wrote. `out` int32 [B] gets the tokens, -1 for a row
         without a usable distribution (NaN, +inf, or nothing but -inf); other tokens also go to their places in
-        `token_ids` int32 [num_rows, max_len]. Returns the log-probabilities if some were asked for."""
+        `token_ids` int32 [num_rows, max_len]. `out` may be the host's, pinned, where no log-probabilities are asked
+        for, which read it. Returns the log-probabilities if some were asked for."""
         assert len(logits) <= self.max_batch, f"{len(logits)} rows, at most {self.max_batch} are possible"
         assert logits.shape[1] == self.vocab_size
         assert logits.stride(1) == 1, "rows must be contiguous"
