@@ -1,8 +1,13 @@
 """Which of cuBLASLt's algorithms the products of usual steps take: measured once on this card, then remembered.
 
-The library's first choice is often not its best one. On an H100: 4096 x 12288, 96 rows: 46.8 and 41.6 us; 24576 x 4096,
-8192 rows: 2,370 and 2,239 us. What is chosen here serves products of exactly so many rows, as captured graphs and full
-steps have; all others are PyTorch's.
+The library's first choice is often not its best one. On an H100, bf16: 4096 x 12288, 96 rows: 46.8 and 41.6 us. On an
+H200, fp8: 5120 x 17408, 256 rows: 59.6 and 35.8 us; 24576 x 4096, 192 rows: 51.3 and 34.0. What is chosen here serves
+products of exactly so many rows, as captured graphs and full steps have; all others are PyTorch's.
+
+All algorithms are tried at a few numbers of rows; between two of them only those that were good at either.
+
+    rows     8192          640   384   352 ... 240                224   128 ...
+    tried    all of them   all   all   the best of 384 and 224    all   all
 
 The choice stands in a file beside the compiled kernels, so that the next start gives the same numbers, bit for bit.
 """
@@ -10,7 +15,10 @@ The choice stands in a file beside the compiled kernels, so that the next start 
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,48 +30,56 @@ from engine.kernels.cublaslt import BoundProduct, CublasLtError, Product, Shape
 log = logging.getLogger(__name__)
 
 _BETTER = 0.98     # of PyTorch's time: less is noise
-_CANDIDATES = 2    # counts up when others are tried: what was chosen among the old ones is chosen anew
+_CANDIDATES = 3    # counts up when others are tried: what was chosen among the old ones is chosen anew
 _FINALISTS = 3
-_TURNS = 4         # that they are measured in
-_MOST_WEIGHTS = 4  # of one shape, which follow one another: more than caches hold
+_TURNS = 3         # that they are measured in
+_APART = 1.8       # ratio of rows between two numbers at which all are tried
+_NEIGHBOURS = 4    # so many good ones are tried at the numbers between them
+_MOST_BYTES = 256 << 20  # of weights of one shape, which follow one another: more than caches hold
 _MANY_ROWS = 1024  # they are bound by arithmetic, and one weight is enough
+_HEAD_START = 200_000  # clock cycles that the card is kept waiting, while what is measured is being queued
 _DTYPES = (torch.bfloat16, torch.float16)
 
 _chosen: dict[Shape, BoundProduct] = {}
 
 
-def chosen(x: torch.Tensor, weight: torch.Tensor) -> BoundProduct | None:
-    """For x [T, in] and W [out, in], both without gaps; None: PyTorch's product is as good."""
+class Weight(NamedTuple):
+    values: torch.Tensor        # [out, in]
+    scale: torch.Tensor | None  # [out] of an fp8 weight
+
+
+def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> BoundProduct | None:
+    """For x [T, in] and W [out, in], both without gaps; of fp8 ones with the result's `dtype`. None: PyTorch's product
+    is as good."""
     if not _chosen or not x.is_contiguous():
         return None
     outputs, inner = weight.shape
-    return _chosen.get(Shape(x.shape[0], outputs, inner, x.dtype))
+    return _chosen.get(Shape(x.shape[0], outputs, inner, dtype or x.dtype, dtype is not None))
 
 
-def choose(weights: Mapping[tuple[int, int], Sequence[torch.Tensor]], rows: Iterable[int]) -> int:
-    """Decide for all `weights`, by their shapes, and each number of rows. Returns how many were measured for it.
+def choose(
+    weights: Mapping[tuple[int, int], Sequence[Weight]], rows: Iterable[int], dtype: torch.dtype, *, fp8: bool = False
+) -> int:
+    """Decide for all `weights`, by their shapes, and each number of rows; results are in `dtype`, which weights have
+    too unless they are fp8. Returns how many were measured for it.
 
-    Without the library, or where a measurement fails, PyTorch's products stay.
+    Without the library, or where a measurement fails, everything stays as it is.
     """
-    if not weights:
+    if not weights or dtype not in _DTYPES:
         return 0
     try:
         memory = _Memory.open()
         measured = 0
         for (outputs, inner), some in weights.items():
-            if some[0].dtype not in _DTYPES:
-                continue
-            for number in rows:
-                shape = Shape(number, outputs, inner, some[0].dtype)
-                if shape in _chosen:
-                    continue
-                if shape not in memory.known:
-                    memory.known[shape] = _fastest(shape, some[:_MOST_WEIGHTS])
-                    measured += 1
-                if algorithm := memory.known[shape]:
+            shapes = [Shape(number, outputs, inner, dtype, fp8) for number in sorted(rows, reverse=True)]
+            if unknown := [shape for shape in shapes if shape not in memory.known]:
+                memory.known |= _fastest(unknown, some)
+                measured += len(unknown)
+            for shape in shapes:
+                if shape not in _chosen and (algorithm := memory.known[shape]):
                     bound = Product(shape).bind(algorithm)
-                    x = torch.zeros(number, shape.inner, dtype=shape.dtype, device=some[0].device)
-                    bound(x, some[0])  # it works
+                    x, x_scale = _inputs(shape, some[0])
+                    bound(x, some[0].values, _scales(x_scale, some[0]))  # it works
                     _chosen[shape] = bound
         if measured:
             memory.save()
@@ -73,42 +89,94 @@ def choose(weights: Mapping[tuple[int, int], Sequence[torch.Tensor]], rows: Iter
         return 0
 
 
-def _fastest(shape: Shape, weights: Sequence[torch.Tensor]) -> bytes:
-    """The best algorithm, or b"" for PyTorch's own. All are tried once, then the best ones against PyTorch's."""
-    product = Product(shape)
-    if shape.rows > _MANY_ROWS:
-        weights = weights[:1]
-    # Numbers as they come: a card that multiplies zeros needs less power, and is faster.
-    x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=weights[0].device)
-    tried: list[tuple[float, bytes]] = []
-    for algorithm in product.algorithms():
-        try:
-            tried.append((_seconds(product.bind(algorithm), x, weights, 1), algorithm))
-        except CublasLtError:
-            continue  # it is not for this card
-    found, best = b"", _BETTER * _seconds(F.linear, x, weights, _TURNS)
-    for _, algorithm in sorted(tried)[:_FINALISTS]:
-        seconds = _seconds(product.bind(algorithm), x, weights, _TURNS)
-        if seconds < best:
-            found, best = algorithm, seconds
+def _fastest(shapes: Sequence[Shape], weights: Sequence[Weight]) -> dict[Shape, bytes]:
+    """The best algorithm for each of `shapes`, which differ in rows and are in descending order; b"": PyTorch's own."""
+    found: dict[Shape, bytes] = {}
+    good: list[bytes] = []   # at the last number of rows at which all were tried
+    between: list[Shape] = []  # what came since then
+    everywhere = set(_pillars([shape.rows for shape in shapes]))
+    for shape in shapes:
+        if shape.rows not in everywhere:
+            between.append(shape)
+            continue
+        found[shape], here = _best(shape, weights, None)
+        for other in between:
+            found[other], _ = _best(other, weights, [*good, *here])
+        good, between = here, []
     return found
 
 
-def _seconds(
-    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    turns: int,
-) -> float:
-    """Of a product, in the fastest turn. The first ones of each keep the card busy while the others are queued."""
+def _pillars(rows: Sequence[int]) -> list[int]:
+    """Of descending numbers: the first, the last, and some between them that stand not too far apart."""
+    pillars = list(rows[:1])
+    for number, following in pairwise(rows[1:]):
+        if pillars[-1] > _APART * following:
+            pillars.append(number)
+    return pillars + list(rows[1:][-1:])
+
+
+def _best(shape: Shape, weights: Sequence[Weight], candidates: Sequence[bytes] | None) -> tuple[bytes, list[bytes]]:
+    """(the best algorithm, or b""; the good ones). All are tried once, then the best ones against PyTorch's."""
+    try:
+        product = Product(shape)
+        algorithms = dict.fromkeys(product.algorithms() if candidates is None else candidates)
+    except CublasLtError as error:
+        log.info("no algorithms for %s: %s", shape, error)
+        return b"", []
+    size = weights[0].values.nbytes
+    weights = weights[: 1 if shape.rows > _MANY_ROWS else max(4, _MOST_BYTES // size)]
+    x, x_scale = _inputs(shape, weights[0])
+
+    def seconds(algorithm: bytes, turns: int) -> float:
+        bound = product.bind(algorithm)
+        return _seconds(lambda weight: bound(x, weight.values, _scales(x_scale, weight)), weights, turns)
+
+    tried: list[tuple[float, bytes]] = []
+    for algorithm in algorithms:
+        try:
+            tried.append((seconds(algorithm, 1), algorithm))
+        except CublasLtError:
+            continue  # it is not for this card, or not for so many rows
+    tried.sort()
+    best, least = b"", _BETTER * _seconds(partial(_by_pytorch, x, x_scale, shape.dtype), weights, _TURNS)
+    for _, algorithm in tried[:_FINALISTS]:
+        if (time := seconds(algorithm, _TURNS)) < least:
+            best, least = algorithm, time
+    return best, [algorithm for _, algorithm in tried[:_NEIGHBOURS]]
+
+
+def _inputs(shape: Shape, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x, and its scale. Numbers as they come: a card that multiplies zeros needs less power, and is faster."""
+    device = weight.values.device
+    x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
+    if not shape.fp8:
+        return x, None
+    return (x * 100).to(weight.values.dtype), torch.full((shape.rows,), 0.01, dtype=torch.float32, device=device)
+
+
+def _scales(x_scale: torch.Tensor | None, weight: Weight) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return None if x_scale is None or weight.scale is None else (x_scale, weight.scale)
+
+
+def _by_pytorch(x: torch.Tensor, x_scale: torch.Tensor | None, dtype: torch.dtype, weight: Weight) -> torch.Tensor:
+    if x_scale is None or weight.scale is None:
+        return F.linear(x, weight.values)
+    return torch._scaled_mm(
+        x, weight.values.t(), scale_a=x_scale.unsqueeze(1), scale_b=weight.scale.unsqueeze(0), out_dtype=dtype,
+        use_fast_accum=True,
+    )  # fmt: skip
+
+
+def _seconds(multiply: Callable[[Weight], torch.Tensor], weights: Sequence[Weight], turns: int) -> float:
+    """Of a product, in the fastest turn."""
     times = []
     for _ in range(turns):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for weight in weights:
-            multiply(x, weight)
+        torch.cuda._sleep(_HEAD_START)
+        multiply(weights[0])
         start.record()
         for weight in weights:
-            multiply(x, weight)
+            multiply(weight)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -127,8 +195,8 @@ class _Memory:
         path = use_cache_dir() / f"atoll-products-{card}-{cublaslt.version()}-{_CANDIDATES}.json"
         known = {}
         try:
-            for rows, outputs, inner, dtype, algorithm in json.loads(path.read_text("utf-8")):
-                known[Shape(rows, outputs, inner, getattr(torch, dtype))] = bytes.fromhex(algorithm)
+            for rows, outputs, inner, dtype, fp8, algorithm in json.loads(path.read_text("utf-8")):
+                known[Shape(rows, outputs, inner, getattr(torch, dtype), bool(fp8))] = bytes.fromhex(algorithm)
         except FileNotFoundError:
             pass
         except (ValueError, TypeError, AttributeError):
@@ -138,7 +206,7 @@ class _Memory:
 
     def save(self) -> None:
         lines = [
-            [s.rows, s.outputs, s.inner, str(s.dtype).removeprefix("torch."), algorithm.hex()]
+            [s.rows, s.outputs, s.inner, str(s.dtype).removeprefix("torch."), s.fp8, algorithm.hex()]
             for s, algorithm in self.known.items()
         ]
         written = self._path.with_suffix(".new")

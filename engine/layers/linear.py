@@ -13,7 +13,7 @@ from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
 _VECTOR_ROWS = 4  # as in triton_gemv: up to here fp8 weights multiply activations as they are
 _FEW_ROWS = 32    # up to here a product is bound by reading its weight, and our own kernel reads it faster
-_FEW_FP8_ROWS = 128  # half as many where there are many outputs: the library is as fast there
+_FEW_FP8_ROWS = 128  # half as many where there are many outputs; fewer where an algorithm is chosen
 _SOME_OUTPUTS = 4096  # fewer do not fill a card with our kernel's programs
 _MANY_OUTPUTS = 16384
 _GEMV_ALIGN = 16  # of a weight's rows, in numbers: our kernel reads them 16 bytes at a time
@@ -56,7 +56,8 @@ class Linear(nn.Module):
         with it as they are; more are quantised as well, and the product runs on the fp8 units.
     """
 
-    few_rows = _FEW_ROWS        # more than these, and the product of a bf16 weight on a GPU is the library's
+    few_rows = _FEW_ROWS        # more than these, and the product on a GPU may be the library's
+    few_fp8_rows = _FEW_FP8_ROWS  # the same of fp8, on cards whose algorithms were not compared with our kernel
     quantizable = True          # False: keeps its precision when a model is quantised (heads, routers, small gates)
     scale: nn.Parameter | None  # [out] float32 of an fp8 weight
 
@@ -126,9 +127,11 @@ class Linear(nn.Module):
         return rows <= _VECTOR_ROWS and self._product in (Linear._on_gpu, Linear._on_fp8)
 
     @property
-    def by_library(self) -> bool:
-        """Whether products of many rows are the library's, by an algorithm that may be chosen (kernels/products.py)."""
-        return self._product is Linear._on_gpu and self.bias is None
+    def by_library(self) -> products.Weight | None:
+        """The weight, if products of many rows are the library's, by an algorithm that may be chosen."""
+        if self.bias is not None or self._product not in (Linear._on_gpu, Linear._on_fp8):
+            return None
+        return products.Weight(self.weight, self.scale)
 
     def _in_vector_form(self, x: torch.Tensor | UnnormedRows, **around: Any) -> torch.Tensor:
         from engine.kernels.triton_gemv import gemv
@@ -139,6 +142,10 @@ class Linear(nn.Module):
         return gemv(x, self.weight, self.scale, self.bias, **around)
 
     def _on_fp8_units(self, x: QuantizedRows) -> torch.Tensor:
+        product = products.chosen(x.values, self.weight, x.dtype) if self.bias is None else None
+        if product is not None:
+            assert self.scale is not None
+            return product(x.values, self.weight, (x.scale, self.scale))
         most = _FEW_FP8_ROWS if self.out_features < _MANY_OUTPUTS else _FEW_FP8_ROWS // 2
         if x.values.shape[0] <= most and self.out_features >= _SOME_OUTPUTS:
             from engine.kernels.triton_gemv import few_rows

@@ -101,7 +101,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if card is not None:
         if progress:
             progress("measuring steps", 0, 1)
-        budget = _measured_budget(config, model, spec, kv_dtype, max_tokens, num_seqs, card)
+        budget = _measured_budget(config, model, spec, dtype, kv_dtype, max_tokens, num_seqs, card)
     else:
         activations = activation_bytes(model_config, dtype, max_tokens, min(num_seqs, max_tokens))
         budget = cpu_budget(config, weight_bytes(model), activations)
@@ -163,6 +163,7 @@ def _measured_budget(
     config: EngineConfig,
     model: CausalLM,
     spec: CacheSpec,
+    dtype: torch.dtype,
     kv_dtype: torch.dtype,
     max_tokens: int,
     num_seqs: int,
@@ -175,7 +176,7 @@ def _measured_budget(
     weights = weight_bytes(model)
     try:
         if not config.enforce_eager:  # the library keeps whatever code it has run: half a gigabyte
-            choose_products(model, min(num_seqs, max_tokens), max_tokens)
+            choose_products(model, dtype, min(num_seqs, max_tokens), max_tokens)
         needs = measure_steps(
             model, spec, kv_dtype, max_tokens, num_seqs, card.device, graphs=not config.enforce_eager
         )

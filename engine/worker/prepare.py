@@ -12,21 +12,24 @@ from collections.abc import Iterable
 import torch
 
 from engine.core.batch import StepPlan
-from engine.kernels import products
+from engine.kernels import cublaslt, products
 from engine.kernels.compile_ahead import compile_ahead
 from engine.kernels.launch import recording, shared_memory
 from engine.kernels.triton_decode import SMALL_BATCH, num_splits
 from engine.kernels.triton_gemv import PRODUCT_ROWS
 from engine.layers.linear import Linear
 from engine.layers.moe import kinds_of_steps
+from engine.layers.quant import FP8
 from engine.models.base import CausalLM
 from engine.worker.device_runner import DeviceRunner
 from engine.worker.graphs import graph_sizes
+from engine.worker.mixed_step import shapes_within
 
 log = logging.getLogger(__name__)
 
-_CHOSEN_ROWS = 256     # of decode steps
-_CHOSEN_OUTPUTS = 1 << 16  # more: a head, which no graph holds
+_CHOSEN_ROWS = 512     # of decode steps
+_CHOSEN_OUTPUTS = 1 << 16
+_CHOSEN_BYTES = 8 << 20
 
 
 @torch.inference_mode()
@@ -49,17 +52,31 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> 
 
 
 @torch.inference_mode()
-def choose_products(model: CausalLM, max_batch: int, max_tokens: int) -> None:
-    """Measure which of the library's algorithms are the fastest in decode steps, before graphs of them are recorded,
-    and in full steps: while there are prompts, nearly all steps are full."""
-    weights: dict[tuple[int, int], list[torch.Tensor]] = {}
+def choose_products(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tokens: int) -> None:
+    """Measure which of the library's algorithms are the fastest in steps that have graphs, before these are recorded,
+    and in full steps: while there are prompts, nearly all steps are full. `dtype` is that of activations."""
+    kinds: dict[torch.dtype, dict[tuple[int, int], list[products.Weight]]] = {}
     for module in model.modules():
-        if isinstance(module, Linear) and module.by_library and module.out_features <= _CHOSEN_OUTPUTS:
-            weights.setdefault((module.out_features, module.in_features), []).append(module.weight)
-    began = time.monotonic()
-    sizes = [size for size in graph_sizes(max_batch) if Linear.few_rows < size <= _CHOSEN_ROWS]
-    if measured := products.choose(weights, sorted({*sizes, max_tokens})):
+        if isinstance(module, Linear) and (weight := module.by_library) and _is_worth_it(weight.values):
+            shape = module.out_features, module.in_features
+            kinds.setdefault(weight.values.dtype, {}).setdefault(shape, []).append(weight)
+    began, measured = time.monotonic(), 0
+    mixed = [shape.singles + shape.tokens for shape in shapes_within(max_tokens, max_batch + 1)]
+    sizes = {*(size for size in graph_sizes(max_batch) if size <= _CHOSEN_ROWS), *mixed}
+    for kind, weights in kinds.items():
+        if kind == FP8:  # of full steps the library's first choice is as good as any
+            least = Linear.few_rows if cublaslt.has_forms() else Linear.few_fp8_rows
+            measured += products.choose(weights, [size for size in sizes if size > least], dtype, fp8=True)
+        else:
+            rows = [size for size in {*sizes, max_tokens} if size > Linear.few_rows]
+            measured += products.choose(weights, rows, kind)
+    if measured:
         log.info("measured %d products in %.1f s, to choose their algorithms", measured, time.monotonic() - began)
+
+
+def _is_worth_it(weight: torch.Tensor) -> bool:
+    """A small one is read sooner than a kernel starts; and a head is not in graphs."""
+    return weight.nbytes >= _CHOSEN_BYTES and weight.shape[0] <= _CHOSEN_OUTPUTS
 
 
 def _decode_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
