@@ -1,6 +1,6 @@
 """What the layers of one forward pass share: set once a step, so that a layer's `forward` takes only activations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,6 +65,7 @@ class ForwardContext:
     more_groups               slot_mapping and attention of further groups of layers, which have pages of their own
     state                     of a model with recurrent layers
     wanted        [N] int64   the tokens whose hidden states are read at the end of the step; None: all
+    narrowed                  the same step as if these were its only tokens, each the newest of its sequence
     """
 
     positions: torch.Tensor
@@ -73,6 +74,7 @@ class ForwardContext:
     more_groups: Sequence[tuple[torch.Tensor, AttentionBatch | DeviceBatch]] = ()
     state: StateBatch | None = None
     wanted: torch.Tensor | None = None
+    narrowed: "Callable[[], ForwardContext] | None" = None
 
     def of_group(self, group: int) -> tuple[torch.Tensor, AttentionBatch | DeviceBatch]:
         """slot_mapping and attention of the layers of a group (engine/core/kv/spec.py)."""
@@ -92,6 +94,15 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         yield
     finally:
         _current = None
+
+
+def narrow() -> None:
+    """From here on the forward pass that is running has the wanted tokens only. Layers that follow find all keys and
+    values in the cache, and write none."""
+    global _current
+    context = get_context()
+    if context.narrowed is not None:
+        _current = context.narrowed()
 
 
 def get_context() -> ForwardContext:

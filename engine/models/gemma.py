@@ -16,7 +16,7 @@ from torch import nn
 from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
-from engine.layers.context import get_context
+from engine.layers.context import get_context, narrow
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.linear import Activations, Linear, MergedLinear
 from engine.layers.norm import WideRMSNorm
@@ -86,10 +86,6 @@ class Following(NamedTuple):
     norm: WideRMSNorm
     consumer: Linear | None
 
-    @property
-    def is_output(self) -> bool:
-        return self.consumer is None
-
 
 class GemmaLayer(nn.Module):
     def __init__(self, config: ModelConfig, gemma: GemmaConfig, layer: GemmaLayerConfig) -> None:
@@ -99,6 +95,7 @@ class GemmaLayer(nn.Module):
             return WideRMSNorm(config.hidden_size, config.rms_norm_eps, offset=gemma.norm_offset)
 
         self.kind = layer.kind
+        self.is_last_to_write = False
         self.input_layernorm = norm()
         self.self_attn = GemmaAttention(config, gemma, layer)
         self.post_attention_layernorm = norm()
@@ -106,10 +103,13 @@ class GemmaLayer(nn.Module):
         self.mlp = GemmaMLP(config.hidden_size, layer.intermediate_size)
         self.post_feedforward_layernorm = norm()
 
-    def forward(self, x: torch.Tensor, normed: Activations, rope: Rope, following: Following) -> Activations:
-        """x [T, H], which it changes in place, and its input norm -> the following norm of the changed x."""
+    def forward(
+        self, x: torch.Tensor, normed: Activations, rope: Rope, following: Following
+    ) -> tuple[torch.Tensor, Activations]:
+        """x [T, H], which it changes in place, and its input norm -> x, and the following norm of it. Behind the heads
+        of the last layer that has keys, of the wanted tokens alone."""
         heads = self.self_attn.heads(normed, rope)
-        if following.is_output:
+        if self.is_last_to_write:
             heads, x = wanted(heads), wanted(x)
         (normed,) = self.post_attention_layernorm.onto(
             x, self.self_attn.o_proj(heads), (self.pre_feedforward_layernorm,), self.mlp.gate_up_proj
@@ -117,7 +117,7 @@ class GemmaLayer(nn.Module):
         (normed,) = self.post_feedforward_layernorm.onto(
             x, self.mlp(normed), (following.norm,), following.consumer
         )
-        return normed
+        return x, normed
 
     def weights(self, prefix: str) -> Weights:
         found = {f"{prefix}{name}.weight": m.weight for name, m in self.named_children() if isinstance(m, WideRMSNorm)}
@@ -138,6 +138,7 @@ class GemmaForCausalLM(CausalLM):
         for block, layer in zip(self.blocks, gemma.layers, strict=True):
             if layer.kv_from is not None:
                 block.self_attn.attention.borrow_from(self.blocks[layer.kv_from].self_attn.attention)
+        self.blocks[max(i for i, layer in enumerate(gemma.layers) if layer.kv_from is None)].is_last_to_write = True
         self.layers = nn.ModuleList(self.blocks)
         self.norm = WideRMSNorm(config.hidden_size, config.rms_norm_eps, offset=gemma.norm_offset)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
@@ -155,13 +156,21 @@ class GemmaForCausalLM(CausalLM):
         return self._through_layers(self.embed_tokens(token_ids))
 
     def _through_layers(self, x: torch.Tensor, *of_layers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Embeddings [T, H], which it overwrites, and what else each layer gets -> hidden states."""
+        """Embeddings [T, H], which it overwrites, and what else each layer gets -> hidden states.
+
+        Where only layers follow that have no keys of their own, the prompts' tokens but the last are left behind: what
+        these layers made of them, nothing would read.
+        """
         ropes = self._rope_rows(x.dtype)
         readers = [Following(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.blocks]
         readers.append(Following(self.norm, None))
         normed, x = self.blocks[0].input_layernorm.add(x, None, self.blocks[0].self_attn.qkv_proj)
         for i, layer in enumerate(self.blocks):
-            normed = layer(x, normed, ropes[layer.kind], readers[i + 1], *(each[i] for each in of_layers))
+            x, normed = layer(x, normed, ropes[layer.kind], readers[i + 1], *(each[i] for each in of_layers))
+            if layer.is_last_to_write and i + 1 < len(self.blocks) and get_context().wanted is not None:
+                of_layers = tuple([*each[: i + 1], *map(wanted, each[i + 1 :])] for each in of_layers)
+                narrow()
+                ropes = self._rope_rows(x.dtype)
         assert isinstance(normed, torch.Tensor)
         return normed
 

@@ -157,13 +157,13 @@ class Gemma4Layer(GemmaLayer):
         rope: Rope,
         following: Following,
         e: torch.Tensor | None = None,
-    ) -> Activations:
+    ) -> tuple[torch.Tensor, Activations]:
         sparse, extra = self.sparse, self.per_layer_input
         norms = [self.pre_feedforward_layernorm]
         if sparse is not None:
             norms += sparse.pre_feedforward_layernorm_2, sparse.router.norm
         heads = self.self_attn.heads(normed, rope)
-        if following.is_output:
+        if self.is_last_to_write:
             heads, x = wanted(heads), wanted(x)
             e = None if e is None else wanted(e)
         y = self.self_attn.o_proj(heads)
@@ -182,7 +182,7 @@ class Gemma4Layer(GemmaLayer):
         (normed,) = post.onto(
             x, y, (following.norm,), following.consumer, branch=branch, scalar=self.layer_scalar
         )
-        return normed
+        return x, normed
 
     def weights(self, prefix: str) -> Weights:
         found = {**super().weights(prefix), f"{prefix}layer_scalar": self.layer_scalar}

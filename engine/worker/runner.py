@@ -1,5 +1,6 @@
 """Runs steps: plan in, sampled tokens out. Owns the model, the KV cache, the request table and the sampler."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ from engine.core.batch import StepPlan, StepResult
 from engine.core.kv.pages import TRASH_PAGE
 from engine.core.kv.spec import CacheSpec
 from engine.core.request import TokenLogprobs
+from engine.kernels.attention import AttentionBatch
 from engine.kernels.threads import num_threads
 from engine.layers.context import ForwardContext, forward_context
 from engine.layers.linear import Linear
@@ -71,7 +73,7 @@ class Runner:
         with num_threads(1 if small else torch.get_num_threads()):
             inputs = build_inputs(plan, self.table, has_state=self.has_state)
             whole = any(seq.prompt_logprobs is not None for seq in plan.seqs)
-            hidden = self.forward(inputs, None if whole else self._wanted(inputs))
+            hidden = self.forward(inputs) if whole else self._ends(plan, inputs)
             for source, target in plan.state_saves:
                 self.cache.copy_state(source, target)
             sampling = hidden.index_select(0, inputs.sample_index) if whole else hidden
@@ -94,19 +96,38 @@ class Runner:
                     self._scrub(group, table[seq.row])
         return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs)
 
-    def forward(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        inputs: StepInputs,
+        wanted: torch.Tensor | None = None,
+        narrowed: Callable[[], ForwardContext] | None = None,
+    ) -> torch.Tensor:
         """Hidden states of all tokens, or of those wanted."""
         first, *more = inputs.groups
-        with forward_context(ForwardContext(inputs.positions, *first, more, inputs.state, wanted)):
+        with forward_context(ForwardContext(inputs.positions, *first, more, inputs.state, wanted, narrowed)):
             return self.model(inputs.token_ids)
 
-    @staticmethod
-    def _wanted(inputs: StepInputs) -> torch.Tensor | None:
-        """Those that sample; where none does the first, for something must go through the last layer."""
+    def _ends(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
+        """Hidden states of the tokens that sample; where none does, of the first sequence's last one, for something
+        must go through the last layer."""
         count, tokens = len(inputs.sample_index), len(inputs.token_ids)
         if count == tokens:
-            return None
-        return inputs.sample_index if count else torch.zeros(1, dtype=torch.long)
+            return self.forward(inputs)
+        index, rows = inputs.sample_index, inputs.sample_rows
+        if not count:
+            index, rows = torch.tensor([plan.seqs[0].num_tokens - 1]), [plan.seqs[0].row]
+
+        def narrowed() -> ForwardContext:
+            """Each of them is the newest token of its sequence."""
+            positions = inputs.positions[index]
+            segments = list(range(len(rows))), positions.tolist(), [1] * len(rows), rows
+            first, *more = (
+                (slots[index], AttentionBatch.build(*segments, table, self.table.page_size))
+                for (slots, _), table in zip(inputs.groups, self.table.block_tables, strict=True)
+            )
+            return ForwardContext(positions, *first, more)
+
+        return self.forward(inputs, index, narrowed)
 
     def _scrub(self, group: int, pages: torch.Tensor) -> None:
         """Make the pages of a sequence that may have failed finite before anybody gets them: zero times NaN is NaN, so

@@ -130,18 +130,23 @@ def test_preemption_does_not_change_tokens(gemma_dir, shape):
         memory = memory * 4 // 5
 
 
-@pytest.mark.parametrize("shape", ["gemma2", "gemma3_linear", "gemma4_31b", "gemma4_e2b"])
-def test_a_long_chunk_of_which_a_window_keeps_the_end_does_not_change_tokens(gemma_dir, shape):
-    """As little memory as the plan accepts: what a window passes within a step gets no pages. Layers that borrow keys
-    take those of the step where their owner has none in pages."""
-    model_dir, memory, core = gemma_dir(shape), 4 << 20, None
+def smallest_engine(model_dir):
+    """With as little memory as the plan accepts."""
+    memory, core = 4 << 20, None
     while True:
         try:
             core = engine(model_dir, memory=memory, max_num_batched_tokens=150)
         except OutOfMemoryPlanError:
-            break
+            assert core is not None
+            return core
         memory = memory * 9 // 10
-    assert core is not None
+
+
+@pytest.mark.parametrize("shape", ["gemma2", "gemma3_linear", "gemma4_31b", "gemma4_e2b"])
+def test_a_long_chunk_of_which_a_window_keeps_the_end_does_not_change_tokens(gemma_dir, shape):
+    """What a window passes within a step gets no pages where they are short."""
+    model_dir = gemma_dir(shape)
+    core = smallest_engine(model_dir)
     requests = [greedy([(i * 7 + n) % 300 + 3 for n in range(170)], f"r{i}", 12) for i in range(2)]
     with_holes = 0
     grow = core.kv.grow
@@ -157,6 +162,38 @@ def test_a_long_chunk_of_which_a_window_keeps_the_end_does_not_change_tokens(gem
     assert with_holes
     for r in requests:
         assert tokens[r.request_id] == oracle.greedy(model_dir, tuple(r.prompt_token_ids), 12)
+
+
+@pytest.mark.parametrize(("shape", "writing"), [("gemma4_e2b", 5), ("gemma4_e4b", 3), ("gemma3", 6)])
+def test_layers_without_keys_of_their_own_go_on_with_tokens_that_are_read(gemma_dir, shape, writing):
+    core = engine(gemma_dir(shape), max_num_batched_tokens=60, max_num_seqs=3)
+    rows = [[] for _ in core.runner.model.blocks]
+    for seen, layer in zip(rows, core.runner.model.blocks, strict=True):
+        layer.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(len(inputs[0])))
+    run(core, [greedy(list(range(3, 73)), "long", 3), greedy(list(range(9, 29)), "short", 3)])
+    assert rows[0][:2] == [60, 30], "the first 60 tokens of one; its last ten, and the other"
+    assert all(seen == rows[0] for seen in rows[:writing])
+    assert all(seen[:2] == [1, 2] for seen in rows[writing:]), "of the first step nothing is read, but one"
+    assert all(seen[2:] == rows[0][2:] for seen in rows), "decode steps"
+    rows[-1].clear()
+    prompt_scores(core, list(range(40, 90)))
+    assert rows[-1] == [50], "all are read"
+
+
+@pytest.mark.parametrize("length", range(130, 146))
+def test_the_last_token_of_such_a_chunk_finds_all_that_it_sees(gemma_dir, length):
+    """Layers that borrow keys read its window from pages. For one of these lengths the first one that it sees stands
+    alone on a page, which the next token does not see."""
+    model_dir = gemma_dir("gemma4_e2b")
+    prompt = [n % 300 + 3 for n in range(length)]
+    core = smallest_engine(model_dir)
+    core.add_request(EngineRequest("r", prompt, SamplingParams(temperature=0, max_tokens=2, logprobs=1)))
+    [output] = core.step()
+    [seq] = core.scheduler.running
+    assert any(0 in table for table in seq.tables), "there is a hole"
+    assert all(0 not in table[(length - 24) // core.kv.page_size :] for table in seq.tables), "before the window"
+    expected = oracle.logits(model_dir, prompt)[-1].log_softmax(-1).max().item()
+    assert output.logprobs[0].logprob == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("shape", ["gemma2", "gemma3", "gemma4_12b", "gemma4_26b", "gemma4_e2b"])

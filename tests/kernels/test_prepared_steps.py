@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
     [
         ("qwen3", 48, 256),
         ("gemma4-26b", 48, 256),
+        ("gemma4-e2b", 48, 256),
         ("qwen3.5-moe", 48, 256),
         ("qwen3.5", 40, 40),  # a step has a chunk of two tokens only where a sequence has none
     ],

@@ -1,8 +1,9 @@
 """Who owns which page and slot: admission by prefix hit, growth, pages that leave a window, release after flight.
 
 A sequence has a block table for each group of layers (spec.py), all of the same length; entries that its window has
-passed are the trash page. So are, where pages are short, those of tokens that the window passes within the step that
-computes them: attention reads a step's own keys from its projections, and nobody but the prefix cache would need them.
+passed are the trash page. So are, where pages are short, those of tokens that the last one of the step that computes
+them no longer sees: attention reads a step's own keys from its projections, and nobody but the prefix cache would need
+them. (What the last one sees must be there: layers without keys of their own go on with it alone.)
 
 Free after flight: a page may be read or written by every step that was scheduled before its
 owner let go of it. It returns to its pool only when the newest of those steps has completed (`on_step_complete`).
@@ -262,9 +263,9 @@ class KVManager:
 
     def _needs(self, pages: int, missing: int, end: int) -> list[int]:
         """How many pages to take, of each kind, for a sequence that has `pages` in each group, lacks `missing`, and
-        will reach `end` in this step: where pages are short, none for tokens that a window passes by then."""
+        will reach `end` in this step: where pages are short, none for tokens that the step's last one does not see."""
         no_slot = [0] * (self.slots is not None)
-        gone = [self.memory.passed_pages(group, end) for group in range(len(self.pools))]
+        gone = [self.memory.passed_pages(group, end - 1) for group in range(len(self.pools))]
         passed = [min(missing, max(0, count - pages)) for count in gone]
         if any(passed) and not self.arena.fits([missing + spare for spare in self._watermarks] + no_slot):
             return [missing - skip for skip in passed] + no_slot
