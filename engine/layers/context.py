@@ -65,7 +65,8 @@ class ForwardContext:
     more_groups               slot_mapping and attention of further groups of layers, which have pages of their own
     state                     of a model with recurrent layers
     wanted        [N] int64   the tokens whose hidden states are read at the end of the step; None: all
-    narrowed                  the same step as if these were its only tokens, each the newest of its sequence
+    narrowed                  the same step as if these were its only tokens, each the newest of its sequence; None: no
+                              layer may leave the others behind before the last one
     """
 
     positions: torch.Tensor
@@ -101,8 +102,8 @@ def narrow() -> None:
     values in the cache, and write none."""
     global _current
     context = get_context()
-    if context.narrowed is not None:
-        _current = context.narrowed()
+    assert context.narrowed is not None
+    _current = context.narrowed()
 
 
 def get_context() -> ForwardContext:

@@ -85,6 +85,7 @@ class Following(NamedTuple):
 
     norm: WideRMSNorm
     consumer: Linear | None
+    reads_wanted: bool  # of the tokens, those that the end of the step needs
 
 
 class GemmaLayer(nn.Module):
@@ -95,7 +96,6 @@ class GemmaLayer(nn.Module):
             return WideRMSNorm(config.hidden_size, config.rms_norm_eps, offset=gemma.norm_offset)
 
         self.kind = layer.kind
-        self.is_last_to_write = False
         self.input_layernorm = norm()
         self.self_attn = GemmaAttention(config, gemma, layer)
         self.post_attention_layernorm = norm()
@@ -106,10 +106,10 @@ class GemmaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, normed: Activations, rope: Rope, following: Following
     ) -> tuple[torch.Tensor, Activations]:
-        """x [T, H], which it changes in place, and its input norm -> x, and the following norm of it. Behind the heads
-        of the last layer that has keys, of the wanted tokens alone."""
+        """x [T, H], which it changes in place, and its input norm -> x, and the following norm of it; of the wanted
+        tokens alone, if nothing that follows reads others."""
         heads = self.self_attn.heads(normed, rope)
-        if self.is_last_to_write:
+        if following.reads_wanted:
             heads, x = wanted(heads), wanted(x)
         (normed,) = self.post_attention_layernorm.onto(
             x, self.self_attn.o_proj(heads), (self.pre_feedforward_layernorm,), self.mlp.gate_up_proj
@@ -138,7 +138,7 @@ class GemmaForCausalLM(CausalLM):
         for block, layer in zip(self.blocks, gemma.layers, strict=True):
             if layer.kv_from is not None:
                 block.self_attn.attention.borrow_from(self.blocks[layer.kv_from].self_attn.attention)
-        self.blocks[max(i for i, layer in enumerate(gemma.layers) if layer.kv_from is None)].is_last_to_write = True
+        self.last_to_write = max(i for i, layer in enumerate(gemma.layers) if layer.kv_from is None)
         self.layers = nn.ModuleList(self.blocks)
         self.norm = WideRMSNorm(config.hidden_size, config.rms_norm_eps, offset=gemma.norm_offset)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
@@ -162,12 +162,14 @@ class GemmaForCausalLM(CausalLM):
         these layers made of them, nothing would read.
         """
         ropes = self._rope_rows(x.dtype)
-        readers = [Following(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.blocks]
-        readers.append(Following(self.norm, None))
+        end = len(self.blocks) - 1 if get_context().narrowed is None else self.last_to_write
+        readers = [Following(layer.input_layernorm, layer.self_attn.qkv_proj, False) for layer in self.blocks[1:]]
+        readers.append(Following(self.norm, None, False))
+        readers[end] = readers[end]._replace(reads_wanted=True)
         normed, x = self.blocks[0].input_layernorm.add(x, None, self.blocks[0].self_attn.qkv_proj)
-        for i, layer in enumerate(self.blocks):
-            x, normed = layer(x, normed, ropes[layer.kind], readers[i + 1], *(each[i] for each in of_layers))
-            if layer.is_last_to_write and i + 1 < len(self.blocks) and get_context().wanted is not None:
+        for i, (layer, following) in enumerate(zip(self.blocks, readers, strict=True)):
+            x, normed = layer(x, normed, ropes[layer.kind], following, *(each[i] for each in of_layers))
+            if following.reads_wanted and following.consumer is not None:
                 of_layers = tuple([*each[: i + 1], *map(wanted, each[i + 1 :])] for each in of_layers)
                 narrow()
                 ropes = self._rope_rows(x.dtype)

@@ -163,7 +163,7 @@ class Gemma4Layer(GemmaLayer):
         if sparse is not None:
             norms += sparse.pre_feedforward_layernorm_2, sparse.router.norm
         heads = self.self_attn.heads(normed, rope)
-        if self.is_last_to_write:
+        if following.reads_wanted:
             heads, x = wanted(heads), wanted(x)
             e = None if e is None else wanted(e)
         y = self.self_attn.o_proj(heads)
