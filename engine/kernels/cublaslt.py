@@ -1,8 +1,8 @@
 """Matrix products by cuBLASLt with an algorithm of our choice: its own first choice is often not the fastest one.
 
 Which algorithms there are for a shape, the library says itself only in part. On Hopper all that it names are forms of
-one, which takes a tile of the result and a cluster of programs that share what they read; of products with a scale for
-each row it names one form, of 918 that it has. So some forms are listed here, and asked for by name.
+one, which takes a tile of the result and a cluster of programs that share what they read. Of fp8 products with a scale
+for each row it names one form, of 918 that it has: so some are listed here, and asked for by name.
 
 The library is the one that PyTorch has loaded. Products share one workspace: they follow one another on one stream.
 """
@@ -33,19 +33,14 @@ _EACH = 16                   # algorithms that are asked for under each of them
 # cublasLtMatmulAlgoConfigAttributes_t
 _TILE, _STAGES, _CLUSTER = 1, 6, 8
 _ON_HOPPER = 66              # the algorithm with tiles and clusters; on other cards the library refuses it
-_STEPS = {False: 35, True: 36}  # 64 numbers of the inner side at once, 128 of fp8; as many under way as fit
+_STEPS = 36                  # 128 numbers of the inner side at once, as many under way as fit
 # (cublasLtMatmulTile_t, cublasLtClusterShape_t). All forms were timed on an H200, for shapes of models of 8B and 31B:
 # each of these is the best one somewhere, and the best of them is everywhere within 2 % of the best of all. Which one,
 # a measurement decides (products.py).
-_FORMS = {
-    True: (
-        (157, 4), (188, 3), (183, 6), (164, 2), (143, 4), (15, 2), (151, 2), (158, 4), (18, 2), (196, 2), (134, 7),
-        (217, 2), (27, 2), (193, 5), (208, 2), (183, 8), (92, 4), (20, 5), (164, 7), (15, 4), (188, 2), (124, 4),
-    ),
-    False: (
-        (18, 2), (27, 2), (28, 5), (193, 2), (151, 2), (124, 4), (20, 5), (157, 2), (165, 4), (124, 2), (28, 2),
-    ),
-}  # fmt: skip
+_FP8_FORMS = (
+    (157, 4), (188, 3), (183, 6), (164, 2), (143, 4), (15, 2), (151, 2), (158, 4), (18, 2), (196, 2), (134, 7),
+    (217, 2), (27, 2), (193, 5), (208, 2), (183, 8), (92, 4), (20, 5), (164, 7), (15, 4), (188, 2), (124, 4),
+)  # fmt: skip
 
 
 class CublasLtError(RuntimeError):
@@ -102,7 +97,7 @@ class Product:
         found: dict[bytes, None] = {}
         for limit in _LIMITS:
             found |= dict.fromkeys(self._named(limit))
-        for tile, cluster in _FORMS[self.shape.fp8]:
+        for tile, cluster in _FP8_FORMS if self.shape.fp8 else ():
             if (algorithm := self._form(tile, cluster)) is not None:
                 found[algorithm] = None
         return list(found)
@@ -157,7 +152,7 @@ class Product:
         ):
             return None
         for name, value in (
-            (_TILE, c_int32(tile)), (_STAGES, c_int32(_STEPS[self.shape.fp8])), (_CLUSTER, c_uint16(cluster))
+            (_TILE, c_int32(tile)), (_STAGES, c_int32(_STEPS)), (_CLUSTER, c_uint16(cluster))
         ):  # fmt: skip
             size = c_size_t(ctypes.sizeof(value))
             if self._library.cublasLtMatmulAlgoConfigSetAttribute(byref(algorithm), c_int(name), byref(value), size):
@@ -204,7 +199,7 @@ class BoundProduct:
 
 
 def has_forms() -> bool:
-    """Whether this card is one that the forms above are for."""
+    """Whether this card is one that the forms of fp8 products are for."""
     return torch.cuda.get_device_capability() == (9, 0)
 
 

@@ -4,11 +4,6 @@ The library's first choice is often not its best one. On an H100, bf16: 4096 x 1
 H200, fp8: 5120 x 17408, 256 rows: 59.6 and 35.8 us; 24576 x 4096, 192 rows: 51.3 and 34.0. What is chosen here serves
 products of exactly so many rows, as captured graphs and full steps have; all others are PyTorch's.
 
-All algorithms are tried at a few numbers of rows; between two of them only those that were good at either.
-
-    rows     8192          640   384   352 ... 240                224   128 ...
-    tried    all of them   all   all   the best of 384 and 224    all   all
-
 The choice stands in a file beside the compiled kernels, so that the next start gives the same numbers, bit for bit.
 """
 
@@ -16,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +26,7 @@ log = logging.getLogger(__name__)
 _BETTER = 0.98     # of PyTorch's time: less is noise
 _CANDIDATES = 3    # counts up when others are tried: what was chosen among the old ones is chosen anew
 _FINALISTS = 3
-_TURNS = 3         # that they are measured in
-_APART = 1.8       # ratio of rows between two numbers at which all are tried
-_NEIGHBOURS = 4    # so many good ones are tried at the numbers between them
+_TURNS = 4         # that they are measured in
 _MOST_BYTES = 256 << 20  # of weights of one shape, which follow one another: more than caches hold
 _MANY_ROWS = 1024  # they are bound by arithmetic, and one weight is enough
 _HEAD_START = 200_000  # clock cycles that the card is kept waiting, while what is measured is being queued
@@ -71,12 +63,14 @@ def choose(
         memory = _Memory.open()
         measured = 0
         for (outputs, inner), some in weights.items():
-            shapes = [Shape(number, outputs, inner, dtype, fp8) for number in sorted(rows, reverse=True)]
-            if unknown := [shape for shape in shapes if shape not in memory.known]:
-                memory.known |= _fastest(unknown, some)
-                measured += len(unknown)
-            for shape in shapes:
-                if shape not in _chosen and (algorithm := memory.known[shape]):
+            for number in rows:
+                shape = Shape(number, outputs, inner, dtype, fp8)
+                if shape in _chosen:
+                    continue
+                if shape not in memory.known:
+                    memory.known[shape] = _fastest(shape, some)
+                    measured += 1
+                if algorithm := memory.known[shape]:
                     bound = Product(shape).bind(algorithm)
                     x, x_scale = _inputs(shape, some[0])
                     bound(x, some[0].values, _scales(x_scale, some[0]))  # it works
@@ -89,40 +83,14 @@ def choose(
         return 0
 
 
-def _fastest(shapes: Sequence[Shape], weights: Sequence[Weight]) -> dict[Shape, bytes]:
-    """The best algorithm for each of `shapes`, which differ in rows and are in descending order; b"": PyTorch's own."""
-    found: dict[Shape, bytes] = {}
-    good: list[bytes] = []   # at the last number of rows at which all were tried
-    between: list[Shape] = []  # what came since then
-    everywhere = set(_pillars([shape.rows for shape in shapes]))
-    for shape in shapes:
-        if shape.rows not in everywhere:
-            between.append(shape)
-            continue
-        found[shape], here = _best(shape, weights, None)
-        for other in between:
-            found[other], _ = _best(other, weights, [*good, *here])
-        good, between = here, []
-    return found
-
-
-def _pillars(rows: Sequence[int]) -> list[int]:
-    """Of descending numbers: the first, the last, and some between them that stand not too far apart."""
-    pillars = list(rows[:1])
-    for number, following in pairwise(rows[1:]):
-        if pillars[-1] > _APART * following:
-            pillars.append(number)
-    return pillars + list(rows[1:][-1:])
-
-
-def _best(shape: Shape, weights: Sequence[Weight], candidates: Sequence[bytes] | None) -> tuple[bytes, list[bytes]]:
-    """(the best algorithm, or b""; the good ones). All are tried once, then the best ones against PyTorch's."""
+def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
+    """The best algorithm, or b"" for PyTorch's own. All are tried once, then the best ones against PyTorch's."""
     try:
         product = Product(shape)
-        algorithms = dict.fromkeys(product.algorithms() if candidates is None else candidates)
-    except CublasLtError as error:
+        algorithms = product.algorithms()
+    except CublasLtError as error:  # this shape's alone: fp8 with scales for rows is not for every card
         log.info("no algorithms for %s: %s", shape, error)
-        return b"", []
+        return b""
     size = weights[0].values.nbytes
     weights = weights[: 1 if shape.rows > _MANY_ROWS else max(4, _MOST_BYTES // size)]
     x, x_scale = _inputs(shape, weights[0])
@@ -136,13 +104,12 @@ def _best(shape: Shape, weights: Sequence[Weight], candidates: Sequence[bytes] |
         try:
             tried.append((seconds(algorithm, 1), algorithm))
         except CublasLtError:
-            continue  # it is not for this card, or not for so many rows
-    tried.sort()
+            continue  # it is not for this card
     best, least = b"", _BETTER * _seconds(partial(_by_pytorch, x, x_scale, shape.dtype), weights, _TURNS)
-    for _, algorithm in tried[:_FINALISTS]:
+    for _, algorithm in sorted(tried)[:_FINALISTS]:
         if (time := seconds(algorithm, _TURNS)) < least:
             best, least = algorithm, time
-    return best, [algorithm for _, algorithm in tried[:_NEIGHBOURS]]
+    return best
 
 
 def _inputs(shape: Shape, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -23,13 +23,12 @@ from engine.layers.quant import FP8
 from engine.models.base import CausalLM
 from engine.worker.device_runner import DeviceRunner
 from engine.worker.graphs import graph_sizes
-from engine.worker.mixed_step import shapes_within
 
 log = logging.getLogger(__name__)
 
-_CHOSEN_ROWS = 512     # of decode steps
-_CHOSEN_OUTPUTS = 1 << 16
-_CHOSEN_BYTES = 8 << 20
+_CHOSEN_ROWS = 256     # of decode steps
+_CHOSEN_OUTPUTS = 1 << 16  # more: a head, which no graph holds
+_CHOSEN_BYTES = 8 << 20    # of fp8: choosing for the small products of 35B-A3B changed nothing
 
 
 @torch.inference_mode()
@@ -53,30 +52,26 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> 
 
 @torch.inference_mode()
 def choose_products(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tokens: int) -> None:
-    """Measure which of the library's algorithms are the fastest in steps that have graphs, before these are recorded,
+    """Measure which of the library's algorithms are the fastest in decode steps, before graphs of them are recorded,
     and in full steps: while there are prompts, nearly all steps are full. `dtype` is that of activations."""
     kinds: dict[torch.dtype, dict[tuple[int, int], list[products.Weight]]] = {}
     for module in model.modules():
-        if isinstance(module, Linear) and (weight := module.by_library) and _is_worth_it(weight.values):
+        if not isinstance(module, Linear) or module.out_features > _CHOSEN_OUTPUTS:
+            continue
+        weight = module.by_library
+        if weight is not None and (weight.scale is None or weight.values.nbytes >= _CHOSEN_BYTES):
             shape = module.out_features, module.in_features
             kinds.setdefault(weight.values.dtype, {}).setdefault(shape, []).append(weight)
     began, measured = time.monotonic(), 0
-    mixed = [shape.singles + shape.tokens for shape in shapes_within(max_tokens, max_batch + 1)]
-    sizes = {*(size for size in graph_sizes(max_batch) if size <= _CHOSEN_ROWS), *mixed}
+    sizes = [size for size in graph_sizes(max_batch) if Linear.few_rows < size <= _CHOSEN_ROWS]
     for kind, weights in kinds.items():
         if kind == FP8:  # of full steps the library's first choice is as good as any
-            least = Linear.few_rows if cublaslt.has_forms() else Linear.few_fp8_rows
+            least = 0 if cublaslt.has_forms() else Linear.few_fp8_rows
             measured += products.choose(weights, [size for size in sizes if size > least], dtype, fp8=True)
         else:
-            rows = [size for size in {*sizes, max_tokens} if size > Linear.few_rows]
-            measured += products.choose(weights, rows, kind)
+            measured += products.choose(weights, sorted({*sizes, max_tokens}), kind)
     if measured:
         log.info("measured %d products in %.1f s, to choose their algorithms", measured, time.monotonic() - began)
-
-
-def _is_worth_it(weight: torch.Tensor) -> bool:
-    """A small one is read sooner than a kernel starts; and a head is not in graphs."""
-    return weight.nbytes >= _CHOSEN_BYTES and weight.shape[0] <= _CHOSEN_OUTPUTS
 
 
 def _decode_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
