@@ -39,6 +39,7 @@ EXIT_MODEL = 11
 IDLE_SECONDS = 30.0       # longest block in `poll` when idle; the watchdog may ask for less
 DRAIN_SECONDS = 10.0      # what SIGTERM leaves to running requests
 PROGRESS_SECONDS = 0.1    # between two progress messages
+FAREWELL_SECONDS = 5.0    # that last words wait for a gateway: it starts beside us, and may not have come yet
 LOAD_PATIENCE_SECONDS = 300.0  # silence while loading that systemd accepts: a cold import, one large kernel
 WARMUP_TOKENS = 3
 MAX_IDLE_TURNS = 8
@@ -154,10 +155,14 @@ class EngineService:
                 if not core.has_work() or time.monotonic() > self._stop_at:
                     return
 
-    def farewell(self, reason: str, hint: str = "") -> None:
-        """Last words to all clients before a non-zero exit, also to those that came while we were busy."""
+    def farewell(self, reason: str, hint: str = "", *, patience: float = 0.0) -> None:
+        """Last words to all clients before a non-zero exit, also to those that came while we were busy. If there is
+        none yet, the first one may take `patience` seconds to come."""
         for _ in range(2):  # accept, then read their Hello
             self._serve(self._server.poll(0))
+        deadline = time.monotonic() + patience
+        while not self._server.clients and (left := deadline - time.monotonic()) > 0:
+            self._serve(self._server.poll(left))
         self._server.broadcast(m.Goodbye(reason, hint, fatal=True))
         self._server.close()
 
@@ -296,6 +301,7 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
 
         return build_engine(options.engine, progress)
 
+    patience = FAREWELL_SECONDS if options.parent_pid else 0.0
     with signals(service, server, under_parent=bool(options.parent_pid)) as loaded:
         try:
             service.load(build, started)
@@ -304,11 +310,12 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
         except AtollError as error:
             log.error("%s", error)
             complain("atoll engine", error, logged=True)
-            service.farewell(error.message, error.hint)
+            service.farewell(error.message, error.hint, patience=patience)
             return _status_of(error)
         except Exception as error:
             log.exception("the engine cannot go on")
-            service.farewell(f"The engine met a defect: {type(error).__name__}.", "Its log holds the traceback.")
+            defect = f"The engine met a defect: {type(error).__name__}."
+            service.farewell(defect, "Its log holds the traceback.", patience=patience)
             return 1
     server.close()
     log.info("stopped")

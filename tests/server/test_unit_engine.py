@@ -1,5 +1,6 @@
 """An engine whose device fails for good ends itself, and its unit starts a new one; single failures do not end it."""
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -106,3 +107,23 @@ async def test_a_device_that_fails_everything_ends_the_engine(running):
     await ask(path, MAX_FAILED_STEPS)
     await until(lambda: bool(errors))
     assert "illegal memory access" in str(errors[0])
+
+
+async def test_last_words_wait_for_a_gateway_that_has_not_come_yet(tmp_path: Path) -> None:
+    """It starts beside the engine, and on a busy machine later than an engine that fails at once."""
+    path = tmp_path / "s"
+    service = EngineService(IpcServer(listen(path), PeerPolicy(), pid=os.getpid()), Notifier())
+    ending = threading.Thread(target=service.farewell, args=("No memory.", "Take less."), kwargs={"patience": 10.0})
+    ending.start()
+    await asyncio.sleep(0.3)
+    async with connected(path) as client:
+        await until(lambda: client.last_error == "No memory. Take less.")
+    ending.join(5)
+    assert not ending.is_alive()
+
+
+def test_last_words_do_not_wait_for_ever(tmp_path: Path) -> None:
+    service = EngineService(IpcServer(listen(tmp_path / "s"), PeerPolicy(), pid=os.getpid()), Notifier())
+    began = time.monotonic()
+    service.farewell("No memory.", patience=0.2)
+    assert 0.2 <= time.monotonic() - began < 5
