@@ -3,28 +3,51 @@
 uvicorn over httptools bounds neither: a client could send headers for ever, or none at all.
 """
 
+import gc
 from asyncio import TimerHandle, Transport
 from typing import Any
+from weakref import WeakSet
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from engine.server.errors import ApiError
 from engine.server.limits import Limits
 
-CLOSE_SECONDS = 2.0  # that an idle peer gets to close its side when the server ends
+CLOSE_SECONDS = 2.0  # that a peer with nothing left to read gets to close its side when the server ends
+
+
+class Arrivals:
+    """The connections of one server whose request is on its way: accepted (TLS may not be agreed yet), or begun.
+
+    A server that ends and drops one of these loses a request that no other server can see.
+    """
+
+    def __init__(self) -> None:
+        self.awaited: WeakSet[BoundedHttpProtocol] = WeakSet()
+        self.ended = False  # nobody is awaited any more
+
+    def pending(self) -> bool:
+        """Whether anybody is awaited. A connection that failed before TLS was agreed tells nobody: it is only garbage,
+        in a cycle with its parser."""
+        if any(connection.transport is None for connection in self.awaited):
+            gc.collect()
+        return bool(self.awaited)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """`limits` is a class attribute, because it is uvicorn that constructs one protocol for each connection."""
+    """What a server's connections share are class attributes: it is uvicorn that constructs a protocol for each."""
 
     limits = Limits()
+    arrivals = Arrivals()
 
     @classmethod
     def with_limits(cls, limits: Limits) -> "type[BoundedHttpProtocol]":
-        return type(cls.__name__, (cls,), {"limits": limits})
+        """The class for one server."""
+        return type(cls.__name__, (cls,), {"limits": limits, "arrivals": Arrivals()})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.arrivals.awaited.add(self)
         self._reading_headers = False
         self._header_bytes = 0
         self._unfinished = 0  # bytes that came since the headers began
@@ -32,10 +55,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.arrivals.ended:
+            self.shutdown()
+            return
         self._start_header_timer()  # a connection on which nothing ever comes costs a descriptor
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
+        self.arrivals.awaited.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -51,6 +78,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.arrivals.awaited.add(self)
         self._reading_headers, self._header_bytes, self._unfinished = True, 0, 0
 
     def on_url(self, url: bytes) -> None:
@@ -65,12 +93,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reading_headers = False
         self._stop_header_timer()
         super().on_headers_complete()
+        self.arrivals.awaited.discard(self)
 
     def shutdown(self) -> None:
-        """The server ends. An idle TLS peer that does not answer our close_notify must not hold it up."""
+        """The server ends: close now if idle, after the answer if not."""
         super().shutdown()
-        if self.transport.is_closing():
-            self.loop.call_later(CLOSE_SECONDS, self.transport.abort)
+        self._bound_closing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.arrivals.ended:
+            self._bound_closing()
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed as HTTP, and headers over the limit (the parser reports our exception as its own)."""
@@ -79,6 +112,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                                   code="request_too_large"))
         else:
             self._refuse(ApiError(400, msg))
+
+    def _bound_closing(self) -> None:
+        """A TLS peer that does not answer our close_notify must not hold the server's end up."""
+        if self.transport.is_closing():
+            self.loop.call_later(CLOSE_SECONDS, self._abort_if_written)
+
+    def _abort_if_written(self) -> None:
+        if self.transport.get_write_buffer_size():  # somebody who reads slowly
+            self._bound_closing()
+        else:
+            self.transport.abort()
 
     def _count(self, size: int) -> None:
         self._header_bytes += size

@@ -21,7 +21,7 @@ from engine.server.app import create_app
 from engine.server.args import ServeOptions
 from engine.server.auth import KeyFile
 from engine.server.client import EngineClient
-from engine.server.http_protocol import BoundedHttpProtocol
+from engine.server.http_protocol import Arrivals, BoundedHttpProtocol
 from engine.server.limits import Limits
 from engine.server.metrics import Metrics
 from engine.server.notify import Notifier
@@ -33,6 +33,8 @@ log = logging.getLogger("atoll.serve")
 EXIT_MODEL = 11
 EXIT_INTERRUPTED = 130
 KEEP_ALIVE_SECONDS = 75  # above the idle time of common proxies, so that they close first
+ARRIVAL_SECONDS = 2.0  # that a peer which connected just before the end gets to say what it wants
+ARRIVAL_POLL_SECONDS = 0.1
 PROGRESS_SECONDS = 0.2
 PROGRESS_LOG_SECONDS = 5.0
 
@@ -45,11 +47,25 @@ def run_http(options: ServeOptions, listener: socket.socket, engine: EngineChild
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with the signals left to us: we also have an engine to stop."""
+    """uvicorn, with the signals left to us: we also have an engine to stop; and it ends without dropping a request."""
+
+    def __init__(self, config: uvicorn.Config, arrivals: Arrivals) -> None:
+        super().__init__(config)
+        self._arrivals = arrivals
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Leave the port, hear out whom it was open to, then answer what they asked and close."""
+        for server in self.servers:
+            server.close()
+        deadline = time.monotonic() + ARRIVAL_SECONDS
+        while self._arrivals.pending() and not self.force_exit and time.monotonic() < deadline:
+            await asyncio.sleep(ARRIVAL_POLL_SECONDS)
+        self._arrivals.ended = True
+        await super().shutdown(sockets)
 
 
 async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineChild, url: str,
@@ -126,9 +142,10 @@ def _server(options: ServeOptions, client: EngineClient, limits: Limits) -> Http
 def make_server(app: ASGIApp, limits: Limits, *, access_log: bool, shutdown_timeout: float,
                 ssl_certfile: Path | None, ssl_keyfile: Path | None) -> HttpServer:
     """uvicorn with our bounds, and none of its own logs."""
-    return HttpServer(uvicorn.Config(
+    protocol = BoundedHttpProtocol.with_limits(limits)
+    config = uvicorn.Config(
         AccessLog(app) if access_log else app,
-        http=BoundedHttpProtocol.with_limits(limits),
+        http=protocol,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -139,7 +156,8 @@ def make_server(app: ASGIApp, limits: Limits, *, access_log: bool, shutdown_time
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
-    ))
+    )
+    return HttpServer(config, protocol.arrivals)
 
 
 async def _narrate(server: HttpServer, client: EngineClient, notifier: Notifier, options: ServeOptions, url: str,

@@ -242,10 +242,10 @@ def test_the_port_stays_open_while_the_gateway_restarts(server: Server):
     restart = machine.popen("systemctl restart atoll-gateway")
     answers = []
     while restart.poll() is None:
-        answers.append(server.curl("/livez")[0])
+        answers.append(server.curl("/livez"))
     assert restart.returncode == 0
     assert server.show("atoll-gateway", "MainPID") != before
-    assert set(answers) == {200}, answers
+    assert {status for status, _ in answers} == {200}, answers
     wait_healthy(server, "chat", 20)
     assert server.show("atoll-engine@chat", "NRestarts") == "0"
 

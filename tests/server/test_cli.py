@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from certificates import self_signed
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -455,7 +456,7 @@ def test_tls_and_keys(tiny_llama_dir: Callable[..., Path], tmp_path: Path, port:
     keys = tmp_path / "keys.json"
     digest = hashlib.sha256(key.encode()).hexdigest()
     keys.write_text(json.dumps({"keys": [{"id": "k", "name": "t", "sha256": digest}]}))
-    certificate, private = _self_signed(tmp_path)
+    certificate, private = self_signed(tmp_path)
     flags = (f"--port={port}", f"--api-key-file={keys}", f"--ssl-certfile={certificate}", f"--ssl-keyfile={private}")
     context = ssl.create_default_context(cafile=str(certificate))
     with (running(tiny_llama_dir(), tmp_path, *flags) as service,
@@ -470,26 +471,3 @@ def test_tls_and_keys(tiny_llama_dir: Callable[..., Path], tmp_path: Path, port:
         assert key not in service.log.read_text()
         access = [line for line in service.lines() if line["logger"] == "atoll.access"]
         assert [(line["status"], line.get("key")) for line in access] == [(401, None), (200, "k")]
-
-
-def _self_signed(directory: Path) -> tuple[Path, Path]:
-    from datetime import UTC, datetime, timedelta
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(1).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    (directory / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (directory / "key.pem").write_bytes(key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
-    return directory / "cert.pem", directory / "key.pem"
