@@ -74,15 +74,15 @@ def test_everything_hangs_and_it_still_ends_in_time(tmp_path: Path, monkeypatch:
 
 def test_checks_run_side_by_side_in_their_order(tmp_path: Path) -> None:
     def slow(plans: PreflightContext) -> Seen:
-        time.sleep(0.3)
+        time.sleep(1)
         return Seen("pass", "done")
 
     checks = [made(f"c{number}", slow) for number in range(10)]
     began = time.monotonic()
     records = run_all(checks, context(tmp_path))
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 8
     assert [found.id for found in records] == [f"c{number}" for number in range(10)]
-    assert all(found.seconds >= 0.3 for found in records)
+    assert all(found.seconds >= 1 for found in records)
 
 
 @pytest.mark.parametrize(("strict", "status"), [(False, "warn"), (True, "fail")])
@@ -91,14 +91,14 @@ def test_what_breaks_or_hangs_is_told_and_hides_no_other(tmp_path: Path, strict:
         raise RuntimeError("no such sensor")
 
     def hung(plans: PreflightContext) -> Seen:
-        time.sleep(5)
+        time.sleep(30)
         return Seen("pass", "late")
 
     checks = [made("broken", broken, strict=strict), made("hung", hung, strict=strict, timeout=0.2),
               made("good", lambda plans: Seen("pass", "fine"))]  # fmt: skip
     began = time.monotonic()
     records = run_all(checks, context(tmp_path))
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15
     assert [found.status for found in records] == [status, status, "pass"]
     assert "no such sensor" in records[0].observed
     assert "no answer within 0.2 s" in records[1].observed

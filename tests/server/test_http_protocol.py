@@ -73,7 +73,7 @@ def test_headers_that_do_not_arrive_are_not_awaited_for_ever(peer: socket.socket
     began = time.monotonic()
     peer.sendall(start)
     reply = read_all(peer)
-    assert HEADER_SECONDS * 0.8 < time.monotonic() - began < 4
+    assert HEADER_SECONDS * 0.8 < time.monotonic() - began < 8
     assert (b" 408 " in reply) == bool(start)  # a connection on which nothing came is closed without a word
 
 
@@ -84,7 +84,7 @@ def test_a_dripping_sender_gets_no_more_time(peer: socket.socket) -> None:
         for _ in range(100):
             peer.sendall(b"A: b\r\n")
             time.sleep(0.1)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 8
 
 
 def test_a_kept_alive_connection_is_bounded_request_by_request(peer: socket.socket) -> None:

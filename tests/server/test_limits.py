@@ -100,12 +100,12 @@ def test_a_trickle_does_not_extend_the_time(tiny_server: RunningServer) -> None:
         started = time.monotonic()
         connection.sendall(head(1000))
         try:
-            for _ in range(60):
+            for _ in range(200):
                 connection.sendall(b" ")
                 time.sleep(0.1)
         except OSError:
             pass
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
 
 
 def test_headers_over_the_limit_are_refused(tiny_server: RunningServer) -> None:

@@ -103,7 +103,7 @@ def test_time_is_bounded(source: str) -> None:
     started = time.monotonic()
     with pytest.raises(InvalidRequestError, match=r"too long"):
         ChatTemplate(source).render(USER, seconds=0.3)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
 
 
 def test_output_is_bounded() -> None:
