@@ -2,8 +2,8 @@
 
 What the last layer writes for later steps, keys and values or a state, is of all tokens. Behind that it goes on with
 those few alone: the output projection and the MLP of one layer in 36 are 2 % of a prompt's arithmetic. Where the last
-layers have no keys of their own (Gemma 4 E2B, E4B), all of these can: more than half of a prompt's arithmetic. They do
-where the runner says how (ForwardContext.narrowed), which today is on a CPU.
+layers have no keys of their own (Gemma 4 E2B, E4B), all of these do, by ForwardContext.narrowed: more than half of a
+prompt's arithmetic.
 """
 
 from typing import TypeVar, cast

@@ -7,7 +7,8 @@ The request table (tokens, pages) lives on the device; the sampler writes each t
 launched before anybody has seen the tokens of step N.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -268,7 +269,14 @@ class DeviceRunner:
             state = StateBatch(slots, starts == 0, q_starts, counts, form.chunks)
         # While kernels are only noted these words may hold anything, and PyTorch's own kernels run all the same.
         last = None if whole else (q_starts + counts - 1).clamp_(0, form.tokens - 1).long()
-        return self._forward(form.tokens, batches, state, last)
+
+        def narrowed() -> ForwardContext:
+            """As in a decode step: each sequence has its last token only, the newest one."""
+            lengths = (starts + counts).clamp_(min=1)  # what fills a step up may be a sequence without tokens
+            alone = [replace(b, seq_lens=lengths, tiles=None, num_single=0) for b in batches]
+            return self._context((lengths - 1).long(), alone, None)
+
+        return self._forward(form.tokens, batches, state, last, None if whole else narrowed)
 
     def _put_updates(self, plan: StepPlan) -> None:
         """Pack the changes of the request table, send everything, and apply them."""
@@ -308,11 +316,23 @@ class DeviceRunner:
         return states
 
     def _forward(
-        self, count: int, batches: list[DeviceBatch], state: StateBatch | None, wanted: torch.Tensor | None = None
+        self,
+        count: int,
+        batches: list[DeviceBatch],
+        state: StateBatch | None,
+        wanted: torch.Tensor | None = None,
+        narrowed: Callable[[], ForwardContext] | None = None,
     ) -> torch.Tensor:
-        first, *more = zip(self._slots[:, :count].unbind(0), batches, strict=True)
-        with forward_context(ForwardContext(self._positions[:count], *first, more, state, wanted)):
+        context = self._context(self._positions[:count], batches, state)
+        context.wanted, context.narrowed = wanted, narrowed
+        with forward_context(context):
             return self.model(self._ids[:count])
+
+    def _context(
+        self, positions: torch.Tensor, batches: list[DeviceBatch], state: StateBatch | None
+    ) -> ForwardContext:
+        first, *more = zip(self._slots[:, : len(positions)].unbind(0), batches, strict=True)
+        return ForwardContext(positions, *first, more, state)
 
     def _finish(
         self,
