@@ -25,6 +25,7 @@ from engine.worker.memory import StepNeeds
 from engine.worker.prepare import prepare
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
+_GRANULE = 2 << 20      # the driver takes memory in pieces of this size: of what was measured a part may be unused
 _PROBES = 8             # the graphs of a batch of this size (1, 2, 4, 8) stand for all: the last for the largest
 
 
@@ -75,6 +76,9 @@ def measure_steps(
     torch.cuda.empty_cache()
     # What is still there is the libraries' and stays (cuBLAS workspaces): it is in use, and no part of a step.
     stays = torch.cuda.memory_reserved(device) - reserved
+    if graphs:
+        _first_graph(device)
+        torch.cuda.empty_cache()
     in_use = _in_use(device) - ours
     for_graphs = _measure_graphs(runner, probes, graph_sizes(count), device) if graphs else 0
 
@@ -106,6 +110,15 @@ def _largest_steps(lengths: list[int]) -> list[StepPlan]:
     return [StepPlan(0, prompts, inits), StepPlan(1, decodes)]
 
 
+def _first_graph(device: torch.device) -> None:
+    """For a process's first graph the driver takes 70 MiB, once: no part of what each one takes."""
+    graph, word = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
+    with torch.cuda.graph(graph):
+        word += 1
+    graph.replay()
+    torch.cuda.synchronize(device)
+
+
 def _measure_graphs(runner: DeviceRunner, probes: dict[int, int], sizes: list[int], device: torch.device) -> int:
     """Bytes that all graphs will take, from a few of them.
 
@@ -122,7 +135,8 @@ def _measure_graphs(runner: DeviceRunner, probes: dict[int, int], sizes: list[in
     pool = torch.cuda.memory_reserved(device) - reserved
     rows = sum(sizes) - sum(set(probes.values())) + sum(s.singles + s.tokens for s in shapes[:-1])
     hidden = rows * runner.model.config.hidden_size * runner.dtype.itemsize
-    return pool + hidden + mixed_records * len(shapes) + -(-decode_records // len(probes)) * len(sizes)
+    of_mixed, of_decode = mixed_records + _GRANULE, -(-(decode_records + _GRANULE) // len(probes))
+    return pool + hidden + of_mixed * len(shapes) + of_decode * len(sizes)
 
 
 def _records(graphs: Graphs[Key], keys: Iterable[Key], device: torch.device, in_use: int, reserved: int) -> int:

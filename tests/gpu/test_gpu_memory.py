@@ -3,6 +3,7 @@
 The engine under test is a process of its own: its CUDA context counts too, and only from outside it can be seen.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,24 @@ def test_the_share_is_kept_and_used(kwargs: dict) -> None:
     numbers = f"{used / GIB:.2f} GiB in use of a share of {share / GIB:.2f} GiB"
     assert used <= share, numbers
     assert used >= share - GIB, numbers
+
+
+@pytest.mark.parametrize("config, quantization", [
+    ("qwen3-0.6b", "none"), ("gemma4-26b-a4b", "fp8"), ("qwen3.6-35b-a3b", "fp8"),
+])  # fmt: skip
+def test_a_fresh_process_takes_what_it_planned(config: str, quantization: str) -> None:
+    """What a process's first graph takes is planned once, and no kernel has the driver set memory aside for what its
+    threads cannot keep in registers: a kilobyte of each is 0.26 GiB of such a card."""
+    code = Path(__file__).with_name("plan_child.py")
+    command = [sys.executable, str(code), config, quantization]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    off = found["taken"] - found["planned"]
+    assert -0.15 <= off <= 0.02, f"{found['taken']} GiB taken, {found['planned']} GiB planned"
+    assert found["kernels"] > 20
+    spilling = {name: local for name, local in found["local"].items() if local > 256}
+    assert not spilling
 
 
 def test_two_engines_share_a_card() -> None:
