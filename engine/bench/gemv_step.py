@@ -109,7 +109,8 @@ def using(chosen: Chosen) -> Iterator[Chosen]:
 
     taken: Chosen = {}
 
-    def vector(product: Product) -> Tiles:
+    def vector(product: Product, rows: int = 1) -> Tiles:
+        assert rows == 1, "a step of one sequence"
         return taken.setdefault(product, chosen.get(product) or vector_tiles(product))
 
     def few(shape: Shape, tokens: int, beside: int = 0) -> Tiles:

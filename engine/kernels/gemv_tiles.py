@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FEW_OUTPUTS = 256
+_MOST_REGISTERS = 150  # of a thread, which can have 255: the more it takes, the fewer find room beside each other
+_WARP_BYTES = 512      # of a row that the threads of a warp read at once
 _TUNED = Path(__file__).with_name("gemv_tuned.json")
 
 
@@ -34,9 +36,30 @@ class VectorTiles(NamedTuple):
     warps: int
 
 
-def vector_tiles(product: Product) -> VectorTiles:
-    """As measured, or by rule."""
-    return _measured().get(product) or by_rule(product)
+def vector_tiles(product: Product, rows: int = 1) -> VectorTiles:
+    """For so many rows of x (1, 2 or 4). Of one row as measured, or by rule; of more these are cut until a thread has
+    its numbers in registers. What has no room there goes to memory and back, and the driver sets that memory aside for
+    every thread of the card: 16 x 1024 of a weight took 5,000 bytes a thread with four rows, 1 GiB in all.
+    """
+    tiles = _measured().get(product) or by_rule(product)
+    if rows == 1:
+        return tiles
+    while registers(product, tiles, rows) > _MOST_REGISTERS and tiles.block_k * product.itemsize > _WARP_BYTES:
+        tiles = tiles._replace(block_k=tiles.block_k // 2)
+    while registers(product, tiles, rows) > _MOST_REGISTERS and tiles.block_n > 1:
+        tiles = tiles._replace(block_n=tiles.block_n // 2)
+    return tiles
+
+
+def registers(product: Product, tiles: VectorTiles, rows: int) -> int:
+    """About how many a thread needs: two blocks of the weight and what of one is widened, and for each row of x its
+    sums, x, and with a norm the squares of x. (Of 52 products of the presets within a sixth of what ptxas takes, where
+    that is less than 255.)"""
+    threads, part = 32 * tiles.warps, 16 // product.itemsize  # of a row a thread reads 16 bytes side by side
+    numbers = tiles.block_n * (2 if product.gated else 1) * tiles.block_k // threads
+    columns = part * max(1, tiles.block_k // part // threads)
+    weights = 2 * numbers * product.itemsize // 4 + min(numbers, 64)
+    return weights + rows * (numbers // part + columns * (2 if product.normed else 1))
 
 
 def by_rule(product: Product) -> VectorTiles:

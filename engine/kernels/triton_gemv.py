@@ -1,16 +1,16 @@
 """Products of a few rows with a large weight: y [M, N] = x [M, K] W [N, K]ᵀ, bound by reading W once.
 
-Up to 4 rows: in vector form. A program holds BLOCK_N rows of W in registers, multiplies them with each row of x, and
-sums: within each thread first, across threads once at the end. There are many small programs, so much of W is on its
-way at any time; the first block of it is asked for before the previous kernel's results are waited for, since nobody
-writes weights. What stands around a product in a decoder layer happens in passing, for each kernel less saves as much
-time as a megabyte of weights takes:
+In vector form, up to 4 rows; of a large weight a second row is better off on the matrix units (layers/linear.py). A
+program holds BLOCK_N rows of W in registers, multiplies them with each row of x, and sums: within each thread first,
+across threads once at the end. There are many small programs, so much of W is on its way at any time; the first block
+of it is asked for before the previous kernel's results are waited for, since nobody writes weights. What stands around
+a product in a decoder layer happens in passing, for each kernel less saves as much time as a megabyte of weights takes:
 
     before   RMS norm of x: y = (W (x * weight)ᵀ) / |x|, so every program finds |x| for itself while it multiplies
     after    the gate of a gated MLP, y = act(x Wgᵀ) * (x Wuᵀ), with Wg above Wu;  or the residual, r += x Wᵀ
 
-More rows: on the matrix units, through a deep asynchronous pipeline. The weight's rows take the wide side, so M needs
-no padding beyond 16.
+On the matrix units, up to 128 rows, through a deep asynchronous pipeline. The weight's rows take the wide side, so M
+needs no padding beyond 16.
 
 fp8 weights have a scale per output channel. In vector form they are widened in registers; on the matrix units x is fp8
 as well, with a scale per row (triton_quant).
@@ -28,7 +28,7 @@ from engine.kernels.triton_gate import activated
 PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a kernel's variant
 _AHEAD = 1024    # bytes of each of a program's rows that it asks for before it waits for its input
 _MATRIX_THREADS = tl.constexpr(128)
-VECTOR_ROWS = 4  # more rows: the arithmetic takes longer than reading the weight
+VECTOR_ROWS = 4
 
 
 @triton.jit
@@ -242,12 +242,12 @@ def gemv(
     y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device) if residual is None else residual
     norm_weight, eps = (None, 0.0) if norm is None else norm
     product = Product(weight.shape[0], inner, weight.element_size(), gate is not None, norm is not None)
-    block_n, block_k, warps = tiles or vector_tiles(product)
+    padded = triton.next_power_of_2(rows)
+    block_n, block_k, warps = tiles or vector_tiles(product, padded)
     _vector_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
         x.stride(0), y.stride(0), eps, wide_offset or 0.0, N=out_features, K=inner,
-        ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n, BLOCK_K=block_k, GATE=gate,
-        IN_ORDER=in_order, num_warps=warps,
+        ROWS=padded, BLOCK_N=block_n, BLOCK_K=block_k, GATE=gate, IN_ORDER=in_order, num_warps=warps,
     )  # fmt: skip
     return y
 

@@ -11,7 +11,8 @@ from engine.kernels import products
 from engine.kernels.threads import num_threads
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
-_VECTOR_ROWS = 4  # as in triton_gemv: up to here fp8 weights multiply activations as they are
+_VECTOR_ROWS = 4            # as in triton_gemv, of small weights
+_SMALL_WEIGHT = 12_500_000  # numbers; of larger ones a second row's arithmetic takes longer than the matrix units' way
 _FEW_ROWS = 32    # up to here a product is bound by reading its weight, and our own kernel reads it faster
 _FEW_FP8_ROWS = 128  # half as many where there are many outputs; fewer where an algorithm is chosen
 _SOME_OUTPUTS = 4096  # fewer do not fill a card with our kernel's programs
@@ -51,9 +52,9 @@ class Linear(nn.Module):
 
     CPU with bf16 units: the weight is re-ordered once into oneDNN's blocked layout; small batches then read it at about
         1.7 times the speed of the plain layout (measured on Zen 5, 1-16 rows, 30 against 17 GB/s).
-    GPU: our kernels for few rows, cuBLAS for many.
-    fp8 (`quantization = "fp8"`, set before loading): W in fp8, a scale per output channel. One to four rows multiply
-        with it as they are; more are quantised as well, and the product runs on the fp8 units.
+    GPU: our kernels for few rows, cuBLAS for many. One row goes in vector form, of a small weight up to four do.
+    fp8 (`quantization = "fp8"`, set before loading): W in fp8, a scale per output channel. In vector form activations
+        multiply with it as they are; else they are quantised as well, and the product runs on the fp8 units.
     """
 
     few_rows = _FEW_ROWS        # more than these, and the product on a GPU may be the library's
@@ -117,14 +118,19 @@ class Linear(nn.Module):
             return self(x), False
         return self._in_vector_form(x, in_order=True), True
 
+    @property
+    def vector_rows(self) -> int:
+        """Up to so many rows the product is in vector form, and an fp8 weight multiplies activations as they are."""
+        return _VECTOR_ROWS if self.weight.numel() <= _SMALL_WEIGHT else 1
+
     def wants_fp8(self, rows: int) -> bool:
         """Whether a product of so many rows reads fp8 activations: who makes them can do so in passing."""
-        return rows > _VECTOR_ROWS and self._product is Linear._on_fp8
+        return rows > self.vector_rows and self._product is Linear._on_fp8
 
     def in_vector_form(self, rows: int) -> bool:
         """Whether a product of so many rows runs on our kernel for a few vectors, which can also do what stands around
         it: norm, gate, residual."""
-        return rows <= _VECTOR_ROWS and self._product in (Linear._on_gpu, Linear._on_fp8)
+        return rows <= self.vector_rows and self._product in (Linear._on_gpu, Linear._on_fp8)
 
     @property
     def by_library(self) -> products.Weight | None:
@@ -182,7 +188,7 @@ class Linear(nn.Module):
         return y[: x.shape[0]]
 
     def _on_gpu(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] <= _VECTOR_ROWS:
+        if x.shape[0] <= self.vector_rows:
             return self._in_vector_form(x)
         if x.shape[0] > _FEW_ROWS or self.out_features < _SOME_OUTPUTS:
             product = products.chosen(x, self.weight) if self.bias is None else None
@@ -192,7 +198,7 @@ class Linear(nn.Module):
         return few_rows(x, self.weight, self.bias)
 
     def _on_fp8(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] <= _VECTOR_ROWS:
+        if x.shape[0] <= self.vector_rows:
             return self._in_vector_form(x)
         from engine.kernels.triton_quant import quantize_rows
 
@@ -201,7 +207,7 @@ class Linear(nn.Module):
     def _on_fp8_reference(self, x: torch.Tensor) -> torch.Tensor:
         """What the form above computes, in plain torch."""
         assert self.scale is not None
-        if x.shape[0] > _VECTOR_ROWS:
+        if x.shape[0] > self.vector_rows:
             x = dequantize(*quantize_rows(x), x.dtype)
         return F.linear(x, dequantize(self.weight, self.scale, x.dtype), self.bias)
 

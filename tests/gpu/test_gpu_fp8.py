@@ -18,6 +18,7 @@ from torch import nn
 
 from engine import SamplingParams
 from engine.kernels import reference
+from engine.layers import linear
 from engine.layers.linear import Activations, Linear, QuantizedRows, UnnormedRows
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +28,6 @@ if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("fp8 needs compute capability 8.9", allow_module_level=True)
 
 LIMIT = 8e-3  # rounding to bf16 takes 1.7e-3 of it, and what the fp8 units drop of a sum about as much
-VECTOR_ROWS = 4  # up to here activations are not rounded to fp8
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,6 +45,23 @@ def test_scores_are_off_by_what_fp8_costs(family: str, tmp_path: Path) -> None:
     assert found[1] < 1.6 * due[1], said
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma4-26b", "qwen3.5"])
+def test_few_sequences_multiply_with_large_weights_on_the_fp8_units(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, of up to four sequences, in whose steps small weights meet activations that are not rounded."""
+    model, steps = checkpoint(tmp_path / family, family), {"max_num_seqs": 4, "max_num_batched_tokens": 256}
+    monkeypatch.setattr(linear, "_SMALL_WEIGHT", 0)
+    monkeypatch.setattr(linear, "_SOME_OUTPUTS", 0)
+    exact = on_cpu(model)
+    found = lost(on_gpu(model, quantization="fp8", kv_cache_dtype="fp8", **steps), exact)
+    due = lost(fp8_on_cpu(model, **steps), exact)
+    said = f"prompts {found[0]:.2e} of {due[0]:.2e} that are due, answers {found[1]:.2e} of {due[1]:.2e}"
+    print(f"{family}: {said}")
+    assert found[0] < 1.12 * due[0], said
+    assert found[1] < 1.6 * due[1], said
+
+
 def twin(product: Linear, x: Activations) -> torch.Tensor:
     """[T, out] in float32, from the weight and the activations that `product` has in fp8."""
     if isinstance(x, UnnormedRows):
@@ -53,7 +70,7 @@ def twin(product: Linear, x: Activations) -> torch.Tensor:
         x = normed
     if isinstance(x, QuantizedRows):
         wide = x.values.float() * x.scale[:, None]
-    elif x.shape[0] > VECTOR_ROWS:
+    elif x.shape[0] > product.vector_rows:
         values, scale = reference.quantize_rows(x)
         wide = values.float() * scale[:, None]
     else:

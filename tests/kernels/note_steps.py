@@ -1,6 +1,8 @@
 """Notes which kernels a start runs, and which of those that serving needs were not among them.
 
-    python note_steps.py FAMILY MAX_SEQS MAX_TOKENS        one of gpu_kit's families
+    python note_steps.py FAMILY MAX_SEQS MAX_TOKENS [large]        one of gpu_kit's families
+
+large: its weights are taken for large ones, whose products of two rows are not in vector form.
 
 Prints JSON. Run by test_prepared_steps.py in a process of its own. Nothing here needs a GPU, for no kernel runs: what
 torch itself computes between them, it computes on the CPU from whatever stands there.
@@ -18,6 +20,7 @@ from gpu_kit import FAMILIES, SHAPE
 
 from engine.core.kv.spec import CacheSpec
 from engine.kernels import launch
+from engine.layers import linear
 from engine.models.config import ModelConfig
 from engine.models.loader import fill_randomly
 from engine.models.registry import model_class
@@ -73,8 +76,10 @@ def some_steps(max_seqs, max_tokens):
             yield [1] * (count - chunks) + [1 + choose.randint(1, spare // chunks) for _ in range(chunks)]
 
 
-def main(family, max_seqs, max_tokens):
+def main(family, max_seqs, max_tokens, weights):
     stand_in_for_a_gpu()
+    if weights == ["large"]:
+        linear._SMALL_WEIGHT = linear._SOME_OUTPUTS = 0
     model = random_model(family)
     with torch.inference_mode():
         print(json.dumps(noted(model, max_seqs, max_tokens)))
@@ -124,4 +129,4 @@ def name_of(job):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

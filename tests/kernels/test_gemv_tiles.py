@@ -56,6 +56,45 @@ def test_a_measured_shape_is_found_and_its_line_reads_back():
     assert gemv_tiles.read([gemv_tiles.line_of(product, VectorTiles(1, 2, 3))]) == {product: VectorTiles(1, 2, 3)}
 
 
+def every_product():
+    """Of many shapes, and those that were measured."""
+    sides = (16, 64, 720, 1024, 2048, 2816, 5376, 17408)
+    for itemsize in (1, 2):
+        for gated in (False, True):
+            for normed in (False, True):
+                yield from (Product(2 * n, k, itemsize, gated, normed) for n in sides for k in sides)
+    yield from gemv_tiles._measured()
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_more_rows_keep_their_numbers_in_registers(rows):
+    for product in every_product():
+        tiles, single = gemv_tiles.vector_tiles(product, rows), gemv_tiles.vector_tiles(product)
+        assert gemv_tiles.registers(product, tiles, rows) < 200, (product, tiles)
+        assert tiles.warps == single.warps
+        assert tiles.block_n <= single.block_n
+        assert tiles.block_k <= single.block_k
+        assert tiles.block_k * product.itemsize >= min(single.block_k * product.itemsize, 512), (product, tiles)
+
+
+def test_tiles_of_one_row_would_not_do_for_four():
+    """By ptxas, for compute capability 9.0: 5,832 and 832 bytes of a thread's numbers have no register."""
+    large, small = Product(8192, 2816, 1, normed=True), Product(12288, 2048, 1, normed=True)
+    assert gemv_tiles.vector_tiles(large) == (16, 1024, 4)
+    assert gemv_tiles.vector_tiles(small) == (4, 1024, 1)
+    for product in (large, small):
+        assert gemv_tiles.registers(product, gemv_tiles.vector_tiles(product), 4) > 255
+
+
+@pytest.mark.parametrize("numbers, rows", [(12_500_000, 4), (12_500_001, 1)])
+def test_a_second_row_of_a_large_weight_leaves_the_vector_form(numbers, rows):
+    for product in (Linear._on_gpu, Linear._on_fp8):
+        linear = Linear(1, numbers)
+        linear._product = product
+        assert [n for n in range(1, 9) if linear.in_vector_form(n)] == list(range(1, rows + 1))
+        assert [n for n in range(1, 9) if linear.wants_fp8(n)] == list(range(rows + 1, 9)) * (product is Linear._on_fp8)
+
+
 @pytest.mark.parametrize("rows", [2, 5])
 def test_what_comes_after_a_product_in_order_may_be_early_where_rows_are_few(rows):
     torch.manual_seed(0)

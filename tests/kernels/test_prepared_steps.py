@@ -15,19 +15,22 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("family", "max_seqs", "max_tokens"),
+    ("family", "max_seqs", "max_tokens", "weights"),
     [
-        ("qwen3", 48, 256),
-        ("gemma4-26b", 48, 256),
-        ("gemma4-e2b", 48, 256),
-        ("qwen3.5-moe", 48, 256),
-        ("qwen3.5", 40, 40),  # a step has a chunk of two tokens only where a sequence has none
+        ("qwen3", 48, 256, []),
+        ("qwen3", 48, 256, ["large"]),
+        ("gemma4-26b", 48, 256, []),
+        ("gemma4-26b", 48, 256, ["large"]),
+        ("gemma4-e2b", 48, 256, []),
+        ("qwen3.5-moe", 48, 256, []),
+        ("qwen3.5-moe", 48, 256, ["large"]),
+        ("qwen3.5", 40, 40, []),  # a step has a chunk of two tokens only where a sequence has none
     ],
 )
-def test_a_start_has_run_every_kernel_that_steps_need(family, max_seqs, max_tokens):
+def test_a_start_has_run_every_kernel_that_steps_need(family, max_seqs, max_tokens, weights):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "gpu")))
-    command = [sys.executable, HERE / "note_steps.py", family, str(max_seqs), str(max_tokens)]
+    command = [sys.executable, HERE / "note_steps.py", family, str(max_seqs), str(max_tokens), *weights]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     noted = json.loads(done.stdout)

@@ -237,7 +237,7 @@ def test_gemv_fp8_weight(gate):
     assert (ours - exact).norm() < 0.06 * exact.norm()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 17, 100])
+@pytest.mark.parametrize("rows", [1, 3, 5, 16, 17, 100])
 @pytest.mark.parametrize("out_features, inner", [(64, 256), (33, 192), (100, 1000)])
 def test_few_rows(rows, out_features, inner):
     x, weight, bias = strided(rows, inner), torch.randn(out_features, inner), torch.randn(out_features)
