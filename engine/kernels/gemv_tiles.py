@@ -52,9 +52,10 @@ def vector_tiles(product: Product, rows: int = 1) -> VectorTiles:
 
 
 def registers(product: Product, tiles: VectorTiles, rows: int) -> int:
-    """About how many a thread needs: two blocks of the weight and what of one is widened, and for each row of x its
-    sums, x, and with a norm the squares of x. (Of 52 products of the presets within a sixth of what ptxas takes, where
-    that is less than 255.)"""
+    """Roughly how many a thread needs: two blocks of the weight and what of one is widened, and for each row of x its
+    sums, x, and with a norm the squares of x. ptxas takes 0.5 to 1.6 times as many: for 2 and 4 rows of the benchmarks'
+    52 products, cut to _MOST_REGISTERS, at most 240; in two cases 8 bytes of a thread go to memory all the same.
+    """
     threads, part = 32 * tiles.warps, 16 // product.itemsize  # of a row a thread reads 16 bytes side by side
     numbers = tiles.block_n * (2 if product.gated else 1) * tiles.block_k // threads
     columns = part * max(1, tiles.block_k // part // threads)

@@ -28,7 +28,7 @@ from engine.kernels.triton_gate import activated
 PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a kernel's variant
 _AHEAD = 1024    # bytes of each of a program's rows that it asks for before it waits for its input
 _MATRIX_THREADS = tl.constexpr(128)
-VECTOR_ROWS = 4
+VECTOR_ROWS = 4  # the most in vector form
 
 
 @triton.jit

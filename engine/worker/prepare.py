@@ -66,7 +66,7 @@ def choose_products(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tok
     sizes = [size for size in graph_sizes(max_batch) if Linear.few_rows < size <= _CHOSEN_ROWS]
     for kind, weights in kinds.items():
         if kind == FP8:  # of full steps the library's first choice is as good as any
-            least = 1 if cublaslt.has_forms() else Linear.few_fp8_rows
+            least = 0 if cublaslt.has_forms() else Linear.few_fp8_rows
             measured += products.choose(weights, [size for size in sizes if size > least], dtype, fp8=True)
         else:
             measured += products.choose(weights, sorted({*sizes, max_tokens}), kind)

@@ -25,7 +25,7 @@ from engine.worker.memory import StepNeeds
 from engine.worker.prepare import prepare
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
-_GRANULE = 2 << 20      # the driver takes memory in pieces of this size: of what was measured a part may be unused
+_GRANULE = 2 << 20      # the driver takes memory in pieces: what was measured may have filled up one begun before
 _PROBES = 8             # the graphs of a batch of this size (1, 2, 4, 8) stand for all: the last for the largest
 
 

@@ -6,26 +6,17 @@ CONFIG: a folder of engine/bench/configs, of which a few layers are enough. Star
 """
 
 import ctypes
+import io
 import json
 import logging
 import re
 import sys
-from pathlib import Path
 
 from engine import LLM
 from engine.bench import floor, gemv_step
 from engine.kernels import launch
 
 _LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text += record.getMessage() + "\n"
 
 
 def local_bytes(variant: launch._Variant) -> int:
@@ -37,22 +28,18 @@ def local_bytes(variant: launch._Variant) -> int:
 
 
 def main(config: str, quantization: str) -> None:
-    log = Lines()
-    logging.basicConfig(level=logging.INFO, handlers=[log])
+    log = io.StringIO()
+    logging.basicConfig(level=logging.INFO, stream=log)
     with gemv_step.few_layers(floor.CONFIGS / config) as model:
-        start(model, None if quantization == "none" else quantization)
-    found = re.search(r"([\d.]+) GiB taken, ([\d.]+) GiB planned", log.text)
-    assert found is not None, log.text
+        LLM(model=model, device="cuda", load_format="dummy", skip_tokenizer_init=True, max_model_len=8192,
+            gpu_memory_utilization=0.5, quantization=None if quantization == "none" else quantization)  # fmt: skip
+    found = re.search(r"([\d.]+) GiB taken, ([\d.]+) GiB planned", log.getvalue())
+    assert found is not None, log.getvalue()
     kernels = {k for m in sys.modules.copy().values() if str(getattr(m, "__name__", "")).startswith("engine.kernels.")
                for k in vars(m).values() if isinstance(k, launch.Kernel)}  # fmt: skip
     local = {f"{k.name} {key}": local_bytes(variant) for k in kernels for key, variant in k._variants.items()}
     taken, planned = map(float, found.groups())
     print(json.dumps({"taken": taken, "planned": planned, "kernels": len(local), "local": local}))
-
-
-def start(model: Path, quantization: str | None) -> None:
-    LLM(model=model, device="cuda", load_format="dummy", skip_tokenizer_init=True, max_model_len=8192,
-        gpu_memory_utilization=0.5, quantization=quantization)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -83,12 +83,14 @@ if [ "$what" = sanitize ]; then
         echo "Install it, or name it: COMPUTE_SANITIZER=/usr/local/cuda/bin/compute-sanitizer tests/gpu/run.sh sanitize" >&2
         exit 2
     fi
-    # Without torch's cache of memory, so that each tensor has an end that a kernel can be seen to cross. Our kernels
-    # alone, whose names all end so: with the library's products, racecheck had not come to the first check after 150 s.
-    for check in memcheck racecheck; do
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$check" --error-exitcode 3 --print-limit 20 \
-            --kernel-name kns=_kernel --kernel-name-exclude kns=native python3 -m engine.selftest --in-process
-    done
+    # Without torch's cache of memory, so that each tensor has an end that a kernel can be seen to cross.
+    sanitized() {
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$@" --error-exitcode 3 --print-limit 20 \
+            python3 -m engine.selftest --in-process
+    }
+    sanitized memcheck
+    # Our kernels alone, whose names all end so: with the library's it had not come to the first check after 150 s.
+    sanitized racecheck --kernel-name kns=_kernel --kernel-name-exclude kns=native
     exit
 fi
 [ $# != 0 ] || set -- tests/gpu/test_gpu_*.py

@@ -1,6 +1,7 @@
 """What the self-test has compiled before it knows what it needs."""
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -44,6 +45,11 @@ def test_its_lines_are_those_of_the_jobs_that_are_waited_for():
     done = python("-c", LINES)
     assert done.returncode == 0, done.stderr[-3000:]
     assert min(map(int, done.stdout.split())) > 50
+
+
+def test_all_kernels_are_found_by_how_their_names_end():
+    """The sanitizer is told to look at them so (tests/gpu/run.sh)."""
+    assert all(json.loads(line)["name"].endswith("_kernel") for line in jobs.lines_for((9, 0)))
 
 
 def test_it_is_read_without_pytorch_and_triton():
