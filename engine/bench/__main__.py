@@ -5,13 +5,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from engine.bench import cpu, delta, gemv, load, moe, profile, report, workload
+from engine.bench import cpu, delta, gemv, latency, load, moe, profile, report, workload
 from engine.errors import AtollError
 
 _EXAMPLES = """examples:
   python -m engine.bench cpu --model SmolLM2-135M-Instruct            against transformers, a few minutes
   python -m engine.bench cpu --model DIR --no-peer --json > rows.jsonl
   python -m engine.bench workload mixed single --model DIR            DIR needs only a config.json: weights are random
+  python -m engine.bench latency --model DIR                          streams' waits while long prompts arrive
   python -m engine.bench profile --model DIR --batch 64               where a step's time goes
   python -m engine.bench load --model DIR --quantization fp8          from the page cache to ready weights
   python -m engine.bench moe --model DIR                              the experts of a layer, alone
@@ -22,7 +23,8 @@ _EXAMPLES = """examples:
   python -m engine.bench delta --model DIR                            a recurrent layer, without its projections
 """
 _COMMANDS = {
-    "cpu": cpu, "workload": workload, "profile": profile, "load": load, "moe": moe, "gemv": gemv, "delta": delta,
+    "cpu": cpu, "workload": workload, "latency": latency, "profile": profile, "load": load, "moe": moe, "gemv": gemv,
+    "delta": delta,
 }  # fmt: skip
 
 

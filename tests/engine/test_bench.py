@@ -1,5 +1,6 @@
 """The benchmark's own arithmetic: workloads that never change, waste and floor. (No benchmark runs here.)"""
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.bench import floor, report, workloads
+from engine.bench import floor, latency, report, workloads
 from engine.bench.kv_meter import KVMeter
 
 
@@ -57,6 +58,22 @@ def test_timing_takes_the_median():
     assert (row["secs"], row["out_tok_s"], row["total_tok_s"]) == (2.0, 5.0, 6.5)
 
 
+def test_latency_counts_waits_of_streams_and_first_tokens(tiny_llama_dir: Callable[..., Path]):
+    """A small run of the real engine: every token is counted, and a quiet run has no prompts' figures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path)
+    latency.add_arguments(parser)
+    args = ["--model", str(tiny_llama_dir("gqa")), "--device", "cpu", "--dtype", "float32", "--streams", "3"]
+    args += ["--stream-tokens", "8", "40", "--prompts", "2", "--prompt-tokens", "60"]
+    args += ["--short", "2", "--short-tokens", "4", "4"]
+    quiet, load = latency.run(parser.parse_args(args))
+    assert (quiet["bench"], load["bench"]) == ("latency-quiet", "latency-load")
+    assert "ttft_long_p50_ms" not in quiet
+    assert load["ttft_long_p50_ms"] > 0
+    assert load["itl_p50_ms"] <= load["itl_p99_ms"] <= load["itl_max_ms"]
+    assert load["out_tok_s"] * load["secs"] == pytest.approx(3 * (40 - 32) + 2 + 2 * 4, rel=0.1)
+
+
 def test_help_names_every_command():
     done = subprocess.run([sys.executable, "-m", "engine.bench", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in done.stdout for command in ("cpu", "workload", "profile", "load", "examples:"))
+    assert all(command in done.stdout for command in ("cpu", "workload", "latency", "profile", "load", "examples:"))
