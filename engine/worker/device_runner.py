@@ -7,7 +7,7 @@ The request table (tokens, pages) lives on the device; the sampler writes each t
 launched before anybody has seen the tokens of step N.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,10 +23,10 @@ from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forwa
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.graphs import DecodeGraphs, MixedGraphs
-from engine.worker.mixed_step import MixedForm, MixedShape, MixedStep, form_of, shapes_within
+from engine.worker.mixed_step import MOST_CHUNKS, MixedForm, MixedShape, MixedStep, form_of, shapes_within
 from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
-from engine.worker.staging import Staging, aligned
+from engine.worker.staging import ROOM_FOR_CHANGES, Staging, aligned, check_addressable, head_words
 
 _RING = 4                  # more than the steps in flight
 
@@ -72,15 +72,18 @@ class DeviceRunner:
         self.tile_tokens = [0] * num_groups  # of each group: the fewest of its layers'
         self.tile_sizes: list[int] = []
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        # A token: row, position, up to two words of a tile, itself if it is new. A sequence: columns, lists, runs.
-        words = (4 + 2 * num_groups) * max_num_tokens + num_rows * (NUM_COLUMNS + 32 + 32 * num_groups) + 8192
-        self.staging = Staging(words, device)
+        check_addressable(self.token_ids, self.block_tables)
+        # A step has no more sequences than rows or tokens. What a graph adds stays below the larger of the two numbers
+        # of tokens (`mixed_shapes`), in up to MOST_CHUNKS more sequences, each of which may add a tile.
+        size = max(max_num_tokens, num_rows)
+        sequences = min(num_rows, size) + MOST_CHUNKS
+        head = head_words(size, sequences, [size + MOST_CHUNKS] * num_groups, NUM_COLUMNS)
+        self.staging = Staging(head + ROOM_FOR_CHANGES, device)
         self._out = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn = 0
         ints = {"dtype": torch.int64, "device": device}
-        size = max(max_num_tokens, num_rows)
         self._ids, self._positions = (torch.zeros(size, **ints) for _ in range(2))
         self._slots = torch.zeros(num_groups, size, **ints)
         self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
@@ -279,29 +282,40 @@ class DeviceRunner:
         return self._forward(form.tokens, batches, state, last, None if whole else narrowed)
 
     def _put_updates(self, plan: StepPlan) -> None:
-        """Pack the changes of the request table, send everything, and apply them."""
-        stage = self.staging
-        tables, tokens = self.block_tables.flatten(0, 1), self.token_ids
-        rows = len(tokens)
-        changes = [
-            (triton_inputs.PAGES, tables, u.group * rows + u.row, u.start, u.pages) for u in plan.page_updates
-        ]
-        changes += [(triton_inputs.TOKENS, tokens, i.row, 0, i.token_ids) for i in plan.row_inits]
-        if self.state_slots is not None:
-            slots = self.state_slots.unsqueeze(1)
-            changes += [(triton_inputs.STATES, slots, i.row, 0, [i.slot]) for i in plan.row_inits]
-        runs: list[int] = []
-        room = stage.room() - 4 * len(changes)
-        for which, table, row, start, values in changes:
-            if len(values) > room:  # long prompts found in the prefix cache cost no budget, and may be many
-                there = table[row, start : start + len(values)]
-                there.copy_(torch.tensor(values, dtype=torch.int32).pin_memory(), non_blocking=True)
-                continue
-            room -= len(values)
-            runs += [which, row * table.shape[1] + start, stage.put(values), len(values)]
+        """Pack the changes of the request table, send everything, and apply them: in as many copies as they need."""
+        stage, runs = self.staging, []
+        first = stage.end
+        for which, start, values in self._changes(plan):
+            done = 0
+            while done < len(values):
+                room = stage.room - aligned(len(runs) + 4)  # the list of runs comes behind their words
+                if room <= 0:
+                    self._apply(runs)
+                    stage.go_on(first)
+                    runs = []
+                    continue
+                part = values[done : done + room]
+                runs += [which, start + done, stage.put(part), len(part)]
+                done += len(part)
+        self._apply(runs)
+
+    def _changes(self, plan: StepPlan) -> Iterator[tuple[int, int, list[int]]]:
+        """(table, first word there, the words) of all changes, in an order that does not matter."""
+        rows, length = self.token_ids.shape
+        width = self.block_tables.shape[2]
+        for update in plan.page_updates:
+            yield triton_inputs.PAGES, (update.group * rows + update.row) * width + update.start, update.pages
+        for init in plan.row_inits:
+            yield triton_inputs.TOKENS, init.row * length, init.token_ids
+            if self.state_slots is not None:
+                yield triton_inputs.STATES, init.row, [init.slot]
+
+    def _apply(self, runs: list[int]) -> None:
+        """Send what is packed, and copy the runs [R, 4] among it into the request table."""
+        stage, tables = self.staging, self.block_tables.flatten(0, 1)
         at = stage.put(runs) if runs else 0
         stage.send()
-        triton_inputs.apply_runs(stage.device_words, at, len(runs) // 4, tokens, tables, self.state_slots)
+        triton_inputs.apply_runs(stage.device_words, at, len(runs) // 4, self.token_ids, tables, self.state_slots)
 
     # -- the device's part --------------------------------------------------------------------------------------------
 
