@@ -71,6 +71,7 @@ class DeviceRunner:
         self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
         self.tile_tokens = [0] * num_groups  # of each group: the fewest of its layers'
         self.tile_sizes: list[int] = []
+        self.batch_invariant = any(layer.batch_invariant for layer in self.attention_layers)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         check_addressable(self.token_ids, self.block_tables)
         # A step has no more sequences than rows or tokens. What a graph adds stays below the larger of the two numbers
@@ -87,6 +88,7 @@ class DeviceRunner:
         self._ids, self._positions = (torch.zeros(size, **ints) for _ in range(2))
         self._slots = torch.zeros(num_groups, size, **ints)
         self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(size, dtype=torch.int32, device=device)
         self._states = None if self.state_slots is None else torch.zeros(size, **ints)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
@@ -97,7 +99,10 @@ class DeviceRunner:
         cache.bind(self.model.cache_modules())
         for group in range(len(self.tile_tokens)):
             self.tile_tokens[group] = min(
-                tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim, self.device)
+                tile_tokens(
+                    layer.num_heads, layer.num_kv_heads, layer.head_dim, self.device,
+                    batch_invariant=self.batch_invariant,
+                )
                 for layer in self.attention_layers if layer.group == group
             )  # fmt: skip
         self.tile_sizes = sorted(set(self.tile_tokens))
@@ -113,6 +118,8 @@ class DeviceRunner:
 
     def mixed_shapes(self) -> list[MixedShape]:
         """Of the mixed steps that have graphs. (What fills one up has positions, too.)"""
+        if self.batch_invariant:
+            return []
         return shapes_within(min(len(self._ids), self.max_model_len), len(self.token_ids) - 1)
 
     def fill_mixed(self, shape: MixedShape) -> None:
@@ -198,6 +205,8 @@ class DeviceRunner:
         rows, positions = words[:size], words[aligned(size) : aligned(size) + size]
         states = self._gather(rows, positions, size)
         batches = [DeviceBatch(rows, self._seq_lens[:size], table, self.multiprocessors) for table in self.block_tables]
+        if self.batch_invariant:
+            batches = [self._alone(batch, positions) for batch in batches]
         state = None
         if states is not None:
             state = StateBatch(states, rows, rows, rows)  # of a decode step the kernels need the slots only
@@ -207,7 +216,7 @@ class DeviceRunner:
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         counts = np.array([s.num_tokens for s in plan.seqs])
-        step = MixedStep.of(rows, starts, counts, self.tile_sizes)
+        step = MixedStep.of(rows, starts, counts, self.tile_sizes, all_tiled=self.batch_invariant)
         places = np.arange(len(counts))
         wants_prompts = any(s.prompt_logprobs is not None for s in plan.seqs)
         shape = None if self.mixed_graphs is None or wants_prompts else self.mixed_graphs.shape_for(step)
@@ -277,9 +286,17 @@ class DeviceRunner:
             """As in a decode step: each sequence has its last token only, the newest one."""
             lengths = (starts + counts).clamp_(min=1)  # what fills a step up may be a sequence without tokens
             alone = [replace(b, seq_lens=lengths, tiles=None, num_single=0) for b in batches]
+            if self.batch_invariant:
+                alone = [replace(self._alone(b, lengths - 1), has_own_keys=False) for b in alone]
             return self._context((lengths - 1).long(), alone, None)
 
         return self._forward(form.tokens, batches, state, last, None if whole else narrowed)
+
+    def _alone(self, batch: DeviceBatch, positions: torch.Tensor) -> DeviceBatch:
+        """As `batch`, whose sequences have one token each: for attention that takes tiles only."""
+        numbers = self._numbers[: len(positions)]
+        tiles = torch.stack((numbers, torch.zeros_like(numbers)), 1)
+        return replace(batch, tiles=tiles, starts=positions, q_starts=numbers, counts=torch.ones_like(numbers))
 
     def _put_updates(self, plan: StepPlan) -> None:
         """Pack the changes of the request table, send everything, and apply them: in as many copies as they need."""
