@@ -115,10 +115,10 @@ class Attention(nn.Module):
         if self.batch_invariant:
             assert batch.tiles is not None and batch.starts is not None  # noqa: PT018
             assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
+            own_kv = None if own is None or not batch.has_own_keys else (own[:, 0], own[:, 1])
             triton_invariant.attention(
-                q, own.unbind(1) if own is not None and batch.has_own_keys else None, self.k_cache, self.v_cache,
-                batch.tiles, batch.rows, batch.starts, batch.q_starts, batch.counts, batch.block_table, out,
-                scale=self.scale, window=self.window, softcap=self.softcap,
+                q, own_kv, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
+                batch.counts, batch.block_table, out, scale=self.scale, window=self.window, softcap=self.softcap,
             )  # fmt: skip
             return out.view(tokens, -1)
         single = tokens if batch.tiles is None else batch.num_single

@@ -143,8 +143,8 @@ class RoutedExperts(nn.Module):
 
         tiles = None
         if self.batch_invariant:
-            down = self.down_proj.weight
-            shape = Shape(self.num_experts, routing.experts.shape[1], *down.shape[1:], down.itemsize)
+            hidden, top_k = x.shape[1], routing.experts.shape[1]
+            shape = Shape(self.num_experts, top_k, hidden, self.inner, self.down_proj.weight.itemsize)
             tiles = tiles_for(shape, _INVARIANT_TOKENS, shared_memory(x.device))
         return routed_experts(x, *routing, *self.stacks, gate=self.gate, residual=residual, tiles=tiles)
 

@@ -29,7 +29,7 @@ from engine.models.loader import fill_randomly
 from engine.models.registry import model_class
 
 MAX_LEN = 160
-PROMPTS = [[(7 * i + n * n) % 290 + 3 for n in range(length)] for i, length in enumerate((40, 3, 1, 18))]
+PROMPTS = [[(7 * i + n * n) % 290 + 3 for n in range(length)] for i, length in enumerate((24, 3, 1, 9))]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, "vocab_size_per_layer_input": 300}
 
 
@@ -81,7 +81,7 @@ def main(family):
     for name, invariant in (("invariant", True), ("usual", False)):
         model = a_model(family, invariant=invariant)
         alone, together = [[i] for i in range(len(PROMPTS))], [list(range(len(PROMPTS)))]
-        said[name] = [answers(model, 64, alone), answers(model, 64, together), answers(model, 13, together)]
+        said[name] = [answers(model, 40, alone), answers(model, 40, together), answers(model, 9, together)]
     print(json.dumps(said))
 
 
