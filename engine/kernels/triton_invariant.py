@@ -173,19 +173,19 @@ def attention(
     block_table: torch.Tensor,
     out: torch.Tensor,
     *,
+    block_q: int,
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """As triton_attention.mixed, for tiles of `tile_tokens`. `own`: the step's own keys and values [T, Hkv, D], or None
-    where they are to be read from the cache, too."""
+    """As triton_attention.mixed, for tiles of `block_q` tokens, at most `tile_tokens`. `own`: the step's own keys and
+    values [T, Hkv, D], or None where they are to be read from the cache, too."""
     num_heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(dim)
-    block_q = tile_tokens(group)
     k, v = (q, q) if own is None else own
     assert k.stride(0) == v.stride(0)
     fp8 = k_cache.element_size() == 1

@@ -118,7 +118,8 @@ class Attention(nn.Module):
             own_kv = None if own is None or not batch.has_own_keys else (own[:, 0], own[:, 1])
             triton_invariant.attention(
                 q, own_kv, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
-                batch.counts, batch.block_table, out, scale=self.scale, window=self.window, softcap=self.softcap,
+                batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
+                softcap=self.softcap,
             )  # fmt: skip
             return out.view(tokens, -1)
         single = tokens if batch.tiles is None else batch.num_single

@@ -74,8 +74,9 @@ class DeviceRunner:
         self.batch_invariant = any(layer.batch_invariant for layer in self.attention_layers)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         check_addressable(self.token_ids, self.block_tables)
-        # A step has no more sequences than rows or tokens. What a graph adds stays below the larger of the two numbers
-        # of tokens (`mixed_shapes`), in up to MOST_CHUNKS more sequences, each of which may add a tile.
+        # The scheduler plans at most `max_num_tokens` tokens, and one sequence for each row but the trash row. What a
+        # graph adds keeps the tokens within `size` (`mixed_shapes`), in up to MOST_CHUNKS more sequences, each of which
+        # may add a tile. So `size` bounds whatever has a place a token, and `num_rows` whatever is sampled.
         size = max(max_num_tokens, num_rows)
         sequences = min(num_rows, size) + MOST_CHUNKS
         head = head_words(size, sequences, [size + MOST_CHUNKS] * num_groups, NUM_COLUMNS)
@@ -206,7 +207,10 @@ class DeviceRunner:
         states = self._gather(rows, positions, size)
         batches = [DeviceBatch(rows, self._seq_lens[:size], table, self.multiprocessors) for table in self.block_tables]
         if self.batch_invariant:
-            batches = [self._alone(batch, positions) for batch in batches]
+            batches = [
+                replace(self._alone(batch, positions), tile_tokens=tokens)
+                for batch, tokens in zip(batches, self.tile_tokens, strict=True)
+            ]
         state = None
         if states is not None:
             state = StateBatch(states, rows, rows, rows)  # of a decode step the kernels need the slots only

@@ -48,7 +48,10 @@ def attend(dim, group, cache, **options):
     triton_attention.mixed(
         q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
     )
-    triton_invariant.attention(q, (own, own), kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), **options)
+    block_q = triton_invariant.tile_tokens(group)
+    triton_invariant.attention(
+        q, (own, own), kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
+    )
 
 
 def rope(dim, cache, norm):

@@ -108,7 +108,7 @@ def test_attention_does_not_depend_on_how_a_prompt_is_cut(cache: torch.dtype, wi
         row, begin, place, many = (torch.tensor([n], dtype=torch.int32) for n in (0, start, 0, count))
         return triton_invariant.attention(
             q[part], (k[part], v[part]) if own else None, k_cache, v_cache, tiles, row, begin, place, many, table,
-            torch.empty(count, heads, dim, dtype=dtype), scale=0.2, window=window,
+            torch.empty(count, heads, dim, dtype=dtype), block_q=size, scale=0.2, window=window,
         )  # fmt: skip
 
     whole = chunk(0, length, own=True)
