@@ -63,6 +63,11 @@ def check_capabilities(config: EngineConfig, device: str) -> None:
             "--per-layer-embeddings gpu is not available on cpu.", "--per-layer-embeddings",
             "Leave the flag out: all weights are in host memory.",
         )
+    if device == "cpu" and config.batch_invariant:
+        raise ConfigError(
+            "--batch-invariant is not available on cpu: its libraries choose the order of sums by the size of a step.",
+            "--batch-invariant", "Leave the flag out, or use a GPU.",
+        )
     if config.block_size is not None and config.block_size not in PAGE_SIZES:
         raise ConfigError(
             f"--block-size {config.block_size} is not available.", "--block-size",

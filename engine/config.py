@@ -47,6 +47,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     per_layer_embeddings: Literal["auto", "host", "gpu"] = "auto"  # Gemma 4 E2B, E4B: where their table is
     mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of recurrent layers' states
+    batch_invariant: bool = False               # a request's result is the same bits in any batch; slower (GPU)
 
     def __post_init__(self) -> None:
         self.model = Path(self.model)

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--batch-invariant", action="store_true")
 
 
 def run(args: argparse.Namespace) -> list[report.Row]:
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype, per_layer_embeddings=args.per_layer_embeddings,
         max_model_len=args.max_model_len or longest, max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization, enforce_eager=args.enforce_eager,
+        batch_invariant=args.batch_invariant,
     )  # fmt: skip
     ours.run(workloads.Workload("warm-up", [list(range(10, 74))] * 4, [8] * 4), temperature=_TEMPERATURE)
     first_answer = time.perf_counter() - begin
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> list[report.Row]:
     facts = {
         "engine": "atoll", "model": args.model.name, "dtype": args.dtype, "quantization": args.quantization,
         "kv_cache_dtype": args.kv_cache_dtype, "mamba_ssm_cache_dtype": args.mamba_ssm_cache_dtype,
-        "per_layer_embeddings": args.per_layer_embeddings,
+        "per_layer_embeddings": args.per_layer_embeddings, "batch_invariant": args.batch_invariant,
         **report.machine(device), "temperature": _TEMPERATURE,
         "start_secs": round(ours.start_secs, 2), "first_answer_secs": round(first_answer, 2),
     }  # fmt: skip

@@ -116,7 +116,10 @@ def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many slices of a sequence and key head are done: zeros between launches, each last program sees to it."""
+    """How many slices of a sequence and key head are done: zeros between launches, each last program sees to it.
+
+    Enough for any batch: there is more than one slice only while sequences times key heads are at most twice the
+    multiprocessors (`num_splits`)."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 

@@ -266,16 +266,17 @@ def rope_and_write_kv(
     eps: float = 1e-6,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    heads: int = 0,
 ) -> torch.Tensor:
     """Normalise (optionally) and rotate q and k in place; write k and v to the cache.
 
     qkv [T, (Hq + 2 Hkv) D]; cos, sin [max_len, 1, D/2] float32; positions, slots [T]. Returns q [T, Hq, D], a view.
     q_norm and k_norm [D] come together or not at all. An fp8 cache gets k / k_scale and v / v_scale, at most ±448;
-    other caches want scales of 1.
+    other caches want scales of 1. `heads` of a program, 8 or 16: else the number of tokens decides.
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
-    heads = 8 if tokens <= 64 else 16  # few tokens: more, smaller programs
+    heads = heads or (8 if tokens <= 64 else 16)  # few tokens: more, smaller programs
     _rope_write_kernel(
         (tokens, triton.cdiv(num_heads + 2 * kv_heads, heads)), qkv, cos, sin, positions, slots, q_norm, k_norm,
         k_cache, v_cache, qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),

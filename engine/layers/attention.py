@@ -26,6 +26,7 @@ class Attention(nn.Module):
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    batch_invariant = False  # on a GPU one kernel for all steps (triton_invariant): each has tiles, of decode steps too
     group: int = 0   # whose pages these are (engine/core/kv/spec.py); the worker sets it
 
     def __init__(
@@ -103,7 +104,7 @@ class Attention(nn.Module):
         slot_mapping: torch.Tensor,
         batch: DeviceBatch,
     ) -> torch.Tensor:
-        from engine.kernels import triton_attention, triton_decode
+        from engine.kernels import triton_attention, triton_decode, triton_invariant
 
         tokens = qkv.shape[0]
         if self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim:
@@ -111,6 +112,16 @@ class Attention(nn.Module):
         else:
             q, own = self._heads(qkv, rope, positions, slot_mapping, keep=batch.tiles is not None)
         out = torch.empty(tokens, self.num_heads, self.head_dim, dtype=qkv.dtype, device=qkv.device)
+        if self.batch_invariant:
+            assert batch.tiles is not None and batch.starts is not None  # noqa: PT018
+            assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
+            own_kv = None if own is None or not batch.has_own_keys else (own[:, 0], own[:, 1])
+            triton_invariant.attention(
+                q, own_kv, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
+                batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
+                softcap=self.softcap,
+            )  # fmt: skip
+            return out.view(tokens, -1)
         single = tokens if batch.tiles is None else batch.num_single
         if single:
             splits = triton_decode.num_splits(single, self.num_kv_heads, batch.multiprocessors)
@@ -151,8 +162,9 @@ class Attention(nn.Module):
         from engine.kernels import triton_fused
 
         q = triton_fused.rope_and_write_kv(
-            qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads, **self._norms
-        )
+            qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads,
+            heads=8 if self.batch_invariant else 0, **self._norms,
+        )  # fmt: skip
         own = qkv[:, self.num_heads * self.head_dim :].view(qkv.shape[0], 2, self.num_kv_heads, self.head_dim)
         return q, own
 
@@ -182,8 +194,14 @@ class Attention(nn.Module):
     _owner: "tuple[Attention]"
 
 
-def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> int:
+def tile_tokens(
+    num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *, batch_invariant: bool = False
+) -> int:
     """Query tokens of a tile of the mixed kernel: what fills its rows with the heads that share a key head."""
+    if batch_invariant:
+        from engine.kernels import triton_invariant
+
+        return triton_invariant.tile_tokens(num_heads // num_kv_heads)
     from engine.kernels.triton_attention import query_rows
 
     return max(1, query_rows(head_dim, device) // (num_heads // num_kv_heads))

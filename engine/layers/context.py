@@ -21,6 +21,7 @@ class DeviceBatch:
     starts, q_starts, counts [B]  position of the first token, its place in the step, how many (mixed steps)
     num_single            of a mixed step: so many sequences at its beginning have one token, and no tiles; for them
                           seq_lens and everything else is as in a decode step
+    has_own_keys          whether layers that borrow keys find those of this step's tokens beside the cache
     """
 
     rows: torch.Tensor
@@ -33,6 +34,7 @@ class DeviceBatch:
     q_starts: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     num_single: int = 0
+    has_own_keys: bool = True
 
 
 @dataclass(frozen=True, slots=True)

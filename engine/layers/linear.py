@@ -58,11 +58,13 @@ class Linear(nn.Module):
     GPU: our kernels for few rows, cuBLAS for many. One row goes in vector form, of a small weight up to four do.
     fp8 (`quantization = "fp8"`, set before loading): W in fp8, a scale per output channel. In vector form activations
         multiply with it as they are; else they are quantised as well, and the product runs on the fp8 units.
+    `batch_invariant` (GPU, set before loading): one kernel for any number of rows; fp8 activations always.
     """
 
     few_rows = _FEW_ROWS        # more than these, and the product on a GPU may be the library's
     few_fp8_rows = _FEW_FP8_ROWS  # the same of fp8, on cards whose algorithms were not compared with our kernel
     quantizable = True          # False: keeps its precision when a model is quantised (heads, routers, small gates)
+    batch_invariant = False
     scale: nn.Parameter | None  # [out] float32 of an fp8 weight
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
@@ -85,7 +87,8 @@ class Linear(nn.Module):
         if self.quantization == "fp8" and can_quantize(self):
             self._quantize()
         elif self.weight.is_cuda:
-            if self.in_features % _GEMV_ALIGN == 0 and self.weight.dtype in (torch.bfloat16, torch.float16):
+            aligned = self.in_features % _GEMV_ALIGN == 0 and self.weight.dtype in (torch.bfloat16, torch.float16)
+            if aligned or self.batch_invariant:
                 self._product = Linear._on_gpu
         elif self._packed is None and can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
@@ -124,6 +127,8 @@ class Linear(nn.Module):
     @property
     def vector_rows(self) -> int:
         """Up to so many rows the product is in vector form, and an fp8 weight multiplies activations as they are."""
+        if self.batch_invariant:
+            return 0
         return _VECTOR_ROWS if self.in_features * self.out_features <= _SMALL_WEIGHT else 1
 
     def wants_fp8(self, rows: int) -> bool:
@@ -138,7 +143,7 @@ class Linear(nn.Module):
     @property
     def by_library(self) -> products.Weight | None:
         """The weight, if products of many rows are the library's, by an algorithm that may be chosen."""
-        if self.bias is not None or self._product not in (Linear._on_gpu, Linear._on_fp8):
+        if self.batch_invariant or self.bias is not None or self._product not in (Linear._on_gpu, Linear._on_fp8):
             return None
         return products.Weight(self.weight, self.scale)
 
@@ -151,6 +156,12 @@ class Linear(nn.Module):
         return gemv(x, self.weight, self.scale, self.bias, **around)
 
     def _on_fp8_units(self, x: QuantizedRows) -> torch.Tensor:
+        if self.batch_invariant:
+            from engine.kernels import triton_invariant
+
+            assert self.scale is not None
+            scales = x.scale, self.scale
+            return triton_invariant.product(x.values, self.weight, self.bias, scales=scales, dtype=x.dtype)
         product = products.chosen(x.values, self.weight, x.dtype) if self.bias is None else None
         if product is not None:
             assert self.scale is not None
@@ -191,6 +202,10 @@ class Linear(nn.Module):
         return y[: x.shape[0]]
 
     def _on_gpu(self, x: torch.Tensor) -> torch.Tensor:
+        if self.batch_invariant:
+            from engine.kernels import triton_invariant
+
+            return triton_invariant.product(x, self.weight, self.bias)
         if x.shape[0] <= self.vector_rows:
             return self._in_vector_form(x)
         if x.shape[0] > _FEW_ROWS or self.out_features < _SOME_OUTPUTS:

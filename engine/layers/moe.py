@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.moe_tiles import VECTOR_TOKENS, Shape, all_kinds
+from engine.kernels.moe_tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
 from engine.kernels.threads import num_threads
 from engine.layers.activation import Gate
 from engine.layers.linear import Linear, UnnormedRows, can_quantize, empty_parameter
@@ -23,6 +23,9 @@ from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
 if TYPE_CHECKING:
     from engine.kernels.triton_moe_few import Beside
+
+
+_INVARIANT_TOKENS = 256  # batch-invariant: any step has the tiles of one with so many tokens
 
 
 class Routing(NamedTuple):
@@ -96,7 +99,12 @@ class ExpertLinear(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """The gated MLPs [H -> I -> H] of E experts, applied to each token as a routing says, and summed."""
+    """The gated MLPs [H -> I -> H] of E experts, applied to each token as a routing says, and summed.
+
+    `batch_invariant` (GPU): tiles of one size for any number of tokens.
+    """
+
+    batch_invariant = False
 
     def __init__(self, hidden_size: int, inner: int, num_experts: int, *, gate: Gate = "silu") -> None:
         super().__init__()
@@ -130,9 +138,15 @@ class RoutedExperts(nn.Module):
         return None
 
     def _on_gpu(self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None) -> torch.Tensor:
+        from engine.kernels.launch import shared_memory
         from engine.kernels.triton_moe import routed_experts
 
-        return routed_experts(x, *routing, *self.stacks, gate=self.gate, residual=residual)
+        tiles = None
+        if self.batch_invariant:
+            hidden, top_k = x.shape[1], routing.experts.shape[1]
+            shape = Shape(self.num_experts, top_k, hidden, self.inner, self.down_proj.weight.itemsize)
+            tiles = tiles_for(shape, _INVARIANT_TOKENS, shared_memory(x.device))
+        return routed_experts(x, *routing, *self.stacks, gate=self.gate, residual=residual, tiles=tiles)
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """One expert after the other, each with all of its tokens; experts that nobody chose are not touched."""

@@ -216,6 +216,8 @@ def _add_engine_flags(parser: FlagParser) -> None:
     schedule.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
                           help="reuse the pages of prompts that begin alike (on)")
     schedule.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of waiting requests (fcfs)")
+    schedule.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction,
+                          help="the same bits for a request in any batch, at the price of speed (off)")
     schedule.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, help="no CUDA graphs (off)")
     schedule.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs to split over (1)")
 

@@ -22,6 +22,7 @@ from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels import compile_pool, start_hint
 from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
+from engine.models.invariant import make_batch_invariant
 from engine.models.loader import fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
 from engine.worker.cache import Cache
@@ -72,6 +73,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     model.set_state_dtype(config.mamba_ssm_cache_dtype, device.type)
     if config.quantization is not None:
         quantize(model, config.quantization)
+    if config.batch_invariant:
+        make_batch_invariant(model)
     card = Card.now(device) if device.type == "cuda" else None
     if card is not None:
         keep_tables(model, config, device)

@@ -7,7 +7,7 @@ The request table (tokens, pages) lives on the device; the sampler writes each t
 launched before anybody has seen the tokens of step N.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,10 +23,10 @@ from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forwa
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.graphs import DecodeGraphs, MixedGraphs
-from engine.worker.mixed_step import MixedForm, MixedShape, MixedStep, form_of, shapes_within
+from engine.worker.mixed_step import MOST_CHUNKS, MixedForm, MixedShape, MixedStep, form_of, shapes_within
 from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
-from engine.worker.staging import Staging, aligned
+from engine.worker.staging import ROOM_FOR_CHANGES, Staging, aligned, check_addressable, head_words
 
 _RING = 4                  # more than the steps in flight
 
@@ -71,19 +71,25 @@ class DeviceRunner:
         self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
         self.tile_tokens = [0] * num_groups  # of each group: the fewest of its layers'
         self.tile_sizes: list[int] = []
+        self.batch_invariant = any(layer.batch_invariant for layer in self.attention_layers)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        # A token: row, position, up to two words of a tile, itself if it is new. A sequence: columns, lists, runs.
-        words = (4 + 2 * num_groups) * max_num_tokens + num_rows * (NUM_COLUMNS + 32 + 32 * num_groups) + 8192
-        self.staging = Staging(words, device)
+        check_addressable(self.token_ids, self.block_tables)
+        # The scheduler plans at most `max_num_tokens` tokens, and one sequence for each row but the trash row. What a
+        # graph adds keeps the tokens within `size` (`mixed_shapes`), in up to MOST_CHUNKS more sequences, each of which
+        # may add a tile. So `size` bounds whatever has a place a token, and `num_rows` whatever is sampled.
+        size = max(max_num_tokens, num_rows)
+        sequences = min(num_rows, size) + MOST_CHUNKS
+        head = head_words(size, sequences, [size + MOST_CHUNKS] * num_groups, NUM_COLUMNS)
+        self.staging = Staging(head + ROOM_FOR_CHANGES, device)
         self._out = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(num_rows, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn = 0
         ints = {"dtype": torch.int64, "device": device}
-        size = max(max_num_tokens, num_rows)
         self._ids, self._positions = (torch.zeros(size, **ints) for _ in range(2))
         self._slots = torch.zeros(num_groups, size, **ints)
         self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(size, dtype=torch.int32, device=device)
         self._states = None if self.state_slots is None else torch.zeros(size, **ints)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
@@ -94,7 +100,10 @@ class DeviceRunner:
         cache.bind(self.model.cache_modules())
         for group in range(len(self.tile_tokens)):
             self.tile_tokens[group] = min(
-                tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim, self.device)
+                tile_tokens(
+                    layer.num_heads, layer.num_kv_heads, layer.head_dim, self.device,
+                    batch_invariant=self.batch_invariant,
+                )
                 for layer in self.attention_layers if layer.group == group
             )  # fmt: skip
         self.tile_sizes = sorted(set(self.tile_tokens))
@@ -110,6 +119,8 @@ class DeviceRunner:
 
     def mixed_shapes(self) -> list[MixedShape]:
         """Of the mixed steps that have graphs. (What fills one up has positions, too.)"""
+        if self.batch_invariant:
+            return []
         return shapes_within(min(len(self._ids), self.max_model_len), len(self.token_ids) - 1)
 
     def fill_mixed(self, shape: MixedShape) -> None:
@@ -195,6 +206,11 @@ class DeviceRunner:
         rows, positions = words[:size], words[aligned(size) : aligned(size) + size]
         states = self._gather(rows, positions, size)
         batches = [DeviceBatch(rows, self._seq_lens[:size], table, self.multiprocessors) for table in self.block_tables]
+        if self.batch_invariant:
+            batches = [
+                replace(self._alone(batch, positions), tile_tokens=tokens)
+                for batch, tokens in zip(batches, self.tile_tokens, strict=True)
+            ]
         state = None
         if states is not None:
             state = StateBatch(states, rows, rows, rows)  # of a decode step the kernels need the slots only
@@ -204,7 +220,7 @@ class DeviceRunner:
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         counts = np.array([s.num_tokens for s in plan.seqs])
-        step = MixedStep.of(rows, starts, counts, self.tile_sizes)
+        step = MixedStep.of(rows, starts, counts, self.tile_sizes, all_tiled=self.batch_invariant)
         places = np.arange(len(counts))
         wants_prompts = any(s.prompt_logprobs is not None for s in plan.seqs)
         shape = None if self.mixed_graphs is None or wants_prompts else self.mixed_graphs.shape_for(step)
@@ -274,34 +290,53 @@ class DeviceRunner:
             """As in a decode step: each sequence has its last token only, the newest one."""
             lengths = (starts + counts).clamp_(min=1)  # what fills a step up may be a sequence without tokens
             alone = [replace(b, seq_lens=lengths, tiles=None, num_single=0) for b in batches]
+            if self.batch_invariant:
+                alone = [replace(self._alone(b, lengths - 1), has_own_keys=False) for b in alone]
             return self._context((lengths - 1).long(), alone, None)
 
         return self._forward(form.tokens, batches, state, last, None if whole else narrowed)
 
+    def _alone(self, batch: DeviceBatch, positions: torch.Tensor) -> DeviceBatch:
+        """As `batch`, whose sequences have one token each: for attention that takes tiles only."""
+        numbers = self._numbers[: len(positions)]
+        tiles = torch.stack((numbers, torch.zeros_like(numbers)), 1)
+        return replace(batch, tiles=tiles, starts=positions, q_starts=numbers, counts=torch.ones_like(numbers))
+
     def _put_updates(self, plan: StepPlan) -> None:
-        """Pack the changes of the request table, send everything, and apply them."""
-        stage = self.staging
-        tables, tokens = self.block_tables.flatten(0, 1), self.token_ids
-        rows = len(tokens)
-        changes = [
-            (triton_inputs.PAGES, tables, u.group * rows + u.row, u.start, u.pages) for u in plan.page_updates
-        ]
-        changes += [(triton_inputs.TOKENS, tokens, i.row, 0, i.token_ids) for i in plan.row_inits]
-        if self.state_slots is not None:
-            slots = self.state_slots.unsqueeze(1)
-            changes += [(triton_inputs.STATES, slots, i.row, 0, [i.slot]) for i in plan.row_inits]
-        runs: list[int] = []
-        room = stage.room() - 4 * len(changes)
-        for which, table, row, start, values in changes:
-            if len(values) > room:  # long prompts found in the prefix cache cost no budget, and may be many
-                there = table[row, start : start + len(values)]
-                there.copy_(torch.tensor(values, dtype=torch.int32).pin_memory(), non_blocking=True)
-                continue
-            room -= len(values)
-            runs += [which, row * table.shape[1] + start, stage.put(values), len(values)]
+        """Pack the changes of the request table, send everything, and apply them: in as many copies as they need."""
+        stage, runs = self.staging, []
+        first = stage.end
+        for which, start, values in self._changes(plan):
+            done = 0
+            while done < len(values):
+                room = stage.room - aligned(len(runs) + 4)  # the list of runs comes behind their words
+                if room <= 0:
+                    self._apply(runs)
+                    stage.go_on(first)
+                    runs = []
+                    continue
+                part = values[done : done + room]
+                runs += [which, start + done, stage.put(part), len(part)]
+                done += len(part)
+        self._apply(runs)
+
+    def _changes(self, plan: StepPlan) -> Iterator[tuple[int, int, list[int]]]:
+        """(table, first word there, the words) of all changes, in an order that does not matter."""
+        rows, length = self.token_ids.shape
+        width = self.block_tables.shape[2]
+        for update in plan.page_updates:
+            yield triton_inputs.PAGES, (update.group * rows + update.row) * width + update.start, update.pages
+        for init in plan.row_inits:
+            yield triton_inputs.TOKENS, init.row * length, init.token_ids
+            if self.state_slots is not None:
+                yield triton_inputs.STATES, init.row, [init.slot]
+
+    def _apply(self, runs: list[int]) -> None:
+        """Send what is packed, and copy the runs [R, 4] among it into the request table."""
+        stage, tables = self.staging, self.block_tables.flatten(0, 1)
         at = stage.put(runs) if runs else 0
         stage.send()
-        triton_inputs.apply_runs(stage.device_words, at, len(runs) // 4, tokens, tables, self.state_slots)
+        triton_inputs.apply_runs(stage.device_words, at, len(runs) // 4, self.token_ids, tables, self.state_slots)
 
     # -- the device's part --------------------------------------------------------------------------------------------
 

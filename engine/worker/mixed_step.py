@@ -64,9 +64,16 @@ class MixedStep:
 
     @classmethod
     def of(
-        cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, tile_sizes: Iterable[int]
+        cls,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        tile_sizes: Iterable[int],
+        *,
+        all_tiled: bool = False,
     ) -> "MixedStep":
-        singles = int(np.argmax(counts > 1))
+        """`all_tiled`: sequences with one token have a tile, too."""
+        singles = 0 if all_tiled else int(np.argmax(counts > 1))
         tiles = _tiles(starts, counts, singles, tile_sizes)
         return cls(rows, starts, counts, singles, tiles, num_chunks(counts.tolist()))
 

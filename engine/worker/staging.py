@@ -1,19 +1,26 @@
 """One host-to-device copy a step: everything the host decided, packed into int32 words.
 
-    | row [n] | position [n] | of sequences, tiles | sampling columns [C, m] | last tokens | runs | their words |
+    | row [n] | position [n] | of sequences, tiles | sampling columns [C, m] | last tokens | changes | runs |
       n = padded batch size (decode) or number of tokens (mixed); what is not in columns only mixed steps have
 
-What a graph reads comes first, where it always is.
+What a graph reads comes first, where it always is; `head_words` bounds it for any step. The changes of the request
+table come last. They have no bound worth reserving memory for: a prompt found in the prefix cache costs a step one
+token of its budget and thousands of words here. Changes that do not fit follow in further copies (`go_on`).
 
 A ring of pinned buffers: the host fills the next one while the device may still be copying from the last. The device
 side is a single buffer, because the stream orders its readers and the next copy.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from engine.errors import ConfigError
+
 _RING = 4    # more than the steps in flight
 _ALIGN = 16  # words: kernels are compiled for aligned addresses
+ROOM_FOR_CHANGES = 1 << 17  # words: more than nearly all steps change, so that these need one copy
 
 
 def aligned(count: int) -> int:
@@ -21,22 +28,46 @@ def aligned(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
 
 
+def head_words(tokens: int, sequences: int, tiles: Sequence[int], columns: int) -> int:
+    """The most words before the changes, in a step of at most so many tokens, sequences and tiles (of each size).
+
+    A decode step has less: rows and positions of its sequences, and their columns.
+    """
+    # Row and position of each token. Of each sequence: row, start, place, count, columns, and where its last token is.
+    words = 2 * aligned(tokens) + (4 + columns + 1) * aligned(sequences)
+    return words + sum(aligned(2 * count) for count in tiles)
+
+
+def check_addressable(*tables: torch.Tensor) -> None:
+    """Runs of changes count a table's words in int32. Raises ConfigError for a larger table: 8 GiB."""
+    if max(table.numel() for table in tables) > 2**31:
+        raise ConfigError(
+            "The request table has more than 2^31 entries: --max-num-seqs times --max-model-len is too large.",
+            "--max-num-seqs", "Lower --max-num-seqs or --max-model-len.",
+        )
+
+
 class Staging:
     def __init__(self, num_words: int, device: torch.device) -> None:
+        assert num_words % _ALIGN == 0, "every section begins aligned, the last one too"
         self.device_words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._arrays = [p.numpy() for p in self._pinned]
         self._copied = [torch.cuda.Event() for _ in range(_RING)]
         self._turn = 0
         self.words: np.ndarray = self._arrays[0]
-        self._end = 0
+        self._first = self._end = 0
 
     def begin(self) -> None:
-        """Take the next pinned buffer; waits only if the device is a whole ring behind, which the loop never allows."""
-        self._turn = (self._turn + 1) % _RING
-        self._copied[self._turn].synchronize()
-        self.words = self._arrays[self._turn]
-        self._end = 0
+        """Take the next pinned buffer. Waits only if the device is a whole ring behind: steps in flight are fewer."""
+        self._take_buffer(0)
+
+    def go_on(self, at: int) -> None:
+        """After `send`: take one more buffer for the same step, from word `at` on. What is before it stays.
+
+        Here the device may be a whole ring behind. The host then waits for one of its copies.
+        """
+        self._take_buffer(at)
 
     def take(self, count: int) -> int:
         """Reserve `count` words; returns the index of the first."""
@@ -51,10 +82,24 @@ class Staging:
         self.words[at : at + len(values)] = values
         return at
 
+    @property
+    def end(self) -> int:
+        """Where the next section begins."""
+        return self._end
+
+    @property
     def room(self) -> int:
+        """Words that are left."""
         return len(self.words) - self._end
 
     def send(self) -> None:
         """Queue the copy of what was taken."""
-        self.device_words[: self._end].copy_(self._pinned[self._turn][: self._end], non_blocking=True)
+        taken = slice(self._first, self._end)
+        self.device_words[taken].copy_(self._pinned[self._turn][taken], non_blocking=True)
         self._copied[self._turn].record()
+
+    def _take_buffer(self, at: int) -> None:
+        self._turn = (self._turn + 1) % _RING
+        self._copied[self._turn].synchronize()
+        self.words = self._arrays[self._turn]
+        self._first = self._end = at

@@ -19,6 +19,7 @@ from engine.kernels import (
     triton_gemv,
     triton_heads,
     triton_host_rows,
+    triton_invariant,
     triton_moe,
     triton_moe_few,
     triton_post_norm,
@@ -46,6 +47,10 @@ def attend(dim, group, cache, **options):
     own, tiles = q[:, :1], numbers(4, 2)
     triton_attention.mixed(
         q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
+    )
+    block_q = triton_invariant.tile_tokens(group)
+    triton_invariant.attention(
+        q, (own, own), kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
     )
 
 
@@ -129,6 +134,8 @@ def run_all(fp8):
     triton_gemv.gemv(zeros(2, 3072), zeros(1024, 3072), residual=zeros(2, 1024))
     triton_gemv.gemv(zeros(1, 5120), zeros(96, 5120), norm=(zeros(5120), 1e-6), in_order=True)
     triton_gemv.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
+    triton_invariant.product(zeros(40, 960), zeros(100, 960), zeros(100))
+    triton_invariant.product(zeros(40, 960, dtype=torch.float32), zeros(100, 960, dtype=torch.float32))
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
     triton_fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu")
@@ -157,6 +164,8 @@ def run_all(fp8):
         triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096, dtype=FP8), torch.zeros(24576), norm=norm, gate="silu")
         scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
         triton_gemv.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
+        both = torch.zeros(64), torch.zeros(100)
+        triton_invariant.product(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), scales=both, dtype=BF16)
         triton_quant.quantize_rows(zeros(3, 960))
         triton_quant.quantize_rows(zeros(3, 6144))
         post_norm(5376, 1, quantize=True)

@@ -186,6 +186,25 @@ def test_rows_of_edits_come_in_chunks(monkeypatch: pytest.MonkeyPatch):
     Both(params).check(logits, [20 + i % 40 for i in range(37)], known(38, vocab=50))
 
 
+def test_rows_with_many_entries_come_in_smaller_chunks(monkeypatch: pytest.MonkeyPatch):
+    """Requests that name nearly every token, between others that name none: no upload is larger than allowed."""
+    monkeypatch.setattr("engine.worker.sample.device._ENTRY_BYTES", 12 * 20_000)
+    uploads: list[int] = []
+    upload = DeviceSampler._upload
+    monkeypatch.setattr(
+        DeviceSampler, "_upload", lambda self, a: uploads.append(sum(x.nbytes for x in a)) or upload(self, a)
+    )
+    params = [
+        SamplingParams(temperature=i % 2, logit_bias=dict.fromkeys(range(i, VOCAB), 0.5) if i % 4 < 3 else {},
+                       bad_token_ids=list(range(VOCAB // 2)) if i % 5 == 0 else [], max_tokens=100,
+                       presence_penalty=0.5)
+        for i in range(53)
+    ]  # fmt: skip
+    Both(params).check(make_logits(53), [20 + i % 40 for i in range(53)], known(54))
+    assert max(uploads) <= 12 * 20_000
+    assert len(uploads) > 3
+
+
 def mixed(n: int) -> tuple[list[SamplingParams], torch.Tensor, list[int]]:
     r = random.Random(n)
     params = [

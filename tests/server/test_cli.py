@@ -157,6 +157,7 @@ def test_the_engine_process_gets_the_same_config() -> None:
         "--kv-cache-memory-bytes 1G --max-num-batched-tokens 77 --no-enable-chunked-prefill --enforce-eager --seed -5 "
         "--no-enable-prefix-caching --scheduling-policy priority --device cpu --load-format dummy"
     ).engine
+    config.batch_invariant = True
     assert parse_engine([*engine_argv(config), "--uds", "/s"]).engine == config
     assert parse_engine([*engine_argv(serve("/m").engine), "--uds", "/s"]).engine == serve("/m").engine
 

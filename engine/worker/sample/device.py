@@ -10,7 +10,7 @@
 Rows are independent of each other bit for bit, so a row in a step with special ones gives what it gives alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ NUM_COLUMNS = 8
 
 _FILTERED, _EDITED, _PENALISED, _HELD, _LOGPROBS = (1 << n for n in range(5))
 _CHUNK_BYTES = 64 << 20  # rows with edits at a time: bounds the float32 copy, and again the counts of penalties
+_ENTRY_BYTES = 16 << 20  # of what is added to logits, on the device at a time; one group of _ALIGN rows may need more
 _ALIGN = 16              # entries of an upload start at multiples of this, as the kernels were compiled for
 
 Ints = NDArray[np.int64]
@@ -275,16 +276,16 @@ class DeviceSampler:
         A row that is bad only because of its edits leaves the first result in the token table, where no one reads it:
         its request fails."""
         kernels, count = self._kernels, len(edits.batch)
-        index, penalties, entries = self._upload([edits.batch.astype(np.int32), edits.penalties, edits.entries])
+        index, penalties = self._upload([edits.batch.astype(np.int32), edits.penalties])
         chunk = max(_ALIGN, _CHUNK_BYTES // (4 * self.vocab_size) // _ALIGN * _ALIGN)
         shape = min(chunk, count), self.vocab_size
         copy = torch.empty(shape, dtype=torch.float32, device=self.device)
         counts = torch.empty(shape, dtype=torch.int32, device=self.device) if edits.longest else None
-        for start in range(0, count, chunk):
-            stop = min(start + chunk, count)
+        for start, stop, entries in _chunks(edits, chunk):
             z, part = copy[: stop - start], index[start:stop]
             kernels.copy_rows(logits, part, z)
-            kernels.add_values(z, entries, start, chunk)
+            if entries.shape[1]:
+                kernels.add_values(z, self._upload([entries])[0], start, stop - start)
             if counts is not None:
                 kernels.penalise(
                     z, counts[: stop - start], part, penalties[:, start:], columns, token_ids, edits.longest
@@ -308,3 +309,17 @@ class DeviceSampler:
             at += size
         device = host.to(self.device, non_blocking=True)
         return [device[at : at + size].view(shape) for at, size, shape in views]
+
+
+def _chunks(edits: Edits, most: int) -> Iterator[tuple[int, int, Words]]:
+    """(first row, the one after the last, their entries) of at most `most` of the E rows at a time, and of fewer where
+    they have many entries: a request may name every token of the vocabulary, more than once."""
+    count, owners = len(edits.batch), edits.entries[0]
+    ends = np.searchsorted(owners, np.arange(count + 1))  # of row i the entries from ends[i] to ends[i + 1]
+    start = 0
+    while start < count:
+        last = ends[start] + _ENTRY_BYTES // (3 * owners.itemsize)
+        fits = int(np.searchsorted(ends, last, side="right")) - 1 - start
+        stop = min(count, start + max(_ALIGN, min(most, fits) // _ALIGN * _ALIGN))
+        yield start, stop, edits.entries[:, ends[start] : ends[stop]]
+        start = stop

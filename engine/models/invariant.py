@@ -1,0 +1,25 @@
+"""`--batch-invariant`: every operation of a model in one form, whatever else is in the step.
+
+What is not listed here computes each token by itself in any case: norms, gates, RoPE, look-ups, the choice of experts,
+sampling. Recurrent layers cannot: how a prompt is cut into steps decides where their states are rounded.
+"""
+
+from engine.core.kv.spec import StateLayer
+from engine.errors import ConfigError
+from engine.layers.attention import Attention
+from engine.layers.linear import Linear
+from engine.layers.moe import RoutedExperts
+from engine.models.base import CausalLM
+
+
+def make_batch_invariant(model: CausalLM) -> None:
+    """Before loading. Raises ConfigError for a model with recurrent layers."""
+    if any(isinstance(layer, StateLayer) for layer in model.cache_layers()):
+        raise ConfigError(
+            f"--batch-invariant is not available for {model.config.architecture}: its recurrent layers round their "
+            "states where a step ends, and steps depend on what else runs.", "--batch-invariant",
+            "Leave the flag out, or use a model with attention layers only.",
+        )  # fmt: skip
+    for module in model.modules():
+        if isinstance(module, Linear | RoutedExperts | Attention):
+            module.batch_invariant = True
