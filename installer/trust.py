@@ -109,7 +109,6 @@ def refuse_revoked(fingerprint: str, gone: dict[str, dict[str, Any]]) -> None:
             t("The key {fingerprint} was revoked here: {why}.", fingerprint=fingerprint, why=_why(gone[fingerprint])),
             exit_code=ExitCode.UNTRUSTED,
             why=t("A revoked key is never trusted again."),
-            changed=_UNTOUCHED,
             hint=t("Use the vendor's new key, obtained through a separate channel."),
         )
 

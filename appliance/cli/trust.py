@@ -233,14 +233,14 @@ def _compare(said: str, fingerprint: str) -> None:
 def _writable(prefix: Path | None) -> Layout:
     """The installation, if this user may change its keys."""
     layout = layout_for(prefix)
-    history_of(layout)
-    if not os.access(layout.trust, os.W_OK) or not os.access(layout.state, os.W_OK | os.X_OK):
+    if os.path.lexists(layout.trust) and not os.access(layout.trust, os.W_OK, effective_ids=True):
         raise InstallError(
             t("The trusted keys of {name} belong to another user.", name=layout.name),
             exit_code=ExitCode.IO,
             changed=t("Nothing was changed."),
             hint=t("Run it as root: sudo atoll trust …"),
         )
+    history_of(layout)
     return layout
 
 

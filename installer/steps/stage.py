@@ -49,7 +49,7 @@ def stage(context: Context) -> str:
         if not model.in_store:
             copied += ingest(
                 model.source,
-                context.trusted_keys,
+                trust.keyring(layout, context.options.trust_keys),  # as they are now: somebody may have revoked one
                 layout.models,
                 progress=context.frontend.progress,
                 min_sequence=model.manifest.sequence,
