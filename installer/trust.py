@@ -49,7 +49,7 @@ def keyring(layout: Layout, named: Sequence[Path] = ()) -> Keyring:
     return Keyring(tuple(named) or tuple(installed_keys(layout)), {name: _why(entry) for name, entry in gone.items()})
 
 
-def everything(layout: Layout, named: Sequence[Path] = ()) -> Keyring:
+def keyring_of_installed(layout: Layout, named: Sequence[Path] = ()) -> Keyring:
     """What may vouch for a model that is installed already: the installed keys and those named now."""
     narrow = keyring(layout, named)
     return Keyring((*narrow.files, *(path for path in installed_keys(layout) if path not in narrow.files)),

@@ -41,7 +41,8 @@ def list_(prefix: Prefix = None, as_json: Json = False) -> None:
     """List the keys: trusted or revoked, by fingerprint and words, and what of the running release each has signed."""
     with told(as_json):
         layout = layout_for(prefix)
-        history_of(layout)
+        if not layout.trust.is_dir():
+            history_of(layout)  # says that nothing is installed; else everybody may look
         rows = _rows(layout)
     if as_json:
         print_json({"keys": rows})
@@ -161,7 +162,7 @@ _STATES = {"trusted": t("trusted"), "revoked": t("revoked"), "unusable": t("unus
 
 
 def _show(row: dict[str, Any]) -> None:
-    rows = [(_STATES[row["state"]], grouped(row["fingerprint"]) or row["file"])]
+    rows: list[tuple[str, str]] = [(_STATES[row["state"]], grouped(row["fingerprint"]) or row["file"])]
     if row["words"]:
         rows += [("", line) for line in word_lines(row["fingerprint"])]
     if row.get("problem"):

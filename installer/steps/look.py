@@ -67,7 +67,7 @@ def _find_keys(context: Context) -> None:
     layout, options = context.layout, context.options
     try:
         context.trusted_keys = trust.keyring(layout, options.trust_keys)
-        context.kept_keys = trust.everything(layout, options.trust_keys)
+        context.kept_keys = trust.keyring_of_installed(layout, options.trust_keys)
         for medium in (*options.media, *(choice.bundle for choice in options.models), options.bundle):
             if isinstance(medium, Path) or (medium is not None and "/" in medium):
                 refuse_from_medium(options.trust_keys, Path(medium).expanduser())
