@@ -261,7 +261,7 @@ def _trust(layout: Layout, committed: Facts, found: Findings) -> Facts:
     keys_here = trust.entries(layout)
     for entry in keys_here:
         if entry.problem:
-            tell = found.warn if entry.path.is_symlink() else found.error  # a link counts for nothing, and stops nothing
+            tell = found.warn if entry.path.is_symlink() else found.error  # links do not count
             tell(t("The trusted key {path} cannot be used: {problem}", path=entry.path, problem=entry.problem),
                  f"atoll trust remove {entry.path.name}")  # fmt: skip
     good = [entry.fingerprint for entry in keys_here if entry.fingerprint and entry.fingerprint not in gone]
