@@ -195,7 +195,7 @@ def stored(context: Context, facts: dict[str, Any], choice: ModelChoice) -> Mode
     """A model that needs no medium, checked in the store: signature, file set, seals."""
     models = context.layout.models
     try:
-        found = verify_model(models, facts["digest"], context.trusted_keys, deep=False)
+        found = verify_model(models, facts["digest"], context.kept_keys, deep=False)
     except BundleError as error:
         error.hint = t("Install it again from its medium: atoll install DIR  ({hint})", hint=error.hint)
         raise

@@ -22,6 +22,7 @@ from installer.smoke import SmokeResult
 from installer.snapshots import Snapshot
 from installer.units import UnitFile
 from offline_bundle.errors import BundleError
+from offline_bundle.keys import Keyring
 from offline_bundle.manifest import BundleManifest
 
 
@@ -67,7 +68,8 @@ class Context:
     kind: str = "install"                 # or "rollback": what a switch that stays open was meant to be
 
     # discover
-    trusted_keys: list[Path] = field(default_factory=list)
+    trusted_keys: Keyring = field(default_factory=lambda: Keyring(()))    # may vouch for what is brought
+    kept_keys: Keyring = field(default_factory=lambda: Keyring(()))       # may vouch for what is installed already
     base_config: str | None = None        # the settings that stand, or stood before an interrupted switch
     endpoint: Endpoint = field(default_factory=lambda: Endpoint("127.0.0.1", 0))
     own_pids: frozenset[int] = frozenset()

@@ -5,7 +5,7 @@
       opt/atoll/current -> releases/<id>                  the live one; switched by rename(2)
       var/lib/atoll/models/<digest>/                      weights, read-only
       var/lib/atoll/state/                                journal, audit, approvals, sequence, lock
-      etc/atoll/{atoll.toml, trust/*.pub, credentials/}   the operator's; kept by uninstall
+      etc/atoll/{atoll.toml, trust/, credentials/}         the operator's; kept by uninstall
       var/cache/atoll   var/log/atoll   run/atoll
 
 The system form adds, outside of these, what systemd reads: etc/systemd/system/atoll*, etc/sysusers.d/atoll.conf,
@@ -114,6 +114,11 @@ class Layout:
     @property
     def trust(self) -> Path:
         return self.etc / "trust"
+
+    @property
+    def revoked(self) -> Path:
+        """The keys that are never trusted again."""
+        return self.trust / "revoked.json"
 
     @property
     def credentials(self) -> Path:

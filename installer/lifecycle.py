@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from installer import config
+from installer import config, release, trust
 from installer.context import Context
 from installer.errors import ExitCode, InstallError, io_error
 from installer.frontend import Frontend
@@ -77,6 +77,7 @@ def start(
                 changed=t("Nothing was changed."),
                 hint=t("Install one: atoll install MEDIUM"),
             )
+        _warn_of_revoked(layout, history.committed["release"], frontend)
         endpoint = config.standing(layout)
         if service.state().up:
             if health(endpoint)[0]:
@@ -108,6 +109,19 @@ def restart(
     service = service or service_for(layout)
     stop(layout, service=service)
     return start(layout, frontend, service=service, timeout=timeout)
+
+
+def _warn_of_revoked(layout: Layout, name: str, frontend: Frontend) -> None:
+    """A revoked key stops no service: that is the operator's decision. But nobody shall start one unknowingly."""
+    try:
+        gone = trust.revoked(layout)
+    except InstallError as error:
+        frontend.note(error.message)
+        return
+    for what, fingerprint in trust.signed_by(release.read_info(layout, name)).items():
+        if fingerprint in gone:
+            frontend.note(t("{what} is signed by a key that was revoked here. It is started all the same; replace it: "
+                            "atoll install MEDIUM --trust-key NEW.pub", what=what))
 
 
 def _go_back(layout: Layout, frontend: Frontend, service: ServiceManager, history: History, timeout: float) -> None:

@@ -2,10 +2,21 @@
 
 import contextlib
 
-from installer import changes, fs, release, snapshots
+from installer import changes, fs, release, snapshots, trust
 from installer.context import Context
+from installer.errors import InstallError
+from installer.layout import Layout
 from offline_bundle.errors import BundleError
 from offline_bundle.store import remove_model
+
+
+def _revoked(layout: Layout, name: str) -> bool:
+    """Whether a part of this release is signed by a revoked key: there is no way back to it."""
+    try:
+        gone = trust.revoked(layout)
+    except (InstallError, OSError):
+        return False
+    return any(fingerprint in gone for fingerprint in trust.signed_by(release.read_info(layout, name)).values())
 
 
 def prune(context: Context) -> int:
@@ -17,7 +28,9 @@ def prune(context: Context) -> int:
     committed = context.history.committed
     if committed is None or context.history.open_switch is not None:
         return 0
-    kept: set[str] = {name for name in (committed["release"], committed.get("previous")) if name}
+    previous = committed.get("previous")
+    kept: set[str] = {committed["release"], *([previous] if previous and not _revoked(layout, previous) else [])}
+    leads_to = set(kept)  # a part that runs on from an earlier release runs a model of this one
     kept |= changes.in_use(committed)
     freed = 0
     with contextlib.suppress(OSError, BundleError):
@@ -26,7 +39,7 @@ def prune(context: Context) -> int:
                 freed += fs.tree_size(entry)
                 fs.remove_tree(layout.prefix, entry)
         freed += release.prune_code(layout, kept)
-        infos = [release.read_info(layout, name) for name in kept]
+        infos = [release.read_info(layout, name) for name in leads_to]
         used = {facts["digest"] for info in infos for facts in release.bundles_of(info)}
         for entry in sorted(layout.models.iterdir()):
             if entry.is_dir() and entry.name not in used and len(entry.name) == 64:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomlkit
 
-from installer import config, migrate, release, snapshots, tls
+from installer import config, migrate, release, snapshots, tls, trust
 from installer.choose import stored
 from installer.context import Context
 from installer.errors import ExitCode, InstallError
@@ -22,8 +22,8 @@ from installer.machine import InstallResult, Run
 from installer.options import InstallOptions, ModelChoice
 from installer.release import Release
 from installer.service import ServiceManager, service_for
+from installer.steps.look import refuse_revoked
 from installer.steps.rollback import roll_back
-from installer.trust import installed_keys
 
 # What an install decides; everything else in the settings is the operator's and stays as it is now.
 _OURS = ("host", "port", "model", "served-model-name", "api-key-file", "ssl-certfile", "ssl-keyfile")
@@ -90,7 +90,7 @@ def _prepare(context: Context, name: str, snapshot: str | None) -> None:
     if not info or not (layout.releases / name / "bin/atoll").is_file():
         raise _nothing(t("The release {name} is not on the disk any more.", name=name))
     context.release = Release(name, info, "")
-    context.trusted_keys = installed_keys(layout)
+    context.trusted_keys = context.kept_keys = trust.keyring(layout)
     saved = snapshots.load(layout, snapshot) if snapshot else snapshots.Snapshot(None, [], [])
     context.units = saved.units
     context.own_pids = context.service.pids()
@@ -105,7 +105,9 @@ def _prepare(context: Context, name: str, snapshot: str | None) -> None:
 
 
 def _verify(context: Context) -> str:
-    """The models were checked when they were found; the certificate still has to hold the names it is asked for."""
+    """The models were checked when they were found. The code's key may have been revoked since, and the certificate
+    has to hold the names that it is asked for."""
+    refuse_revoked(context)
     if context.endpoint.certificate is not None:
         context.tls_names = tls.wanted_names(context.endpoint.host)
     names = [f"{model.manifest.name} {model.manifest.version}" for model in context.models]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from installer import audit, config, fs, keys, licence, lock, release, tls, unit_state
+from installer import audit, config, fs, keys, licence, lock, release, tls, trust, unit_state
 from installer import verify as deep
 from installer.exposure import check_exposure
 from installer.findings import Findings
@@ -50,6 +50,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     _tell_state(layout, state, running, said, units, history, found)
     recovery = _recovery(log, state, found)
     verified = _last_verify(layout, log, committed, found)
+    trusted = found.look(t("the trusted keys"), lambda: _trust(layout, committed, found), None)
     certificate = _certificate(layout, endpoint, found)
     facts = {
         "state": state,
@@ -75,6 +76,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         "smoke": committed.get("smoke"),
         "gpu": _gpu(settings, found),
         "last_verify": verified,
+        "trust": trusted,
         "certificate": certificate,
         "keys": found.look(t("the API keys"), lambda: _keys(layout, found, serving=bool(committed)), []),
         "disk": found.look(t("the disk"), lambda: _disk(layout, found), None),
@@ -243,6 +245,27 @@ def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings)
                seconds=record["seconds"])
     return {"at": record["finished"], "by": "verify", "outcome": record["outcome"], "exit_code": record["exit_code"],
             "detail": detail}
+
+
+def _trust(layout: Layout, committed: Facts, found: Findings) -> Facts:
+    """The keys that count, and what of this release was signed by one that no longer does."""
+    gone = trust.revoked(layout)
+    info = release.read_info(layout, str(committed.get("release")))
+    for what, fingerprint in trust.signed_by(info).items():
+        if fingerprint in gone:
+            found.error(
+                t("{what} is signed by the key {key}…, which was revoked here: {why}.", what=what,
+                  key=fingerprint[:16], why=trust.why_revoked(layout, fingerprint)),
+                t("Replace it by one that the vendor's new key has signed: atoll install MEDIUM --trust-key NEW.pub"),
+            )
+    keys_here = trust.entries(layout)
+    for entry in keys_here:
+        if entry.problem:
+            tell = found.warn if entry.path.is_symlink() else found.error  # links do not count
+            tell(t("The trusted key {path} cannot be used: {problem}", path=entry.path, problem=entry.problem),
+                 f"atoll trust remove {entry.path.name}")  # fmt: skip
+    good = [entry.fingerprint for entry in keys_here if entry.fingerprint and entry.fingerprint not in gone]
+    return {"trusted": good, "revoked": sorted(gone)}
 
 
 def _read_verify(layout: Layout) -> Facts | None:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -78,7 +78,7 @@ def verify(
     progress: Progress = silent,
     said: Callable[[Target], None] = lambda target: None,
     everything: bool = False,
-    trusted_keys: list[Path] | None = None,
+    trusted_keys: Sequence[Path] | None = None,
 ) -> Report:
     """Check all; `said` hears of each target when it is done. `everything`: also what a cut-off check had finished.
 
@@ -89,7 +89,7 @@ def verify(
     known = {} if everything else _finished_before(layout)
     with _alone(layout) as recording:
         report.recorded = recording
-        trusted = trusted_keys if trusted_keys is not None else trust.installed_keys(layout)
+        trusted = trusted_keys if trusted_keys is not None else trust.keyring(layout)
         history, readable = _history(layout)
         try:
             for target, check in _targets(layout, history, readable, trusted, progress):
@@ -121,7 +121,7 @@ Check = Callable[[Target], None]
 
 
 def _targets(
-    layout: Layout, history: History, readable: bool, trusted: list[Path], progress: Progress
+    layout: Layout, history: History, readable: bool, trusted: Sequence[Path], progress: Progress
 ) -> Iterator[tuple[Target, Check]]:
     """Everything there is to check, and what should be there and is not."""
     name = release.live(layout)
@@ -164,7 +164,7 @@ def _check_release(layout: Layout, history: History, readable: bool, target: Tar
         )
 
 
-def _check_code(tree: Path, trusted: list[Path], progress: Progress, target: Target) -> None:
+def _check_code(tree: Path, trusted: Sequence[Path], progress: Progress, target: Target) -> None:
     """The signed description of the code first, then every file."""
     again = t("Stop the service (atoll stop) and install again from its medium: atoll install MEDIUM")
     share = tree / "share"
@@ -187,7 +187,13 @@ def _check_code(tree: Path, trusted: list[Path], progress: Progress, target: Tar
 
 
 def _check_model(
-    layout: Layout, history: History | None, trusted: list[Path], progress: Progress, target: Target, *, wanted: bool
+    layout: Layout,
+    history: History | None,
+    trusted: Sequence[Path],
+    progress: Progress,
+    target: Target,
+    *,
+    wanted: bool,
 ) -> None:
     try:
         found = verify_model(layout.models, target.digest, trusted, full=False, progress=progress)

@@ -104,9 +104,11 @@ def _intact(store: Path, signed: SignedManifest, trusted_keys: Sequence[Path], p
     entry = store / signed.digest
     if not os.path.lexists(entry):
         return False
-    if shelf.is_sealed(store, signed.digest):
-        return True
     try:
+        if shelf.is_sealed(store, signed.digest):
+            with media.open_root(entry) as root:  # the same files may be signed again, by another key
+                check_signed_manifest(root, keys.load_trusted(trusted_keys, entry), None)
+            return True
         verify_bundle(entry, trusted_keys, progress=lambda _, done, total: progress("recheck", done, total))
         with media.open_root(entry) as root:
             shelf.seal(root, store, signed.digest)

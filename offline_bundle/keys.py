@@ -7,9 +7,10 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from . import limits
 from .errors import MISSING, SPACE_IO, UNTRUSTED, USAGE, BundleError
+from .medium.place import lies_on
 from .text import reason, t
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
@@ -38,6 +40,34 @@ class PublicKey:
     key: ec.EllipticCurvePublicKey
     fingerprint: str
     path: Path | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Keyring(Sequence[Path]):
+    """Key files that may vouch for a bundle, and the keys that never may again: fingerprint → since when and why.
+
+    Takes the place of a plain sequence of key files wherever one is asked for.
+    """
+
+    files: tuple[Path, ...]
+    revoked: Mapping[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.files[index]
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self.files)
+
+
+class TrustedKeys(dict[str, PublicKey]):
+    """Loaded keys by fingerprint; `revoked` as in `Keyring`. No key is in both."""
+
+    def __init__(self, keys: Mapping[str, PublicKey], revoked: Mapping[str, str]) -> None:
+        super().__init__(keys)
+        self.revoked = revoked
 
 
 def new_keypair(directory: Path, name: str, *, passphrase: bytes | None = None) -> KeyPair:
@@ -91,12 +121,14 @@ def load_public(path: Path) -> PublicKey:
     return _parse_public(_read_key_file(path, t("public key")), str(path), path)
 
 
-def load_trusted(paths: Sequence[Path], bundle: Path) -> dict[str, PublicKey]:
-    """Load the pinned keys by fingerprint; refuses a key that lies inside the bundle it is to judge.
+def load_trusted(paths: Sequence[Path], bundle: Path) -> TrustedKeys:
+    """Load the pinned keys by fingerprint, without the revoked ones; refuses a key that lies inside the bundle that it
+    is to judge.
 
     Raises BundleError: usage (no key), untrusted, missing.
     """
-    if not paths:
+    revoked = paths.revoked if isinstance(paths, Keyring) else {}
+    if not paths and not revoked:
         raise BundleError(
             t("No trusted key was given, so nothing can be verified."),
             t("Pass the vendor's public key, obtained apart from the bundle."),
@@ -113,8 +145,24 @@ def load_trusted(paths: Sequence[Path], bundle: Path) -> dict[str, PublicKey]:
                 UNTRUSTED,
             )
         key = load_public(path)
-        trusted[key.fingerprint] = key
-    return trusted
+        if key.fingerprint not in revoked:
+            trusted[key.fingerprint] = key
+    return TrustedKeys(trusted, revoked)
+
+
+def refuse_from_medium(paths: Sequence[Path], medium: Path) -> None:
+    """Raise BundleError (untrusted) for a key that comes from the medium, or its disk, that it is to judge.
+
+    For keys that a person names. Those of an installation may well share a disk with a store of models.
+    """
+    for path in paths:
+        if lies_on(path.expanduser().absolute(), medium):
+            raise BundleError(
+                t("The key {path} lies on the medium; whoever changed the medium could have changed it too.",
+                  path=path),
+                t("Use the vendor's key that you obtained separately, and compare its fingerprint."),
+                UNTRUSTED,
+            )
 
 
 def load_private(path: Path, passphrase: bytes | None = None) -> ec.EllipticCurvePrivateKey:

@@ -5,7 +5,10 @@ Each is one file on the medium, since a server checks it in memory before it run
 
 from importlib.resources import files
 
-_INSTALL = ("korean.py", "words.py", "p256.py", "check.py", "arguments.py", "trust.py", "begin.py")
+_INSTALL = (
+    "korean.py", "words.py", "p256.py", "hash_words.py", "place.py", "revoked.py", "check.py", "arguments.py",
+    "trust.py", "begin.py",
+)  # fmt: skip
 _SETUP = ("tree_tools.py", "tree_packages.py", "tree_contents.py", "setup_release.py")
 _IMPORT = "from offline_bundle.medium."
 

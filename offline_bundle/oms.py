@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from . import limits, names
 from .errors import CONTENT, UNTRUSTED, BundleError
-from .keys import PublicKey, public_of
+from .keys import PublicKey, TrustedKeys, public_of
 from .strictjson import StrictJSONError, canonical, loads
 from .text import joined, plain, t
 
@@ -67,10 +67,17 @@ def sign(resources: Mapping[str, str], model_name: str, key: ec.EllipticCurvePri
 def verify(signature: bytes, trusted: Mapping[str, PublicKey]) -> tuple[dict[str, str], PublicKey]:
     """Check model.sig against the pinned keys; return the signed resources (path → SHA-256 hex) and the key used.
 
-    Raises BundleError: untrusted (10) for the envelope, key or signature; content (11) for a signed statement
-    that is outside our profile.
+    Raises BundleError: untrusted (10) for the envelope, a key that is unknown or revoked, or the signature; content
+    (11) for a signed statement that is outside our profile.
     """
     hint, payload, raw_signature = _open_envelope(signature)
+    revoked: Mapping[str, str] = trusted.revoked if isinstance(trusted, TrustedKeys) else {}
+    if hint in revoked:
+        raise BundleError(
+            t("It is signed by the key {hint}, which was revoked here: {why}.", hint=hint, why=revoked[hint]),
+            t("Do not use it. Ask the vendor for one that is signed by his new key."),
+            UNTRUSTED,
+        )
     key = next((k for f, k in trusted.items() if hmac.compare_digest(f.encode(), hint.encode())), None)
     if key is None:
         raise BundleError(

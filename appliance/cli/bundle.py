@@ -6,17 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
+from installer.errors import InstallError
 from installer.i18n import joined, t
+from installer.trust import keyring
 from offline_bundle.build import build_bundle
 from offline_bundle.errors import USAGE, BundleError
-from offline_bundle.keys import is_encrypted
+from offline_bundle.keys import Keyring, is_encrypted, refuse_from_medium
 from offline_bundle.manifest import BundleManifest
 from offline_bundle.runtime_verify import is_runtime
 from offline_bundle.verify import inspect_bundle, verify_bundle
 
 from . import bundle_runtime
 from .byte_progress import byte_progress, size
-from .common import say, say_rows, spoken
+from .common import layout_for, say, say_rows, spoken
 from .json_output import emit, json_errors
 
 app = typer.Typer(help="Build, inspect and verify signed model bundles.", no_args_is_help=True, rich_markup_mode=None)
@@ -209,11 +211,13 @@ def verify(
       atoll bundle verify /mnt/usb/qwen3-4b-1.0.0 --key vendor.pub --full --json
     """
     with json_errors(as_json):
+        pinned = _not_revoked(key)
         if is_runtime(bundle):
-            bundle_runtime.verify(bundle, key, min_sequence, as_json=as_json)
+            bundle_runtime.verify(bundle, pinned, min_sequence, as_json=as_json)
             return
+        refuse_from_medium(pinned, bundle)
         with byte_progress(_LABELS, quiet=as_json) as progress:
-            found = verify_bundle(bundle, key, full=full, min_sequence=min_sequence, progress=progress)
+            found = verify_bundle(bundle, pinned, full=full, min_sequence=min_sequence, progress=progress)
         if as_json:
             emit(
                 {"ok": True, "verified": True, "path": str(bundle), "key_fingerprint": found.key_fingerprint}
@@ -222,6 +226,14 @@ def verify(
             return
         say(t("VERIFIED: {bundle}", bundle=bundle))
         _print(found.manifest, found.digest, (t("signed by"), found.key_fingerprint))
+
+
+def _not_revoked(named: list[Path]) -> Keyring:
+    """The named keys, less what was revoked in the installation of this machine, if there is one."""
+    try:
+        return keyring(layout_for(None), named)
+    except InstallError as error:
+        raise BundleError(error.message, error.hint, error.exit_code) from None
 
 
 def _ask_passphrase(key: Path) -> bytes:

@@ -1,6 +1,6 @@
 """What `atoll bundle build --runtime` and its relatives say; offline_bundle/runtime.py does the work."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ import typer
 
 from installer.i18n import joined, t
 from offline_bundle.errors import USAGE, BundleError
-from offline_bundle.keys import load_trusted
+from offline_bundle.keys import load_trusted, refuse_from_medium
+from offline_bundle.medium.hash_words import in_words
 from offline_bundle.progress import Progress
 from offline_bundle.runtime import build_runtime
 from offline_bundle.runtime_download import Load
@@ -20,7 +21,7 @@ from offline_bundle.runtime_verify import inspect_runtime, verify_runtime
 from .byte_progress import byte_progress, size
 from .common import say, say_rows
 from .json_output import emit
-from .keys import grouped
+from .keys import grouped, word_lines
 
 _LABELS = {
     "download": t("Fetching packages"), "read": t("Reading packages"), "verify": t("Verifying"),
@@ -53,16 +54,22 @@ def build(
         )
     if as_json:
         extra = {"key_fingerprint": made.fingerprint, "install_sha256": made.install_sha256}
+        extra |= {"key_words": in_words(made.fingerprint), "install_words": in_words(made.install_sha256)}
         emit({"ok": True, "path": str(out / "runtime"), "medium": str(out)} | summary(made.manifest) | extra)
         return
     say(t("Built {out}", out=out / "runtime"))
     show(made.manifest)
     say(t("\nTell the operator these two by letter or phone, never on the disk itself:"))
     say_rows([(t("key fingerprint"), grouped(made.fingerprint)),
-              ("install.sh (SHA-256)", grouped(made.install_sha256))], indent=2)
+              *(("", line) for line in word_lines(made.fingerprint)),
+              ("install.sh (SHA-256)", grouped(made.install_sha256)),
+              *(("", line) for line in word_lines(made.install_sha256))], indent=2)
+    say(t("Digits and words say the same; the words are for the phone. install.sh is the same for every medium of this "
+          "version of Atoll."))
     say(t("\nNext: put model bundles beside it: atoll bundle build MODEL ... --out {out}", out=out))
-    say(t('On the server: sudo sh install.sh --fingerprint "{fingerprint}"',
-                 fingerprint=grouped(made.fingerprint[:32])))
+    say(t("On the server, first compare, then install:"))
+    say(joined(["  cp MEDIUM/install.sh /root && sha256sum /root/install.sh"], ""))
+    say(joined([f'  sudo sh /root/install.sh --medium MEDIUM --fingerprint "{grouped(made.fingerprint[:32])}"'], ""))
 
 
 def inspect(path: Path, *, as_json: bool) -> None:
@@ -78,8 +85,9 @@ def inspect(path: Path, *, as_json: bool) -> None:
         typer.echo(f"    {size(entry.size):>10}  {entry.role:<12}  {entry.path}")
 
 
-def verify(path: Path, trusted: list[Path], min_sequence: int | None, *, as_json: bool) -> None:
+def verify(path: Path, trusted: Sequence[Path], min_sequence: int | None, *, as_json: bool) -> None:
     """Verify a runtime against pinned keys."""
+    refuse_from_medium(trusted, path)
     with _progress(as_json) as progress:
         found = verify_runtime(path, load_trusted(trusted, path), min_sequence=min_sequence, progress=progress)
     if as_json:

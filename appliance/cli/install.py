@@ -46,7 +46,10 @@ Gpus = Annotated[
 ]
 TrustKey = Annotated[
     list[Path] | None,
-    typer.Option("--trust-key", metavar="PUB", help="The vendor's public key, got by another way than the bundle."),
+    typer.Option(
+        "--trust-key", metavar="PUB",
+        help="The vendor's public key, obtained through a separate channel. It is then the only one that counts.",
+    ),
 ]
 Accept = Annotated[
     list[str] | None,
@@ -96,7 +99,8 @@ def register(app: typer.Typer) -> None:
             "atoll install --bundle chat=/media/usb/qwen --gpus chat=0 --bundle code=/media/usb/coder --gpus code=1",
         ),
     )(install)
-    app.command(help=_UPGRADE, epilog=examples("atoll upgrade /media/usb", "atoll upgrade --dry-run"))(upgrade)
+    lines = ("atoll upgrade /media/usb", "atoll upgrade /media/usb --trust-key new.pub", "atoll upgrade --dry-run")
+    app.command(help=_UPGRADE, epilog=examples(*lines))(upgrade)
 
 
 _INSTALL = """Verify what is on the medium, install it, start the service and ask it a first question.
@@ -167,6 +171,7 @@ def upgrade(
     media: Media = None,
     bundle: Bundle = None,
     prefix: Prefix = None,
+    trust_key: TrustKey = None,
     accept_license: Accept = None,
     answers: AnswersFile = None,
     waive: Waive = None,
@@ -187,9 +192,9 @@ def upgrade(
                 hint=t("Install it: atoll install MEDIUM"),
             )
     install(
-        media=media, bundle=bundle, prefix=prefix, accept_license=accept_license, answers=answers, waive=waive,
-        strict=strict, dry_run=dry_run, yes=yes, allow_downgrade=allow_downgrade, start_timeout=start_timeout,
-        as_json=as_json,
+        media=media, bundle=bundle, prefix=prefix, trust_key=trust_key, accept_license=accept_license, answers=answers,
+        waive=waive, strict=strict, dry_run=dry_run, yes=yes, allow_downgrade=allow_downgrade,
+        start_timeout=start_timeout, as_json=as_json,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-"""`atoll keys new | fingerprint`."""
+"""`atoll keys new | fingerprint | words`."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 from installer.i18n import t
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.keys import load_public, new_keypair
+from offline_bundle.medium.hash_words import from_words, in_words
 
 from .common import say_rows, spoken
 from .json_output import emit, json_errors
@@ -46,6 +48,7 @@ def new(
                     "private_path": str(pair.private_path),
                     "public_path": str(pair.public_path),
                     "fingerprint": pair.fingerprint,
+                    "words": in_words(pair.fingerprint),
                 }
             )
             return
@@ -54,6 +57,7 @@ def new(
             (t("Public key"), t("{path}  (give it to those who verify, apart from the bundles)",
                                 path=pair.public_path)),
             (t("Fingerprint"), grouped(pair.fingerprint)),
+            *(("", line) for line in word_lines(pair.fingerprint)),
         ])
 
 
@@ -70,9 +74,48 @@ def fingerprint(
     with json_errors(as_json):
         found = load_public(key)
         if as_json:
-            emit({"ok": True, "path": str(key), "fingerprint": found.fingerprint})
+            words = in_words(found.fingerprint)
+            emit({"ok": True, "path": str(key), "fingerprint": found.fingerprint, "words": words})
             return
-        typer.echo(grouped(found.fingerprint))
+        typer.echo("\n".join([grouped(found.fingerprint), *word_lines(found.fingerprint)]))
+
+
+@app.command(epilog=_EXIT_CODES)
+def words(
+    digits: Annotated[
+        str, typer.Argument(metavar="HEX", help="A fingerprint or another hash, such as a SHA-256.", show_default=False)
+    ],
+    as_json: Json = False,
+) -> None:
+    """Show a hash as words that are easy to read aloud, or words as the hash that they stand for.
+
+    \b
+    Examples:
+      atoll keys words 7b39f8229fff69754a38ea0a5c993ca5
+      atoll keys words "$(sha256sum install.sh | cut -c1-64)"
+      atoll keys words "involve consulting upcoming brickyard"
+    """
+    with json_errors(as_json):
+        plain = re.sub(r"[\s:]", "", digits).lower()
+        try:
+            if not re.fullmatch(r"([0-9a-f]{2}){1,64}", plain):
+                plain = from_words(digits)
+        except ValueError:
+            raise BundleError(
+                t("That is neither a hash nor its words."),
+                t("Give an even number of hex digits, or words as this command prints them."),
+                USAGE,
+            ) from None
+        if as_json:
+            emit({"ok": True, "hex": plain, "words": in_words(plain)})
+            return
+        typer.echo("\n".join([grouped(plain), *word_lines(plain)]))
+
+
+def word_lines(digits: str) -> list[str]:
+    """The words of a hash, eight a line."""
+    found = in_words(digits).split()
+    return [" ".join(found[at : at + 8]) for at in range(0, len(found), 8)]
 
 
 def grouped(fingerprint: str) -> str:

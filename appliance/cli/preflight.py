@@ -22,7 +22,7 @@ from installer.preflight import PreflightContext, run_checks
 from installer.preflight.needs import read_needs
 from installer.preflight.report import report, verdict
 from installer.service import service_for
-from installer.trust import installed_keys
+from installer.trust import keyring
 
 Device = Literal["auto", "cuda", "cpu"]
 _HELP = """Check whether this machine can be installed on. Changes nothing.
@@ -128,7 +128,7 @@ def _context(
     """The plans: what the medium asks for, and where the endpoint is or will be."""
     values: dict[str, Any] = {}
     if bundle is not None:
-        needs = read_needs(bundle.expanduser().absolute(), [*keys, *installed_keys(layout)], layout)
+        needs = read_needs(bundle.expanduser().absolute(), keyring(layout, keys), layout)
         values = needs.values
         if not needs.verified:
             _note(t("No key is given (--trust-key), so nothing on the medium was trusted: only file sizes are used."),

@@ -128,7 +128,7 @@ def _of_runtime(manifest: RuntimeManifest, driver_min: str | None) -> dict[str, 
 def _signed_runtime(path: Path, keys: Sequence[Path]) -> RuntimeManifest:
     """Its manifest once the signature holds; the install checks the bytes."""
     try:
-        return verify_runtime(path, load_trusted(list(keys), path), signature_only=True).manifest
+        return verify_runtime(path, load_trusted(keys, path), signature_only=True).manifest
     except BundleError as error:
         raise InstallError(error.message, exit_code=error.exit_code, changed=t("Nothing was changed."),
                            hint=error.hint) from None  # fmt: skip
@@ -144,7 +144,7 @@ def _order(value: Any) -> Any:
 def _signed(path: Path, keys: Sequence[Path]) -> tuple[BundleManifest, str]:
     try:
         with media.open_root(path) as root:
-            signed = check_signed_manifest(root, load_trusted(list(keys), path), None)
+            signed = check_signed_manifest(root, load_trusted(keys, path), None)
     except BundleError as error:
         raise InstallError(error.message, exit_code=error.exit_code, changed=t("Nothing was changed."),
                            hint=error.hint) from None  # fmt: skip

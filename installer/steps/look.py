@@ -4,17 +4,17 @@ import ipaddress
 from pathlib import Path
 from typing import Any
 
-from installer import config, release, tls, units
+from installer import config, release, tls, trust, units
 from installer.choose import choose, no_medium, which_bundle
-from installer.context import Context, Model
+from installer.context import Context, Model, as_install_error
 from installer.errors import ExitCode, InstallError
 from installer.i18n import joined, t
 from installer.preflight.record import gib
 from installer.release import Release
 from installer.sequence import last_sequence
 from installer.tls_import import check_import
-from installer.trust import installed_keys
 from offline_bundle.errors import BundleError
+from offline_bundle.keys import refuse_from_medium
 from offline_bundle.store import verify_model
 from offline_bundle.verify import verify_bundle
 
@@ -37,7 +37,7 @@ def discover(context: Context) -> str:
         )
     if not (options.bundle or options.media or options.models or history.committed):
         raise which_bundle()
-    context.trusted_keys = [*options.trust_keys, *installed_keys(layout)]
+    _find_keys(context)
     if not context.trusted_keys:
         raise InstallError(
             t("No key is trusted yet, so no bundle can be."),
@@ -60,6 +60,19 @@ def discover(context: Context) -> str:
     if history.committed is not None:
         return t("release {release} is installed", release=history.committed["release"])
     return t("nothing is installed here yet")
+
+
+def _find_keys(context: Context) -> None:
+    """A key that is named is the only one that counts for what is brought; what is installed already keeps its own."""
+    layout, options = context.layout, context.options
+    try:
+        context.trusted_keys = trust.keyring(layout, options.trust_keys)
+        context.kept_keys = trust.keyring_of_installed(layout, options.trust_keys)
+        for medium in (*options.media, *(choice.bundle for choice in options.models), options.bundle):
+            if isinstance(medium, Path) or (medium is not None and "/" in medium):
+                refuse_from_medium(options.trust_keys, Path(medium).expanduser())
+    except BundleError as error:
+        raise as_install_error(error, _UNTOUCHED) from None
 
 
 def _endpoint(context: Context) -> config.Endpoint:
@@ -108,8 +121,28 @@ def verify(context: Context) -> str:
             _check_sequence(context, model)
             _check_content(context, model)
     context.release = Release.of([model.facts() for model in context.models], context.release_command)
+    refuse_revoked(context)
     _render(context)
     return joined((_told(model) for model in context.models), "; ")
+
+
+def refuse_revoked(context: Context) -> None:
+    """Raise InstallError (10) if a part of the release that this run leads to is signed by a revoked key.
+
+    Asked again before the switch: somebody may revoke a key while gigabytes are copied.
+    """
+    gone = trust.revoked(context.layout)
+    signers = trust.signed_by(context.target().info)
+    signers |= {f"{model.manifest.name} {model.manifest.version}": model.key_fingerprint for model in context.models}
+    for what, fingerprint in signers.items():
+        if fingerprint in gone:
+            raise InstallError(
+                t("{what} is signed by the key {fingerprint}, which was revoked here: {why}.", what=what,
+                  fingerprint=fingerprint, why=trust.why_revoked(context.layout, fingerprint)),
+                exit_code=ExitCode.UNTRUSTED,
+                hint=t("Install a medium that is signed by the vendor's new key: atoll install MEDIUM --trust-key "
+                       "NEW.pub"),
+            )
 
 
 def _told(model: Model) -> str:
@@ -158,8 +191,11 @@ def _check_content(context: Context, model: Model) -> None:
             verify_model(models, model.digest, context.trusted_keys, deep=False)
             model.source, model.in_store = models / model.digest, True
             return
-        except BundleError:
-            context.frontend.note(t("The copy in the store is damaged; it will be made again."))
+        except BundleError as error:
+            if error.exit_code == ExitCode.UNTRUSTED:
+                context.frontend.note(t("The copy in the store is signed by another key; it will be made again."))
+            else:
+                context.frontend.note(t("The copy in the store is damaged; it will be made again."))
     verify_bundle(model.source, context.trusted_keys, progress=context.frontend.progress)
 
 

@@ -6,6 +6,7 @@ from installer import audit, fs, licence, tls, trust
 from installer.context import Context
 from installer.i18n import t
 from installer.preflight.record import gib
+from installer.steps.look import refuse_revoked
 from offline_bundle.ingest import ingest
 
 
@@ -48,12 +49,13 @@ def stage(context: Context) -> str:
         if not model.in_store:
             copied += ingest(
                 model.source,
-                context.trusted_keys,
+                trust.keyring(layout, context.options.trust_keys),  # as they are now: somebody may have revoked one
                 layout.models,
                 progress=context.frontend.progress,
                 min_sequence=model.manifest.sequence,
             ).copied_bytes
             model.in_store = True
+    refuse_revoked(context)
     if copied:
         context.journal.add("copied", bytes=copied, copy_s=round(time.monotonic() - began, 2))
     release.stage(layout)

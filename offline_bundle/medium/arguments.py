@@ -6,21 +6,24 @@ import re
 import tomllib
 
 from offline_bundle.medium.check import FINGERPRINT_DIGITS, MAX_SMALL, USAGE, Refused
+from offline_bundle.medium.hash_words import from_words
 from offline_bundle.medium.words import t
 
 HELP = t("""\
 Install Atoll from this medium.
 
-  sudo sh install.sh --fingerprint "1f2e 3d4c ..."    first install; the digits come from the vendor, not from the disk
-  sudo sh install.sh --trust-key vendor.pub           the same, with the vendor's key file, brought by another way
-  sudo sh install.sh                                  upgrade: the keys of the first install are trusted
+  cp install.sh /root && cd /root && sha256sum install.sh     first of all: compare it with the vendor's letter
+  sudo sh install.sh --medium DIR --fingerprint "1f2e 3d4c ..."   first install; the digits come from the letter, too
+  sudo sh install.sh --medium DIR --trust-key vendor.pub      the same, with the vendor's key file, not from the disk
+  sudo sh install.sh --medium DIR                             upgrade: the keys of the first install are trusted
 
 Options:
-  --fingerprint HEX      the vendor's key, by 32 or more digits of its fingerprint
-  --trust-key FILE       the vendor's key, as a file that is not on the medium; repeatable
+  --fingerprint HEX      the vendor's key, by 32 or more digits of its fingerprint, or by its words (16 or more)
+  --trust-key FILE       the vendor's key, as a file that does not come from the medium; repeatable
+                         A key that is named is the only one that counts; installed ones are left out.
   --prefix DIR           install below DIR, without root; otherwise root is needed, and / is used
   --medium DIR           where the medium is (default: the directory of install.sh)
-  --python DIR           a Python >= 3.11 (default: the server's python3)
+  --python DIR           a Python >= 3.11 that does not come from the medium (default: the server's python3)
   --verify-only          check the medium and stop; nothing is written
   --preflight            check the server against the medium and stop; nothing is kept
   --dry-run              show what would be done and stop; nothing is kept
@@ -29,8 +32,8 @@ Options:
   --lang ko|en           the language of what is said (default: the system's)
   --help                 this text; `atoll install --help` explains all other options, which are passed on
 
-Do not let the medium vouch for itself: compare `sha256sum install.sh` with the vendor's letter, or bring install.sh
-by another way and point it at the disk with --medium.
+This script came with the disk. It can check everything else on it, but not itself: compare its SHA-256 with the
+vendor's letter before you start it, and start the copy that you compared.
 
 Exit codes: 0 ok, 2 usage, 3 the server lacks something, 10 not trusted, 11 content differs, 12 older than installed,
 13 something is missing, 30 space or I/O, 75 another install runs, 130 interrupted; others: `atoll install --help`.
@@ -68,8 +71,9 @@ class Options:
                 self.rest.append(word)
         self.answers = self._answers()
         self.medium = os.path.realpath(self.last("--medium") or os.path.dirname(os.path.abspath(script)))
-        self.trust = [os.path.abspath(p) for p in self.values["--trust-key"] or self.answers.get("trust_keys", [])]
         self.fingerprint = self._fingerprint()
+        keys = self.values["--trust-key"] or (self.answers.get("trust_keys", []) if self.fingerprint is None else [])
+        self.trust = [os.path.abspath(path) for path in keys]
         prefix = self.last("--prefix") or self.answers.get("prefix") or os.environ.get("ATOLL_PREFIX")
         self.prefix = os.path.realpath(os.path.expanduser(prefix)) if prefix else None
 
@@ -106,13 +110,22 @@ class Options:
 
 
 def digits(text):
-    """A fingerprint as typed -> lower-case hex. Spaces, colons and capitals do not matter."""
+    """A fingerprint as typed, in digits or in words -> lower-case hex. Spaces, colons and capitals do not matter."""
     plain = re.sub(r"[\s:]", "", text).lower()
+    if re.search(r"[g-z]", plain):
+        try:
+            plain = from_words(text)
+        except ValueError as e:
+            raise Refused(
+                USAGE,
+                t("Word {number} of the fingerprint is not one that can be there.", number=e.args[0]),
+                t("Words alternate between two and three syllables: was one left out, or said twice?"),
+            ) from None
     if not (FINGERPRINT_DIGITS <= len(plain) <= 64 and re.match(r"[0-9a-f]+\Z", plain)):
         raise Refused(
             USAGE,
-            t("A fingerprint has 64 hex digits; give at least the first {digits} of them.",
-              digits=FINGERPRINT_DIGITS),
+            t("A fingerprint has 64 hex digits or 32 words; give at least the first {digits} digits or {words} words.",
+              digits=FINGERPRINT_DIGITS, words=FINGERPRINT_DIGITS // 2),
             t("The vendor sees it with: atoll keys fingerprint vendor.pub"),
         )
     return plain

@@ -44,6 +44,7 @@ from offline_bundle.medium.check import (
     show,
     signed_resources,
 )
+from offline_bundle.medium.place import lies_on
 from offline_bundle.medium.trust import choose_key
 from offline_bundle.medium.words import reason, t
 
@@ -105,6 +106,19 @@ def check_sequence(options, manifest):
               sequence=manifest["sequence"], known=known),
             t("Use the newest medium. To go back: atoll rollback. To insist: --allow-downgrade 'the reason'"),
         )
+
+
+def check_interpreter(medium):
+    """Refuse a Python from the medium. install.sh has looked before it started this one; this also sees hard links,
+    other partitions of the disk, and images on it."""
+    for path in (sys.executable, getattr(os, "__file__", "")):
+        if path and lies_on(path, medium):
+            raise Refused(
+                UNTRUSTED,
+                t("The Python {path} lies on the medium {medium}: whoever changed the medium could have changed it "
+                  "too.", path=show(path), medium=show(medium)),
+                t("Use the server's own python3, or another one that came by another way: --python DIR"),
+            )
 
 
 # -- the order of things ----------------------------------------------------------------------------------------------
@@ -228,6 +242,7 @@ def run(script, arguments):
         raise Refused(
             USAGE, t("Installing on the server needs root."), t("sudo sh install.sh, or --prefix DIR for a trial.")
         )
+    check_interpreter(options.medium)
     try:
         root = os.open(os.path.join(options.medium, "runtime"), DIRECTORY)
     except OSError as e:
@@ -255,9 +270,16 @@ def make_release(options, root, signed, name):
     """Copy, build the tree beside what runs, hand over to it."""
     base = os.path.join(options.root, "opt/atoll/code")
     look = options.dry_run or options.preflight
+    place = os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  mkdtemp makes it private
+    if lies_on(place if look else base, options.medium):
+        raise Refused(
+            USAGE,
+            t("{place} lies on the medium: code that runs from there could be changed after it was checked.",
+              place=show(place if look else base)),
+            t("Choose another --prefix, or another $TMPDIR for a dry run."),
+        )
     with contextlib.ExitStack() as on_failure:
         if look:
-            place = os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  mkdtemp makes it private
             base = tempfile.mkdtemp(prefix="atoll-dry-run-", dir=place)
             on_failure.callback(shutil.rmtree, base, ignore_errors=True)
         try:

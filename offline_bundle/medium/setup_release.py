@@ -4,7 +4,7 @@
       bin/atoll  start.py      the launcher: this tree's packages, the server's Python, nothing else
       lib/                     every package, compiled ahead
       share/                   docs, licences, units, bill of materials, bundle.json and model.sig as they were signed
-      trust/<16 hex>.pub       the key, when the operator named it just now
+      trust/<16 hex>.pub       the key, when the operator named it in the run that made the tree
       files.json runtime.json  the hash of every file above, and what this is; runtime.json is the sign of completeness
 
 The tree is made under another name and appears by one rename. Nothing writes to it later. Only the standard library.
@@ -64,9 +64,8 @@ def hand_over(facts, options, lock):
         command += ["--prefix", options.prefix]
     for path in options.values["--trust-key"]:
         command += ["--trust-key", os.path.abspath(path)]
-    key = os.path.join(tree, "trust", facts["key"]["fingerprint"][:16] + ".pub")
-    if facts["key"]["new"] and not options.values["--trust-key"] and os.path.isfile(key):
-        command += ["--trust-key", key]
+    if facts["key"]["new"] and not options.trust:
+        command += ["--trust-key", _named_key(facts, tree)]
     command += ["--bundle"] if options.preflight else []
     command += [options.medium, *options.rest]
     os.umask(0o022)
@@ -77,6 +76,21 @@ def hand_over(facts, options, lock):
         return subprocess.run(command, check=False).returncode
     finally:
         shutil.rmtree(facts["base"], ignore_errors=True)
+
+
+def _named_key(facts, tree):
+    """A file of the key that was named by its fingerprint, so that `atoll install` trusts this one only, too.
+
+    A tree that was there before may lack it; the file beside the trees goes when the next install is committed.
+    """
+    name = facts["key"]["fingerprint"][:16] + ".pub"
+    path = os.path.join(tree, "trust", name)
+    if not os.path.isfile(path):
+        path = os.path.join(facts["base"], ".named-" + name)
+        with open(path + ".partial", "wb") as file:
+            file.write(facts["key"]["pem"])
+        os.replace(path + ".partial", path)
+    return path
 
 
 def _sync_directory(path):

@@ -1,17 +1,20 @@
-"""Which key the operator trusts: named now, or installed before. A part of install.sh."""
+"""Which key the operator trusts: the one named now and no other, else those installed before; never a revoked one.
+A part of install.sh."""
 
 import os
 
 from offline_bundle.medium.arguments import digits
-from offline_bundle.medium.check import MAX_KEY, MISSING, ODD, UNTRUSTED, Refused, show
+from offline_bundle.medium.check import MAX_KEY, MISSING, ODD, SPACE_IO, UNTRUSTED, USAGE, Refused, show
 from offline_bundle.medium.p256 import KeyFormatError, load_public
+from offline_bundle.medium.place import lies_on
+from offline_bundle.medium.revoked import check_folder, read_revoked
 from offline_bundle.medium.words import reason, t
 
 
 def read_key(path):
     """(point, fingerprint, text) of a public key file."""
     try:
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             text = file.read(MAX_KEY)
         return (*load_public(text), text)
     except OSError as e:
@@ -26,17 +29,43 @@ def read_key(path):
         ) from None
 
 
-def trusted_keys(options):
-    """fingerprint -> (point, text, named by the operator now). A key that lies on the medium is refused."""
-    found = {}
+def what_is_installed(options):
+    """(directory of installed keys, whether it is there, fingerprint -> entry of what was revoked here)."""
     folder = os.path.join(options.root, "etc/atoll/trust")
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    for path in (os.path.join(folder, name) for name in names if name.endswith(".pub")):
-        if os.path.isfile(path) and not os.path.islink(path):
+    try:
+        there = check_folder(folder, t)
+        return folder, there, read_revoked(folder, t) if there else {}
+    except (OSError, ValueError) as e:
+        why = reason(e) if isinstance(e, OSError) else e
+        raise Refused(
+            SPACE_IO,
+            t("The trusted and revoked keys in {folder} cannot be relied on: {why}.", folder=folder, why=why),
+            t("Nothing is verified until this is repaired. Who changed it? ls -la {folder}", folder=folder),
+        ) from None
+
+
+def installed_keys(folder):
+    """fingerprint -> (point, text) of the keys that were installed before."""
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if name.endswith(".pub") and os.path.isfile(path) and not os.path.islink(path):
+            if os.stat(path).st_mode & 0o022:
+                raise Refused(
+                    SPACE_IO,
+                    t("Other users may write to the key {path}.", path=show(path)),
+                    t("Compare it with the vendor's letter, then: chmod go-w {path}", path=show(path)),
+                )
             point, fingerprint, text = read_key(path)
-            found[fingerprint] = (point, text, False)
+            found[fingerprint] = (point, text)
+    return found
+
+
+def named_keys(options):
+    """fingerprint -> (point, text) of the key files that the operator named. One from the medium is refused."""
+    found = {}
     for path in options.trust:
-        if os.path.commonpath([os.path.realpath(path), options.medium]) == options.medium != "/":
+        if lies_on(path, options.medium):
             raise Refused(
                 UNTRUSTED,
                 t("The key {path} lies on the medium; whoever changed the medium could have changed it too.",
@@ -44,40 +73,65 @@ def trusted_keys(options):
                 t("Bring the vendor's key by another way, or compare its fingerprint: --fingerprint HEX"),
             )
         point, fingerprint, text = read_key(path)
-        found[fingerprint] = (point, text, True)
+        if options.fingerprint is not None and not fingerprint.startswith(options.fingerprint):
+            raise Refused(
+                USAGE,
+                t("{path} does not have the fingerprint that you named: it is {fingerprint}.", path=show(path),
+                  fingerprint=fingerprint),
+                t("Compare digit by digit with the vendor's letter. If they differ, do not use this medium."),
+            )
+        found[fingerprint] = (point, text)
     return found
 
 
 def choose_key(options, claimed):
-    """The trusted key that the signature claims to be made by: (point, text, fingerprint, named now)."""
-    keys = trusted_keys(options)
-    if claimed in keys:
-        point, text, now = keys[claimed]
-        return point, text, claimed, now
-    said = options.fingerprint
-    if said is None and not keys:
-        said = ask_fingerprint()
-    if said is not None and claimed.startswith(said):
-        path = os.path.join(options.medium, "vendor.pub")  # worth nothing unless its fingerprint is the one said
-        point, fingerprint, text = read_key(path)
-        if fingerprint == claimed:
-            return point, text, claimed, True
-        raise Refused(UNTRUSTED, t("vendor.pub on the medium is not the key that signed it."), ODD)
-    if said is not None:
+    """The trusted key that the signature claims to be made by: (point, text, fingerprint, named now).
+
+    Naming a key narrows: what was installed before does not count beside it.
+    """
+    folder, there, revoked = what_is_installed(options)
+    if claimed in revoked:
         raise Refused(
             UNTRUSTED,
-            t("The medium is signed by the key {claimed}, not by the one you named ({said}).", claimed=claimed,
-              said=said),
-            t("Compare digit by digit with the vendor's letter. If they differ, do not use this medium."),
+            t("The medium is signed by the key {claimed}, which was revoked here at {at}: {why}.", claimed=claimed,
+              at=show(revoked[claimed].get("at", "?")), why=show(revoked[claimed].get("reason", "?"))),
+            t("Do not use this medium. Ask the vendor for one that is signed by his new key."),
         )
-    raise Refused(
+    files, said = named_keys(options), options.fingerprint
+    if files:
+        if claimed in files:
+            return *files[claimed], claimed, True
+        raise not_the_named(claimed, ", ".join(f"{f[:32]}..." for f in files))
+    installed = installed_keys(folder) if there and said is None else {}
+    if claimed in installed:
+        return *installed[claimed], claimed, False
+    if said is None and not installed.keys() - revoked.keys():
+        said = ask_fingerprint()
+    if said is None:
+        raise Refused(
+            UNTRUSTED,
+            t("The medium is signed by the key {claimed}, which is not trusted here.", claimed=claimed),
+            t(
+                "Trusted: {names}. If the vendor has announced a new key: --fingerprint HEX, with the digits from his "
+                "letter.",
+                names=", ".join(f"{f[:16]}..." for f in installed if f not in revoked),
+            ),
+        )
+    if not claimed.startswith(said):
+        raise not_the_named(claimed, said)
+    path = os.path.join(options.medium, "vendor.pub")  # worth nothing unless its fingerprint is the one said
+    point, fingerprint, text = read_key(path)
+    if fingerprint == claimed:
+        return point, text, claimed, True
+    raise Refused(UNTRUSTED, t("vendor.pub on the medium is not the key that signed it."), ODD)
+
+
+def not_the_named(claimed, said):
+    """The error for a medium of somebody else."""
+    return Refused(
         UNTRUSTED,
-        t("The medium is signed by the key {claimed}, which is not trusted here.", claimed=claimed),
-        t(
-            "Trusted: {names}. If the vendor has announced a new key: --fingerprint HEX, with the digits from his "
-            "letter.",
-            names=", ".join(f"{f[:16]}..." for f in keys),
-        ),
+        t("The medium is signed by the key {claimed}, not by the one you named ({said}).", claimed=claimed, said=said),
+        t("Compare digit by digit with the vendor's letter. If they differ, do not use this medium."),
     )
 
 
@@ -85,14 +139,15 @@ def ask_fingerprint():
     """From the terminal. What the medium claims is not shown: the digits must come from elsewhere."""
     nobody = Refused(
         UNTRUSTED,
-        t("Nothing says whose medium this should be: this server trusts no key yet."),
-        t("Give the vendor's key, got by another way than this disk: --fingerprint HEX or --trust-key FILE"),
+        t("No trusted key: this server trusts none yet, and none was named."),
+        t("Name the vendor's key, obtained through another channel than this disk: --fingerprint HEX or --trust-key "
+          "FILE"),
     )
     try:
         with open("/dev/tty", "rb+", buffering=0) as terminal:
             terminal.write(
                 t("First install: type the fingerprint of the vendor's key, from his letter or by phone, not from "
-                  "this\ndisk (64 hex digits; the first 32 are enough): ").encode()
+                  "this\ndisk (64 hex digits, the first 32 are enough; or its words): ").encode()
             )
             text = terminal.readline(1024).decode("ascii", "replace")
     except OSError:

@@ -53,7 +53,7 @@ def test_atoll_commands_and_flags_exist(page: Path):
     for words in commands(page):
         if Path(words[0]).name != "atoll" or len(words) == 1:
             continue
-        groups = ("bundle", "keys", "apikey", "tls", "answers", "journal")
+        groups = ("bundle", "keys", "apikey", "tls", "answers", "journal", "trust")
         command = words[1:3] if words[1] in groups else [words[1]]
         text = help_of(*(word for word in command if re.fullmatch(r"[a-z][a-z-]*", word)))
         for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
@@ -117,3 +117,20 @@ def test_the_bundle_of_the_readme_can_be_made(tmp_path: Path, smollm2_dir: Path)
             [sys.executable, "-m", "appliance.cli", *command[1:]], capture_output=True, text=True, cwd=tmp_path
         )
         assert result.returncode == 0, result.stderr
+
+
+GUIDES = [*PAGES, REPOSITORY / "offline_bundle/medium/README.txt"]
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if "sh install.sh" in page.read_text("utf-8")], ids=name)
+def test_the_first_command_of_every_guide_compares_the_script(page: Path):
+    """install.sh comes from the disk, so it is compared before it runs, and the copy that was compared is what runs."""
+    text = page.read_text("utf-8")
+    blocks_of = [body for _, body in BLOCK.findall(text)] if page.suffix == ".md" else text.split("\n\n\n")
+    guides = [block for block in blocks_of if "sh install.sh" in block]
+    if page.name in ("install.md", "medium.md", "README.txt"):
+        assert guides
+    for block in guides:
+        first = next(line for line in block.splitlines() if "install.sh" in line)
+        assert re.search(r"cp \S+/install\.sh \. && sha256sum install\.sh", first), first
+    assert not re.search(r"sh /media/\S*install\.sh|\./install\.sh", text)  # from the disk, uncompared

@@ -37,9 +37,10 @@ def build_arguments(model: Path, out: Path, key: Path, *more: str) -> list[objec
 def test_from_key_to_verified_bundle(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m", kib=1)
     pair = json.loads(atoll("keys", "new", "--name", "v", "--dir", tmp_path / "k", "--json").stdout)
-    assert set(pair) == {"ok", "private_path", "public_path", "fingerprint"}
+    assert set(pair) == {"ok", "private_path", "public_path", "fingerprint", "words"}
     shown = atoll("keys", "fingerprint", pair["public_path"]).stdout
-    assert shown.replace(" ", "").strip() == pair["fingerprint"]
+    assert shown.splitlines()[0].replace(" ", "") == pair["fingerprint"]
+    assert " ".join(shown.split("\n", 1)[1].split()) == pair["words"]
     built = atoll(*build_arguments(model, tmp_path / "o", pair["private_path"]))
     assert f"Next: atoll bundle verify {tmp_path}/o/tiny-2.0.0 --key {pair['public_path']}" in built.stdout
     assert "Copying and hashing" in built.stderr

@@ -388,7 +388,7 @@ def at_terminal(medium: Path, answer: str) -> tuple[int, str]:
         if not block:
             break
         shown += block
-        if not typed and b"are enough): " in shown:
+        if not typed and b"or its words): " in shown:
             os.write(fd, answer.encode() + b"\n")
             typed = True
     _, status = os.waitpid(pid, 0)
@@ -399,7 +399,7 @@ def at_terminal(medium: Path, answer: str) -> tuple[int, str]:
 def test_the_first_install_asks_for_the_fingerprint(medium: Path, vendor: KeyPair, stranger: KeyPair) -> None:
     code, shown = at_terminal(medium, vendor.fingerprint[:32])
     assert code == 0, shown
-    asked = shown.split("are enough): ")[0]
+    asked = shown.split("or its words): ")[0]
     assert vendor.fingerprint[:16] not in asked  # what the disk claims is not there to be copied
     code, shown = at_terminal(medium, stranger.fingerprint)
     assert code == 10

@@ -32,6 +32,7 @@ from installer.i18n import language_of, t
 from installer.machine import Installer
 from installer.plan import Plan
 from offline_bundle.keys import KeyPair
+from offline_bundle.medium.hash_words import EVEN_WORDS, ODD_WORDS
 
 Bundles = Callable[..., Path]
 
@@ -53,9 +54,13 @@ KEPT = re.compile(
 SENTENCE = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]{2,}){2,}")
 
 
+HASH_WORDS = {*EVEN_WORDS, *ODD_WORDS}  # a hash that is read aloud is the same in every language
+
+
 def english(screen: str) -> list[str]:
     """What reads like English on it."""
-    return [line for line in screen.splitlines() if SENTENCE.search(KEPT.sub("@", line))]
+    lines = [line for line in screen.splitlines() if not set(line.split()) <= HASH_WORDS]
+    return [line for line in lines if SENTENCE.search(KEPT.sub("@", line))]
 
 
 def test_english_is_found() -> None:
