@@ -1,12 +1,12 @@
-"""Accepting connections, and the books about them: how many there are in all and per address, and whose turn it is to go.
+"""Accepting connections, and the books about them: how many there are, in all and per address, and who makes room.
 
     accept ──► room? ──► TLS handshake ──► headers ──► request ──► idle ──► headers …
                │         └───────── may be closed ──┘  protected   └ may be closed
 
-At its bounds the server closes the connection that has waited longest without a request, those that showed a key last,
-and takes the new one. So a crowd of silent connections displaces itself, and a client that asks for something is served.
-Only when every connection is at work is a new one refused: with a 503 while few are being refused, without a word beyond
-that.
+At its bounds the server closes the connection that has waited longest without a request (those that showed a key come
+last) and takes the new one. So a crowd of silent connections displaces itself, and a client that asks for something is
+served. Only when every connection is at work is a new one refused: with a 503 while few are being refused, without a
+word beyond that.
 
 We accept by ourselves because asyncio's servers tell a protocol nothing before TLS is agreed: neither who is there, nor
 that somebody was there and left.

@@ -1,6 +1,7 @@
 """A gateway as a process of its own, with bounds of the test's choice: `bounded_gateway.py JSON` prints its port.
 
-The application, the keys and the HTTP server are the real ones; only the bounds are short, so that a test sees them end.
+The application, the keys and the HTTP server are the real ones; only the bounds are short, so that a test sees them
+end.
 """
 
 import asyncio

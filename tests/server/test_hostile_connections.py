@@ -23,7 +23,8 @@ SHORT = {"header_seconds": 2.0, "handshake_seconds": 2.0, "idle_seconds": 2.0, "
          "send_seconds": 3.0, "max_connections": 1500, "max_connections_per_address": 300}  # fmt: skip
 GONE_SECONDS = 15.0     # by then a connection must be closed, whatever it does
 SERVED_SECONDS = 10.0   # for a short answer, on a busy machine
-POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+HEADERS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+POST = HEADERS + b"Content-Length: 1000000\r\n\r\n"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
 
 
@@ -230,7 +231,7 @@ async def test_a_refusal_closes_the_connection_and_arrives_whole(tmp_path: Path,
     with gateway(tmp_path, tiny_engine) as server:
         for size in (10, 1_000_000):
             with socket.create_connection(("127.0.0.1", server.port), timeout=10) as peer:
-                peer.sendall(POST[: POST.index(b"Content-Length")] + b"Content-Length: %d\r\n\r\n" % (size + 1))
+                peer.sendall(HEADERS + b"Content-Length: %d\r\n\r\n" % (size + 1))
                 time.sleep(0.2)
                 peer.sendall(b"x" * size)  # one byte never comes
                 reply = b""
@@ -244,8 +245,8 @@ async def test_a_refusal_closes_the_connection_and_arrives_whole(tmp_path: Path,
 
 async def test_when_all_are_at_work_one_is_told_so(tmp_path: Path, tiny_engine: tuple[Path, Path]):
     body = json.dumps(CHAT | {"max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
-    request = (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer "
-               + KEY.encode() + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+    key = b"Authorization: Bearer " + KEY.encode() + b"\r\n"
+    request = HEADERS + key + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with gateway(tmp_path, tiny_engine, max_connections=3) as server:
         busy = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
         for reader, writer in busy:
