@@ -24,6 +24,7 @@ GPU_READY = "atoll-gpu-ready.service"
 SETTLE = "atoll-settle.service"
 VERIFY, TIMER = "atoll-verify.service", "atoll-verify.timer"
 ENGINE_TEMPLATE = "atoll-engine@.service"
+ENGINES = "atoll-engines.slice"
 
 ENGINE_USER, GATEWAY_USER, GROUP = "atoll-engine", "atoll-gateway", "atoll-api"
 
@@ -92,12 +93,12 @@ def render(
 
     `gpu` False is for engines on the CPU: no device is opened and none waited for. Which engine takes which GPU stands
     in atoll.toml and not here (`gpus` is only checked to name known models), so that it changes without new units.
-    `memory` is systemd's MemoryMax= of one engine. Raises InstallError for a bad name.
+    `memory` is systemd's MemoryMax= of all engines together. Raises InstallError for a bad name.
     """
     for model in {*models, *(gpus or {})}:
         check_name(model)
     values = _values(layout, address(host, port), gpu=gpu, tls=tls, memory=memory, watchdog=watchdog)
-    names = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, SETTLE, VERIFY, TIMER, *([GPU_READY] if gpu else [])]
+    names = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, ENGINES, SETTLE, VERIFY, TIMER, *([GPU_READY] if gpu else [])]
     files = [UnitFile(layout.units / name, fill(template(name), values)) for name in names]
     files.append(UnitFile(layout.sysusers, fill(template("sysusers.conf"), values)))
     files.append(UnitFile(layout.tmpfiles, fill(template("tmpfiles.conf"), values)))
@@ -133,7 +134,7 @@ def modules_load(layout: Layout) -> Path:
 
 def owned_files(layout: Layout) -> list[Path]:
     """Every file that any `render` may have made, for an uninstall."""
-    units = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, SETTLE, VERIFY, TIMER, GPU_READY]
+    units = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, ENGINES, SETTLE, VERIFY, TIMER, GPU_READY]
     return [*(layout.units / name for name in units), layout.sysusers, layout.tmpfiles, modules_load(layout)]
 
 
@@ -209,6 +210,7 @@ def _values(layout: Layout, listen: str, *, gpu: bool, tls: bool, memory: str, w
         "TLS_KEY": [inside(layout.server_key)] if tls else [],
         "GPU_READY": [GPU_READY] if gpu else [],
         "DEVICE": [f"char-{name} rw" for name in NVIDIA_CLASSES] if gpu else [],
+        "ENGINES": ENGINES,
         "ENGINE_MEMORY": memory,
         "GATEWAY_MEMORY": "8G",
         "WATCHDOG": watchdog,

@@ -87,6 +87,7 @@ def check_chat_size(body: ChatRequest | TokenizeRequest, limits: Limits) -> None
 def _check(body: ChatRequest, limits: Limits) -> None:
     check_common(body, limits)
     check_chat_size(body, limits)
+    check_content(body.messages)
     if body.tools and body.tool_choice != "none":
         raise InvalidRequestError(
             'tools: this server does not parse tool calls yet; send tool_choice "none" to show the tools to the model '
@@ -96,6 +97,21 @@ def _check(body: ChatRequest, limits: Limits) -> None:
         raise InvalidRequestError("tool_choice: this server does not make tool calls yet.", "tool_choice")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs set to true.", "top_logprobs")
+
+
+def check_content(messages: list[Message]) -> None:
+    """Every message says something; only an assistant's may consist of tool calls (or of reasoning, a refusal) alone.
+
+    Raises InvalidRequestError.
+    """
+    for i, message in enumerate(messages):
+        if message.content is not None or message.role == "function":
+            continue
+        if message.role == "assistant" and (message.tool_calls or message.refusal or message.reasoning
+                                            or message.reasoning_content):
+            continue
+        raise InvalidRequestError(f"messages.{i}.content is required for the role {message.role!r}.",
+                                  f"messages.{i}.content")
 
 
 def _sampling(

@@ -21,7 +21,8 @@ from engine.server.app import create_app
 from engine.server.args import ServeOptions
 from engine.server.auth import KeyFile
 from engine.server.client import EngineClient
-from engine.server.http_protocol import Arrivals, BoundedHttpProtocol
+from engine.server.connections import Acceptor
+from engine.server.http_protocol import BoundedHttpProtocol
 from engine.server.limits import Limits
 from engine.server.metrics import Metrics
 from engine.server.notify import Notifier
@@ -32,7 +33,6 @@ log = logging.getLogger("atoll.serve")
 
 EXIT_MODEL = 11
 EXIT_INTERRUPTED = 130
-KEEP_ALIVE_SECONDS = 75  # above the idle time of common proxies, so that they close first
 ARRIVAL_SECONDS = 2.0  # that a peer which connected just before the end gets to say what it wants
 ARRIVAL_POLL_SECONDS = 0.1
 PROGRESS_SECONDS = 0.2
@@ -47,25 +47,47 @@ def run_http(options: ServeOptions, listener: socket.socket, engine: EngineChild
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with the signals left to us: we also have an engine to stop; and it ends without dropping a request."""
+    """uvicorn on listening sockets, with accepting and the signals left to us: it bounds its connections, we also have
+    an engine to stop, and it ends without dropping a request."""
 
-    def __init__(self, config: uvicorn.Config, arrivals: Arrivals) -> None:
+    def __init__(self, config: uvicorn.Config, protocol: type[BoundedHttpProtocol]) -> None:
         super().__init__(config)
-        self._arrivals = arrivals
+        self._protocol = protocol
+        self.connections = protocol.connections_open
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, for sockets that listen already."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            self.should_exit = True
+            return
+        self.connections.fit_descriptors()
+        self.servers = [
+            Acceptor(listener, self.connections, self._protocol.limits, self._make_protocol, self.config.ssl)
+            for listener in sockets or []
+        ]  # type: ignore[assignment]
+        self.started = True
+
+    def _make_protocol(self) -> BoundedHttpProtocol:
+        return self._protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Leave the port, hear out whom it was open to, then answer what they asked and close."""
         for server in self.servers:
             server.close()
         deadline = time.monotonic() + ARRIVAL_SECONDS
-        while self._arrivals.pending() and not self.force_exit and time.monotonic() < deadline:
+        while self._arriving() and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(ARRIVAL_POLL_SECONDS)
-        self._arrivals.ended = True
+        self.connections.ended = True
         await super().shutdown(sockets)
+
+    def _arriving(self) -> bool:
+        """Whether a request may be on its way."""
+        return bool(self.connections.arriving) or any(server.handshaking for server in self.servers)  # type: ignore[attr-defined]
 
 
 async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineChild, url: str,
@@ -152,12 +174,12 @@ def make_server(app: ASGIApp, limits: Limits, *, access_log: bool, shutdown_time
         access_log=False,  # ours holds no query strings
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
-    return HttpServer(config, protocol.arrivals)
+    return HttpServer(config, protocol)
 
 
 async def _narrate(server: HttpServer, client: EngineClient, notifier: Notifier, options: ServeOptions, url: str,

@@ -13,6 +13,13 @@ class Limits:
     body_seconds: float = 30.0           # from the headers to the body's last byte
     header_seconds: float = 10.0         # from the first byte of a connection to the end of the headers
     max_header_bytes: int = 32 << 10
+    handshake_seconds: float = 10.0      # for TLS, from being accepted on
+    idle_seconds: float = 75.0           # between two requests: above that of common proxies, so that they close first
+    linger_seconds: float = 2.0          # in which the unread rest of a refused request is dropped, then closed
+
+    # who is let in
+    max_connections: int = 4096          # fewer where the process may not open as many files
+    max_connections_per_address: int = 1024  # an IPv6 /64 counts as one address; 0: no bound
 
     # what a request may ask for
     max_messages: int = 4096

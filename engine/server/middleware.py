@@ -59,13 +59,19 @@ class RequestContext:
 
 
 class Authentication:
-    """With a key file, every path but `PUBLIC_PATHS` needs a valid key that is for it, also paths that do not exist."""
+    """With a key file, every path but `PUBLIC_PATHS` needs a valid key that is for it, also paths that do not exist.
+
+    On a public path a valid key is noted, too: who shows one may see more.
+    """
 
     def __init__(self, app: ASGIApp, keys: KeyFile) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+        if scope["type"] == "http" and scope["path"] in PUBLIC_PATHS:
+            if token := bearer_token(_header(scope, b"authorization")):
+                scope["caller"].key = self._keys.check(token)
+        elif scope["type"] == "http":
             key = self._keys.check(bearer_token(_header(scope, b"authorization")))
             if key is None:
                 error = ApiError(

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from engine.errors import InvalidRequestError
 from engine.server import replies as r
 from engine.server.body import read_request
-from engine.server.chat import chat_prompt, check_chat_size
+from engine.server.chat import chat_prompt, check_chat_size, check_content
 from engine.server.endpoint import gateway_of, json_reply
 from engine.server.sampling import check_length_before_encoding
 from engine.server.schema import DetokenizeRequest, TokenizeRequest
@@ -38,6 +38,7 @@ async def tokenize(request: Request) -> Response:
     else:
         if not body.messages:
             raise InvalidRequestError("messages must not be empty.", "messages")
+        check_content(body.messages)
         tokens = await chat_prompt(gateway, model, info, body)
     texts = [model.tokenizer.token_text(i) for i in tokens] if body.return_token_strs else None
     return json_reply(r.TokenizeReply(len(tokens), info.max_model_len, tokens, texts))

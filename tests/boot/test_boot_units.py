@@ -5,6 +5,7 @@ test_boot_life.py.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -168,6 +169,14 @@ def test_the_services_start_under_their_hardening(server: Server):
     when(lambda: server.show("atoll-gateway", "StatusText") == "chat ready; tiny ready", 20, "the gateway's status")
     said = server.machine.journal("-u atoll-engine@chat -u atoll-gateway")
     assert "loading weights" in said
+
+
+def test_two_engines_share_one_limit_of_memory(server: Server):
+    for model in ("chat", "tiny"):
+        assert server.show(f"atoll-engine@{model}", "Slice") == "atoll-engines.slice"
+        assert server.show(f"atoll-engine@{model}", "MemoryMax") == "infinity"
+    total = int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
+    assert int(server.show("atoll-engines.slice", "MemoryMax")) == pytest.approx(0.9 * total, rel=0.02)
 
 
 def test_the_verbs_of_the_installer_see_it(server: Server):

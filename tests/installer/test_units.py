@@ -46,6 +46,15 @@ def test_what_stands_in_them_is_what_was_agreed(tmp_path: Path, name: str):
     assert content == (GOLDEN / name).read_text()
 
 
+def test_all_engines_share_one_limit_of_memory(tmp_path: Path):
+    """Two engines with 90 % of the memory each could take the machine down."""
+    files = rendered(tmp_path)
+    limits = {name: re.findall(r"^MemoryMax=(.*)$", text, re.MULTILINE) for name, text in files.items()}
+    assert limits["etc/systemd/system/atoll-engines.slice"] == ["90%"]
+    assert limits["etc/systemd/system/atoll-engine@.service"] == []
+    assert "\nSlice=atoll-engines.slice\n" in files["etc/systemd/system/atoll-engine@.service"]
+
+
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -119,6 +119,26 @@ def locked(tiny_engine: tuple[Path, Path], path: Path) -> Iterator[RunningServer
     server.stop()
 
 
+def test_health_names_models_only_to_who_has_a_key(path: Path, tmp_path: Path, tiny_engine: tuple[Path, Path]) -> None:
+    write(path, entry(KEY))
+    nobody = EngineClient(tmp_path / "no-engine.sock")
+    server = RunningServer({"secret-model": ServedModel.load("secret-model", tiny_engine[1], nobody)}, limits=Limits(),
+                           auth=KeyFile(path))
+    try:
+        def ask(name: str = "", key: str = "") -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return httpx.get(f"{server.url}/health", params={"model": name} if name else {}, headers=headers)
+
+        for stranger in (ask(), ask(key="sk-wrong")):
+            assert stranger.status_code == 503
+            assert stranger.json()["error"]["message"] == "Not ready."
+        assert ask("secret-model").json() == ask("another").json(), "nor can names be tried out"
+        assert "secret-model" in ask(key=KEY).text
+        assert ask("another", key=KEY).status_code == 404
+    finally:
+        server.stop()
+
+
 def test_every_path_but_the_probes_needs_a_key(locked: RunningServer) -> None:
     paths = {route.path.replace("{id:path}", "tiny") for route in ROUTES} | {
         "/nothing",
