@@ -6,10 +6,11 @@ PREFIX ?= .demo
 PYTEST ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+LOCK   := offline_bundle/lock.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-stop test lint format bench test-gpu test-runtime test-runtime-cuda test-appliance clean
+.PHONY: help setup lock demo demo-stop test lint format bench test-gpu test-runtime test-runtime-cuda test-appliance clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -55,13 +56,17 @@ test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on m
 	@$(BIN)/python -m appliance.demo.model >/dev/null
 	@$(BIN)/python -m pytest -m boot -rs -v --timeout=2400 $(or $(PYTEST),tests/boot)
 
-lint: $(VENV)/.dev  ## Check style, types and which room may import which
+lint: $(VENV)/.dev  ## Check style, spelling, types and which room may import which
 	@$(BIN)/ruff check .
+	@git ls-files -z | xargs -0 $(BIN)/codespell
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.dev  ## Sort imports and fix what ruff can fix safely
 	@$(BIN)/ruff check --fix .
+
+lock: $(VENV)/.dev  ## Choose the newest packages that fit, and write their exact versions for everybody
+	@$(BIN)/python .ci/lock.py $(LOCK)
 
 setup: $(VENV)/.dev  ## Make .venv with everything for development
 	@echo 'Ready. Next: make demo, make test'
@@ -69,16 +74,16 @@ setup: $(VENV)/.dev  ## Make .venv with everything for development
 clean: demo-stop  ## Stop the demo and remove everything that was made here (environment, model, demo, caches)
 	rm -rf $(VENV) $(PREFIX) .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-# The stamps depend on pyproject.toml, so a change of dependencies installs them; otherwise nothing happens.
+# The stamps depend on pyproject.toml and the lock, so a change of dependencies installs them; otherwise nothing happens.
 # pip shows its lines and progress bars on a terminal, and only problems elsewhere.
-$(VENV)/.demo: pyproject.toml $(VENV)/.made
+$(VENV)/.demo: pyproject.toml $(LOCK) $(VENV)/.made
 	@echo 'Installing the packages of the demo into $(VENV) (PyTorch is large: minutes the first time) …'
-	@$(PIP) install $$([ -t 1 ] || echo --quiet) -e '.[demo]'
+	@$(PIP) install $$([ -t 1 ] || echo --quiet) -c $(LOCK) -e '.[demo]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(VENV)/.made
+$(VENV)/.dev: pyproject.toml $(LOCK) $(VENV)/.made
 	@echo 'Installing the packages for development into $(VENV) (PyTorch is large: minutes the first time) …'
-	@$(PIP) install $$([ -t 1 ] || echo --quiet) -e '.[dev]'
+	@$(PIP) install $$([ -t 1 ] || echo --quiet) -c $(LOCK) -e '.[dev]'
 	@touch $(VENV)/.demo $@
 
 $(VENV)/.made: .ci/venv.sh

@@ -21,6 +21,7 @@ from .text import reason, t
 
 Torch = Literal["cpu", "cuda"]
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+LOCK = Path(__file__).with_name("lock.txt")
 _NVIDIA = re.compile(r"(nvidia-|cuda-|triton\b)")  # what only a CUDA build of torch depends on
 
 
@@ -42,7 +43,11 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where pip looks: its own settings, or a directory of wheels (such as that of an earlier runtime)."""
+    """Where pip looks: its own settings, or a directory of wheels (such as that of an earlier runtime).
+
+    From an index come the versions of the lock, the ones that development and tests run with: two media of the same
+    Atoll carry the same packages, whenever they are built. A directory gives what it has.
+    """
 
     wheels: Path | None = None
     more: tuple[str, ...] = ()
@@ -50,7 +55,7 @@ class Source:
     @property
     def arguments(self) -> list[str]:
         if self.wheels is None:
-            return [*self.more]
+            return ["--constraint", str(LOCK), *self.more]
         return ["--no-index", "--find-links", str(self.wheels), "--find-links", str(self.wheels / "../pip")]
 
 
