@@ -4,8 +4,7 @@
     2. running sequences with more (prompts, and what preemption made them recompute) share what budget is left
     3. waiting sequences are admitted while budget, rows and pages last
 
-So prompts never delay a running stream by more than the time of one step of `max_num_batched_tokens` tokens (with
-`max_num_batched_tokens` >= `max_num_seqs`; below that, sequences that decode take turns).
+So prompts never delay a running stream by more than the time of one step of `max_num_batched_tokens` tokens.
 
 A sequence that lacks pages does not stop the others. After `_PATIENCE` such steps it goes first, and the sequence that
 would be served last is preempted for it: that one gives up its pages and later recomputes (usually from the prefix
@@ -106,8 +105,6 @@ class Scheduler:
                 chunks.append(seq)
         if served is not None:
             singles, chunks = ([s for s in seqs if s not in served] for seqs in (singles, chunks))
-        if len(singles) > draft.budget and self.policy == "fcfs":
-            singles.sort(key=lambda s: s.last_step)  # they take turns
         page_size = self._page_size
         for seq in singles[: draft.budget]:
             room = len(seq.tables[0]) * page_size  # most steps of most sequences need no more
@@ -191,10 +188,11 @@ class Scheduler:
             assert not seq.pages
 
     def _check_blocked(self) -> None:
-        """A sequence that is passed over without a search would not have been admitted after one."""
+        """A sequence that is passed over without a search would not have been admitted after one. (With several kinds
+        of pages it may be: what a lost hit frees of one kind can be worth more than the hit. A release ends that.)"""
         seq = self.waiting.peek()
         promised = sum(map(self.kv.missing_pages, self.running))
-        if seq is None or len(self.kv.pools) > 1 or not self._still_blocked(seq, _Draft(0), promised):
+        if seq is None or len(self.kv.arena.pools) > 1 or not self._still_blocked(seq, _Draft(0), promised):
             return
         hit = self.kv.find_prefix(seq)
         assert self.kv.lacking(seq, hit, promised=promised, reserve=bool(self.running)), "a waiting sequence fits"
