@@ -65,7 +65,7 @@ class PagedMachine:
         self.in_flight: dict[int, dict[Unit, set[int]]] = {}  # step -> who reads or writes a page or slot
         self.launched = 0
         self.fail_steps: set[int] = set()
-        self.nan: set[tuple[int, str]] = set()  # (step, request) whose answer is an error, and whose K and V are useless
+        self.nan: set[tuple[int, str]] = set()  # (step, request): an error, and useless K and V
         self.written: dict[int, dict[int, list[int]]] = {}  # step in flight -> uid -> cells
         self.prompt_len = [0] * num_rows
 

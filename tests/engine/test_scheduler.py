@@ -111,7 +111,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
 
 def assert_all_scored(prompt, logprobs):
     assert logprobs[0] is None
-    assert [(entry.token_id, -entry.logprob) for entry in logprobs[1:]] == [*zip(prompt, range(len(prompt)))][1:]
+    assert [(entry.token_id, -entry.logprob) for entry in logprobs[1:]] == [(t, i) for i, t in enumerate(prompt)][1:]
 
 
 def test_prompt_logprobs_are_whole_when_the_last_chunk_is_preempted_in_flight():
