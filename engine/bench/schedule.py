@@ -68,7 +68,7 @@ class Watch:
     """Steps an engine and notes when each stream got its tokens."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.core = core
+        self.core, self.plans = core, _plans(core)
         self.steps = self.idle = 0
         self.last: dict[str, tuple[int, int]] = {}  # stream -> step of its newest token, preemptions until then
         self.pauses: list[int] = []
@@ -77,10 +77,10 @@ class Watch:
         self.twice = 0
 
     def step(self) -> None:
-        planned = len(self.core.runner.plans)
+        planned = len(self.plans)
         outputs = self.core.step()
         self.steps += 1
-        self.idle += len(self.core.runner.plans) == planned
+        self.idle += len(self.plans) == planned
         for output in outputs:
             name = output.request_id
             if output.finish_reason:
@@ -94,7 +94,7 @@ class Watch:
                 if preemptions == before:
                     self.kept.append(self.steps - step)
             self.last[name] = self.steps, preemptions
-        for plan in self.core.runner.plans[planned:]:
+        for plan in self.plans[planned:]:
             for seq in plan.seqs:
                 highest = self.highest.get(seq.uid, 0)
                 self.twice += min(max(0, highest - seq.start), seq.num_tokens)
@@ -102,7 +102,7 @@ class Watch:
 
     def row(self) -> report.Row:
         pauses = sorted(self.pauses)
-        sampled = sum(seq.samples for plan in self.core.runner.plans for seq in plan.seqs)
+        sampled = sum(seq.samples for plan in self.plans for seq in plan.seqs)
         return {
             "steps": self.steps, "without_work": self.idle, "sampled_a_step": round(sampled / self.steps, 2),
             "computed_twice": self.twice, "preemptions": self.core.stats().num_preemptions,
@@ -228,10 +228,15 @@ def _prompts() -> Iterator[report.Row]:
                 if step % 5 == 0:
                     _add(core, f"short{step}", _words(rng, rng.randrange(30, 300)), 60)
                 watch.step()
-            plans = core.runner.plans
+            plans = _plans(core)
             mixed = [plan for plan in plans if plan.num_tokens > len(plan.seqs)]
             ordered = sum(_singles_first(plan) for plan in mixed)
             yield {"kind": kind, "budget": budget, **watch.row(), "mixed": len(mixed), "singles_first": ordered}
+
+
+def _plans(core: EngineCore) -> list[StepPlan]:
+    assert isinstance(core.runner, Machine)
+    return core.runner.plans
 
 
 def _singles_first(plan: StepPlan) -> bool:

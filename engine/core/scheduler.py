@@ -109,7 +109,7 @@ class Scheduler:
         for seq in singles[: draft.budget]:
             room = len(seq.tables[0]) * page_size  # most steps of most sequences need no more
             if seq.num_computed_tokens >= room and (keep_pages or not self.kv.grow(seq, 1)):
-                stalled[seq] = self._stalled.get(seq, 0) + (not keep_pages)
+                stalled[seq] = self._stalled.get(seq, 0) + 1
                 continue
             self._commit(draft, seq, 1, True)
         for seq in chunks:
@@ -118,7 +118,7 @@ class Scheduler:
             num_tokens = self._chunk(seq, draft.budget)
             room = len(seq.tables[0]) * page_size
             if seq.num_computed_tokens + num_tokens > room and (keep_pages or not self.kv.grow(seq, num_tokens)):
-                stalled[seq] = self._stalled.get(seq, 0) + (not keep_pages)
+                stalled[seq] = self._stalled.get(seq, 0) + 1
                 continue
             self._commit(draft, seq, num_tokens, num_tokens == seq.num_tokens_to_compute)
         self._stalled = stalled
