@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from engine.bench import cpu, delta, gemv, latency, load, moe, profile, report, workload
+from engine.bench import cpu, delta, gemv, latency, load, moe, profile, report, schedule, workload
 from engine.errors import AtollError
 
 _EXAMPLES = """examples:
@@ -20,11 +20,12 @@ _EXAMPLES = """examples:
   python -m engine.bench gemv --model DIR                             one row times each weight, alone
   python -m engine.bench gemv --search --model DIR DIR --quantization fp8 --budget 120       tiles, in decode steps
   python -m engine.bench gemv --search --out engine/kernels/gemv_tuned.json --moe-out engine/kernels/moe_tuned.json
+  python -m engine.bench schedule short prompts                       the scheduler alone, no device, no model
   python -m engine.bench delta --model DIR                            a recurrent layer, without its projections
 """
 _COMMANDS = {
     "cpu": cpu, "workload": workload, "latency": latency, "profile": profile, "load": load, "moe": moe, "gemv": gemv,
-    "delta": delta,
+    "delta": delta, "schedule": schedule,
 }  # fmt: skip
 
 
@@ -40,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         defaults = getattr(module, "DEFAULT_MODELS", ())
         words = "model directory" + (f" (default: the shapes of {', '.join(defaults)})" if defaults else "")
         several = "+" if getattr(module, "SEVERAL_MODELS", False) else None
-        command.add_argument("--model", type=Path, nargs=several, required=not defaults, metavar="DIR", help=words)
+        if getattr(module, "NEEDS_MODEL", True):
+            command.add_argument("--model", type=Path, nargs=several, required=not defaults, metavar="DIR", help=words)
         command.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
         module.add_arguments(command)
     args = parser.parse_args(argv)

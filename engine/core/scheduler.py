@@ -1,12 +1,21 @@
 """The one rule: every request has computed tokens chasing known tokens; a step gives some of them a budget.
 
-Running sequences come first, in order; then waiting ones are admitted while budget, rows and pages last. When pages run
-out, the sequence that would be served last is preempted: it gives up its pages and later recomputes (usually from the
-prefix cache). Nothing here touches the device.
+    1. running sequences with one token to compute (they decode): each gets it in every step that it has pages for
+    2. running sequences with more (prompts, and what preemption made them recompute) share what budget is left
+    3. waiting sequences are admitted while budget, rows and pages last
+
+So prompts never delay a running stream by more than the time of one step of `max_num_batched_tokens` tokens.
+
+A sequence that lacks pages does not stop the others. After `_PATIENCE` such steps it goes first, and the sequence that
+would be served last is preempted for it: that one gives up its pages and later recomputes (usually from the prefix
+cache). Only sequences behind it are, and the first one of all never is, so that the first one always comes to its end.
+
+Nothing here touches the device.
 """
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.manager import KVManager
@@ -14,6 +23,10 @@ from engine.core.kv.prefix_search import Prefix
 from engine.core.policy import WaitingQueue, order_of
 from engine.core.request import FinishReason, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status
+
+# Steps in which a sequence may lack pages before others are preempted for it. Waiting longer costs more tokens a step
+# than it saves in recomputation (measurements: docs/performance.md, "Scheduling").
+_PATIENCE = 1
 
 
 class Scheduler:
@@ -40,6 +53,9 @@ class Scheduler:
         self._deferred_rows: list[tuple[int, int]] = []     # (step, row): free once the step has completed
         self._next_step = 0
         self._completed_step = -1
+        self._flights: dict[int, list[Sequence]] = {}       # step -> whom it computes, in the order of its plan
+        self._stalled: dict[Sequence, int] = {}             # lack pages -> for how many steps so far
+        self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
         self.num_preemptions = 0
         self.num_prompt_tokens = 0       # of sequences that have produced their first token
         self.num_generated_tokens = 0
@@ -50,11 +66,11 @@ class Scheduler:
         self.seqs[seq.request_id] = seq
         self.waiting.push(seq)
 
-    def finish(self, seq: Sequence, reason: FinishReason, *, forget: bool = False) -> None:
-        """End a sequence at any time; what it owns is freed after flight. `forget`: do not trust its pages."""
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence at any time; what it owns is freed after flight."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
-            self._let_go(seq, forget=forget)
+            self._let_go(seq)
         elif seq.status is Status.WAITING:
             self.waiting.forget_one()
         seq.status = Status.FINISHED
@@ -66,64 +82,56 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
-        budget = self.max_num_batched_tokens
-        scheduled: list[ScheduledSeq] = []
-        row_inits: list[RowInit] = []
-        page_updates: list[PageUpdate] = []
-        preempted = False
-
         if self.policy == "priority":
             self.running.sort(key=lambda s: order_of(s, self.policy))
-        i = 0
-        while i < len(self.running) and budget > 0:
-            seq = self.running[i]
-            num_tokens = min(seq.num_tokens_to_compute, budget)
-            if num_tokens > 0:
-                if num_tokens > 1 and seq.checkpoints:
-                    num_tokens = min(num_tokens, seq.checkpoints[0] - seq.num_computed_tokens)
-                room = len(seq.tables[0]) * self._page_size  # most steps of most sequences need no more
-                lacks_pages = seq.num_computed_tokens + num_tokens > room and not self.kv.grow(seq, num_tokens)
-                while lacks_pages and not self.kv.num_deferred:
-                    victim = self.running[-1]
-                    self._preempt(victim)
-                    preempted = True
-                    if victim is seq:
-                        if not self.running:  # alone, any sequence fits: cached pages of other kinds are in its way
-                            self.kv.reset_prefix_cache()
-                        break
-                    lacks_pages = not self.kv.grow(seq, num_tokens)
-                if lacks_pages:  # preempted itself, or pages are on their way back from flight: wait for them
-                    preempted = True
-                    break
-                scheduled.append(self._commit(seq, num_tokens, page_updates))
-                budget -= num_tokens
-            i += 1
+        plan = self._plan(_PATIENCE)
+        if plan is None and self._stalled and not self.kv.num_deferred:
+            plan = self._plan(0)  # nobody can go on: waiting would not help
+        return plan
 
-        while budget > 0 and not preempted and self._free_rows and (seq := self.waiting.peek()):
-            if seq.num_placeholders:
-                break  # preempted with a token still on the device; its value arrives with the step in flight
-            hit = self.kv.find_prefix(seq)
-            num_tokens = len(seq.token_ids) - hit.num_tokens
-            if num_tokens > budget and not self.enable_chunked_prefill and scheduled:
-                break
-            # The whole prompt must fit, not only this chunk: half-admitted prompts would preempt each other.
-            if not self.kv.can_admit(seq, hit, reserve=bool(self.running)):
-                if not self.running and not self.kv.num_deferred and self.kv.reset_prefix_cache():
-                    continue
-                break
-            self._admit(seq, hit, row_inits)
-            num_tokens = min(num_tokens, budget)
-            if seq.checkpoints:
-                num_tokens = min(num_tokens, seq.checkpoints[0] - seq.num_computed_tokens)
-            grown = self.kv.grow(seq, num_tokens)
-            assert grown, "can_admit promised these pages"
-            scheduled.append(self._commit(seq, num_tokens, page_updates))
-            budget -= num_tokens
+    def _plan(self, patience: int) -> StepPlan | None:
+        draft = _Draft(self.max_num_batched_tokens)
+        stalled: dict[Sequence, int] = {}
+        served = self._serve_overdue(draft, stalled, patience) if self._stalled else None
+        keep_pages = bool(stalled)  # what pages come back are for the first sequence that is overdue
 
-        if not scheduled:
+        chunks = []
+        singles = []
+        for seq in self.running:
+            count = seq.num_tokens_to_compute
+            if count == 1:
+                singles.append(seq)
+            elif count > 1:
+                chunks.append(seq)
+        if served is not None:
+            singles, chunks = ([s for s in seqs if s not in served] for seqs in (singles, chunks))
+        page_size = self._page_size
+        for seq in singles[: draft.budget]:
+            room = len(seq.tables[0]) * page_size  # most steps of most sequences need no more
+            if seq.num_computed_tokens >= room and (keep_pages or not self.kv.grow(seq, 1)):
+                stalled[seq] = self._stalled.get(seq, 0) + 1
+                continue
+            self._commit(draft, seq, 1, True)
+        for seq in chunks:
+            if not draft.budget:
+                break
+            num_tokens = self._chunk(seq, draft.budget)
+            room = len(seq.tables[0]) * page_size
+            if seq.num_computed_tokens + num_tokens > room and (keep_pages or not self.kv.grow(seq, num_tokens)):
+                stalled[seq] = self._stalled.get(seq, 0) + 1
+                continue
+            self._commit(draft, seq, num_tokens, num_tokens == seq.num_tokens_to_compute)
+        self._stalled = stalled
+        if self.waiting and not stalled and not draft.preempted:
+            self._admit_waiting(draft, sum(map(self.kv.missing_pages, chunks)))
+
+        if not draft.items:
             return None
+        if draft.mixed:
+            draft.put_singles_first()
         saves, moved = self.kv.take_state_saves(), self.kv.take_moved_extents()
-        plan = StepPlan(self._next_step, scheduled, row_inits, page_updates, saves, moved)
+        plan = StepPlan(self._next_step, draft.items, draft.row_inits, draft.page_updates, saves, moved)
+        self._flights[self._next_step] = draft.seqs
         self._next_step += 1
         return plan
 
@@ -131,25 +139,31 @@ class Scheduler:
         """Take in what a step computed: append tokens, end sequences, free what was in flight."""
         self._complete(plan.step_id)
         outputs = []
-        for item, answer in zip(plan.seqs, result.seqs, strict=True):
-            seq = self.seqs.get(item.request_id)
-            if seq is None or seq.arrival_order != item.uid:
-                continue  # ended while the step was in flight
-            output = self._take(seq, item, answer)
-            if output:
-                outputs.append(output)
+        for seq, item, answer in zip(self._flights.pop(plan.step_id), plan.seqs, result.seqs, strict=True):
+            if answer.error is not None:
+                outputs += self._fail_one(seq, item, answer.error)
+            elif seq.status is not Status.FINISHED:  # it may have ended while the step was in flight
+                output = self._take(seq, item, answer)
+                if output:
+                    outputs.append(output)
         return outputs
 
     def fail(self, plans: Iterable[StepPlan], error: str) -> list[StepOutput]:
-        """A step raised: end every sequence it (and the steps launched behind it) touched, and nobody else."""
+        """A step raised: end every sequence it (and the steps launched behind it) touched, and nobody else.
+
+        Pages get their names when a step is planned, so the steps' sequences have names for pages that nobody
+        computed. All of these are forgotten, also those of sequences that are long gone. Whoever found one was admitted
+        by the same step or one behind it, and ends here too.
+        """
         outputs = []
         for plan in plans:
             self._complete(plan.step_id)
-            for item in plan.seqs:
-                seq = self.seqs.get(item.request_id)
-                if seq is not None:
-                    self.finish(seq, FinishReason.ERROR, forget=True)
+            for seq in self._flights.pop(plan.step_id):
+                self.kv.forget(seq)
+                if seq.status is not Status.FINISHED:
+                    self.finish(seq, FinishReason.ERROR)
                     outputs.append(_last_output(seq, error))
+            self.kv.arena.moved += plan.moved_extents  # nobody may have cleared them
         return outputs
 
     def waste(self) -> tuple[int, int]:
@@ -162,6 +176,9 @@ class Scheduler:
         assert sorted(rows) == list(range(1, len(rows) + 1)), "a row is lost or owned twice"
         assert len(self.running) + len(self.waiting) == len(self.seqs), "a sequence is lost"
         assert len(list(self.waiting)) == len(self.waiting), "the waiting queue lost count"
+        assert all(step > self._completed_step for step in self._flights), "a step that was read is still in flight"
+        assert self._stalled.keys() <= set(self.running), "a sequence is waited for that does not run"
+        self._check_blocked()
         for seq in self.running:
             assert seq.status is Status.RUNNING
             assert 0 <= seq.num_computed_tokens <= len(seq.token_ids) + seq.num_placeholders
@@ -170,7 +187,87 @@ class Scheduler:
             assert seq.row == NO_ROW
             assert not seq.pages
 
+    def _check_blocked(self) -> None:
+        """A sequence that is passed over without a search would not have been admitted after one. (With several kinds
+        of pages it may be: what a lost hit frees of one kind can be worth more than the hit. A release ends that.)"""
+        seq = self.waiting.peek()
+        promised = sum(map(self.kv.missing_pages, self.running))
+        if seq is None or len(self.kv.arena.pools) > 1 or not self._still_blocked(seq, _Draft(0), promised):
+            return
+        hit = self.kv.find_prefix(seq)
+        assert self.kv.lacking(seq, hit, promised=promised, reserve=bool(self.running)), "a waiting sequence fits"
+
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _serve_overdue(self, draft: "_Draft", stalled: dict[Sequence, int], patience: int) -> set[Sequence]:
+        """First of all come those that have lacked pages for too long; others are preempted for them, from the end.
+        The first one that must wait even so (for pages in flight) is put into `stalled`."""
+        overdue = [seq for seq in self.running if self._stalled.get(seq, -1) >= patience]
+        for seq in overdue:
+            if seq.status is not Status.RUNNING or not draft.budget:
+                continue
+            others = len(self.running) - 1  # leave a token to each that may decode
+            num_tokens = self._chunk(seq, max(1, draft.budget - others))
+            while not self.kv.grow(seq, num_tokens):
+                if self.kv.num_deferred:  # pages are on their way back from flight
+                    stalled[seq] = self._stalled[seq]
+                    return set(overdue)
+                victim = self.running[-1]
+                self._preempt(victim)
+                draft.preempted = True
+                if victim is seq:
+                    if not self.running:  # alone, any sequence fits: cached pages of other kinds are in its way
+                        self.kv.reset_prefix_cache()
+                    break
+            else:
+                self._commit(draft, seq, num_tokens, num_tokens == seq.num_tokens_to_compute)
+        return set(overdue)
+
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        """How many tokens of `seq` a step may compute: up to the next position whose state is to be kept."""
+        num_tokens = min(seq.num_tokens_to_compute, budget)
+        if num_tokens > 1 and seq.checkpoints:
+            num_tokens = min(num_tokens, seq.checkpoints[0] - seq.num_computed_tokens)
+        return num_tokens
+
+    def _admit_waiting(self, draft: "_Draft", promised: int) -> None:
+        """Admit while budget, rows and pages last. `promised`: pages that running prompts have yet to take."""
+        while draft.budget and self._free_rows and (seq := self.waiting.peek()):
+            if seq.num_placeholders:
+                break  # preempted with a token still on the device; its value arrives with the step in flight
+            if self._still_blocked(seq, draft, promised):
+                break
+            hit = self.kv.find_prefix(seq)
+            num_tokens = len(seq.token_ids) - hit.num_tokens
+            lacking = 0
+            if num_tokens <= draft.budget or self.enable_chunked_prefill or not draft.items:
+                # The whole prompt must fit, not only this chunk: half-admitted prompts would preempt each other.
+                lacking = self.kv.lacking(seq, hit, promised=promised, reserve=bool(self.running))
+                if not lacking:
+                    self._admit(seq, hit, draft.row_inits)
+                    num_tokens = self._chunk(seq, draft.budget)
+                    grown = self.kv.grow(seq, num_tokens)
+                    assert grown, "there is room for it"
+                    self._commit(draft, seq, num_tokens, num_tokens == seq.num_tokens_to_compute)
+                    promised += self.kv.missing_pages(seq)
+                    continue
+                if not self.running and not self.kv.num_deferred and self.kv.reset_prefix_cache():
+                    continue
+            self._blocked = _Blocked(seq, len(seq.token_ids), num_tokens, lacking, promised, self.kv.arena.num_released)
+            self.kv.watch(seq, hit)
+            break
+
+    def _still_blocked(self, seq: Sequence, draft: "_Draft", promised: int) -> bool:
+        """Whether it is certain, without a search for its prefix, that `seq` cannot be admitted now."""
+        blocked = self._blocked
+        if blocked is None or blocked.seq is not seq or blocked.length != len(seq.token_ids):
+            return False
+        if self.kv.arena.named_watched or not self.running:
+            return False
+        if draft.items and not self.enable_chunked_prefill and blocked.num_tokens > draft.budget:
+            return True
+        gained = self.kv.arena.num_released - blocked.num_released + max(0, blocked.promised - promised)
+        return gained < blocked.lacking
 
     def _admit(self, seq: Sequence, hit: Prefix, row_inits: list[RowInit]) -> None:
         self.waiting.pop()
@@ -194,29 +291,36 @@ class Scheduler:
             )
         )
 
-    def _commit(self, seq: Sequence, num_tokens: int, page_updates: list[PageUpdate]) -> ScheduledSeq:
-        """Count `num_tokens` as computed by the step being planned."""
+    def _commit(self, draft: "_Draft", seq: Sequence, num_tokens: int, samples: bool) -> None:
+        """Count `num_tokens` as computed by the step being planned. `samples`: there are no more."""
         start = seq.num_computed_tokens
-        samples = num_tokens == seq.num_tokens_to_compute
-        seq.num_computed_tokens += num_tokens
+        params = seq.params
+        seq.num_computed_tokens = end = start + num_tokens
         seq.num_placeholders += samples
         seq.last_step = self._next_step
         if len(seq.tables[0]) > seq.num_pages_sent:
-            self.kv.describe_changes(seq, page_updates)
-        if seq.num_computed_tokens // self._page_size > seq.num_registered_pages:
+            self.kv.describe_changes(seq, draft.page_updates)
+        if end // self._page_size > seq.num_registered_pages:
             self.kv.register_full_pages(seq)
-        if not samples and seq.checkpoints and seq.num_computed_tokens == seq.checkpoints[0]:
+        if not samples and seq.checkpoints and end == seq.checkpoints[0]:
             self.kv.save_state(seq)
-        in_prompt = start < seq.prompt_len and seq.num_output_tokens == 0
-        return ScheduledSeq(
-            request_id=seq.request_id,
-            uid=seq.arrival_order,
-            row=seq.row,
-            start=start,
-            num_tokens=num_tokens,
-            samples=samples,
-            prompt_logprobs=seq.params.prompt_logprobs if in_prompt else None,
-            logprobs=seq.params.logprobs if samples else None,
+        prompt_logprobs = params.prompt_logprobs
+        if prompt_logprobs is not None and (start >= seq.prompt_len or seq.num_output_tokens):
+            prompt_logprobs = None
+        draft.budget -= num_tokens
+        draft.mixed |= num_tokens > 1
+        draft.seqs.append(seq)
+        draft.items.append(
+            ScheduledSeq(
+                request_id=seq.request_id,
+                uid=seq.arrival_order,
+                row=seq.row,
+                start=start,
+                num_tokens=num_tokens,
+                samples=samples,
+                prompt_logprobs=prompt_logprobs,
+                logprobs=params.logprobs if samples else None,
+            )
         )
 
     def _preempt(self, seq: Sequence) -> None:
@@ -225,12 +329,12 @@ class Scheduler:
         seq.status = Status.WAITING
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
-        seq.prompt_logprobs.clear()
         self.num_preemptions += 1
         self.waiting.push(seq)
 
-    def _let_go(self, seq: Sequence, *, forget: bool = False) -> None:
-        self.kv.release(seq, forget=forget)
+    def _let_go(self, seq: Sequence) -> None:
+        self.kv.release(seq)
+        self._stalled.pop(seq, None)
         if seq.last_step > self._completed_step:
             self._deferred_rows.append((seq.last_step, seq.row))
         else:
@@ -244,14 +348,25 @@ class Scheduler:
             self._free_rows += [row for step, row in self._deferred_rows if step <= step_id]
             self._deferred_rows = [(step, row) for step, row in self._deferred_rows if step > step_id]
 
+    def _fail_one(self, seq: Sequence, item: ScheduledSeq, error: str) -> list[StepOutput]:
+        """This sequence alone failed (NaN logits): end it, and let nobody use what this step computed of it."""
+        filled = slice(item.start // self._page_size, (item.start + item.num_tokens) // self._page_size)
+        sharing = self.kv.holders(seq.page_hashes[filled], self.running)
+        self.kv.forget(seq)
+        for other in sharing:
+            if other is not seq:
+                self._preempt(other)  # it computes them itself
+        if seq.status is Status.FINISHED:
+            return []
+        self.finish(seq, FinishReason.ERROR)
+        return [_last_output(seq, error)]
+
     def _take(self, seq: Sequence, item: ScheduledSeq, answer: SeqResult) -> StepOutput | None:
-        if answer.error is not None:
-            self.finish(seq, FinishReason.ERROR, forget=True)
-            return _last_output(seq, answer.error)
         if answer.prompt_logprobs is not None:
-            if item.start == 0:
-                seq.prompt_logprobs = [None]
-            seq.prompt_logprobs += answer.prompt_logprobs
+            # By position: a preempted sequence computes its prompt again, also while an earlier answer is on its way.
+            known = seq.prompt_logprobs = seq.prompt_logprobs or [None]
+            assert item.start < len(known), "prompt logprobs have a gap"
+            known += answer.prompt_logprobs[len(known) - 1 - item.start :]
         if not item.samples:
             return None
         assert answer.token_id is not None
@@ -275,6 +390,37 @@ class Scheduler:
             if reason is FinishReason.STOP and answer.token_id in seq.stop_ids and answer.token_id not in seq.eos_ids:
                 output.stop_reason = answer.token_id
         return output
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is planned."""
+
+    budget: int
+    items: list[ScheduledSeq] = field(default_factory=list)
+    seqs: list[Sequence] = field(default_factory=list)   # parallel to `items`
+    row_inits: list[RowInit] = field(default_factory=list)
+    page_updates: list[PageUpdate] = field(default_factory=list)
+    mixed: bool = False      # some have more than one token
+    preempted: bool = False  # somebody was
+
+    def put_singles_first(self) -> None:
+        """Sequences with one token, then chunks: the order in which kernels and graphs of mixed steps want them."""
+        order = sorted(range(len(self.items)), key=lambda i: self.items[i].num_tokens > 1)
+        self.items = [self.items[i] for i in order]
+        self.seqs = [self.seqs[i] for i in order]
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocked:
+    """Why the first waiting sequence was not admitted. It holds no pages: only a new search admits."""
+
+    seq: Sequence
+    length: int        # known tokens
+    num_tokens: int    # of these not cached
+    lacking: int       # pages that must be released, or no longer be promised, at least (0: not the reason)
+    promised: int
+    num_released: int  # of the arena
 
 
 def _last_output(seq: Sequence, error: str) -> StepOutput:

@@ -51,7 +51,6 @@ class Sequence:
     row: int = NO_ROW
     slot: int = NO_SLOT                # of its recurrent state, if the model has one
     checkpoints: list[int] = field(default_factory=list)  # positions whose state is to be kept, in order
-    saved_slots: list[int] = field(default_factory=list)  # where it was
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # pages, for each group of layers
     num_passed: list[int] = field(default_factory=list)            # of each group: pages that its window left behind
     num_passed_sent: list[int] = field(default_factory=list)       # of those, how many the worker knows of

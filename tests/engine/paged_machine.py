@@ -14,10 +14,12 @@ from collections import defaultdict
 from engine.core.batch import ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.spec import CacheMemory
 from engine.core.params import SamplingParams
+from engine.core.request import TokenLogprobs
 
 VOCAB = 97
 PAGE_SIZE = 16
 Unit = tuple[int, int]  # kind, page or slot
+NAN = -3  # where a page or state should have content: whoever reads it answers with an error
 
 
 def next_token(history: list[int], windows: tuple[int | None, ...] = (None,), has_state: bool = False) -> int:
@@ -63,6 +65,9 @@ class PagedMachine:
         self.in_flight: dict[int, dict[Unit, set[int]]] = {}  # step -> who reads or writes a page or slot
         self.launched = 0
         self.fail_steps: set[int] = set()
+        self.nan: set[tuple[int, str]] = set()  # (step, request): an error, and useless K and V
+        self.written: dict[int, dict[int, list[int]]] = {}  # step in flight -> uid -> cells
+        self.prompt_len = [0] * num_rows
 
     def launch(self, plan: StepPlan) -> StepResult:
         self.launched += 1
@@ -73,9 +78,11 @@ class PagedMachine:
             self.content[start : start + self.extent_cells] = [-1] * self.extent_cells
         uids = {seq.row: seq.uid for seq in plan.seqs}
         touched: dict[Unit, set[int]] = defaultdict(set)
+        written = self.written[plan.step_id] = defaultdict(list)
         for init in plan.row_inits:
             self.token_ids[init.row][: len(init.token_ids)] = init.token_ids
             self.slot[init.row] = init.slot
+            self.prompt_len[init.row] = init.prompt_len
             if init.state_from is not None:
                 touched[len(self.memory.windows), init.state_from].add(uids[init.row])
                 self._copy_state(init.state_from, init.slot)
@@ -100,14 +107,25 @@ class PagedMachine:
                         continue
                     at = self._claim(group, page) + position % PAGE_SIZE
                     self.content[at] = self.token_ids[seq.row][position]
+                    written[seq.uid].append(at)
         result = StepResult(plan.step_id, [self._answer(seq) for seq in plan.seqs])
         for source, target in plan.state_saves:
             self._copy_state(source, target)
+            written[uid_of_slot[source]].append(self._cells_of(len(self.memory.windows), target).start)
+        for i, seq in enumerate(plan.seqs):
+            if (plan.step_id, seq.request_id) in self.nan:
+                self.spoil(written[seq.uid], NAN)
+                result.seqs[i] = SeqResult(error="NaN")
         return result
 
     def collect(self, handle: StepResult) -> StepResult:
         del self.in_flight[handle.step_id]
+        del self.written[handle.step_id]
         return handle
+
+    def spoil(self, cells: list[int], value: int) -> None:
+        for cell in cells:
+            self.content[cell] = value
 
     def _touch(self, seq: ScheduledSeq, touched: dict[Unit, set[int]]) -> None:
         """Note what a sequence reads in this step, and check what it writes."""
@@ -147,19 +165,27 @@ class PagedMachine:
                 else self._read(group, table[i // PAGE_SIZE], i % PAGE_SIZE)
                 for i in range(first, end)
             ]
+            if NAN in history:
+                return SeqResult(error="NaN")
             seen.append(history if window is None else history[-window:])
             assert history == self.token_ids[seq.row][first:end], "a page holds another history"
         state = 0
         if self.memory.has_state:
             kind, slot = len(self.memory.windows), self.slot[seq.row]
             state = self._read(kind, slot, 0) if seq.start else 0
+            if state == NAN:
+                return SeqResult(error="NaN")
             state = absorb(state, self.token_ids[seq.row][seq.start : end])
             self.content[self._claim(kind, slot)] = state
+        prompt_logprobs = None
+        if seq.prompt_logprobs is not None:
+            scored = range(seq.start + 1, min(end + 1, self.prompt_len[seq.row]))
+            prompt_logprobs = [TokenLogprobs(self.token_ids[seq.row][i], -float(i), 1) for i in scored]
         if not seq.samples:
-            return SeqResult()
+            return SeqResult(prompt_logprobs=prompt_logprobs)
         token = int.from_bytes(hashlib.blake2b(repr((seen, state)).encode(), digest_size=4).digest()) % VOCAB
         self.token_ids[seq.row][end] = token
-        return SeqResult(token_id=token)
+        return SeqResult(token_id=token, prompt_logprobs=prompt_logprobs)
 
     def _copy_state(self, source: int, target: int) -> None:
         kind = len(self.memory.windows)

@@ -1,6 +1,7 @@
 """The benchmark's own arithmetic: workloads that never change, waste and floor. (No benchmark runs here.)"""
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,4 +77,13 @@ def test_latency_counts_waits_of_streams_and_first_tokens(tiny_llama_dir: Callab
 
 def test_help_names_every_command():
     done = subprocess.run([sys.executable, "-m", "engine.bench", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in done.stdout for command in ("cpu", "workload", "latency", "profile", "load", "examples:"))
+    words = ("cpu", "workload", "latency", "profile", "load", "schedule", "examples:")
+    assert all(command in done.stdout for command in words)
+
+
+def test_the_schedule_benchmark_runs_without_a_model():
+    command = [sys.executable, "-m", "engine.bench", "schedule", "prompts", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kind"] for row in rows} == {"full attention", "sliding windows", "recurrent states"}
+    assert all(row["pause_worst"] == 1 and row["singles_first"] == row["mixed"] > 0 for row in rows), rows

@@ -35,12 +35,16 @@ class Collector:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
+        self.prompt_logprobs: dict[str, list] = {}
 
     def step(self) -> None:
         for out in self.core.step():
             assert out.request_id not in self.reasons, "output after the end"
             self.tokens.setdefault(out.request_id, []).extend(out.new_token_ids)
             self.cached[out.request_id] = max(self.cached.get(out.request_id, 0), out.num_cached_tokens)
+            if out.prompt_logprobs is not None:
+                assert out.request_id not in self.prompt_logprobs, "they come once"
+                self.prompt_logprobs[out.request_id] = out.prompt_logprobs
             if out.finish_reason:
                 self.reasons[out.request_id] = out.finish_reason
         self.core.check()
@@ -79,6 +83,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
         params = SamplingParams(
             max_tokens=rng.choice([None, 1, 2, rng.randrange(1, 60)]),
             ignore_eos=rng.random() < 0.5, stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.3 else [],
+            prompt_logprobs=1 if rng.random() < 0.3 else None,
         )
         request = EngineRequest(f"r{i}", prompt, params, priority=rng.randrange(3))
         core.add_request(request)
@@ -100,6 +105,29 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
             assert got == expected[: len(got)]
         else:
             assert got == expected
+        if got and request.params.prompt_logprobs is not None:
+            assert_all_scored(request.prompt_token_ids, run.prompt_logprobs[rid])
+
+
+def assert_all_scored(prompt, logprobs):
+    assert logprobs[0] is None
+    assert [(entry.token_id, -entry.logprob) for entry in logprobs[1:]] == [(t, i) for i, t in enumerate(prompt)][1:]
+
+
+def test_prompt_logprobs_are_whole_when_the_last_chunk_is_preempted_in_flight():
+    core = make_core(num_pages=16, budget=77, depth=2)
+    run = Collector(core)
+    prompt = [i % VOCAB for i in range(96)]
+    core.add_request(EngineRequest("first", [1] * 20, SamplingParams(max_tokens=30, ignore_eos=True)))
+    core.add_request(EngineRequest("asks", prompt, SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=1)))
+    seq = core.scheduler.seqs["asks"]
+    while seq.num_computed_tokens < len(prompt):
+        run.step()
+    assert seq.num_placeholders == 1, "the last chunk is in flight"
+    core.scheduler._preempt(seq)
+    run.drain()
+    assert_all_scored(prompt, run.prompt_logprobs["asks"])
+    assert run.tokens["asks"] == expected_tokens(prompt, seq.params, EOS, MAX_LEN)
 
 
 def test_overlap_keeps_two_steps_in_flight():

@@ -50,8 +50,12 @@ class WatchfulMachine(PagedMachine):
 
     def collect(self, handle: StepResult) -> StepResult:
         del self.rows_in_flight[handle.step_id]
+        written = [cells for step in self.written.values() for cells in step.values()]
         result = super().collect(handle)
         if handle.step_id in self.fail_reads:
+            for cells in written:
+                self.spoil(cells, -2)
+            self.written.clear()
             self.rows_in_flight.clear()  # the loop gives up on the steps behind it too, and reads none of them
             self.in_flight.clear()
             raise RuntimeError("injected fault")

@@ -77,8 +77,13 @@ class KVManager:
         self._hasher.extend(seq)
         return self._search.longest(seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size])
 
-    def can_admit(self, seq: Sequence, hit: Prefix, *, reserve: bool) -> bool:
-        """Whether the whole sequence fits beside `hit`; with `reserve`, a watermark of pages stays free."""
+    def missing_pages(self, seq: Sequence) -> int:
+        """Pages that the known tokens of `seq` have yet to take, in a group without a window."""
+        return max(0, pages_for(len(seq.token_ids), self.page_size) - len(seq.pages)) if seq.pages else 0
+
+    def lacking(self, seq: Sequence, hit: Prefix, *, promised: int, reserve: bool) -> int:
+        """0 if the whole sequence fits beside `hit`, else how many pages at least must be released before it may.
+        `promised` pages are kept for others; with `reserve`, so is a watermark."""
         length, held = len(seq.token_ids), pages_for(hit.num_tokens, self.page_size)
         needs = []
         for group in range(len(self.pools)):
@@ -86,12 +91,22 @@ class KVManager:
             if self.memory.windows[group] is not None:
                 most = self.memory.most_pages(group, length, self.step_tokens)
                 need = min(need, most)
+            else:
+                need += promised
             needs.append(need + (self._watermarks[group] if reserve else 0))
         woken: list[list[int]] = [[p for p in table if p != TRASH_PAGE] for table in hit.tables]
         if self.slots is not None:
             needs.append(1)
             woken.append([] if hit.checkpoint is None else [hit.checkpoint])
-        return self.arena.fits(needs, woken)
+        return self.arena.lacking(needs, woken)
+
+    def watch(self, seq: Sequence, hit: Prefix) -> None:
+        """Have the arena note when a page or state gets a name that could make `hit` longer."""
+        first = hit.num_tokens // self.page_size
+        names = seq.page_hashes[first : (len(seq.token_ids) - 1) // self.page_size]
+        if len(self.arena.pools) == 1 and not self._windows:
+            names = names[:1]  # the others are of no use without it
+        self.arena.watch(names)
 
     def admit(self, seq: Sequence, hit: Prefix, step_id: int) -> None:
         """Give a waiting sequence the cached pages of its prefix, and a slot for its state, for a step to come."""
@@ -111,7 +126,6 @@ class KVManager:
                 self._deferred.append((step_id, self.slots, [hit.checkpoint]))
             seq.slot = self.slots.take_carefully(1)[0]
             seq.checkpoints = self._checkpoints(seq, hit)
-            seq.saved_slots = []
         if self.enable_prefix_caching:
             self.prefix_queries += len(seq.token_ids)
             self.prefix_hits += seq.num_computed_tokens
@@ -161,7 +175,6 @@ class KVManager:
         assert taken, "known to fit"
         self._saves.append((seq.slot, taken[0], digest))
         self._release(seq, self.slots, taken)
-        seq.saved_slots += taken
 
     def take_state_saves(self) -> list[tuple[int, int]]:
         """(slot of a sequence, slot for its state) of the step just planned. From now on these states may be found: by
@@ -174,22 +187,29 @@ class KVManager:
         self._saves.clear()
         return saves
 
-    def release(self, seq: Sequence, *, forget: bool = False) -> None:
-        """Let go of all that `seq` owns, after flight; with `forget`, none of its pages may be found again."""
+    def release(self, seq: Sequence) -> None:
+        """Let go of all that `seq` owns, after flight."""
         for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
-            pages = _owned(table[seq.num_passed[group] :])[::-1]
-            if forget:
-                pool.forget(pages)
-            self._release(seq, pool, pages)
+            self._release(seq, pool, _owned(table[seq.num_passed[group] :])[::-1])
         if self.slots is not None:
-            if forget:
-                self.slots.forget(seq.saved_slots)
             self._release(seq, self.slots, [seq.slot])
             seq.slot = NO_SLOT
             seq.checkpoints = []
         seq.tables = [[] for _ in self.pools]
         seq.num_registered_pages = 0
         seq.num_pages_sent = 0
+
+    def forget(self, seq: Sequence) -> None:
+        """What has a name of `seq` is not to be found again, page or state, whoever owns it now."""
+        for pool in self.arena.pools:
+            pool.forget([page for name in seq.page_hashes if (page := pool.find(name)) is not None])
+
+    def holders(self, names: list[bytes], seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Those of `seqs` that use a page which is found by one of `names`."""
+        found = [{page for name in names if (page := pool.find(name)) is not None} for pool in self.pools]
+        if not any(found):
+            return []
+        return [s for s in seqs if any(not p.isdisjoint(t) for p, t in zip(found, s.tables, strict=True))]
 
     def on_step_complete(self, step_id: int) -> None:
         self._completed_step = step_id

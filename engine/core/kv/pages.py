@@ -27,6 +27,9 @@ class Arena:
         self.free = deque(range(num_extents))
         self.pools = [PagePool(self, per, first) for per, first in zip(per_extent, first_ids, strict=True)]
         self.moved: list[int] = []
+        self.num_released = 0              # so many times a page or slot was released by its last owner
+        self.named_watched = False         # one has got a name that somebody watches for
+        self._watched: set[bytes] = set()
         self._last_owner: list[PagePool | None] = [None] * num_extents
         self._clock = 0
         if len(self.pools) == 1:  # nobody to share with
@@ -39,6 +42,24 @@ class Arena:
     def fits(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> bool:
         """Whether each pool can take so many pages, all at once, after `woken` pages of it have been shared."""
         return self._slack(needs, woken) >= 0
+
+    def lacking(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> int:
+        """0 if they fit, else how many pages at least must be released before they may."""
+        slack = self._slack(needs, woken)
+        if slack >= 0:
+            return 0
+        if len(self.pools) > 1:
+            return -slack  # the release of a page can free an extent
+        [pool], [need], [wake] = self.pools, needs, woken or [()]
+        return need + sum(map(pool.is_free, wake)) - pool.num_free
+
+    def watch(self, names: Iterable[bytes]) -> None:
+        """Set `named_watched` when one of these is given to a page; forget about earlier ones."""
+        self._watched, self.named_watched = set(names), False
+
+    def note_name(self, name: bytes) -> None:
+        if name in self._watched:
+            self.named_watched = True
 
     def take(self, needs: Sequence[int]) -> list[list[int]] | None:
         """So many pages of each pool, or None (and no change) when they do not all fit."""
@@ -178,6 +199,7 @@ class PagePool:
             self.refs[page] = refs
             if refs == 0:
                 extent = self.extent_of(page)
+                self._arena.num_released += 1
                 self.num_in_use -= 1
                 self.used[extent] -= 1
                 if page in self._hash_of:
@@ -193,6 +215,7 @@ class PagePool:
         if digest not in self._page_of:
             self._page_of[digest] = page
             self._hash_of[page] = digest
+            self._arena.note_name(digest)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Make pages unfindable (their content is not trusted, e.g. after a failed step)."""
