@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, shared_memory, target_of, wait_for_previous
+from engine.kernels.target import INTERPRETER, LARGE_SHARED
+from engine.kernels.triton_e4m3 import widened
 from engine.kernels.triton_pages import attend, for_cache, page_tile, pages_of
 
 
@@ -52,8 +54,9 @@ def _mixed_kernel(
             )  # fmt: skip
             pages = pages_of(table, at + TILE, first, start + 1, PAGE, TILE)
             m, total, acc = attend(
-                q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
-            )
+                q, widened(k, q.dtype, True), widened(v, q.dtype, True), m, total, acc, live[None, :], scale * k_scale,
+                softcap, True, SOFTCAP,
+            )  # fmt: skip
         out = acc * v_scale / total[:, None]
         tl.store(out_ptr + q_start * (HKV * G * D) + at_row, out.to(out_ptr.dtype.element_ty), mask=q_mask)
         return
@@ -82,8 +85,8 @@ def _mixed_kernel(
         if WINDOW:
             visible = visible & ((at + n)[None, :] > (start + token_q)[:, None] - window)
         m, total, acc = attend(
-            cached_q, k.to(cached_q.dtype), v.to(cached_q.dtype), m, total, acc, visible, scale * k_scale, softcap,
-            True, SOFTCAP,
+            cached_q, widened(k, cached_q.dtype, True), widened(v, cached_q.dtype, True), m, total, acc, visible,
+            scale * k_scale, softcap, True, SOFTCAP,
         )  # fmt: skip
     acc = acc * v_scale
     # The chunk itself, from the projections it stands in. Tiles that every query sees whole need no mask.
@@ -127,14 +130,16 @@ def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple
 
 def query_rows(dim: int, device: torch.device) -> int:
     """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what a multiprocessor holds."""
-    return _query_rows(dim, target_of(device).capability[0] == 9)
+    gpu = target_of(device)
+    return _query_rows(dim, gpu.shared_memory >= LARGE_SHARED and gpu != INTERPRETER)
 
 
-def _query_rows(dim: int, hopper: bool) -> int:
-    for most, on_hopper, elsewhere in ((128, 256, 128), (256, 128, 64)):
+def _query_rows(dim: int, large: bool) -> int:
+    """`large`: much shared memory, as an H100 has."""
+    for most, on_large, elsewhere in ((128, 256, 128), (256, 128, 64)):
         if dim <= most:
-            return on_hopper if hopper else elsewhere
-    return 64 if hopper else 16
+            return on_large if large else elsewhere
+    return 64 if large else 16
 
 
 def mixed(

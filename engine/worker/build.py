@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.capabilities import (
-    FP8_COMPUTE_CAPABILITY,
     MIN_COMPUTE_CAPABILITY,
     check_capabilities,
     nvidia_driver_present,
@@ -238,9 +237,6 @@ def choose_device(config: EngineConfig) -> torch.device:
     if capability < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(f"{name} has compute capability {version}; at least 8.0 is needed.", "--device",
                           "Use a newer GPU, or --device cpu.")
-    if capability < FP8_COMPUTE_CAPABILITY and "fp8" in (config.quantization or "") + config.kv_cache_dtype:
-        raise ConfigError(f"fp8 needs compute capability 8.9 or newer; {name} has {version}.", "--quantization",
-                          "Leave --quantization and --kv-cache-dtype out.")
     torch.cuda.empty_cache()  # of an engine that this process had before
     free, total = torch.cuda.mem_get_info(device)
     wanted = int(total * config.gpu_memory_utilization)
