@@ -29,8 +29,12 @@ def has_fp8_units(device: torch.device) -> bool:
 @functools.cache
 def refusal(dtype: torch.dtype) -> str | None:
     """Why the library does not multiply fp8 matrices with a scale for each row here, with results in `dtype`; None if
-    it does. Tried on the current GPU."""
-    device, random = torch.device("cuda", torch.cuda.current_device()), torch.Generator().manual_seed(0)
+    it does. Tried on the current GPU, once."""
+    return tried(torch.device("cuda", torch.cuda.current_device()), dtype)
+
+
+def tried(device: torch.device, dtype: torch.dtype) -> str | None:
+    random = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, _INNER, generator=random).to(FP8) for n in (_ROWS, _OUTPUTS))
     x_scale, scale = (torch.rand(n, generator=random) + 0.5 for n in (_ROWS, _OUTPUTS))
     plain = (x.float() * x_scale[:, None]) @ (weight.float() * scale[:, None]).t()

@@ -49,6 +49,19 @@ def tuned_file(common: Path, gpu: Target | None) -> Path:
     return files[min(files, key=lambda measured: _distance(measured, gpu))]
 
 
+def tuned_on(common: Path, gpu: Target) -> str:
+    """For the log: whose measured tiles `gpu` takes."""
+    path = tuned_file(common, gpu)
+    whose = "an H100's" if path == common else path.name
+    own = path != common and path.stem == f"{common.stem}-{name_of(gpu)}"
+    return "measured on a GPU of this kind" if own or gpu[:2] == H100[:2] else f"{whose} where they fit, else by rule"
+
+
+def name_of(gpu: Target) -> str:
+    """As in the names of files."""
+    return f"{gpu.capability[0]}.{gpu.capability[1]}-{gpu.multiprocessors}-{gpu.shared_memory >> 10}"
+
+
 def _distance(measured: Target, gpu: Target) -> tuple[int, ...]:
     majors, minors = zip(measured.capability, gpu.capability, strict=True)
     return (

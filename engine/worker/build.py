@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,7 @@ from engine.worker.host_tables import keep_tables, lock_tables
 from engine.worker.memory import (
     Card,
     activation_bytes,
+    arithmetic_notes,
     check_weights_fit,
     cpu_budget,
     gpu_budget,
@@ -115,6 +117,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         usual_num_seqs=_DEFAULT_SEQS[device.type],
         step_tokens=max_tokens,
     )
+    if card is not None:
+        plan = replace(plan, notes=(*plan.notes, *arithmetic_notes(model, dtype, device)))
     log.info("%s", plan.table())
 
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""e4m3 numbers as bytes: every one of them, there and back, is what torch makes of it; and kernels that read them so."""
+"""e4m3 numbers as bytes: each is widened and rounded as torch does it; and the kernels that read weights so."""
 
 import pytest
 import torch
