@@ -31,6 +31,17 @@ class Target(NamedTuple):
         """Whether its matrix units multiply e4m3 numbers. Else products widen fp8 weights, and activations stay."""
         return self == INTERPRETER or self.capability >= FP8_CAPABILITY
 
+    @property
+    def wgmma(self) -> bool:
+        """Whether four warps multiply together from shared memory, which leaves room for more rows of results in their
+        registers: on Hopper alone. (Tiles of 256 rows take 32 bytes of stack a thread there, 400 on a B200.)"""
+        return self.capability[0] == 9
+
+    @property
+    def large_shared(self) -> bool:
+        """Whether a program may have about as much shared memory as on an H100."""
+        return self != INTERPRETER and self.shared_memory >= LARGE_SHARED
+
 
 INTERPRETER = Target((0, 0), 1 << 30, 0)
 H100 = Target((9, 0), 232_448, 132)

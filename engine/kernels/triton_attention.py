@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, shared_memory, target_of, wait_for_previous
-from engine.kernels.target import INTERPRETER, LARGE_SHARED
+from engine.kernels.target import Target
 from engine.kernels.triton_e4m3 import widened
 from engine.kernels.triton_pages import attend, for_cache, page_tile, pages_of
 
@@ -130,16 +130,15 @@ def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple
 
 def query_rows(dim: int, device: torch.device) -> int:
     """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what a multiprocessor holds."""
-    gpu = target_of(device)
-    return _query_rows(dim, gpu.shared_memory >= LARGE_SHARED and gpu != INTERPRETER)
+    return _query_rows(dim, target_of(device))
 
 
-def _query_rows(dim: int, large: bool) -> int:
-    """`large`: much shared memory, as an H100 has."""
-    for most, on_large, elsewhere in ((128, 256, 128), (256, 128, 64)):
-        if dim <= most:
-            return on_large if large else elsewhere
-    return 64 if large else 16
+def _query_rows(dim: int, gpu: Target) -> int:
+    if dim <= 128:
+        return 256 if gpu.large_shared and gpu.wgmma else 128
+    if dim <= 256:
+        return 128 if gpu.large_shared else 64
+    return 64 if gpu.large_shared else 16
 
 
 def mixed(

@@ -15,7 +15,15 @@ from engine.capabilities import (
     resolve_device,
 )
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib, plan_memory, sensible_seqs
+from engine.core.kv.planner import (
+    GIB,
+    MemoryBudget,
+    MemoryPlan,
+    gib,
+    plan_memory,
+    sensible_batched_tokens,
+    sensible_seqs,
+)
 from engine.core.kv.spec import CacheSpec
 from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
@@ -64,7 +72,6 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     check_capabilities(config, device.type)
     max_len_wanted = _wanted_context(config, model_config)
 
-    max_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[device.type]
     torch.set_default_dtype(dtype)
     try:
         model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
@@ -95,10 +102,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         config.block_size or DEFAULT_PAGE_SIZE[device.type],
     )
     default_seqs = _DEFAULT_SEQS[device.type]
+    default_tokens = _DEFAULT_BATCHED_TOKENS[device.type]
     if card is not None:
         free = card.usable(config.gpu_memory_utilization) - weight_bytes(model)
+        default_tokens = sensible_batched_tokens(
+            default_tokens, card.total, free, lambda tokens: activation_bytes(model_config, dtype, tokens, 0)
+        )
         default_seqs = sensible_seqs(spec, default_seqs, min(free, config.kv_cache_memory_bytes or free))
     num_seqs = config.max_num_seqs or default_seqs
+    max_tokens = config.max_num_batched_tokens or default_tokens
     if card is not None:
         if progress:
             progress("measuring steps", 0, 1)

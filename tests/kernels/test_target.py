@@ -35,7 +35,7 @@ def every_choice(gpu: Target) -> list:
         found += [moe_tiles.few_tiles(shape, n, beside, gpu) for n in (1, 2, 4) for beside in (0, 512, 2112)]
         found += [moe_tiles.tiles_for(shape, n, gpu.shared_memory, gpu) for n in (5, 16, 64, 128, 300, 5000)]
     for dim in (64, 128, 256, 512):
-        rows = triton_attention._query_rows(dim, gpu.shared_memory >= target.LARGE_SHARED)
+        rows = triton_attention._query_rows(dim, gpu)
         found += [rows, triton_attention._mixed_tiles(rows, dim, False, gpu.shared_memory)]
         found += [triton_decode._decode_tile(n, dim, size, gpu.shared_memory) for n in (1, 8, 9, 64) for size in (1, 2)]
     return found + [triton_gemv._matrix_tiles(n, fp8, gpu.shared_memory) for n in (16, 32, 64, 128) for fp8 in flags]
@@ -51,11 +51,12 @@ def test_an_h100_and_an_h200_keep_their_choices():
 
 def test_a_gpu_with_as_much_shared_memory_gets_the_large_tiles():
     """A B200 has what an H100 has; cards with 99 KiB, and an A100, get smaller ones."""
-    assert every_choice(B200) == every_choice(H100_PCIE) == every_choice(H100)
-    for gpu in (A100, L40S, PRO_6000):
-        assert [triton_attention._query_rows(d, gpu.shared_memory >= target.LARGE_SHARED) for d in (128, 256, 512)] == [
-            128, 64, 16
-        ]
+    assert every_choice(H100_PCIE) == every_choice(H100)
+    other = [(b, h) for b, h in zip(every_choice(B200), every_choice(H100), strict=True) if b != h]
+    assert [b for b, _ in other if isinstance(b, int)] == [128, 128], "rows of attention's tiles up to 128 numbers"
+    assert len(other) <= 4, "and what follows from them"
+    for gpu, rows in ((H100, [256, 128, 64]), (B200, [128, 128, 64]), (A100, [128, 64, 16]), (L40S, [128, 64, 16])):
+        assert [triton_attention._query_rows(dim, gpu) for dim in (128, 256, 512)] == rows
 
 
 @pytest.fixture
