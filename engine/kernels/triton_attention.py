@@ -119,10 +119,12 @@ def _mixed_kernel(
     tl.store(out_ptr + at_q * (HKV * G * D) + at_head, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
-def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple[int, int]:
+def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int, fp8_units: bool = True) -> tuple[int, int]:
     """Keys a step and pipeline depth: what fits `shared` bytes beside the queries (in two dtypes with an fp8 cache).
-    Keys and values take one tile each for every stage."""
-    for tile, stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
+    Keys and values take one tile each for every stage. Where e4m3 numbers are widened by their bits, 64 keys would
+    leave a thread 1,400 bytes short of registers."""
+    wanted = ((64, 3), (64, 2), (32, 2), (16, 2)) if fp8_units or not fp8 else ((32, 3), (32, 2), (16, 2))
+    for tile, stages in wanted:
         if 2 * padded_dim * (block_m * (1 + fp8) + 2 * stages * tile) <= shared:
             return tile, stages
     return 16, 1
@@ -184,7 +186,9 @@ def mixed(
     assert q.shape[0] * k.stride(0) < 2**31
     fp8 = k_cache.element_size() == 1
     if not tile:
-        tile, num_stages = _mixed_tiles(block_m, padded, fp8, shared_memory(q.device))
+        tile, num_stages = _mixed_tiles(
+            block_m, padded, fp8, shared_memory(q.device), target_of(q.device).fp8_units
+        )
         num_warps = 16 if block_m == 256 and not fp8 else 8
     _mixed_kernel(
         (tiles.shape[0], kv_heads), q, k, v, k_cache, v_cache, out, tiles, rows, starts, q_starts, counts, block_table,
