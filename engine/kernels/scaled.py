@@ -29,7 +29,7 @@ def has_fp8_units(device: torch.device) -> bool:
 @functools.cache
 def refusal(dtype: torch.dtype) -> str | None:
     """Why the library does not multiply fp8 matrices with a scale for each row here, with results in `dtype`; None if
-    it does. Tried on the current GPU, once. Where there is none, kernels are only noted, and it is taken for granted."""
+    it does. Tried on the current GPU, once. Where none is, kernels are only noted: it is taken for granted."""
     if not torch.cuda.is_available():
         return None
     return tried(torch.device("cuda", torch.cuda.current_device()), dtype)
