@@ -36,7 +36,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     block_size: int | None = None               # tokens a page, one of PAGE_SIZES; None: by device
     max_num_seqs: int | None = None             # None: 256 on CPU, 1024 on a GPU, fitted to memory
-    max_num_batched_tokens: int | None = None   # None: 512 on CPU, 8192 on a GPU
+    max_num_batched_tokens: int | None = None   # None: 512 on CPU; on a GPU 8192, or what suits its memory (planner.py)
     tensor_parallel_size: int = 1
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True

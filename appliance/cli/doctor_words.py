@@ -51,7 +51,7 @@ SAID = (
     foreign("{version}, built for CPUs only"),
     foreign("{version}, built for CUDA {cuda}"),
     foreign("{version}; its library libcuda.so.1 cannot be loaded"),
-    foreign("no: compute capability 8.9 is needed"),
+    foreign("weights only: units for it need compute capability 8.9"),
     foreign("{free} of {total} GiB"),
     foreign("not measured: {why}"),
     foreign("{seconds} s of waiting (none when kernels are at hand)"),

@@ -7,6 +7,7 @@ with several copies of its weight in turn, so that none of them stays in a cache
 of one sequence, of each model in turn with random weights and a few of its layers, for at most ``--budget`` seconds in
 all. A row for each tells the step's milliseconds before and after. With ``--out engine/kernels/gemv_tuned.json`` and
 ``--moe-out engine/kernels/moe_tuned.json`` the tiles found are used from then on; the files are written row by row.
+A GPU of another kind gets files of its own: engine/kernels/target.py has their names.
 """
 
 import argparse
@@ -101,7 +102,9 @@ def facts(subject: Subject) -> report.Row:
 
 def measure(subject: Subject, device: torch.device, read: float) -> report.Row:
     """With the tiles that are used. `read`: GB/s."""
-    tiles = vector_tiles(subject.product)
+    from engine.kernels.launch import target_of
+
+    tiles = vector_tiles(subject.product, gpu=target_of(device))
     with torch.inference_mode():
         seconds = step_seconds(Operands(subject, device).steps(tiles), device)
     return {"us": round(seconds * 1e6, 1), "tiles": list(tiles), **speed(subject, seconds, read)}

@@ -19,6 +19,7 @@ from engine.bench.gemv_search import Block, Change, Chosen, Part, Ready, Stage, 
 from engine.bench.moe_search import few_stages
 from engine.kernels.gemv_tiles import Product, VectorTiles, by_rule, vector_tiles
 from engine.kernels.moe_tiles import FewTiles, Shape, few_tiles
+from engine.kernels.target import Target
 from engine.models.config import read_json
 
 if TYPE_CHECKING:
@@ -109,13 +110,13 @@ def using(chosen: Chosen) -> Iterator[Chosen]:
 
     taken: Chosen = {}
 
-    def vector(product: Product, rows: int = 1) -> Tiles:
+    def vector(product: Product, rows: int = 1, gpu: Target | None = None) -> Tiles:
         assert rows == 1, "a step of one sequence"
-        return taken.setdefault(product, chosen.get(product) or vector_tiles(product))
+        return taken.setdefault(product, chosen.get(product) or vector_tiles(product, rows, gpu))
 
-    def few(shape: Shape, tokens: int, beside: int = 0) -> Tiles:
+    def few(shape: Shape, tokens: int, beside: int = 0, gpu: Target | None = None) -> Tiles:
         block = Block(shape, beside)
-        return taken.setdefault(block, chosen.get(block) or few_tiles(shape, tokens, beside))
+        return taken.setdefault(block, chosen.get(block) or few_tiles(shape, tokens, beside, gpu))
 
     triton_gemv.vector_tiles, triton_moe_few.few_tiles = vector, few
     try:

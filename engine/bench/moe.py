@@ -68,11 +68,12 @@ def _run_search(
     args: argparse.Namespace, configs: Sequence[Path], forms: Sequence[str], device: torch.device
 ) -> Iterator[report.Row]:
     from engine.bench import moe_search
-    from engine.kernels.launch import shared_memory
+    from engine.kernels.launch import target_of
 
     start = time.monotonic()
     subjects = [make_subject(config, device, form) for form in forms for config in configs]
-    todo = moe_search.cells(subjects, args.tokens or _SEARCH_TOKENS, shared_memory(device))
+    gpu = target_of(device)
+    todo = moe_search.cells(subjects, args.tokens or _SEARCH_TOKENS, gpu.shared_memory, gpu)
     done = 0
     with torch.inference_mode(), moe_search.OnGpu(todo, device) as ready:
         budget = args.budget - (time.monotonic() - start)

@@ -26,6 +26,7 @@ from engine.kernels.moe_tiles import (
     matrix,
     tiles_for,
 )
+from engine.kernels.target import Target
 
 _REPEATS = 7
 _BETTER = 0.99  # of the time so far: less is noise
@@ -66,18 +67,20 @@ class Cell:
         return [self.start, *[self.start._replace(**change) for stage in self.stages for change in stage]]
 
 
-def cells(subjects: Sequence[Subject], tokens: Sequence[int], shared: int) -> list[Cell]:
+def cells(
+    subjects: Sequence[Subject], tokens: Sequence[int], shared: int, gpu: Target | None = None
+) -> list[Cell]:
     """In the order of the search: all layers at one number of tokens, then at the next."""
     found = []
     for number in tokens:
         for subject in subjects:
             if number <= VECTOR_TOKENS:
-                start: AnyTiles = few_tiles(subject.shape, number, subject.width)
+                start: AnyTiles = few_tiles(subject.shape, number, subject.width, gpu)
                 stages = few_stages(start, subject.shape, subject.width)
                 if number > 1:  # its kernel takes long to compile, and has the same weights to read
                     del stages[-1]
             else:
-                start = tiles_for(subject.shape, number, shared)
+                start = tiles_for(subject.shape, number, shared, gpu)
                 stages = matrix_stages(start, subject, shared)
             other = [[change for change in stage if start._replace(**change) != start] for stage in stages]
             found.append(Cell(subject, number, start, other))

@@ -198,9 +198,14 @@ class BoundProduct:
         return y
 
 
+@functools.cache
 def has_forms() -> bool:
-    """Whether this card is one that the forms of fp8 products are for."""
-    return torch.cuda.get_device_capability() == (9, 0)
+    """Whether the forms of fp8 products are for this GPU: the library is asked about a product that all could serve."""
+    try:
+        product = Product(Shape(64, 4096, 4096, torch.bfloat16, fp8=True))
+    except CublasLtError:
+        return False
+    return any(product._form(tile, cluster) is not None for tile, cluster in _FP8_FORMS)
 
 
 def version() -> int:

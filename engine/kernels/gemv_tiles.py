@@ -1,9 +1,9 @@
 """How triton_gemv's vector form cuts a weight, by its shape.
 
-What was found on an H100 stands in gemv_tuned.json; other shapes go by rule. `python -m engine.bench gemv --search`
-searches in the decode step itself, one product after the other: a chain of equal products does not show what a
-kernel's last programs leave idle before the next one, and promised 103 tokens a second where 91 came. Plain Python, so
-that whoever prepares a model knows the tiles without a GPU.
+What was found on an H100 is in gemv_tuned.json (other GPUs: target.py); other shapes go by rule. `python -m
+engine.bench gemv --search` searches in the decode step itself, one product after the other: a chain of equal products
+does not show what a kernel's last programs leave idle before the next one, and promised 103 tokens a second where 91
+came. Plain Python, so that whoever prepares a model knows the tiles without a GPU.
 """
 
 import functools
@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from engine.kernels.target import Target, tuned_file
 
 _FEW_OUTPUTS = 256
 _MOST_REGISTERS = 150  # of a thread, which can have 255: the more it takes, the fewer find room beside each other
@@ -36,12 +38,12 @@ class VectorTiles(NamedTuple):
     warps: int
 
 
-def vector_tiles(product: Product, rows: int = 1) -> VectorTiles:
+def vector_tiles(product: Product, rows: int = 1, gpu: Target | None = None) -> VectorTiles:
     """For so many rows of x (1, 2 or 4). Of one row as measured, or by rule; of more these are cut until a thread has
     its numbers in registers. What has no room there goes to memory and back, and the driver sets that memory aside for
     every thread of the card: 16 x 1024 of a weight took 5,000 bytes a thread with four rows, 1 GiB in all.
     """
-    tiles = _measured().get(product) or by_rule(product)
+    tiles = _measured(gpu).get(product) or by_rule(product)
     if rows == 1:
         return tiles
     while registers(product, tiles, rows) > _MOST_REGISTERS and tiles.block_k * product.itemsize > _WARP_BYTES:
@@ -92,6 +94,7 @@ def read(lines: Iterable[str]) -> dict[Product, VectorTiles]:
 
 
 @functools.cache
-def _measured() -> dict[Product, VectorTiles]:
-    """Of cards of compute capability 9.0; others take them too, any card can run them."""
-    return read(line.rstrip(",") for line in _TUNED.read_text("utf-8").splitlines() if line.startswith("{"))
+def _measured(gpu: Target | None = None) -> dict[Product, VectorTiles]:
+    """On `gpu`, or on the one most like it. They use no shared memory to speak of: any GPU can run them."""
+    lines = tuned_file(_TUNED, gpu).read_text("utf-8").splitlines()
+    return read(line.rstrip(",") for line in lines if line.startswith("{"))

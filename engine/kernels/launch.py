@@ -22,7 +22,9 @@ may even come before the wait:
         x = tl.load(x_ptr + ...)
 
 Every program of every kernel with a PDL constant must wait, before it returns too: only so does waiting for the last
-kernel mean waiting for all before it. The launcher sets PDL where the card can do it (compute capability 9.0).
+kernel mean waiting for all before it. The launcher sets PDL where the GPU can do it (compute capability 9.0 or newer).
+
+Before compute capability 8.9 Triton knows no e4m3 numbers: kernels get them as bytes there (triton_e4m3).
 """
 
 import ctypes
@@ -43,6 +45,7 @@ from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
 from engine.kernels.cache_dir import use_cache_dir
+from engine.kernels.target import FP8_CAPABILITY, INTERPRETER, PDL_CAPABILITY, Target
 
 # What stands between source and machine code, and the lines that instructions came from, are for readers: without them
 # the machine code is the same, a kernel's file a third as large, and compiling takes a tenth less. To look: =0.
@@ -53,7 +56,7 @@ _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 _MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
-_PDL_CAPABILITY = (9, 0)
+_AS_BYTES = {"*fp8e4nv": "*u8", "*fp8e4nv!": "*u8!"}
 
 _POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
@@ -111,7 +114,7 @@ class Kernel:
         use_cache_dir()
         capability = torch.cuda.get_device_capability()
         binary = compile_for(self, types, constants, num_warps, num_stages, capability)
-        pdl = self.pdl and capability >= _PDL_CAPABILITY
+        pdl = self.pdl and capability >= PDL_CAPABILITY
         return _Variant(self.name, binary, [t for t in types if t is not None], pdl)
 
 
@@ -125,15 +128,6 @@ class Job(NamedTuple):
     num_stages: int
 
 
-class Target(NamedTuple):
-    """What the choice of variants asks of a GPU."""
-
-    capability: tuple[int, int]
-    shared_memory: int  # bytes, of one program
-    multiprocessors: int
-
-
-_INTERPRETER = Target((0, 0), 1 << 30, 0)
 _recorded: set[Job] | None = None
 _recorded_for: Target | None = None
 
@@ -166,7 +160,7 @@ def shared_memory(device: torch.device) -> int:
 @functools.cache
 def _target_of(device: torch.device) -> Target:
     if device.type != "cuda":
-        return _INTERPRETER
+        return INTERPRETER
     found = torch.cuda.get_device_properties(device)
     return Target((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
 
@@ -200,13 +194,15 @@ def compile_for(
     """Triton's compiled kernel (from its cache if it is there) for a card of `capability`; needs no GPU."""
     assert len(types) == len(kernel.arguments), f"{kernel.name} takes {kernel.arguments}"
     assert set(constants) == set(kernel.constants), f"{kernel.name} has the constants {kernel.constants}"
-    pdl = kernel.pdl and capability >= _PDL_CAPABILITY
+    pdl = kernel.pdl and capability >= PDL_CAPABILITY
     signature, values, attributes = {}, dict(constants), {}
     if kernel.pdl:
         values["PDL"] = pdl
     by_name = dict(zip(kernel.arguments, types, strict=True))
     for index, parameter in enumerate(kernel.jit.params):
         kind = by_name.get(parameter.name)
+        if capability < FP8_CAPABILITY:
+            kind = _AS_BYTES.get(kind or "", kind)
         if kind is None:
             signature[parameter.name] = "constexpr"
             values.setdefault(parameter.name, None)

@@ -1,7 +1,8 @@
 """How the kernels of triton_moe and triton_moe_few cut their work, by the shape of a layer and the tokens of a step.
 
-What `python -m engine.bench moe --search` found, or of one token `gemv --search`, stands in moe_tuned.json; other
-shapes go by rule. Plain Python, so that whoever prepares a model knows the tiles without a GPU.
+What `python -m engine.bench moe --search` found, or for one token `gemv --search`, is in moe_tuned.json (other GPUs:
+target.py); other shapes go by rule. Plain Python, so that whoever prepares a model knows the tiles without a
+GPU.
 """
 
 import functools
@@ -9,6 +10,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from engine.kernels.target import Target, tuned_file
 
 VECTOR_TOKENS = 4  # up to here each token reads its experts for itself: triton_moe_few
 _BLOCK_ROWS = (16, 32, 64, 128)
@@ -23,6 +26,12 @@ class Shape(NamedTuple):
     hidden: int
     inner: int
     itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
+    widened: bool = False  # fp8 weights meet 16-bit activations on the matrix units: the GPU has none for fp8
+
+    @property
+    def x_itemsize(self) -> int:
+        """Bytes of an activation on the matrix units."""
+        return 2 if self.widened else self.itemsize
 
 
 class MatrixTiles(NamedTuple):
@@ -63,23 +72,23 @@ class FewTiles(NamedTuple):
     beside_down: StreamTiles  # its block_n counts only where that MLP has an output of its own
 
 
-def tiles_for(shape: Shape, tokens: int, shared: int) -> Tiles:
+def tiles_for(shape: Shape, tokens: int, shared: int, gpu: Target | None = None) -> Tiles:
     """For more than VECTOR_TOKENS tokens. `shared`: bytes of shared memory that a program may have."""
-    for most, tiles in _measured().get((*shape, None), ()):
-        if tokens <= most and shared_bytes(tiles, shape.itemsize) <= shared:
+    for most, tiles in _measured(gpu).get((*shape, None), ()):
+        if tokens <= most and shared_bytes(tiles, shape) <= shared:
             return tiles
     rows = block_rows(shape, tokens)
     return Tiles(rows, matrix(shape, rows, shared, gate=True), matrix(shape, rows, shared, gate=False))
 
 
-def few_tiles(shape: Shape, tokens: int, beside: int = 0) -> FewTiles:
+def few_tiles(shape: Shape, tokens: int, beside: int = 0, gpu: Target | None = None) -> FewTiles:
     """For up to VECTOR_TOKENS tokens. `beside`: width of the MLP beside the experts, in the same dtype.
 
     By rule 64 to 128 bytes of a weight a thread are on their way, in rows of 256 bytes or more, and programs are so
     many that the memory is never idle. (Of 26B-A4B and 35B-A3B that was measured, in the decode step of one sequence:
     the experts' first products like rows of 1,024 bytes.)
     """
-    for most, tiles in _measured().get((*shape, beside), ()):
+    for most, tiles in _measured(gpu).get((*shape, beside), ()):
         if tokens <= most:
             return tiles
     whole = _power_of_two(shape.hidden)  # a router's weight has two bytes
@@ -94,7 +103,7 @@ def few_tiles(shape: Shape, tokens: int, beside: int = 0) -> FewTiles:
     )
 
 
-def all_kinds(shape: Shape, most: int, shared: int) -> list[int]:
+def all_kinds(shape: Shape, most: int, shared: int, gpu: Target | None = None) -> list[int]:
     """Numbers of tokens, up to `most`, that stand for all: one for each set of kernels that a step may need."""
     seen, found = set(), []
     for tokens in range(1, most + 1):
@@ -102,7 +111,7 @@ def all_kinds(shape: Shape, most: int, shared: int) -> list[int]:
         if tokens <= VECTOR_TOKENS:
             kind = _power_of_two(tokens)
         else:
-            kind = tiles_for(shape, tokens, shared), chunk_size(pairs), pairs <= chunk_size(pairs)
+            kind = tiles_for(shape, tokens, shared, gpu), chunk_size(pairs), pairs <= chunk_size(pairs)
         if kind not in seen:
             seen.add(kind)
             found.append(tokens)
@@ -131,21 +140,21 @@ def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
     weights = 2 if gate else 1
     large = rows == 128 and outputs % 128 == 0 and shared > 128 << 10
     block_n = 128 if large else 64
-    widest = (256 if rows <= 32 else 128) // shape.itemsize
+    widest = (256 if rows <= 32 else 128) // shape.x_itemsize
     block_k = next((b for b in (widest, widest // 2) if inner % b == 0), widest // 2)
     room = shared - 1024 if large else shared // 2 - 1024
-    stage = (weights * block_n + rows) * block_k * shape.itemsize
+    stage = (weights * block_n * shape.itemsize + rows * shape.x_itemsize) * block_k
     return MatrixTiles(block_n, block_k, 8 if large else 4, max(2, min(6, room // stage)))
 
 
-def shared_bytes(tiles: Tiles, itemsize: int) -> int:
+def shared_bytes(tiles: Tiles, shape: Shape) -> int:
     """An upper bound."""
+    each, x_each = shape.itemsize, tiles.rows * shape.x_itemsize
     gate_up, down = tiles.gate_up, tiles.down
-    most = max(
-        (2 * gate_up.block_n + tiles.rows) * gate_up.block_k * gate_up.stages,
-        (down.block_n + tiles.rows) * down.block_k * down.stages,
+    return 1024 + max(
+        (2 * gate_up.block_n * each + x_each) * gate_up.block_k * gate_up.stages,
+        (down.block_n * each + x_each) * down.block_k * down.stages,
     )
-    return most * itemsize + 1024
 
 
 def _power_of_two(n: int) -> int:
@@ -164,7 +173,8 @@ class Measured(NamedTuple):
     tiles: Tiles | FewTiles
 
     def as_json(self) -> dict[str, Any]:
-        return {"shape": self.shape, "beside": self.beside, "tokens": self.tokens, "tiles": self.tiles._asdict()}
+        shape = self.shape if self.shape.widened else self.shape[:-1]
+        return {"shape": shape, "beside": self.beside, "tokens": self.tokens, "tiles": self.tiles._asdict()}
 
 
 def write_measured(path: Path, found: Iterable[Measured]) -> None:
@@ -193,10 +203,10 @@ def _read(path: Path) -> list[Measured]:
 
 
 @functools.cache
-def _measured() -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
-    """(shape, beside) -> (most tokens, tiles), in order of tokens. Of cards of compute capability 9.0; others take
-    them where they fit."""
+def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
+    """(shape, beside) -> (most tokens, tiles), in order of tokens. On `gpu`, or on the one most like it: its tiles are
+    taken where they fit."""
     table: dict[tuple[int | None, ...], list[tuple[int, Any]]] = {}
-    for entry in sorted(_read(_TUNED), key=lambda entry: entry.tokens):
+    for entry in sorted(_read(tuned_file(_TUNED, gpu)), key=lambda entry: entry.tokens):
         table.setdefault((*entry.shape, entry.beside), []).append((entry.tokens, entry.tiles))
     return table

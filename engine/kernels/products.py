@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import cublaslt
+from engine.kernels import cublaslt, scaled
 from engine.kernels.cache_dir import use_cache_dir
 from engine.kernels.cublaslt import BoundProduct, CublasLtError, Product, Shape
 
@@ -128,10 +128,7 @@ def _scales(x_scale: torch.Tensor | None, weight: Weight) -> tuple[torch.Tensor,
 def _by_pytorch(x: torch.Tensor, x_scale: torch.Tensor | None, dtype: torch.dtype, weight: Weight) -> torch.Tensor:
     if x_scale is None or weight.scale is None:
         return F.linear(x, weight.values)
-    return torch._scaled_mm(
-        x, weight.values.t(), scale_a=x_scale.unsqueeze(1), scale_b=weight.scale.unsqueeze(0), out_dtype=dtype,
-        use_fast_accum=True,
-    )  # fmt: skip
+    return scaled.multiply(x, weight.values.t(), x_scale, weight.scale.unsqueeze(0), None, dtype)
 
 
 def _seconds(multiply: Callable[[Weight], torch.Tensor], weights: Sequence[Weight], turns: int) -> float:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, shared_memory, target_of, wait_for_previous
+from engine.kernels.target import Target
+from engine.kernels.triton_e4m3 import widened
 from engine.kernels.triton_pages import attend, for_cache, page_tile, pages_of
 
 
@@ -52,8 +54,9 @@ def _mixed_kernel(
             )  # fmt: skip
             pages = pages_of(table, at + TILE, first, start + 1, PAGE, TILE)
             m, total, acc = attend(
-                q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
-            )
+                q, widened(k, q.dtype, True), widened(v, q.dtype, True), m, total, acc, live[None, :], scale * k_scale,
+                softcap, True, SOFTCAP,
+            )  # fmt: skip
         out = acc * v_scale / total[:, None]
         tl.store(out_ptr + q_start * (HKV * G * D) + at_row, out.to(out_ptr.dtype.element_ty), mask=q_mask)
         return
@@ -82,8 +85,8 @@ def _mixed_kernel(
         if WINDOW:
             visible = visible & ((at + n)[None, :] > (start + token_q)[:, None] - window)
         m, total, acc = attend(
-            cached_q, k.to(cached_q.dtype), v.to(cached_q.dtype), m, total, acc, visible, scale * k_scale, softcap,
-            True, SOFTCAP,
+            cached_q, widened(k, cached_q.dtype, True), widened(v, cached_q.dtype, True), m, total, acc, visible,
+            scale * k_scale, softcap, True, SOFTCAP,
         )  # fmt: skip
     acc = acc * v_scale
     # The chunk itself, from the projections it stands in. Tiles that every query sees whole need no mask.
@@ -116,10 +119,12 @@ def _mixed_kernel(
     tl.store(out_ptr + at_q * (HKV * G * D) + at_head, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
-def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple[int, int]:
+def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int, fp8_units: bool = True) -> tuple[int, int]:
     """Keys a step and pipeline depth: what fits `shared` bytes beside the queries (in two dtypes with an fp8 cache).
-    Keys and values take one tile each for every stage."""
-    for tile, stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
+    Keys and values take one tile each for every stage. Where e4m3 numbers are widened by their bits, 64 keys would
+    leave a thread 1,400 bytes short of registers."""
+    wanted = ((64, 3), (64, 2), (32, 2), (16, 2)) if fp8_units or not fp8 else ((32, 3), (32, 2), (16, 2))
+    for tile, stages in wanted:
         if 2 * padded_dim * (block_m * (1 + fp8) + 2 * stages * tile) <= shared:
             return tile, stages
     return 16, 1
@@ -127,14 +132,15 @@ def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int) -> tuple
 
 def query_rows(dim: int, device: torch.device) -> int:
     """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what a multiprocessor holds."""
-    return _query_rows(dim, target_of(device).capability[0] == 9)
+    return _query_rows(dim, target_of(device))
 
 
-def _query_rows(dim: int, hopper: bool) -> int:
-    for most, on_hopper, elsewhere in ((128, 256, 128), (256, 128, 64)):
-        if dim <= most:
-            return on_hopper if hopper else elsewhere
-    return 64 if hopper else 16
+def _query_rows(dim: int, gpu: Target) -> int:
+    if dim <= 128:
+        return 256 if gpu.large_shared and gpu.wgmma else 128
+    if dim <= 256:
+        return 128 if gpu.large_shared else 64
+    return 64 if gpu.large_shared else 16
 
 
 def mixed(
@@ -180,7 +186,9 @@ def mixed(
     assert q.shape[0] * k.stride(0) < 2**31
     fp8 = k_cache.element_size() == 1
     if not tile:
-        tile, num_stages = _mixed_tiles(block_m, padded, fp8, shared_memory(q.device))
+        tile, num_stages = _mixed_tiles(
+            block_m, padded, fp8, shared_memory(q.device), target_of(q.device).fp8_units
+        )
         num_warps = 16 if block_m == 256 and not fp8 else 8
     _mixed_kernel(
         (tiles.shape[0], kv_heads), q, k, v, k_cache, v_cache, out, tiles, rows, starts, q_starts, counts, block_table,

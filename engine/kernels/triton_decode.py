@@ -14,10 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.launch import kernel, wait_for_previous
+from engine.kernels.launch import kernel, shared_memory, wait_for_previous
+from engine.kernels.triton_e4m3 import widened
 from engine.kernels.triton_pages import attend, for_cache, page_tile, pages_of
 
 SMALL_BATCH = 8  # sequences
+_LARGEST_TILE = 74 << 10  # bytes of shared memory that 128 keys of 128 numbers take, as compiled
 
 
 @kernel
@@ -60,8 +62,9 @@ def _decode_kernel(
         )
         pages = pages_of(table, at + TILE, first, end, PAGE, TILE)
         m, total, acc = attend(
-            q, k.to(q.dtype), v.to(q.dtype), m, total, acc, live[None, :], scale * k_scale, softcap, True, SOFTCAP
-        )
+            q, widened(k, q.dtype, True), widened(v, q.dtype, True), m, total, acc, live[None, :], scale * k_scale,
+            softcap, True, SOFTCAP,
+        )  # fmt: skip
     out = acc * v_scale / total[:, None]
     used = tl.cdiv(seq_len - aligned, per_split * TILE)  # slices that hold something
     if SPLITS == 1 or used == 1:
@@ -123,13 +126,13 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
-def _decode_tile(batch: int, padded_dim: int, itemsize: int) -> tuple[int, int]:
+def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int]:
     """Keys a step, and how many steps are under way: what a search on an H100 found. Few sequences want small steps:
-    more programs have to find work."""
+    more programs have to find work. Where `shared` memory is small, so are the steps: two programs must fit."""
     if batch <= SMALL_BATCH:
         return max(16, min(32, 4096 // padded_dim)), 3
     if padded_dim <= 128 and itemsize == 2:
-        return 128, 2
+        return (128 if shared >= 2 * _LARGEST_TILE else 64), 2
     return max(16, min(64, 8192 // padded_dim)), 3
 
 
@@ -164,7 +167,7 @@ def decode(
     group = num_heads // kv_heads
     padded = triton.next_power_of_2(dim)
     if not tile:
-        tile, num_stages = _decode_tile(batch, padded, k_cache.element_size())
+        tile, num_stages = _decode_tile(batch, padded, k_cache.element_size(), shared_memory(q.device))
     part = lse = arrived = out
     if splits > 1:
         arrived = _arrivals(q.device)

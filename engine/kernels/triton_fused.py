@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, wait_for_previous
+from engine.kernels.triton_e4m3 import narrowed
 from engine.kernels.triton_gate import activated
 from engine.kernels.triton_quant import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
 
@@ -240,8 +241,8 @@ def _rope_write_kernel(
     is_v = mask & is_v
     if FP8:
         inv = tl.where(head < HQ + HKV, inv_k_scale, inv_v_scale)
-        stored_first = saturated(first.to(tl.float32) * inv).to(cache_type)
-        stored_second = saturated(second.to(tl.float32) * inv).to(cache_type)
+        stored_first = narrowed(saturated(first.to(tl.float32) * inv), cache_type)
+        stored_second = narrowed(saturated(second.to(tl.float32) * inv), cache_type)
     else:
         stored_first = first.to(cache_type)
         stored_second = second.to(cache_type)

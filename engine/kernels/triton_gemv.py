@@ -22,7 +22,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.gemv_tiles import Product, vector_tiles
-from engine.kernels.launch import interpreted, kernel, shared_memory, wait_for_previous
+from engine.kernels.launch import interpreted, kernel, shared_memory, target_of, wait_for_previous
+from engine.kernels.triton_e4m3 import widened
 from engine.kernels.triton_gate import activated
 
 PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a kernel's variant
@@ -44,7 +45,7 @@ def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
 def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
     """sums[m] + w x[m] for each row m: w [BLOCK_N, BLOCK_K], sums [BLOCK_N, BLOCK_K / PART], of what a thread holds
     side by side."""
-    wide = w.to(tl.float32)
+    wide = widened(w, tl.float32)
     result = ()
     for m in tl.static_range(ROWS):
         products = tl.reshape(wide * xs[m][None, :], [w.shape[0], w.shape[1] // PART, PART])
@@ -243,7 +244,7 @@ def gemv(
     norm_weight, eps = (None, 0.0) if norm is None else norm
     product = Product(weight.shape[0], inner, weight.element_size(), gate is not None, norm is not None)
     padded = triton.next_power_of_2(rows)
-    block_n, block_k, warps = tiles or vector_tiles(product, padded)
+    block_n, block_k, warps = tiles or vector_tiles(product, padded, target_of(x.device))
     _vector_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
         x.stride(0), y.stride(0), eps, wide_offset or 0.0, N=out_features, K=inner,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.launch import kernel, wait_for_previous
+from engine.kernels.triton_e4m3 import narrowed
 from engine.kernels.triton_fused import saturated
 
 
@@ -75,7 +76,8 @@ def _heads_kernel(
         slot = tl.load(slots_ptr + token).to(tl.int64)
         at = (slot // PAGE) * stride_page + (slot % PAGE) * stride_token + d
         if FP8:
-            stored = saturated(y.to(tl.float32) * tl.where(is_v, inv_v_scale, inv_k_scale)).to(k_ptr.dtype.element_ty)
+            stored = saturated(y.to(tl.float32) * tl.where(is_v, inv_v_scale, inv_k_scale))
+            stored = narrowed(stored, k_ptr.dtype.element_ty)
         else:
             stored = y.to(k_ptr.dtype.element_ty)
         tl.store(k_ptr + at + (head - HQ) * stride_head, stored, mask=of_cache & ~is_v)

@@ -11,7 +11,7 @@ can get, and programs without a block return. So nothing waits for the device, a
 is added atomically: the same input gives the same bits.
 
 fp8 weights have a scale for each expert and output channel; activations are fp8 too, with a scale a row, before both
-products.
+products. On GPUs without fp8 units activations stay as they are, and weights are widened in passing.
 """
 
 import torch
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import triton_moe_few
-from engine.kernels.launch import kernel, shared_memory, wait_for_previous
+from engine.kernels.launch import kernel, target_of, wait_for_previous
 from engine.kernels.moe_tiles import (
     VECTOR_TOKENS,
     FewTiles,
@@ -30,6 +30,7 @@ from engine.kernels.moe_tiles import (
     max_blocks,
     tiles_for,
 )
+from engine.kernels.triton_e4m3 import widened
 from engine.kernels.triton_quant import quantize_rows
 
 _STEP = tl.constexpr(16)  # pairs, or blocks, that grouping handles at a time
@@ -238,11 +239,17 @@ def _grouped_kernel(
                 w = tl.load(w_at + at, mask=n_mask, other=0.0)
                 if GATE:
                     u = tl.load(w_at + N * K + at, mask=n_mask, other=0.0)
+        if FP8 and x_scale_ptr is None:
+            w = widened(w, x.dtype)
+            if GATE:
+                u = widened(u, x.dtype)
         acc = tl.dot(w, x, acc)
         if GATE:
             up = tl.dot(u, x, up)
     if FP8:
-        x_scale = tl.load(x_scale_ptr + pair // SHARE)[None, :]
+        x_scale = 1.0
+        if x_scale_ptr is not None:
+            x_scale = tl.load(x_scale_ptr + pair // SHARE)[None, :]
         scale_at = scale_ptr + expert * ((2 if GATE else 1) * N) + n
         acc = acc * tl.load(scale_at, mask=n < N, other=0.0)[:, None] * x_scale
         if GATE:
@@ -294,8 +301,10 @@ def routed_experts(
     if x.shape[0] <= VECTOR_TOKENS and not isinstance(tiles, Tiles):
         return triton_moe_few.routed_experts(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual, tiles)
     if tiles is None:
-        shape = Shape(num_experts, experts.shape[1], hidden, inner, w2.element_size())
-        tiles = tiles_for(shape, x.shape[0], shared_memory(x.device))
+        gpu = target_of(x.device)
+        size = w2.element_size()
+        shape = Shape(num_experts, experts.shape[1], hidden, inner, size, size == 1 and not gpu.fp8_units)
+        tiles = tiles_for(shape, x.shape[0], gpu.shared_memory, gpu)
     assert isinstance(tiles, Tiles)
     _grouped(x, weights, experts, w13, w2, scale13, scale2, gate == "gelu_tanh", out, residual is not None, tiles)
     return out
@@ -344,7 +353,7 @@ def _product(
 ) -> None:
     """out [pairs, N] = each pair's row of x (number pair // share) times its expert's weight, with the gate applied."""
     x_scale = None
-    if scale is not None:
+    if scale is not None and target_of(x.device).fp8_units:
         x, x_scale = quantize_rows(x)
     outputs, inner = out.shape[1], weight.shape[2]
     _grouped_kernel(

@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.launch import kernel, wait_for_previous
+from engine.kernels.launch import kernel, target_of, wait_for_previous
 from engine.kernels.moe_tiles import FewTiles, Shape, few_tiles
+from engine.kernels.triton_e4m3 import widened
 from engine.kernels.triton_gate import activated
 from engine.kernels.triton_moe_choice import MOST_EXPERTS
 from engine.kernels.triton_moe_route import route_kernel
@@ -110,7 +111,7 @@ def _experts_down(
             blocks = blocks + (block(at, live, i + DEPTH, K, BLOCK_K),)  # noqa: RUF005
         inside = chosen[:, None] & (k < K - i * BLOCK_K)[None, :]
         h = tl.load(h_at + i * BLOCK_K, mask=inside, other=0.0).to(tl.float32)
-        sums += within_threads(blocks[i].to(tl.float32) * h[None, :, :], PART)
+        sums += within_threads(widened(blocks[i], tl.float32) * h[None, :, :], PART)
     y = tl.sum(sums, 2)
     if SCALED:
         y = y * scale
@@ -234,7 +235,8 @@ def sparse_block(
     with_factor = beside is not None and beside.factor is not None
     width = 0 if beside is None else beside.down.shape[1]
     if tiles is None:
-        tiles = few_tiles(Shape(num_experts, top_k, hidden, w2.shape[2], w2.element_size()), tokens, width)
+        shape = Shape(num_experts, top_k, hidden, w2.shape[2], w2.element_size())
+        tiles = few_tiles(shape, tokens, width, target_of(device))
     of_router, of_beside = x if for_router is None else for_router, x if for_beside is None else for_beside
     assert norm is None or (for_router is None and for_beside is None)
     assert num_experts <= MOST_EXPERTS
@@ -288,7 +290,7 @@ def routed_experts(
     """triton_moe.routed_experts for few tokens: the last two kernels alone."""
     if tiles is None:
         shape = Shape(w2.shape[0], experts.shape[1], w2.shape[1], w2.shape[2], w2.element_size())
-        tiles = few_tiles(shape, x.shape[0])
+        tiles = few_tiles(shape, x.shape[0], 0, target_of(x.device))
     return _experts(x, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles, (None,) * 4)
 
 

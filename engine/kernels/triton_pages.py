@@ -7,7 +7,7 @@ Scores are kept in base 2: exp2 is one instruction.
 
 fp8 caches hold k / k_scale and v / v_scale. They are widened to float16 before each product, and both products
 accumulate in float32: the short accumulator of fp8 tensor cores, against which two-level accumulation is the remedy, is
-never used, so long sequences lose nothing to it. Cards below sm89 have no fp8.
+never used, so long sequences lose nothing to it. GPUs without fp8 instructions read the same cache by its bits.
 
 What no query sees is never loaded: slots past a sequence's end or before its window may hold anything, NaN included
 (0 * NaN is NaN: a zero probability alone would not protect the sum).

@@ -5,6 +5,8 @@ way at a time, and products add up within a thread until the end.
 import triton
 import triton.language as tl
 
+from engine.kernels.triton_e4m3 import widened
+
 
 @triton.jit
 def block(w_at, live, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
@@ -54,7 +56,7 @@ def times_rows(
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         if (i + DEPTH) * BLOCK_K < K:
             blocks = blocks + (block(w_at, live, i + DEPTH, K, BLOCK_K),)  # noqa: RUF005
-        w = blocks[i].to(tl.float32)
+        w = widened(blocks[i], tl.float32)
         k = i * BLOCK_K + k_range
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32) + offset

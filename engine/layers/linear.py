@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels import products
+from engine.kernels import products, scaled
 from engine.kernels.threads import num_threads
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
@@ -57,7 +57,8 @@ class Linear(nn.Module):
         1.7 times the speed of the plain layout (measured on Zen 5, 1-16 rows, 30 against 17 GB/s).
     GPU: our kernels for few rows, cuBLAS for many. One row goes in vector form, of a small weight up to four do.
     fp8 (`quantization = "fp8"`, set before loading): W in fp8, a scale per output channel. In vector form activations
-        multiply with it as they are; else they are quantised as well, and the product runs on the fp8 units.
+        multiply with it as they are; else they are quantised as well, and the product runs on the fp8 units, if the
+        GPU has some (kernels/scaled.py).
     `batch_invariant` (GPU, set before loading): one kernel for any number of rows; fp8 activations always.
     """
 
@@ -138,7 +139,7 @@ class Linear(nn.Module):
     def in_vector_form(self, rows: int) -> bool:
         """Whether a product of so many rows runs on our kernel for a few vectors, which can also do what stands around
         it: norm, gate, residual."""
-        return rows <= self.vector_rows and self._product in (Linear._on_gpu, Linear._on_fp8)
+        return rows <= self.vector_rows and self._product in (Linear._on_gpu, Linear._on_fp8, Linear._on_fp8_weight)
 
     @property
     def by_library(self) -> products.Weight | None:
@@ -171,22 +172,23 @@ class Linear(nn.Module):
             from engine.kernels.triton_gemv import few_rows
 
             return few_rows(x.values, self.weight, self.bias, x_scale=x.scale, scale=self.scale, dtype=x.dtype)
-        return torch._scaled_mm(
-            x.values, self._weight_t, scale_a=x.scale.unsqueeze(1), scale_b=self._scale_row, bias=self.bias,
-            out_dtype=x.dtype, use_fast_accum=True,
-        )  # fmt: skip
+        return scaled.multiply(x.values, self._weight_t, x.scale, self._scale_row, self.bias, x.dtype)
 
     def _quantize(self) -> None:
         if self.weight.dtype == FP8:
             return
+        dtype = self.weight.dtype
         weight, scale = quantize_weight(self.weight)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
         self._weight_t, self._scale_row = weight.t(), scale.unsqueeze(0)
         if not weight.is_cuda:
             self._product = Linear._on_fp8_reference
-        else:
+        elif scaled.has_fp8_units(weight.device):
+            scaled.refusal(dtype)  # found out now: not in a step, nor while a graph is recorded
             self._product = Linear._on_fp8
+        else:
+            self._product = Linear._on_fp8_weight
 
     # The forms. Each is called as self._product(self, x).
 
@@ -221,6 +223,15 @@ class Linear(nn.Module):
         from engine.kernels.triton_quant import quantize_rows
 
         return self._on_fp8_units(QuantizedRows(*quantize_rows(x), x.dtype))
+
+    def _on_fp8_weight(self, x: torch.Tensor) -> torch.Tensor:
+        """On GPUs without fp8 units: activations stay as they are."""
+        if x.shape[0] <= self.vector_rows:
+            return self._in_vector_form(x)
+        from engine.kernels.triton_scaled import scaled_product
+
+        assert self.scale is not None
+        return scaled_product(x, self.weight, self.scale, self.bias)
 
     def _on_fp8_reference(self, x: torch.Tensor) -> torch.Tensor:
         """What the form above computes, in plain torch."""

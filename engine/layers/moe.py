@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.moe_tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
+from engine.kernels.target import Target
 from engine.kernels.threads import num_threads
 from engine.layers.activation import Gate
 from engine.layers.linear import Linear, UnnormedRows, can_quantize, empty_parameter
@@ -223,13 +224,14 @@ class SparseMLP(nn.Module):
         return out
 
 
-def kinds_of_steps(model: nn.Module, most: int, shared: int) -> set[int]:
-    """Numbers of tokens, up to `most`, that need all kernels of experts which any number up to there needs.
-
-    `shared`: as for `tiles_for`.
-    """
+def kinds_of_steps(model: nn.Module, most: int, gpu: Target) -> set[int]:
+    """Numbers of tokens, up to `most`, that need all kernels of experts which any number up to there needs."""
     modules = list(model.modules())
     top_k = {module.top_k for module in modules if isinstance(module, Router)}
     stacks = {(*m.down_proj.weight.shape, m.down_proj.weight.itemsize) for m in modules if isinstance(m, RoutedExperts)}
-    shapes = [Shape(e, k, hidden, inner, itemsize) for e, hidden, inner, itemsize in stacks for k in top_k]
-    return {tokens for shape in shapes for tokens in all_kinds(shape, most, shared)}
+    shapes = [
+        Shape(e, k, hidden, inner, itemsize, itemsize == 1 and not gpu.fp8_units)
+        for e, hidden, inner, itemsize in stacks
+        for k in top_k
+    ]
+    return {tokens for shape in shapes for tokens in all_kinds(shape, most, gpu.shared_memory, gpu)}

@@ -12,8 +12,16 @@ from engine.layers.moe import RoutedExperts
 from engine.models.base import CausalLM
 
 
-def make_batch_invariant(model: CausalLM) -> None:
-    """Before loading. Raises ConfigError for a model with recurrent layers."""
+def make_batch_invariant(model: CausalLM, *, fp8: bool = False, fp8_units: bool = True) -> None:
+    """Before loading. `fp8`: weights or cache are in fp8. `fp8_units`: the GPU multiplies fp8 numbers.
+
+    Raises ConfigError for what has no such form: recurrent layers, and fp8 that a GPU converts in software.
+    """
+    if fp8 and not fp8_units:
+        raise ConfigError(
+            "--batch-invariant is not available with fp8 weights or an fp8 cache on a GPU without fp8 units.",
+            "--batch-invariant", "Leave one of the two out, or use a GPU of compute capability 8.9 or newer.",
+        )  # fmt: skip
     if any(isinstance(layer, StateLayer) for layer in model.cache_layers()):
         raise ConfigError(
             f"--batch-invariant is not available for {model.config.architecture}: its recurrent layers round their "

@@ -61,7 +61,7 @@ def examine(tally: Tally) -> Machine | int:
         )
     tally.fact("Triton", metadata.version("triton"))
     fp8 = capability >= FP8_COMPUTE_CAPABILITY
-    tally.fact("fp8", "yes" if fp8 else "no: compute capability 8.9 is needed")
+    tally.fact("fp8", "yes" if fp8 else "weights only: units for it need compute capability 8.9")
     free, total = torch.cuda.mem_get_info(device)
     tally.fact("free memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB", free)
     return Machine(device, fp8, free)

@@ -3,23 +3,32 @@
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.capabilities import (
-    FP8_COMPUTE_CAPABILITY,
     MIN_COMPUTE_CAPABILITY,
     check_capabilities,
     nvidia_driver_present,
     resolve_device,
 )
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib, plan_memory, sensible_seqs
+from engine.core.kv.planner import (
+    GIB,
+    MemoryBudget,
+    MemoryPlan,
+    gib,
+    plan_memory,
+    sensible_batched_tokens,
+    sensible_seqs,
+)
 from engine.core.kv.spec import CacheSpec
 from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels import compile_pool, start_hint
+from engine.kernels.scaled import has_fp8_units
 from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.invariant import make_batch_invariant
@@ -30,6 +39,7 @@ from engine.worker.host_tables import keep_tables, lock_tables
 from engine.worker.memory import (
     Card,
     activation_bytes,
+    arithmetic_notes,
     check_weights_fit,
     cpu_budget,
     gpu_budget,
@@ -64,7 +74,6 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     check_capabilities(config, device.type)
     max_len_wanted = _wanted_context(config, model_config)
 
-    max_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[device.type]
     torch.set_default_dtype(dtype)
     try:
         model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
@@ -74,7 +83,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if config.quantization is not None:
         quantize(model, config.quantization)
     if config.batch_invariant:
-        make_batch_invariant(model)
+        fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8")
+        make_batch_invariant(model, fp8=fp8, fp8_units=device.type != "cuda" or has_fp8_units(device))
     card = Card.now(device) if device.type == "cuda" else None
     if card is not None:
         keep_tables(model, config, device)
@@ -97,10 +107,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         config.block_size or DEFAULT_PAGE_SIZE[device.type],
     )
     default_seqs = _DEFAULT_SEQS[device.type]
+    default_tokens = _DEFAULT_BATCHED_TOKENS[device.type]
     if card is not None:
         free = card.usable(config.gpu_memory_utilization) - weight_bytes(model)
+        default_tokens = sensible_batched_tokens(
+            default_tokens, card.total, free, lambda tokens: activation_bytes(model_config, dtype, tokens, 0)
+        )
         default_seqs = sensible_seqs(spec, default_seqs, min(free, config.kv_cache_memory_bytes or free))
     num_seqs = config.max_num_seqs or default_seqs
+    max_tokens = config.max_num_batched_tokens or default_tokens
     if card is not None:
         if progress:
             progress("measuring steps", 0, 1)
@@ -119,6 +134,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         usual_num_seqs=_DEFAULT_SEQS[device.type],
         step_tokens=max_tokens,
     )
+    if card is not None:
+        plan = replace(plan, notes=(*plan.notes, *arithmetic_notes(model, dtype, device)))
     log.info("%s", plan.table())
 
     with torch.inference_mode():
@@ -241,9 +258,6 @@ def choose_device(config: EngineConfig) -> torch.device:
     if capability < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(f"{name} has compute capability {version}; at least 8.0 is needed.", "--device",
                           "Use a newer GPU, or --device cpu.")
-    if capability < FP8_COMPUTE_CAPABILITY and "fp8" in (config.quantization or "") + config.kv_cache_dtype:
-        raise ConfigError(f"fp8 needs compute capability 8.9 or newer; {name} has {version}.", "--quantization",
-                          "Leave --quantization and --kv-cache-dtype out.")
     torch.cuda.empty_cache()  # of an engine that this process had before
     free, total = torch.cuda.mem_get_info(device)
     wanted = int(total * config.gpu_memory_utilization)

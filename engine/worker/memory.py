@@ -8,6 +8,7 @@ from torch import nn
 from engine.config import EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib
 from engine.errors import OutOfMemoryPlanError
+from engine.kernels import scaled
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear, can_quantize
 from engine.layers.moe import ExpertLinear
@@ -120,6 +121,12 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> MemoryBu
     usable = weights + max(0, int(available * config.gpu_memory_utilization) - _HOST_RESERVE)
     limit = config.kv_cache_memory_bytes or _DEFAULT_CPU_KV
     return MemoryBudget(total, usable, weights, activations, limit)
+
+
+def arithmetic_notes(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """For the plan: how this GPU multiplies with fp8 weights, if the model has some."""
+    quantized = any(isinstance(m, Linear | ExpertLinear) and m.scale is not None for m in model.modules())
+    return [scaled.explained(device, dtype)] if quantized else []
 
 
 def gpu_budget(config: EngineConfig, weights: int, needs: StepNeeds, card: Card, on_host: int = 0) -> MemoryBudget:

@@ -14,7 +14,7 @@ import torch
 from engine.core.batch import StepPlan
 from engine.kernels import cublaslt, products
 from engine.kernels.compile_ahead import compile_ahead
-from engine.kernels.launch import recording, shared_memory
+from engine.kernels.launch import recording, target_of
 from engine.kernels.triton_decode import SMALL_BATCH, num_splits
 from engine.kernels.triton_gemv import PRODUCT_ROWS
 from engine.layers.linear import Linear
@@ -40,7 +40,7 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> 
     with recording() as jobs:
         for size in _decode_sizes(runner, max_batch):
             runner._decode(size)
-        for size in sorted(kinds_of_steps(runner.model, len(runner._ids), shared_memory(runner.device))):
+        for size in sorted(kinds_of_steps(runner.model, len(runner._ids), target_of(runner.device))):
             runner._decode(size)
         for shape in runner.mixed_shapes():
             runner.mixed_of(shape)

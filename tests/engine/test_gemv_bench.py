@@ -191,8 +191,8 @@ def test_each_candidate_of_a_product_is_one_kernel_of_the_step(steps, model):
 
 def test_sparse_blocks_of_a_step_come_last(steps):
     assert steps["qwen3-8b"]["blocks"] == steps["gemma4-e2b"]["blocks"] == []
-    assert steps["gemma4-26b-a4b"]["blocks"] == [[[128, 8, 2816, 704, 1], 2112]]
-    assert steps["qwen3.6-35b-a3b"]["blocks"] == [[[256, 8, 2048, 512, 1], 512]]
+    assert steps["gemma4-26b-a4b"]["blocks"] == [[[128, 8, 2816, 704, 1, False], 2112]]
+    assert steps["qwen3.6-35b-a3b"]["blocks"] == [[[256, 8, 2048, 512, 1, False], 512]]
     *products, first, second, router = steps["qwen3.6-35b-a3b"]["stages"]
     assert not any(stage["block"] for stage in products)
     for stage, names in (first, {"gate_up"}), (second, {"down", "beside_down"}):
@@ -254,7 +254,7 @@ def test_a_search_of_two_models_writes_both_files(tmp_path):
     assert [entry["tiles"] for entry in entries if entry["outputs"] == 2048] == [[16, 1024, 4]]
     blocks = [(each.shape, each.beside, each.tiles.gate_up) for each in moe_tiles._read(tmp_path / "moe.json")]
     expected = StreamTiles(8, 256, 3, 1)
-    assert blocks == [((128, 8, 2048, 768, 1), 0, expected), ((256, 8, 2048, 512, 1), 512, expected)]
+    assert blocks == [((128, 8, 2048, 768, 1, False), 0, expected), ((256, 8, 2048, 512, 1, False), 512, expected)]
 
 
 def test_without_time_no_model_is_started(tmp_path):

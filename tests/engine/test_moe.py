@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.moe_tiles import Shape, tiles_for
+from engine.kernels.target import H100
 from engine.layers.linear import Linear, UnnormedRows
 from engine.layers.moe import ExpertLinear, RoutedExperts, Router, Routing, SparseMLP, choose_experts, kinds_of_steps
 from engine.layers.norm import RMSNorm
@@ -151,12 +152,12 @@ def test_kinds_of_steps_meet_every_set_of_tiles():
     model.router = Router(2048, 128, 8)
     with torch.device("meta"):
         model.experts = RoutedExperts(2048, 768, 128)
-    shared = 227 << 10
-    kinds = kinds_of_steps(model, 3000, shared)
+    shared = H100.shared_memory
+    kinds = kinds_of_steps(model, 3000, H100)
     shape = Shape(128, 8, 2048, 768, model.experts.down_proj.weight.itemsize)
     assert {1, 2, 3} < kinds
     many = {tokens for tokens in kinds if tokens > 4}
     assert {tiles_for(shape, t, shared) for t in many} == {tiles_for(shape, t, shared) for t in range(5, 3001)}
     assert len(kinds) < 14
     assert max(kinds) > 1024  # from where more than 8192 pairs are sorted
-    assert kinds_of_steps(nn.Linear(1, 1), 3000, shared) == set()
+    assert kinds_of_steps(nn.Linear(1, 1), 3000, H100) == set()

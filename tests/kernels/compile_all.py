@@ -1,15 +1,22 @@
-"""Compiles every kernel of a model's layers for a card that need not be here.
+"""Compiles every kernel of a model's layers for a GPU that need not be here.
 
-    python compile_all.py MAJOR MINOR SHARED        compute capability, and shared memory of a program in bytes
+    python compile_all.py MAJOR MINOR SHARED MULTIPROCESSORS [PROCESSES]
 
-Prints the number of kernels. Run by test_triton_compile.py in a process of its own, without the interpreter.
+SHARED: bytes of shared memory that a program may have. Prints a line of JSON for each variant: the kernel, its
+constants, the shared memory that it takes, and the bytes of a thread's numbers that found no register. Run by
+test_triton_compile.py in a process of its own, without the interpreter.
 """
 
+import json
+import struct
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 
 from engine.kernels import (
+    compile_ahead,
     launch,
     triton_attention,
     triton_decode,
@@ -24,10 +31,11 @@ from engine.kernels import (
     triton_moe_few,
     triton_post_norm,
     triton_quant,
+    triton_scaled,
 )
+from engine.kernels.target import Target
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-MULTIPROCESSORS = 132
 
 
 def zeros(*shape, dtype=BF16):
@@ -38,11 +46,13 @@ def numbers(*shape):
     return torch.zeros(*shape, dtype=torch.int32)
 
 
-def attend(dim, group, cache, **options):
-    q, kv = zeros(4, group, dim), zeros(2, 16, 1, dim, dtype=cache)
-    n, table = numbers(4), numbers(4, 4)
+def attend(dim, group, cache, *, batch=4, **options):
+    q, kv = zeros(batch, group, dim), zeros(2, 16, 1, dim, dtype=cache)
+    n, table = numbers(batch), numbers(batch, 4)
     options = {"scale": 0.1, **options}
     triton_decode.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
+    if batch > triton_decode.SMALL_BATCH:
+        return
     block_q = triton_attention.query_rows(dim, q.device) // group
     own, tiles = q[:, :1], numbers(4, 2)
     triton_attention.mixed(
@@ -115,12 +125,14 @@ def delta():
     triton_gated_norm.gated_rms_norm(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
 
 
-def run_all(fp8):
+def run_all(gpu):
     delta()
     attend(64, 3, BF16)
     attend(80, 7, BF16, window=100, softcap=30.0)
     attend(128, 4, BF16)
+    attend(128, 4, BF16, batch=64)
     attend(256, 2, BF16)
+    attend(256, 2, BF16, batch=64)
     attend(512, 8, BF16)
     rope(128, BF16, norm=True)
     rope(96, BF16, norm=False)
@@ -136,6 +148,7 @@ def run_all(fp8):
     triton_gemv.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
     triton_invariant.product(zeros(40, 960), zeros(100, 960), zeros(100))
     triton_invariant.product(zeros(40, 960, dtype=torch.float32), zeros(100, 960, dtype=torch.float32))
+    triton_gemv.few_rows(zeros(128, 4096), zeros(4096, 4096))
     triton_fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     triton_fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
     triton_fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu")
@@ -148,54 +161,115 @@ def run_all(fp8):
     experts(4, 2, 2048, 768, BF16, 4100)
     sparse_block(8, 2, 2048, 512, 512, BF16, 1, factor=True)
     sparse_block(8, 2, 2048, 768, 0, BF16, 2, factor=False)
-    if fp8:
-        sparse_block(8, 4, 2048, 512, 512, FP8, 1, factor=True)
-        sparse_block(8, 4, 2816, 704, 2112, FP8, 4, factor=False, gate="gelu_tanh", expert_scale=zeros(8))
-        experts(4, 2, 2048, 512, FP8, 2)
-        experts(4, 2, 2048, 512, FP8, 9)
-        experts(4, 2, 2816, 704, FP8, 300)
-        attend(128, 4, FP8)
-        attend(256, 7, FP8, window=100)
-        attend(512, 8, FP8)
-        rope(80, FP8, norm=True)
-        heads(256, FP8, 128, 128, v_norm=True, keep=True)
-        triton_gemv.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
-        norm = zeros(4096), 1e-6
-        triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096, dtype=FP8), torch.zeros(24576), norm=norm, gate="silu")
-        scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
-        triton_gemv.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
-        both = torch.zeros(64), torch.zeros(100)
-        triton_invariant.product(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), scales=both, dtype=BF16)
-        triton_quant.quantize_rows(zeros(3, 960))
-        triton_quant.quantize_rows(zeros(3, 6144))
-        post_norm(5376, 1, quantize=True)
-        post_norm(1536, 0, quantize=True)
-        post_norm(2816, 3, quantize=True)
-        triton_fused.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
-        triton_fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
-        triton_fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
-        triton_gated_norm.gated_rms_norm_to_fp8(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
-        norm = zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096)
-        triton_fused.rms_norm(*norm, quantize=True)
-        triton_fused.gate_mul(*zeros(3, 24576).chunk(2, -1), "silu", quantize=True)
+    with_fp8_weights(gpu.fp8_units)
+    if gpu.fp8_units:
+        with_fp8_activations()
 
 
-def main(major, minor, shared):
-    compiled = 0
+def with_fp8_weights(units):
+    """And with a KV cache in fp8. `units`: what meets such weights on matrix units is fp8, too."""
+    sparse_block(8, 4, 2048, 512, 512, FP8, 1, factor=True)
+    sparse_block(8, 4, 2816, 704, 2112, FP8, 4, factor=False, gate="gelu_tanh", expert_scale=zeros(8))
+    experts(4, 2, 2048, 512, FP8, 2)
+    experts(4, 2, 2048, 512, FP8, 9)
+    experts(4, 2, 2816, 704, FP8, 300)
+    experts(128, 8, 2816, 704, FP8, 64)  # of a shape that was measured
+    attend(128, 4, FP8)
+    attend(128, 4, FP8, batch=64)
+    attend(256, 7, FP8, window=100)
+    attend(512, 8, FP8)
+    rope(80, FP8, norm=True)
+    heads(256, FP8, 128, 128, v_norm=True, keep=True)
+    triton_gemv.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
+    norm = zeros(4096), 1e-6
+    triton_gemv.gemv(zeros(1, 4096), zeros(24576, 4096, dtype=FP8), torch.zeros(24576), norm=norm, gate="silu")
+    weight, scale = zeros(4096, 4096, dtype=FP8), torch.zeros(4096)
+    for rows in (8, 32, 64, 4096):
+        if units:
+            x, x_scale = zeros(rows, 4096, dtype=FP8), torch.zeros(rows)
+            triton_scaled.scaled_product(x, weight, scale, x_scale=x_scale, dtype=BF16)
+        else:
+            triton_scaled.scaled_product(zeros(rows, 4096), weight, scale)
+    if not units:
+        triton_scaled.scaled_product(zeros(300, 976), zeros(112, 976, dtype=FP8), torch.zeros(112), zeros(112))
 
-    def compile_only(kernel, grid, *args, num_warps=4, num_stages=3, **constants):
-        nonlocal compiled
-        types = tuple(launch._type_of(a, s) for a, s in zip(args, kernel._is_stride, strict=True))
-        binary = launch.compile_for(kernel, types, constants, num_warps, num_stages, (major, minor))
-        assert binary.asm["cubin"]
-        assert binary.metadata.shared <= shared, f"{kernel.name} {constants} takes {binary.metadata.shared} bytes"
-        assert not binary.metadata.global_scratch_size, f"{kernel.name} needs scratch memory"
-        compiled += 1
 
-    launch.Kernel.__call__ = compile_only
-    launch._target_of = lambda device: launch.Target((major, minor), shared, MULTIPROCESSORS)
-    run_all(fp8=(major, minor) >= (8, 9))
-    print(compiled)
+def with_fp8_activations():
+    both = torch.zeros(64), torch.zeros(100)
+    triton_invariant.product(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), scales=both, dtype=BF16)
+    scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
+    triton_gemv.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
+    triton_quant.quantize_rows(zeros(3, 960))
+    triton_quant.quantize_rows(zeros(3, 6144))
+    post_norm(5376, 1, quantize=True)
+    post_norm(1536, 0, quantize=True)
+    post_norm(2816, 3, quantize=True)
+    triton_fused.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
+    triton_fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
+    triton_fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
+    triton_gated_norm.gated_rms_norm_to_fp8(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
+    norm = zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096)
+    triton_fused.rms_norm(*norm, quantize=True)
+    triton_fused.gate_mul(*zeros(3, 24576).chunk(2, -1), "silu", quantize=True)
+
+
+def stack_bytes(cubin):
+    """The most local memory of a thread in this machine code: what ptxas found no register for.
+
+    ELF64: each section `.nv.info*` is a list of attributes; EIATTR_FRAME_SIZE (0x11) has a function and its bytes.
+    """
+    sections, size, count, names = struct.unpack_from("<Q", cubin, 0x28)[0], *struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(count)]
+    most = 0
+    for name, _, _, _, offset, length in headers:
+        at = headers[names][4] + name
+        if not cubin[at : cubin.index(b"\0", at)].startswith(b".nv.info"):
+            continue
+        here = offset
+        while here < offset + length:
+            form, attribute, value = struct.unpack_from("<BBH", cubin, here)
+            if form == 4:  # followed by `value` bytes
+                if attribute == 0x11:
+                    most = max(most, struct.unpack_from("<I", cubin, here + 8)[0])
+                here += value
+            here += 4
+    return most
+
+
+def compiled(job, capability):
+    binary = launch.compile_for(
+        job.kernel, job.types, dict(job.constants), job.num_warps, job.num_stages, capability
+    )
+    return {
+        "kernel": job.kernel.name, "constants": dict(job.constants), "shared": binary.metadata.shared,
+        "stack": stack_bytes(binary.asm["cubin"]), "scratch": binary.metadata.global_scratch_size,
+    }  # fmt: skip
+
+
+_jobs: list = []  # children find it here: kernels cannot be pickled
+
+
+def _compiled(index, capability):
+    return compiled(_jobs[index], capability)
+
+
+def main(major, minor, shared, multiprocessors, processes=1):
+    gpu = Target((major, minor), shared, multiprocessors)
+    with launch.recording(gpu) as found:
+        run_all(gpu)
+    ranks = {line: i for i, line in enumerate(compile_ahead.longest_first(
+        {compile_ahead.line_of(job, gpu.capability) for job in found}
+    ))}  # fmt: skip
+    _jobs[:] = sorted(found, key=lambda job: ranks[compile_ahead.line_of(job, gpu.capability)])
+    launch.load_compiler()
+    if processes == 1:
+        results = (compiled(job, gpu.capability) for job in _jobs)
+        print(*map(json.dumps, results), sep="\n")
+        return
+    torch.set_num_threads(1)
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+        given = [pool.submit(_compiled, index, gpu.capability) for index in range(len(_jobs))]
+        print(*(json.dumps(each.result()) for each in given), sep="\n")
 
 
 if __name__ == "__main__":

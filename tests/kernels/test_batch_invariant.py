@@ -136,3 +136,5 @@ def test_it_is_refused_where_it_cannot_hold(tmp_path: Path, monkeypatch: pytest.
     config = ModelConfig.load(tmp_path)
     with pytest.raises(ConfigError, match="recurrent layers"):
         make_batch_invariant(model_class(config)(config, 64))
+    with pytest.raises(ConfigError, match="without fp8 units"):
+        make_batch_invariant(model_class(config)(config, 64), fp8=True, fp8_units=False)

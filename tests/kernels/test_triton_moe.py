@@ -171,7 +171,7 @@ def test_tiles_fit_each_card_and_suit_each_number_of_tokens(shape):
         seen = []
         for tokens in (5, 16, 64, 256, 1024, 4096, 16384):
             tiles = moe_tiles.tiles_for(shape, tokens, shared)
-            assert moe_tiles.shared_bytes(tiles, shape.itemsize) <= shared
+            assert moe_tiles.shared_bytes(tiles, shape) <= shared
             seen.append(tiles.rows)
         assert seen == sorted(seen)
         assert seen[-1] == 128
@@ -204,7 +204,7 @@ def test_the_shipped_table_is_sound():
     for entry in moe_tiles._read(moe_tiles._TUNED):
         assert (entry.beside is None) == (entry.tokens > moe_tiles.VECTOR_TOKENS)
         if isinstance(entry.tiles, Tiles):
-            assert moe_tiles.shared_bytes(entry.tiles, entry.shape.itemsize) <= 227 << 10
+            assert moe_tiles.shared_bytes(entry.tiles, entry.shape) <= 227 << 10
         else:
             assert entry.tiles.router.warps == entry.tiles.beside_gate_up.warps
             assert entry.tiles.down.warps == entry.tiles.beside_down.warps

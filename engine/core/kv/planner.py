@@ -25,6 +25,9 @@ from engine.errors import OutOfMemoryPlanError
 GIB = 1 << 30
 _FEWEST_SEQS = 8   # sequences at once are not fitted to less than this for the sake of the request table
 _TABLE_SHARE = 8   # where the number of sequences is open, their table takes at most an eighth of what is left
+_MUCH_MEMORY = 70 * GIB  # H100, A100 of 80 GB, H200, B200, RTX PRO 6000; not L4, A10, RTX 4090, L40S, parts of a GPU
+_FEWEST_TOKENS = 512     # of a step; fewer make prompts slow
+_STEP_SHARE = 8          # a step's activations take at most an eighth of what is left beside the weights
 _SHORT_CONTEXT = 256  # tokens that each sequence should have room for, where their number is open
 
 
@@ -204,6 +207,19 @@ def sensible_seqs(spec: CacheSpec, most: int, free: int) -> int:
     choices = _halves(most)
     extents = max(0, free - spec.fixed_bytes) // spec.extent_bytes
     return next((n for n in choices if spec.extents_for(_SHORT_CONTEXT, 1, n) <= extents), choices[-1])
+
+
+def sensible_batched_tokens(most: int, total: int, free: int, step_bytes: Callable[[int], int]) -> int:
+    """Tokens of a step where nobody says: `most` on a GPU with much memory, and a quarter of it on others.
+
+    GPUs with less memory compute more slowly as well: 2,048 tokens keep them busy, and running streams would wait for
+    seconds behind more. Fewer still where a step's activations, `step_bytes(tokens)`, would take much of the `free`
+    bytes beside the weights: pages are worth more.
+    """
+    tokens = most if total >= _MUCH_MEMORY else most // 4
+    while tokens > _FEWEST_TOKENS and step_bytes(tokens) * _STEP_SHARE > free:
+        tokens //= 2
+    return tokens
 
 
 def request_table_bytes(max_model_len: int, max_num_seqs: int, spec: CacheSpec) -> int:
