@@ -25,7 +25,7 @@ _BLOCK = (512, 32)         # FBGEMM's blocks are padded to so many inputs and ou
 
 @cache
 def is_available() -> bool:
-    """Whether FBGEMM is there and knows this CPU (AVX2 and F16C, or AVX-512)."""
+    """Whether FBGEMM is there and knows this CPU (AVX2 with F16C, or AVX-512)."""
     return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(
         torch.ops.quantized, "linear_dynamic_fp16"
     )
