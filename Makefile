@@ -10,7 +10,8 @@ LOCK   := offline_bundle/lock.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock demo demo-stop test lint format bench test-gpu test-runtime test-runtime-cuda test-appliance clean
+.PHONY: help setup lock demo demo-stop test test-cpus lint format bench test-gpu test-runtime test-runtime-cuda \
+        test-appliance clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -38,6 +39,18 @@ ifeq ($(strip $(PYTEST)),)
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif
+
+# Kinds of CPUs, as variables that limit oneDNN, PyTorch's own kernels and FBGEMM: AVX-512 without bf16, AVX2, and the
+# plainest kernels of PyTorch. (What the machine itself is, make test shows.)
+CPUS := ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI \
+        ONEDNN_MAX_CPU_ISA=AVX2,ATEN_CPU_CAPABILITY=avx2,FBGEMM_ENABLE_INSTRUCTIONS=AVX2 \
+        ATEN_CPU_CAPABILITY=default
+CPU_TESTS := tests/engine/test_fp16_weight.py tests/engine/test_llm.py tests/server/test_openai_client.py
+
+test-cpus: $(VENV)/.dev  ## The tests of what a model answers, as weaker CPUs compute it
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@status=0; for cpu in $(CPUS); do echo "As a CPU with $$cpu:"; \
+	env $$(echo $$cpu | tr , ' ') $(BIN)/python -m pytest $(or $(PYTEST),$(CPU_TESTS)) || status=1; done; exit $$status
 
 test-gpu:  ## On a machine with a CUDA GPU: its tests, then the benchmark (uses the system's python3)
 	@tests/gpu/run.sh

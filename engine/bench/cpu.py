@@ -66,7 +66,7 @@ def _rows(
     rows = []
     for load in loads:
         mine = seconds[load.name, "atoll"]
-        rows.append({"bench": load.name, "engine": "atoll", **facts, **report.timing(load, mine)})
+        rows.append({"bench": load.name, "engine": "atoll", **facts, **ours.formats, **report.timing(load, mine)})
         if peer:
             theirs = seconds[load.name, "transformers"]
             style = {"static_batch": args.static_batch} if load is batch else {}
@@ -77,7 +77,7 @@ def _rows(
     weights = floor.bytes_per_token(args.model)
     limit = {kind: value * 1e9 / weights for kind, value in gb_s.items()}
     rows.append({
-        "bench": "floor", "engine": "atoll", **facts, "weight_mb_per_token": round(weights / 1e6, 1),
+        "bench": "floor", "engine": "atoll", **facts, **ours.formats, "weight_mb_per_token": round(weights / 1e6, 1),
         **{f"{kind}_gb_s": round(value, 1) for kind, value in gb_s.items()},
         **{f"{kind}_floor_tok_s": round(value, 1) for kind, value in limit.items()},
         **{f"share_of_{kind}_floor": round(tokens_s / value, 3) for kind, value in limit.items()},

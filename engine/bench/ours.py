@@ -17,6 +17,7 @@ class Ours:
         self.llm = LLM(model=model, **kwargs)
         self.start_secs = time.perf_counter() - start
         self.vocab_size = self.llm.engine.vocab_size
+        self.formats = {"compute_dtype": self.llm.engine.info()["compute_dtype"]}
         self.meter = KVMeter(self.llm.engine)
         self._plain_step = self.llm.engine.step
 

@@ -121,7 +121,7 @@ def write_kv(
     """Store k, v [T, Hkv, D] at their slots."""
     for new, cache in ((k, k_cache), (v, v_cache)):
         if cache.is_contiguous():
-            cache.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, new)
+            cache.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
         else:  # pages of an arena, which hold other layers too
             cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = new.to(cache.dtype)
 
@@ -171,8 +171,8 @@ def _decode(
     wide = q.new_zeros(b, num_kv_heads, group, num_kv_heads, head_dim)
     query = q.index_select(0, bucket.q_index).view(b, num_kv_heads, group, head_dim)
     wide.diagonal(dim1=1, dim2=3).copy_(query.permute(0, 2, 3, 1))
-    key = k_cache.index_select(0, bucket.pages).view(b, bucket.max_len, -1)
-    value = v_cache.index_select(0, bucket.pages).view(b, bucket.max_len, -1)
+    key = k_cache.index_select(0, bucket.pages).view(b, bucket.max_len, -1).to(q.dtype)
+    value = v_cache.index_select(0, bucket.pages).view(b, bucket.max_len, -1).to(q.dtype)
     mask, rows = bucket.mask(window, q.dtype), wide.view(b, num_q_heads, -1)
     if softcap is None:
         scores = torch.baddbmm(mask.expand(b, num_q_heads, -1), rows, key.transpose(1, 2), alpha=scale)
@@ -243,6 +243,6 @@ def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:
 
 def _with_past(cache: torch.Tensor, seg: PrefillSegment, own: torch.Tensor) -> torch.Tensor:
     """[1, Hkv, start + n, D]: what the pages hold of a sequence, and of its chunk what the step computed itself."""
-    every = _gather(cache, seg.pages, 1)[:, :, : seg.start + seg.num_tokens]
+    every = _gather(cache, seg.pages, 1)[:, :, : seg.start + seg.num_tokens].to(own.dtype)
     every[:, :, seg.start :] = own
     return every

@@ -81,6 +81,9 @@ class Attention(nn.Module):
             if self.v_norm_eps is not None:
                 v = unit_rms(v, self.v_norm_eps)
             write_kv(k, v, self.k_cache, self.v_cache, slot_mapping)
+            if k.dtype != self.k_cache.dtype and (batch.prefills or self._lends):
+                # A chunk's own tokens as later chunks will read them: a result must not depend on where it was cut.
+                k, v = (kind.to(self.k_cache.dtype).to(kind.dtype) for kind in (k, v))
             self._step_k_v = (k, v) if self._lends else None
         else:
             (owner,) = self._owner

@@ -11,6 +11,7 @@ from engine.layers.linear import Linear, empty_parameter
 class Embedding(nn.Module):
     """[T] token ids -> [T, H]; times `scale`, rounded to the weight's dtype (Gemma: the root of H)."""
 
+    compute_dtype: torch.dtype | None = None  # of the result, on a CPU; None: the weight's
     on_host = False  # the weight lies in page-locked host memory, of which a GPU reads the rows that it needs
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
@@ -30,6 +31,8 @@ class Embedding(nn.Module):
 
             return gather_rows(self.weight, token_ids, self.scale)
         rows = F.embedding(token_ids, self.weight)
+        if self.compute_dtype is not None:
+            rows = rows.to(self.compute_dtype)
         return rows if self.scale == 1 else rows.mul_(self.scale)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels import products, scaled
+from engine.kernels.fp16_weight import Fp16Weight
 from engine.kernels.threads import num_threads
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
@@ -55,6 +56,8 @@ class Linear(nn.Module):
 
     CPU with bf16 units: the weight is re-ordered once into oneDNN's blocked layout; small batches then read it at about
         1.7 times the speed of the plain layout (measured on Zen 5, 1-16 rows, 30 against 17 GB/s).
+    CPU that computes in float32 (`compute_dtype`, set before loading, or the weight's): the weight stays in 16 bits if
+        they hold it (kernels/fp16_weight.py).
     GPU: our kernels for few rows, cuBLAS for many. One row goes in vector form, of a small weight up to four do.
     fp8 (`quantization = "fp8"`, set before loading): W in fp8, a scale per output channel. In vector form activations
         multiply with it as they are; else they are quantised as well, and the product runs on the fp8 units, if the
@@ -64,6 +67,7 @@ class Linear(nn.Module):
 
     few_rows = _FEW_ROWS        # more than these, and the product on a GPU may be the library's
     few_fp8_rows = _FEW_FP8_ROWS  # the same of fp8, on cards whose algorithms were not compared with our kernel
+    compute_dtype: torch.dtype | None = None  # of activations and results on a CPU; None: the weight's
     quantizable = True          # False: keeps its precision when a model is quantised (heads, routers, small gates)
     batch_invariant = False
     scale: nn.Parameter | None  # [out] float32 of an fp8 weight
@@ -77,7 +81,7 @@ class Linear(nn.Module):
         self.quantization: str | None = None
         self.register_parameter("scale", None)
         self._product: Callable[[Linear, torch.Tensor], torch.Tensor] = Linear._plain
-        self._packed: torch.Tensor | None = None
+        self._packed: torch.Tensor | Fp16Weight | None = None
         self._threads = 1
 
     def finalize(self, *, keep_weight: bool = False) -> None:
@@ -91,16 +95,26 @@ class Linear(nn.Module):
             aligned = self.in_features % _GEMV_ALIGN == 0 and self.weight.dtype in (torch.bfloat16, torch.float16)
             if aligned or self.batch_invariant:
                 self._product = Linear._on_gpu
-        elif self._packed is None and can_pack(self.weight):
+        elif self._packed is None:
+            self._pack(keep_weight=keep_weight)
+
+    def _pack(self, *, keep_weight: bool) -> None:
+        """On a CPU: give the product a weight in a layout of its own, where there is one."""
+        if (self.compute_dtype or self.weight.dtype) == torch.float32:
+            self._packed, product = Fp16Weight.pack(self.weight, self.bias), Linear._on_fp16_weight
+        elif can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
-            self._threads = torch.get_num_threads()
-            self._product = Linear._on_packed
-            if not keep_weight:
-                self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
+            product = Linear._on_packed
+        if self._packed is None:
+            return
+        self._threads = torch.get_num_threads()
+        self._product = product
+        if not keep_weight:
+            self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
 
     @property
     def packed_bytes(self) -> int:
-        return 0 if self._packed is None else self._packed.numel() * self._packed.element_size()
+        return 0 if self._packed is None else self._packed.nbytes
 
     def forward(self, x: Activations) -> torch.Tensor:
         if isinstance(x, QuantizedRows):
@@ -202,6 +216,11 @@ class Linear(nn.Module):
         with num_threads(self._threads):  # the rest of a small step runs on one
             y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
         return y[: x.shape[0]]
+
+    def _on_fp16_weight(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._packed, Fp16Weight)
+        with num_threads(self._threads):
+            return self._packed(x)
 
     def _on_gpu(self, x: torch.Tensor) -> torch.Tensor:
         if self.batch_invariant:

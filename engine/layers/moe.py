@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.fp16_weight import Fp16Weight
 from engine.kernels.moe_tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
 from engine.kernels.target import Target
 from engine.kernels.threads import num_threads
@@ -71,6 +72,7 @@ class ExpertLinear(nn.Module):
     """The weights of E products as one tensor [E, out, in]; in fp8 with a scale for each expert and output."""
 
     quantizable = True
+    compute_dtype: torch.dtype | None = None  # as of Linear
     scale: nn.Parameter | None  # [E, out] float32 of an fp8 weight
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
@@ -81,17 +83,39 @@ class ExpertLinear(nn.Module):
         self.weight = empty_parameter(num_experts, out_features, in_features)
         self.register_parameter("scale", None)
         self.quantization: str | None = None
+        self._packed: list[Fp16Weight] = []
 
     def finalize(self) -> None:
         """After loading. Calling it again changes nothing."""
+        if self.weight.device.type == "cpu" and not self._packed:
+            self._pack()
         if self.quantization != "fp8" or self.weight.dtype == FP8 or not can_quantize(self):
             return
         weight, scale = quantize_weight(self.weight.view(-1, self.in_features))
         self.weight = nn.Parameter(weight.view(self.weight.shape), requires_grad=False)
         self.scale = nn.Parameter(scale.view(self.num_experts, self.out_features), requires_grad=False)
 
+    def _pack(self) -> None:
+        """Of a CPU that computes in float32: keep the weights in 16 bits, if these hold them all."""
+        if self.quantization is not None or (self.compute_dtype or self.weight.dtype) != torch.float32:
+            return
+        packed: list[Fp16Weight] = []
+        for weight in self.weight:
+            found = Fp16Weight.pack(weight)
+            if found is None:
+                return
+            packed.append(found)
+        self._packed = packed
+        self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(packed.nbytes for packed in self._packed)
+
     def apply_on_cpu(self, x: torch.Tensor, expert: int, *, quantize: bool) -> torch.Tensor:
         """The product of one expert, x [n, in] -> [n, out]. `quantize`: an fp8 weight meets fp8 activations."""
+        if self._packed:
+            return self._packed[expert](x)
         if self.scale is None:
             return F.linear(x, self.weight[expert])
         if quantize:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 from engine.errors import ModelError
+from engine.layers.embed import Embedding
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
 from engine.layers.weight_memory import for_good, weight_pool
@@ -34,6 +35,14 @@ def quantize(model: CausalLM, method: str) -> None:
     for module in model.modules():
         if isinstance(module, Linear | ExpertLinear) and module.quantizable:
             module.quantization = method
+
+
+def compute_in(model: CausalLM, dtype: torch.dtype) -> None:
+    """Before loading, on a CPU: have activations and products in `dtype`. Weights are still rounded to the model's."""
+    model.compute_dtype = dtype
+    for module in model.modules():
+        if isinstance(module, Linear | ExpertLinear | Embedding):
+            module.compute_dtype = dtype
 
 
 def load_weights(
@@ -170,6 +179,17 @@ def _materialize_all(
             if buffer is not None:
                 setattr(module, key, buffer.to(device))
         _finalize(module)
+        if model.compute_dtype is not None:
+            _widen(module, model.compute_dtype)
+
+
+def _widen(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters that take part in computation: not tables, and not what a product has packed."""
+    if isinstance(module, Embedding) or (isinstance(module, Linear | ExpertLinear) and module.packed_bytes):
+        return
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.dtype != dtype:
+            setattr(module, key, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
 def _memory(empty: torch.Tensor, device: torch.device, *, stays: bool) -> torch.Tensor:

@@ -27,12 +27,12 @@ from engine.core.kv.planner import (
 from engine.core.kv.spec import CacheSpec
 from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
-from engine.kernels import compile_pool, start_hint
+from engine.kernels import compile_pool, cpu_format, start_hint
 from engine.kernels.scaled import has_fp8_units
 from engine.models.base import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.invariant import make_batch_invariant
-from engine.models.loader import fill_randomly, load_weights, quantize
+from engine.models.loader import compute_in, fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
 from engine.worker.cache import Cache
 from engine.worker.host_tables import keep_tables, lock_tables
@@ -79,6 +79,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         model = build(model_config, max_len_wanted or model_config.max_position_embeddings).eval()
     finally:
         torch.set_default_dtype(torch.float32)
+    compute = cpu_format.compute_dtype(dtype) if device.type == "cpu" else dtype
+    if compute != dtype:
+        compute_in(model, compute)
     model.set_state_dtype(config.mamba_ssm_cache_dtype, device.type)
     if config.quantization is not None:
         quantize(model, config.quantization)
@@ -121,8 +124,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             progress("measuring steps", 0, 1)
         budget = _measured_budget(config, model, spec, dtype, kv_dtype, max_tokens, num_seqs, card)
     else:
-        activations = activation_bytes(model_config, dtype, max_tokens, min(num_seqs, max_tokens))
-        budget = cpu_budget(config, weight_bytes(model), activations)
+        activations = activation_bytes(model_config, compute, max_tokens, min(num_seqs, max_tokens))
+        budget = cpu_budget(config, weight_bytes(model), activations, cpu_format.describe(dtype, compute))
     plan = plan_memory(
         budget,
         spec,
@@ -160,7 +163,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         depth=depth,
-        description=_describe(plan, model_config, dtype, device),
+        description=_describe(plan, model_config, dtype, compute, device),
     )
 
 
@@ -295,10 +298,13 @@ def _wanted_context(config: EngineConfig, model_config: ModelConfig) -> int | No
     return wanted
 
 
-def _describe(plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict:
+def _describe(
+    plan: MemoryPlan, config: ModelConfig, dtype: torch.dtype, compute: torch.dtype, device: torch.device
+) -> dict:
     return {
         "architecture": config.architecture,
         "dtype": str(dtype).removeprefix("torch."),
+        "compute_dtype": str(compute).removeprefix("torch."),
         "device": str(device),
         "memory_plan": plan.table(),
     }

@@ -65,7 +65,7 @@ def weight_bytes(model: nn.Module) -> int:
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if t.numel()}
     for table in _on_host(model):
         tensors.pop(table.weight.data_ptr(), None)
-    packed = [m.packed_bytes for m in model.modules() if isinstance(m, Linear)]
+    packed = [m.packed_bytes for m in model.modules() if isinstance(m, Linear | ExpertLinear)]
     return sum(t.nbytes for t in tensors.values()) + sum(packed)
 
 
@@ -111,8 +111,8 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int, n
     return num_tokens * width * dtype.itemsize + 3 * num_seqs * config.vocab_size * 4
 
 
-def cpu_budget(config: EngineConfig, weights: int, activations: int) -> MemoryBudget:
-    """The weights are in memory already; what is still available is shared out.
+def cpu_budget(config: EngineConfig, weights: int, activations: int, weights_text: str = "") -> MemoryBudget:
+    """The weights are in memory already; what is still available is shared out. `weights_text`: their format.
 
     Without `kv_cache_memory_bytes` the pages get at most 4 GiB: the CPU path is for demonstration and tests, and should
     not take a workstation's memory because it is there. They are mapped, not touched: unused ones cost nothing.
@@ -120,7 +120,7 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> MemoryBu
     total, available = host_memory()
     usable = weights + max(0, int(available * config.gpu_memory_utilization) - _HOST_RESERVE)
     limit = config.kv_cache_memory_bytes or _DEFAULT_CPU_KV
-    return MemoryBudget(total, usable, weights, activations, limit)
+    return MemoryBudget(total, usable, weights, activations, limit, weights_text=weights_text)
 
 
 def arithmetic_notes(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[str]:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from questions import ANSWER, QUESTION
 from safetensors import safe_open
 
 from appliance.demo import model as demo
@@ -51,10 +52,10 @@ def test_it_answers(smollm2_dir: Path):
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, do_sample=False, max_new_tokens=16)
-    assert tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]) == "The capital of France is Paris.<|im_end|>"
+    assert tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]) == f"{ANSWER}<|im_end|>"
 
 
 def test_a_finished_model_is_recognised(finished: Path):

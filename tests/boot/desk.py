@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import Machine, Ran, when
+from questions import QUESTION
 from vendor import MODEL, Medium, Vendor
 
 CLIENT = Path(__file__).with_name("chat_client.py")
@@ -19,7 +20,6 @@ NAME = "chat"  # of the model in the API, and of its unit
 URL = f"https://127.0.0.1:{PORT}"
 JOURNAL = "/var/lib/atoll/state/journal.jsonl"
 CA = "/etc/atoll/tls/ca.crt"
-QUESTION = "What is the capital of France?"
 
 ANSWERS = """\
 schema_version = 1

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from machine import Machine, MachineError, when
+from questions import QUESTION
 from tiny_llama import TINY_LLAMAS, save_tiny_llama
 
 from installer import keys, tls, units
@@ -88,7 +89,7 @@ class Server:
         return int(status), json.loads(text) if text else {}
 
     def chat(self, model: str, key: str | None = None) -> tuple[int, dict]:
-        message = {"role": "user", "content": "What is the capital of France?"}
+        message = {"role": "user", "content": QUESTION}
         body = {"model": model, "messages": [message], "max_tokens": 12, "temperature": 0}
         return self.curl("/v1/chat/completions", body, key=key)
 

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from questions import ANSWER, BEGINNING, QUESTION
 
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, InvalidRequestError, ModelError, OutOfMemoryPlanError
@@ -18,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 def test_one_string(llm):
-    [output] = llm.generate("The capital of France is", GREEDY)
+    [output] = llm.generate(BEGINNING, GREEDY)
     answer = output.outputs[0]
     assert output.finished
     assert "Paris" in answer.text
@@ -47,22 +48,22 @@ def test_params_per_prompt_keep_their_order(llm):
 
 
 def test_chat_ends_at_the_end_token(llm):
-    [output] = llm.chat([{"role": "user", "content": "What is the capital of France?"}],
+    [output] = llm.chat([{"role": "user", "content": QUESTION}],
                         SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     answer = output.outputs[0]
-    assert answer.text == "The capital of France is Paris."
+    assert answer.text == ANSWER
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
     assert answer.token_ids[-1] in llm.get_tokenizer().eos_token_ids
 
 
 def test_stop_string_ends_text_and_frees_pages(llm):
     params = SamplingParams(temperature=0, max_tokens=60, stop=["Paris"])
-    [output] = llm.generate("The capital of France is", params, use_tqdm=False)
+    [output] = llm.generate(BEGINNING, params, use_tqdm=False)
     assert "Paris" not in output.outputs[0].text
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "Paris")
     assert llm.engine.kv.pool.num_in_use == 0
     params.include_stop_str_in_output = True
-    [output] = llm.generate("The capital of France is", params, use_tqdm=False)
+    [output] = llm.generate(BEGINNING, params, use_tqdm=False)
     assert output.outputs[0].text.endswith("Paris")
 
 

@@ -7,8 +7,10 @@ import openai
 import pytest
 from gateways import RunningServer
 from openai import OpenAI
+from questions import ANSWER, BEGINNING
+from questions import QUESTION as SURE_QUESTION
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": SURE_QUESTION}]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_chat_answers_like_transformers(client: OpenAI, reference) -> None:
     expected = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     choice = reply.choices[0]
     assert choice.message.content == tokenizer.decode(expected, skip_special_tokens=True)
-    assert "Paris" in choice.message.content
+    assert choice.message.content == ANSWER
     assert choice.finish_reason == "stop"
     assert choice.logprobs is None
     assert reply.usage is not None
@@ -71,7 +73,7 @@ def test_stream_helper(client: OpenAI) -> None:
         for _ in stream:
             pass
         final = stream.get_final_completion()
-    assert "Paris" in (final.choices[0].message.content or "")
+    assert final.choices[0].message.content == ANSWER
 
 
 def test_n_choices_differ_and_repeat_with_the_seed(client: OpenAI) -> None:
@@ -247,7 +249,7 @@ def test_continue_final_message(client: OpenAI) -> None:
         model="smollm2",
         temperature=0,
         max_tokens=3,
-        messages=[*QUESTION, {"role": "assistant", "content": "The capital of France is"}],
+        messages=[*QUESTION, {"role": "assistant", "content": BEGINNING}],
         extra_body={"continue_final_message": True, "add_generation_prompt": False},
     )
     assert (reply.choices[0].message.content or "").startswith(" Paris")

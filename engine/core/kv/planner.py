@@ -44,12 +44,13 @@ class MemoryBudget:
     overhead: int = 0
     buffers: int = 0
     on_host: int = 0  # weights that a GPU reads out of host memory: no part of what is usable here
+    weights_text: str = ""  # how they are stored and what multiplies them
 
     @property
     def parts(self) -> list[tuple[str, int, str]]:
         """(name, bytes, what it is) of all that does not depend on context and sequences."""
         every = [
-            ("weights", self.weights, ""),
+            ("weights", self.weights, self.weights_text),
             ("overhead", self.overhead, "CUDA context, kernels, library workspaces"),
             ("activations", self.activations, "the largest step"),
             ("graphs", self.graphs, "recorded steps"),

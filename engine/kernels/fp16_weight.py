@@ -1,0 +1,87 @@
+"""A weight in 16 bits whose product is computed in float32: for CPUs that would have to emulate bf16.
+
+FBGEMM, a part of PyTorch on x86-64, keeps a matrix as fp16 in the blocks that its kernel reads, and widens them in
+registers. fp16 has more bits of mantissa than bf16 but fewer of exponent, so a bf16 weight fits once it is scaled by a
+power of two:
+
+    w = 2^-k * fp16(2^k w)        k: such that the largest weight stands just below 2^15
+
+What lies 2^32 times below the largest weight still comes back exactly; smaller weights are rounded by less than float32
+rounds a sum. Sums run over the inputs in one order for any number of rows and threads: a row's result does not depend
+on them.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+
+_TOP = 15                  # weights are scaled to just below 2^15; fp16 ends at 65504
+_NEGLIGIBLE = 2.0**-38     # of the largest weight: float32 rounds a product with that one by 2^-24
+_CHECKED = 8 << 20         # numbers at a time: bounds the copies that the comparison makes
+_BLOCK = (512, 32)         # FBGEMM's blocks are padded to so many inputs and outputs
+
+
+@cache
+def is_available() -> bool:
+    """Whether FBGEMM is there and knows this CPU (AVX2 with F16C, or AVX-512)."""
+    return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(
+        torch.ops.quantized, "linear_dynamic_fp16"
+    )
+
+
+class Fp16Weight:
+    """W [out, in], packed, and perhaps a bias [out]."""
+
+    def __init__(self, packed: Any, unscale: float, num_bytes: int) -> None:
+        self._packed = packed
+        self._unscale = unscale  # 2^-k
+        self.nbytes = num_bytes
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "Fp16Weight | None":
+        """None if fp16 does not hold the weight (float32 with more bits, NaN), or there is no FBGEMM."""
+        if weight.device.type != "cpu" or not is_available():
+            return None
+        exponent = _exponent(weight)
+        if exponent is None:
+            return None
+        scale = math.ldexp(1.0, exponent)
+        wide = weight.detach().float()
+        if exponent:
+            wide = wide * scale
+            bias = None if bias is None else bias.detach().float() * scale
+        elif bias is not None:
+            bias = bias.detach().float()
+        packed = torch.ops.quantized.linear_prepack_fp16(wide.contiguous(), bias)
+        outputs, inputs = weight.shape
+        return cls(packed, 1 / scale, 2 * _padded(inputs, _BLOCK[0]) * _padded(outputs, _BLOCK[1]))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ + b in float32; x [T, in] float32."""
+        y = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return y if self._unscale == 1 else y.mul_(self._unscale)
+
+
+def _exponent(weight: torch.Tensor) -> int | None:
+    """k of the module's text: 0 if fp16 holds the weight as it is; None if it does not hold it at all."""
+    parts = weight.detach().reshape(-1).split(_CHECKED)
+    largest = max(float(part.abs().max()) for part in parts)
+    if not math.isfinite(largest):
+        return None
+    if all(_loss(part.float()) == 0 for part in parts):
+        return 0
+    exponent = _TOP - math.frexp(largest)[1]
+    scale = math.ldexp(1.0, exponent)
+    fits = all(_loss(part.float() * scale) <= _NEGLIGIBLE * largest * scale for part in parts)
+    return exponent if fits else None
+
+
+def _loss(numbers: torch.Tensor) -> float:
+    """The largest error that fp16 makes of float32 numbers."""
+    return float((numbers.half().float() - numbers).abs().max())
+
+
+def _padded(count: int, block: int) -> int:
+    return -(-count // block) * block
