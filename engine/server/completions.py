@@ -19,6 +19,7 @@ from engine.server.endpoint import (
     gateway_of,
     json_reply,
     new_id,
+    priority_of,
     stream_reply,
     unless_disconnected,
 )
@@ -41,6 +42,7 @@ async def completions(request: Request) -> Any:
     model = gateway.model(body.model)
     check_common(body, gateway.limits)
     info = model.ready(gateway.limits)
+    priority = priority_of(body, caller, info)
     with ExitStack() as admission:
         admission.enter_context(gateway.admitted(caller))
         prompts = await _prompts(gateway, model, info, body)
@@ -50,8 +52,8 @@ async def completions(request: Request) -> Any:
                 f"{len(prompts)} prompts × n={params.n} is more than {gateway.limits.max_choices} choices.", "n"
             )
         reply = _CompletionReply(body, model, Generation(
-            model, gateway.metrics, prompts, params, priority=body.priority or 0,
-            cache_salt=cache_salt(body, caller, gateway.limits),
+            model, gateway.metrics, prompts, params, priority=priority,
+            cache_salt=cache_salt(body, caller, gateway),
         ))
         if body.stream:
             return await stream_reply(reply.events(), gateway.limits, admission)

@@ -31,6 +31,7 @@ async def tokenize(request: Request) -> Response:
     check_chat_size(body, gateway.limits)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Send either prompt or messages.", "prompt")
+    _check_form(body)
     if body.prompt is not None:
         check_length_before_encoding(len(body.prompt), model.tokenizer.longest_token, info.max_model_len, "prompt")
         special = body.add_special_tokens if body.add_special_tokens is not None else True
@@ -41,6 +42,20 @@ async def tokenize(request: Request) -> Response:
         tokens = await chat_prompt(gateway, model, info, body)
     texts = [model.tokenizer.token_text(i) for i in tokens] if body.return_token_strs else None
     return json_reply(r.TokenizeReply(len(tokens), info.max_model_len, tokens, texts))
+
+
+def _check_form(body: TokenizeRequest) -> None:
+    """Refuse the fields of the other form: a prompt has no template, and a template adds its own special tokens.
+
+    Raises InvalidRequestError.
+    """
+    if body.messages is not None and body.add_special_tokens:
+        raise InvalidRequestError("add_special_tokens: the chat template adds them; leave it out.",
+                                  "add_special_tokens")
+    for name in ("tools", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt",
+                 "continue_final_message"):
+        if body.prompt is not None and getattr(body, name):
+            raise InvalidRequestError(f"{name} belongs to messages, not to a prompt.", name)
 
 
 async def detokenize(request: Request) -> Response:
