@@ -63,15 +63,15 @@ def load_limits(path: Path | None, parent: str) -> Limits:
     for key, value in table.items():
         name, place = key.replace("-", "_"), _place(path, parent, key)
         if name not in FIELDS:
-            raise ConfigError(f"{place}: there is no limit {key[:80]!r}.", "--config", _hint(name, FIELDS))
+            raise _no_such_limit(place, name)
         if name in values:
             raise ConfigError(f"{place}: {key} is there twice, with a dash and with an underscore.", "--config")
         values[name], places[name] = value, place
     for variable in environment:
         name = variable[len(PREFIX):].lower()  # in any case, as pydantic-settings reads them
         if name not in FIELDS:
-            raise ConfigError(f"{variable}: there is no limit {name[:80]!r}.", variable, _hint(name, FIELDS))
-        places[name] = f"the environment, {variable}"
+            raise _no_such_limit(variable, name)
+        places[name] = variable
     limits = _validated(values, places)
     if limits.max_discarded_bytes < limits.max_body_bytes:
         place = places.get("max_body_bytes") or places["max_discarded_bytes"]
@@ -126,10 +126,13 @@ def _validated(values: Mapping[str, Any], places: Mapping[str, str]) -> Limits:
         found = create_model("LimitSettings", __base__=Settings, **fields)(**values)
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-        bounds = range_of(name)
-        kind = "a whole number" if isinstance(FIELDS[name].default, int) else "a number"
-        what = "true or false" if bounds is None else f"{kind} from {_number(bounds)}"
-        raise ConfigError(f"{places.get(name, name)}: {name.replace('_', '-')} must be {what}.", "--config") from None
+        place, key, bounds = places[name], name.replace("_", "-"), range_of(name)
+        if bounds is None:
+            raise ConfigError(f"{place}: {key} must be true or false.", "--config") from None
+        low, high = (f"{bound:.12g}" for bound in bounds)
+        if isinstance(FIELDS[name].default, int):
+            raise ConfigError(f"{place}: {key} must be a whole number from {low} to {high}.", "--config") from None
+        raise ConfigError(f"{place}: {key} must be a number from {low} to {high}.", "--config") from None
     return Limits(**found.model_dump())
 
 
@@ -154,7 +157,8 @@ def _table(path: Path, parent: str) -> dict[str, Any]:
     outer = read_toml(path).get(parent, {})
     table = outer.get(TABLE, {}) if isinstance(outer, dict) else {}
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {parent}.{TABLE} must be a table, [{parent}.{TABLE}].", "--config")
+        name = f"{parent}.{TABLE}"
+        raise ConfigError(f"{path}: {name} must be a table, [{name}].", "--config")
     return table
 
 
@@ -163,17 +167,18 @@ def _environment() -> list[str]:
 
 
 def _place(path: Path | None, parent: str, key: str) -> str:
-    """File and table of a key, with its line where that is plain to see."""
-    where = f"{path}, [{parent}.{TABLE}]"
-    table, lines = "", path.read_text(encoding="utf-8").splitlines() if path else []
+    """File, line (where it is plain to see) and table of a key."""
+    name, table = f"{parent}.{TABLE}", ""
+    lines = path.read_text(encoding="utf-8").splitlines() if path else []
     for number, line in enumerate(lines, 1):
         if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
             table = header[1]
-        elif table == f"{parent}.{TABLE}" and re.match(rf"""\s*["']?{re.escape(key)}["']?\s*=""", line):
-            return f"{where}, line {number}"
-    return where
+        elif table == name and re.match(rf"""\s*["']?{re.escape(key)}["']?\s*=""", line):
+            return f"{path}:{number}, [{name}]"
+    return f"{path}, [{name}]"
 
 
-def _hint(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) if len(name) <= 64 else []
-    return f"Did you mean {near[0].replace('_', '-')}?" if near else "atoll gateway --help lists the limits."
+def _no_such_limit(place: str, name: str) -> ConfigError:
+    near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6) if len(name) <= 64 else []
+    hint = f"Did you mean {near[0].replace('_', '-')}?" if near else "atoll gateway --help lists the limits."
+    return ConfigError(f"{place}: there is no limit {name[:80]!r}.", "--config", hint)

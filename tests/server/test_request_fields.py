@@ -142,7 +142,9 @@ def test_the_tables_name_every_declared_field(path: str, only: dict) -> None:
 
 
 @pytest.mark.parametrize("path, name", [
-    *((CHAT, name) for name in {**BOTH, **CHAT_ONLY}), *((TEXT, name) for name in {**BOTH, **TEXT_ONLY})])
+    *((CHAT, name) for name in {**BOTH, **CHAT_ONLY}),
+    *((TEXT, name) for name in {**BOTH, **TEXT_ONLY} if name != "add_special_tokens"),  # this tokenizer adds none
+])
 def test_every_declared_field_has_an_effect(tiny_server: RunningServer, path: str, name: str) -> None:
     table = {**BOTH, **(CHAT_ONLY if path == CHAT else TEXT_ONLY)}
     beside, value = table[name]
@@ -170,6 +172,17 @@ def test_every_declared_field_has_an_effect(tiny_server: RunningServer, path: st
     if reply.status_code != 200:
         assert reply.json()["error"]["param"].startswith((name, f"{name}.")), reply.text
     assert outcome(reply) != outcome(without)
+
+
+@pytest.mark.parametrize("value, special", [(None, True), (True, True), (False, False)])
+def test_add_special_tokens_reaches_the_tokenizer(
+    tiny_server: RunningServer, value: bool | None, special: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_server.gateway.models["tiny"].tokenizer
+    asked, encode = [], tokenizer.encode_text
+    monkeypatch.setattr(tokenizer, "encode_text", lambda text, special: asked.append(special) or encode(text, special))
+    assert post(tiny_server, TEXT, {"prompt": "hi", "max_tokens": 1, "add_special_tokens": value}).is_success
+    assert asked == [special]
 
 
 def text_of(reply: httpx.Response) -> str:

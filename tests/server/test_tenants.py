@@ -130,6 +130,23 @@ def test_who_asks_does_not_change_the_answer(server: RunningServer) -> None:
     assert len(texts) == 1
 
 
+def test_a_request_id_is_only_a_word_for_the_log(server: RunningServer) -> None:
+    """Whoever sends the id of another tenant's request, and leaves, ends its own request only."""
+    def ask(key: str, **fields: object) -> dict:
+        return {"method": "POST", "url": f"{server.url}/v1/completions", "timeout": 60,
+                "headers": {"Authorization": f"Bearer {key}", "X-Request-Id": "same"},
+                "json": {"prompt": "a", "ignore_eos": True, "stream": True, **fields}}
+
+    with httpx.stream(**ask("sk-a", max_tokens=300)) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        with httpx.stream(**ask("sk-b", max_tokens=400)) as other:
+            next(other.iter_lines())
+        rest = list(lines)
+    assert '"finish_reason":"length"' in "".join(rest)
+    assert rest[-2:] == ["data: [DONE]", ""]
+
+
 @pytest.mark.parametrize("group", [3, ["x"], "a\nb", "\ud800", "x" * 65])
 def test_a_group_that_is_none_makes_the_file_unusable(tmp_path: Path, group: object) -> None:
     path = tmp_path / "keys.json"
