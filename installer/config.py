@@ -3,6 +3,7 @@
     schema_version = 2
     [serve]            prefix form: the flags of `atoll serve`
     [gateway]          system form: the flags of `atoll gateway`
+    [gateway.limits]   … and the bounds of its endpoint ([serve.limits] in the prefix form)
     [engine]           … of every engine
     [models.NAME]      … of the engine atoll-engine@NAME; wins over [engine]
 """

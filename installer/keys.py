@@ -32,10 +32,12 @@ from offline_bundle.strictjson import StrictJSONError, canonical, loads
 SCOPES = {
     "serve": t("chat, completions and the list of models"),
     "metrics": t("the figures at /metrics"),
+    "priority": t("the field priority: going before others"),
     "admin": t("everything, and what is added later for operators"),
 }
 DEFAULT_SCOPES = ("serve", "metrics")   # also what keys without scopes have: they were made before scopes
 MAX_FILE_BYTES = 4 << 20                # as in engine/server/auth.py
+MAX_GROUP_CHARACTERS = 64               # as there
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")
 FIRST = "first key, made at install"    # its name in the file, in every language
@@ -103,6 +105,8 @@ def _problem(entry: Any) -> str | None:
     scopes = entry.get("scopes", [])
     if not isinstance(scopes, list) or not all(isinstance(scope, str) for scope in scopes):
         return t("scopes is not a list of words")
+    if not _groupable(entry.get("group") or ""):
+        return t("group is not a short printable text")
     return None
 
 
@@ -132,11 +136,15 @@ def _changing(path: Path) -> Iterator[list[Entry]]:
 
 
 def add(
-    path: Path, name: str, *, lifetime: float | None = None, scopes: Sequence[str] = DEFAULT_SCOPES
+    path: Path, name: str, *, lifetime: float | None = None, scopes: Sequence[str] = DEFAULT_SCOPES, group: str = ""
 ) -> NewKey:
-    """Make a 256-bit key and store its hash; `lifetime` in seconds, None for ever. Raises InstallError (usage)."""
+    """Make a 256-bit key and store its hash; `lifetime` in seconds, None for ever. Raises InstallError (usage).
+
+    Keys of one `group` share cached prefixes; "" shares with nobody.
+    """
     check_name(name)
     check_scopes(scopes)
+    check_group(group)
     text = "sk-" + secrets.token_urlsafe(32)
     now = time.time()
     entry: Entry = {
@@ -145,6 +153,7 @@ def add(
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "created": _now(now),
         "scopes": [scope for scope in SCOPES if scope in scopes],
+        **({"group": group} if group else {}),
         "expires": None if lifetime is None else _now(now + lifetime),
         "revoked": False,
     }
@@ -254,6 +263,22 @@ def check_scopes(scopes: Sequence[str]) -> None:
             changed=t("Nothing was changed."),
             hint=t("The scopes are {what}.", what=what),
         )
+
+
+def check_group(group: str) -> None:
+    """Raises InstallError (usage)."""
+    if not _groupable(group):
+        raise InstallError(
+            t("A group's name has 1 to 64 printable characters."),
+            exit_code=ExitCode.USAGE,
+            changed=t("Nothing was changed."),
+            hint=t("Name what its keys have in common, for example: --group 'team a'"),
+        )
+
+
+def _groupable(group: Any) -> bool:
+    return isinstance(group, str) and (not group or bool(group.strip())) and group.isprintable() and (
+        len(group) <= MAX_GROUP_CHARACTERS)
 
 
 def _now(at: float | None = None) -> str:

@@ -18,7 +18,7 @@ from installer.proc import ProcessId
 
 # What the service may inherit. No proxies, no tokens, no Python paths of the person who typed the command.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-
+_SETTINGS = "ATOLL_LIMITS_"  # limits of the endpoint, see engine/server/limit_settings.py
 
 _BUSY = 75  # exit status of a supervisor that found another one
 
@@ -113,7 +113,7 @@ def code_root() -> Path:
 
 def service_environment(layout: Layout) -> dict[str, str]:
     """A clean environment with every cache inside the tree and no way to a model hub."""
-    kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    kept = {name: value for name, value in os.environ.items() if name in _INHERITED or name.startswith(_SETTINGS)}
     return {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         **kept,

@@ -196,7 +196,10 @@ def settings(table: Any, depth: int = 0) -> Any:
         return NOT_SHOWN
     shown: dict[str, Any] = {}
     for name, value in table.items():
-        if isinstance(value, dict):
+        if name == "limits" and isinstance(value, dict):  # of the endpoint: numbers and switches
+            shown[name] = {_word(limit): bound if isinstance(bound, int | float) else NOT_SHOWN
+                           for limit, bound in value.items()}
+        elif isinstance(value, dict):
             shown[_word(name)] = settings(value, depth + 1)
         else:
             known = str(name).replace("_", "-") in SETTINGS or name in SETTINGS

@@ -32,14 +32,23 @@ _EXIT_CODES = "Exit codes: 0 ok, 2 usage or nothing installed, 30 the key file i
 @app.command(epilog=examples(
     "atoll apikey new --name 'team a'",
     "atoll apikey new --name grafana --scope metrics --expires 1y",
+    "atoll apikey new --name 'search bot' --group search",
     "atoll apikey new --name batch --expires 2027-01-31 --out /root/batch.key",
 ) + "\n\n" + _EXIT_CODES)
 def new(
     name: Annotated[str, typer.Option(help="Who or what will use it.", show_default=False)],
     scope: Annotated[
         list[str] | None,
-        typer.Option(help="serve, metrics or admin (all); repeatable. Without it: serve.", show_default=False),
+        typer.Option(
+            help="serve, metrics, priority or admin (all); repeatable. Without it: serve.", show_default=False),
     ] = None,
+    group: Annotated[
+        str,
+        typer.Option(
+            help="Keys of one group share cached prompts. Without it, this key shares with no other.", metavar="NAME",
+            show_default=False,
+        ),
+    ] = "",
     expires: Annotated[
         str, typer.Option(help="When it ends: 12h, 90d, 8w, 1y, a date such as 2027-01-31 (UTC), or never.")
     ] = "never",
@@ -56,15 +65,17 @@ def new(
         keys.check_name(name)
         scopes = scope or ["serve"]
         keys.check_scopes(scopes)
+        keys.check_group(group)
         if out is not None and out.exists():
             raise InstallError(
                 t("{out} is there already.", out=out), exit_code=ExitCode.USAGE, changed=t("No key was made."),
                 hint=t("Give --out a new file: a key is never written over something else."),
             )
-        key = keys.add(layout.api_keys, name, lifetime=lifetime, scopes=scopes)
+        key = keys.add(layout.api_keys, name, lifetime=lifetime, scopes=scopes, group=group)
         if out is not None:
             _write(out, key, layout)
-        audit.append(layout.audit, "api-key-created", key=key.id, name=name, scopes=scopes, expires=expires)
+        audit.append(layout.audit, "api-key-created", key=key.id, name=name, scopes=scopes, group=group or None,
+                     expires=expires)
         note = reload_gateway(layout)
         entry = keys.find(keys.people(layout.api_keys), key.id)
     if as_json:
@@ -76,7 +87,8 @@ def new(
         made = [(t("key"), key.text), ("", t("Keep it: it is shown this once, and only its hash is stored."))]
     revoking = t("{id}   (to revoke it: atoll apikey revoke {id}{where})", id=key.id, where=_where(prefix))
     allowed = t("{names}; {until}", names=joined(keys.scopes_of(entry)), until=_until(entry))
-    say_rows([*made, ("id", revoking), (t("may"), allowed)], width=8)
+    sharing = [(t("group"), t("{group}: shares cached prompts with its other keys", group=group))] if group else []
+    say_rows([*made, ("id", revoking), (t("may"), allowed), *sharing], width=8)
     _say_note(note)
 
 
@@ -92,15 +104,16 @@ def list_(prefix: Prefix = None, as_json: Json = False) -> None:
     if not entries:
         say(t("There is no API key: nobody can use the endpoint. Make one: atoll apikey new --name NAME"))
         return
-    rows: list[tuple[str, ...]] = [("ID", t("STATE"), t("SCOPES"), t("MADE"), t("ENDS"), t("NAME"))]
+    rows: list[tuple[str, ...]] = [("ID", t("STATE"), t("SCOPES"), t("GROUP"), t("MADE"), t("ENDS"), t("NAME"))]
     for entry in entries:
         ends = entry["expires"][:10] if entry.get("expires") else t("never")
         made, scopes = str(entry.get("created", ""))[:10], ",".join(keys.scopes_of(entry))
-        rows.append((entry["id"], _STATES[keys.state(entry)], scopes, made, ends, keys.shown_name(entry)))
-    widths = [max(cell_len(spoken(row[column])) for row in rows) for column in range(5)]
+        group = entry.get("group") or "-"
+        rows.append((entry["id"], _STATES[keys.state(entry)], scopes, group, made, ends, keys.shown_name(entry)))
+    widths = [max(cell_len(spoken(row[column])) for row in rows) for column in range(6)]
     for row in rows:
         cells = [padded(cell, width) for cell, width in zip(row, widths, strict=False)]
-        typer.echo("  ".join([*cells, spoken(row[5])]).rstrip())
+        typer.echo("  ".join([*cells, spoken(row[6])]).rstrip())
 
 
 @app.command(epilog=examples("atoll apikey revoke 1f0c9a2e", "atoll apikey revoke 'team a'") + "\n\n" + _EXIT_CODES)
@@ -199,7 +212,8 @@ def _not_a_key(text: str) -> None:
 def _facts(entry: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": entry["id"], "name": entry.get("name", ""), "state": keys.state(entry), "scopes": keys.scopes_of(entry),
-        "created": entry.get("created"), "expires": entry.get("expires"), "revoked_at": entry.get("revoked_at"),
+        "group": entry.get("group") or None, "created": entry.get("created"), "expires": entry.get("expires"),
+        "revoked_at": entry.get("revoked_at"),
     }
 
 

@@ -154,6 +154,7 @@ class EngineCore:
             "num_pages": self.kv.pool.capacity,
             "page_size": self.kv.page_size,
             "max_num_seqs": self.max_num_seqs,
+            "scheduling_policy": self.config.scheduling_policy,
             **self._description,
         }
 

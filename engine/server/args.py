@@ -23,6 +23,8 @@ from engine.server.flag_parser import (
     json_strings,
 )
 from engine.server.flags import IGNORED_SWITCHES, IGNORED_VALUES, ONLY_ONE, REFUSED_SWITCHES, REFUSED_VALUES
+from engine.server.limit_settings import help_text, load_limits
+from engine.server.limits import Limits
 from engine.server.logs import LEVELS, LogFormat
 from engine.server.settings import check_gpus, engine_argv_of
 
@@ -44,8 +46,12 @@ serve.toml:
   max-model-len = 8192
   enable-prefix-caching = false
 
+  [serve.limits]             # see below
+  max-in-flight = 64
+
 Flags are those of `vllm serve`; dashes and underscores are the same. Sizes may be written 32k (32000), 32K (32768), 1M.
-"""
+
+""" + help_text("serve")
 
 ENGINE_EXAMPLES = """\
 examples:
@@ -75,6 +81,7 @@ class ServeOptions:
     log_level: str = "info"
     access_log: bool = True
     allowed_origins: list[str] = field(default_factory=list)
+    limits: Limits = field(default_factory=Limits)
     generation_config: str = "auto"     # "auto": sampling defaults of generation_config.json; "vllm": neutral ones
     notes: list[str] = field(default_factory=list)  # what was accepted but changes nothing
 
@@ -109,6 +116,7 @@ def parse_serve(argv: Sequence[str]) -> ServeOptions:
     config = _engine_config(given)
     ours = {knob.name for knob in dataclasses.fields(ServeOptions)} - {"engine", "notes"}
     options = ServeOptions(engine=config, notes=notes, **{k: v for k, v in given.items() if k in ours})
+    options.limits = load_limits(given.get("config"), "serve")
     _check_http(options)
     check_capabilities(config, resolve_device(config.device, nvidia_driver_present()))
     return options

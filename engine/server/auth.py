@@ -1,10 +1,11 @@
 """API keys. The file holds only SHA-256 digests, so reading it gives no one a key::
 
     {"keys": [{"id": "k1", "name": "team a", "sha256": "…64 hex…", "created": "2026-01-01T00:00:00Z",
-               "scopes": ["serve"], "expires": null, "revoked": false}]}
+               "scopes": ["serve"], "group": "team a", "expires": null, "revoked": false}]}
 
-Plain SHA-256 is enough because keys are 256-bit random numbers, not passwords. The file is read again when it changes,
-so a revoked key is refused from the next request on.
+Keys of one `group` share cached prefixes; a key without a group shares with nobody. Plain SHA-256 is enough because
+keys are 256-bit random numbers, not passwords. The file is read again when it changes, so a revoked key is refused from
+the next request on.
 """
 
 import hashlib
@@ -27,6 +28,7 @@ log = logging.getLogger("atoll.auth")
 PUBLIC_PATHS = frozenset({"/health", "/livez", "/version"})  # everything else needs a key when a key file is set
 MAX_KEY_CHARACTERS = 512
 MAX_FILE_BYTES = 4 << 20
+MAX_GROUP_CHARACTERS = 64
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _UNSCOPED = ("serve", "metrics")  # what keys without "scopes" may do: they are older than scopes
 
@@ -41,6 +43,12 @@ class ApiKey:
     expires: float | None = None  # seconds since the epoch
     revoked: bool = False
     scopes: frozenset[str] = frozenset(_UNSCOPED)
+    group: str = ""
+
+    @property
+    def tenant(self) -> str:
+        """Whose prompts this key may find in the prefix cache: those of its group, or its own only."""
+        return f"group {self.group}" if self.group else f"key {self.digest.decode()}"
 
     def valid(self, now: float) -> bool:
         return not self.revoked and (self.expires is None or now < self.expires)
@@ -152,6 +160,9 @@ def _parse(entry: Any, index: int) -> ApiKey:
     scopes = entry.get("scopes", _UNSCOPED)
     if not isinstance(scopes, list | tuple) or not all(isinstance(scope, str) for scope in scopes):
         raise ValueError(f"{where}.scopes must be a list of words")
+    group = entry.get("group") or ""
+    if not isinstance(group, str) or not group.isprintable() or len(group) > MAX_GROUP_CHARACTERS:
+        raise ValueError(f"{where}.group must have at most {MAX_GROUP_CHARACTERS} printable characters")
     return ApiKey(
         id=str(entry.get("id") or digest[:8]),
         name=str(entry.get("name") or ""),
@@ -159,6 +170,7 @@ def _parse(entry: Any, index: int) -> ApiKey:
         expires=_time(entry.get("expires"), f"{where}.expires"),
         revoked=revoked,
         scopes=frozenset(scopes),
+        group=group,
     )
 
 

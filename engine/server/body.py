@@ -2,14 +2,14 @@
 
 import asyncio
 import re
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from engine.server.errors import ApiError, from_validation, invalid, shortened
+from engine.server.fields import check_fields
 from engine.server.limits import Limits
-from engine.server.schema import HARMLESS, REFUSED
 
 T = TypeVar("T")
 _SURROGATE = re.compile(  # an escaped half without its other half
@@ -28,10 +28,10 @@ async def read_request(request: Request, kind: type[T], limits: Limits) -> T:
             408, f"The request body did not arrive within {limits.body_seconds:g} seconds.", code="request_timeout",
             headers={"Connection": "close"},
         ) from None
-    return parse(body, kind)
+    return parse(body, kind, refuse_unknown=limits.refuse_unknown_fields)
 
 
-def parse(body: bytes | bytearray, kind: type[T]) -> T:
+def parse(body: bytes | bytearray, kind: type[T], *, refuse_unknown: bool = True) -> T:
     """JSON text as `kind`. Raises ApiError 400."""
     try:
         raw = msgspec.json.decode(body)
@@ -49,19 +49,11 @@ def parse(body: bytes | bytearray, kind: type[T]) -> T:
         raise invalid("The request body is nested too deeply.") from None
     if not isinstance(raw, dict):
         raise invalid("The request body must be a JSON object.")
-    _refuse_unsupported(raw)
+    check_fields(raw, kind, refuse_unknown=refuse_unknown)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
-
-
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    for name in REFUSED.keys() & raw.keys():
-        value = raw[name]
-        if value is None or value is False or value in ("", [], {}) or value in HARMLESS.get(name, ()):
-            continue
-        raise invalid(f"{name} is not supported by this server: {REFUSED[name]}.", name)
 
 
 def _check_content_type(request: Request) -> None:

@@ -13,12 +13,14 @@ from engine.errors import InvalidRequestError
 from engine.server import replies as r
 from engine.server.body import read_request
 from engine.server.endpoint import (
+    admitted,
     cache_salt,
     caller_of,
     check_common,
     gateway_of,
     json_reply,
     new_id,
+    priority_of,
     stream_reply,
     unless_disconnected,
 )
@@ -30,24 +32,28 @@ from engine.server.sampling import answer_room, check_length_before_encoding, sa
 from engine.server.schema import ChatRequest, Message, TokenizeRequest
 from engine.server.serving import Gateway, ServedModel
 from engine.text.conversation import encode_chat
+from engine.text.template import checked_kwargs
 
 
 async def chat_completions(request: Request) -> Any:
+    return await admitted(request, _chat)
+
+
+async def _chat(request: Request, admission: ExitStack) -> Any:
     gateway, caller = gateway_of(request), caller_of(request)
     body = await read_request(request, ChatRequest, gateway.limits)
     model = gateway.model(body.model)
     _check(body, gateway.limits)
     info = model.ready(gateway.limits)
-    with ExitStack() as admission:
-        admission.enter_context(gateway.admitted(caller))
-        prompt = await chat_prompt(gateway, model, info, body)
-        reply = _ChatReply(body, model, Generation(
-            model, gateway.metrics, [prompt], _sampling(body, info, gateway.limits, model, len(prompt)),
-            priority=body.priority or 0, cache_salt=cache_salt(body, caller, gateway.limits),
-        ))
-        if body.stream:
-            return await stream_reply(reply.events(), gateway.limits, admission)
-        return json_reply(await unless_disconnected(request, reply.whole()))
+    priority = priority_of(body, caller, info)
+    prompt = await chat_prompt(gateway, model, info, body)
+    reply = _ChatReply(body, model, Generation(
+        model, gateway.metrics, [prompt], _sampling(body, info, gateway.limits, model, len(prompt)),
+        priority=priority, cache_salt=cache_salt(body, caller, gateway),
+    ))
+    if body.stream:
+        return await stream_reply(reply.events(), gateway.limits, admission)
+    return json_reply(await unless_disconnected(request, reply.whole()))
 
 
 async def chat_prompt(
@@ -59,15 +65,29 @@ async def chat_prompt(
         sum(_characters(message) for message in body.messages or []), model.tokenizer.longest_token, info.max_model_len,
         "messages",
     )
-    kwargs = dict(body.chat_template_kwargs or {})
-    if (effort := getattr(body, "reasoning_effort", None)) is not None:
-        kwargs.setdefault("reasoning_effort", effort)
+    kwargs = _template_kwargs(body, model)
     generate = body.add_generation_prompt
     return await gateway.off_loop(
         encode_chat, model.tokenizer, messages, tools=body.tools,
         add_generation_prompt=not body.continue_final_message if generate is None else generate,
         continue_final_message=bool(body.continue_final_message), kwargs=kwargs,
     )
+
+
+def _template_kwargs(body: ChatRequest | TokenizeRequest, model: ServedModel) -> dict[str, Any]:
+    """Raises InvalidRequestError for what the model's template would drop, unless it switches off what is not there."""
+    given = checked_kwargs(body.chat_template_kwargs)
+    reads = model.tokenizer.template.variables if model.tokenizer.template else frozenset(given)
+    effort = body.reasoning_effort
+    if effort == "none" and "reasoning_effort" not in reads:
+        given.setdefault("enable_thinking", False)
+    elif effort is not None:
+        given.setdefault("reasoning_effort", effort)
+    for name in given.keys() - reads:
+        if given.pop(name) not in (False, "none"):
+            param = name if name == "reasoning_effort" and effort is not None else f"chat_template_kwargs.{name}"
+            raise InvalidRequestError(f"{param}: this model's chat template does not use it; leave it out.", param)
+    return given
 
 
 def check_chat_size(body: ChatRequest | TokenizeRequest, limits: Limits) -> None:

@@ -13,12 +13,14 @@ from engine.server import replies as r
 from engine.server.body import read_request
 from engine.server.chat import usage_so_far
 from engine.server.endpoint import (
+    admitted,
     cache_salt,
     caller_of,
     check_common,
     gateway_of,
     json_reply,
     new_id,
+    priority_of,
     stream_reply,
     unless_disconnected,
 )
@@ -36,26 +38,29 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 
 async def completions(request: Request) -> Any:
+    return await admitted(request, _completions)
+
+
+async def _completions(request: Request, admission: ExitStack) -> Any:
     gateway, caller = gateway_of(request), caller_of(request)
     body = await read_request(request, CompletionRequest, gateway.limits)
     model = gateway.model(body.model)
     check_common(body, gateway.limits)
     info = model.ready(gateway.limits)
-    with ExitStack() as admission:
-        admission.enter_context(gateway.admitted(caller))
-        prompts = await _prompts(gateway, model, info, body)
-        params = _sampling(body, info, gateway.limits, model, max(map(len, prompts)))
-        if len(prompts) * params.n > gateway.limits.max_choices:
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts × n={params.n} is more than {gateway.limits.max_choices} choices.", "n"
-            )
-        reply = _CompletionReply(body, model, Generation(
-            model, gateway.metrics, prompts, params, priority=body.priority or 0,
-            cache_salt=cache_salt(body, caller, gateway.limits),
-        ))
-        if body.stream:
-            return await stream_reply(reply.events(), gateway.limits, admission)
-        return json_reply(await unless_disconnected(request, reply.whole()))
+    priority = priority_of(body, caller, info)
+    prompts = await _prompts(gateway, model, info, body)
+    params = _sampling(body, info, gateway.limits, model, max(map(len, prompts)))
+    if len(prompts) * params.n > gateway.limits.max_choices:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts × n={params.n} is more than {gateway.limits.max_choices} choices.", "n"
+        )
+    reply = _CompletionReply(body, model, Generation(
+        model, gateway.metrics, prompts, params, priority=priority,
+        cache_salt=cache_salt(body, caller, gateway),
+    ))
+    if body.stream:
+        return await stream_reply(reply.events(), gateway.limits, admission)
+    return json_reply(await unless_disconnected(request, reply.whole()))
 
 
 def parse_prompt(prompt: str | list[Any], max_prompts: int) -> list[str] | list[list[int]]:

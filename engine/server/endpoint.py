@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -11,7 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
+from engine.server.errors import ApiError
 from engine.server.limits import Limits
+from engine.server.messages import EngineInfo
 from engine.server.replies import to_json
 from engine.server.schema import SamplingFields
 from engine.server.serving import Caller, Gateway
@@ -47,6 +49,9 @@ def check_common(request: SamplingFields, limits: Limits) -> None:
             f"response_format {form.type!r} is not supported by this server yet; ask for JSON in the prompt and use "
             "type 'text'.", "response_format",
         )
+    if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
+        raise InvalidRequestError("spaces_between_special_tokens: special tokens are joined as the tokenizer joins "
+                                  "them; leave it out.", "spaces_between_special_tokens")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError("prompt_logprobs is not available in a stream; set stream to false.",
                                   "prompt_logprobs")
@@ -55,9 +60,36 @@ def check_common(request: SamplingFields, limits: Limits) -> None:
             raise InvalidRequestError(f"{name} may have {limits.max_name_characters} characters.", name)
 
 
-def cache_salt(request: SamplingFields, caller: Caller, limits: Limits) -> str:
+def cache_salt(request: SamplingFields, caller: Caller, gateway: Gateway) -> str:
+    """What keeps the prefixes of this request apart from those of other tenants, and of other salts of its own."""
     salt = request.cache_salt or ""
-    return f"{caller.key_id}\n{salt}" if limits.isolate_prefix_cache else salt
+    if caller.key is None or not gateway.limits.isolate_prefix_cache:
+        return salt
+    return gateway.tenant_salt(caller.key.tenant, salt)
+
+
+def priority_of(request: SamplingFields, caller: Caller, info: EngineInfo) -> int:
+    """Raises ApiError 403 (the key may not choose) and InvalidRequestError (the engine would ignore it)."""
+    priority = request.priority or 0
+    if priority and caller.key is not None and not caller.key.allows("priority"):
+        raise ApiError(403, "priority: this API key lacks the scope 'priority'.", type="permission_error",
+                       param="priority", code="insufficient_scope")
+    if priority and info.scheduling_policy != "priority":
+        raise InvalidRequestError(
+            "priority: this model serves requests in the order of their arrival; leave it out, or have the engine "
+            "started with --scheduling-policy priority.", "priority",
+        )
+    return priority
+
+
+async def admitted(request: Request, answer: Callable[[Request, ExitStack], Awaitable[Any]]) -> Any:
+    """`answer`, counted as work in progress before a byte of the body is read: a full server parses nothing.
+
+    The count lasts until `admission` closes, which a stream takes over. Raises ApiError 503 and 429.
+    """
+    with ExitStack() as admission:
+        admission.enter_context(gateway_of(request).admitted(caller_of(request)))
+        return await answer(request, admission)
 
 
 async def stream_reply(events: AsyncIterator[bytes], limits: Limits, admission: ExitStack) -> Any:

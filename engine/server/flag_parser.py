@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, cast
 
 from engine.errors import ConfigError
 
+LIMITS = "limits"  # the one key of [serve] and [gateway] that is a table of its own: engine.server.limit_settings
 JSON_FLAGS = frozenset({"--allowed-origins"})  # vLLM's way to write a list on the line; a file has lists of its own
 
 
@@ -149,7 +150,7 @@ def _serve_table(given: dict[str, Any]) -> list[str]:
     table = read_toml(path).get("serve")
     if not isinstance(table, dict):
         raise ConfigError(f"--config {path} has no [serve] table.", "--config")
-    return table_argv(table, f"--config {path}")
+    return table_argv({key: value for key, value in table.items() if key != LIMITS}, f"--config {path}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

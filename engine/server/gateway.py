@@ -22,7 +22,6 @@ from engine.server.client import EngineClient
 from engine.server.gateway_args import GatewayOptions, parse_gateway
 from engine.server.ipc import PeerPolicy
 from engine.server.leave import leave
-from engine.server.limits import Limits
 from engine.server.listening import bind_tcp, check_tls, inherited_sockets, is_local, url_of
 from engine.server.notify import Notifier
 from engine.server.serving import ServedModel
@@ -135,7 +134,7 @@ async def _serve(options: GatewayOptions, sockets: list[socket.socket], keys: cr
     from engine.server.http_server import make_server
     from engine.server.metrics import Metrics
 
-    limits = Limits()
+    limits = options.limits
     certificate, key = _tls(options)
     app = create_app(models, auth=keys, limits=limits, allowed_origins=options.allowed_origins, broken=broken,
                      metrics=Metrics({name: model.client for name, model in models.items()}))

@@ -8,6 +8,8 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.server.args import add_log_flags, check_listening
 from engine.server.flag_parser import FlagParser, json_strings
+from engine.server.limit_settings import help_text, load_limits
+from engine.server.limits import Limits
 from engine.server.logs import LogFormat
 from engine.server.settings import gateway_argv_of
 
@@ -22,12 +24,16 @@ atoll.toml:
   host = "0.0.0.0"
   port = 8443
 
+  [gateway.limits]           # see below
+  max-in-flight-per-key = 8
+
   [models.chat]              # its engine: atoll engine --model chat, on <engines>/chat/engine.sock
   model = "/var/lib/atoll/models/…/model"
 
 On a server, systemd runs it and hands it the listening socket: systemctl status atoll-gateway
 A socket that other machines can reach needs TLS and API keys. SIGHUP reads certificate and keys again.
-"""
+
+""" + help_text("gateway")
 
 
 @dataclass(slots=True)
@@ -48,6 +54,7 @@ class GatewayOptions:
     log_level: str = "info"
     access_log: bool = True
     allowed_origins: list[str] = field(default_factory=list)
+    limits: Limits = field(default_factory=Limits)
     check: bool = False                         # do not serve: load everything, and say whether that went well
     publish: Path | None = None                 # instead of serving: copy secrets from here …
     to: Path | None = None                      # … to here …
@@ -96,6 +103,8 @@ def parse_gateway(argv: Sequence[str]) -> GatewayOptions:
     if "model" in given:
         raise ConfigError(f"Unexpected argument {given['model']!r}: models stand in the file of --config.")
     options = GatewayOptions(**given)
+    if options.publish is None:
+        options.limits = load_limits(options.config, "gateway")
     _check(options)
     return options
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from engine.server.metrics import Metrics
 from engine.server.replies import PromptTokensDetails, Usage
 from engine.server.serving import ServedModel
 from engine.text.detok import Detokenizer
+
+log = logging.getLogger("atoll.server")
 
 T = TypeVar("T")
 _MERGE_AHEAD = 4  # outputs a choice may be ahead of the writer before its reading pauses
@@ -97,7 +100,9 @@ class Generation:
     def _delta(self, index: int, output: StepOutput, detokenizer: Detokenizer) -> ChoiceDelta:
         reason = output.finish_reason
         if reason is FinishReason.ERROR:
-            raise AtollError(f"The engine failed on this request: {output.error or 'no reason given'}.")
+            # What went wrong is the whole step's, and so may speak of others' requests: it is for the operator only.
+            log.error("the engine failed on %s: %s", output.request_id, output.error)
+            raise AtollError("The engine failed on this request; the server's log says why.")
         if reason is FinishReason.ABORT:
             raise EngineDeadError("The engine gave this request up; it is stopping or restarting.")
         text = detokenizer.push(

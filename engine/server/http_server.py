@@ -92,7 +92,7 @@ class HttpServer(uvicorn.Server):
 
 async def _serve(options: ServeOptions, listener: socket.socket, engine: EngineChild, url: str,
                  started: float) -> int:
-    limits = Limits()
+    limits = options.limits
     client = EngineClient(engine.uds)
     try:
         server = _server(options, client, limits)
@@ -153,7 +153,8 @@ def _server(options: ServeOptions, client: EngineClient, limits: Limits) -> Http
     """Raises ModelError (tokenizer) and ConfigError (key file)."""
     config = options.engine
     keys = KeyFile(options.api_key_file) if options.api_key_file else None
-    model = ServedModel.load(config.model_name, config.model, client)
+    model = ServedModel.load(config.model_name, config.model, client,
+                             vendor_defaults=options.generation_config == "auto")
     models = dict.fromkeys(config.served_model_name, model)
     app = create_app(models, auth=keys, limits=limits, metrics=Metrics(dict.fromkeys(models, client)),
                      allowed_origins=options.allowed_origins)

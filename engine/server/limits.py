@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes are bytes or counts, times are seconds. 0 switches a per-key bound off."""
+    """Sizes are bytes or counts, times are seconds. 0 switches a per-key bound off.
+
+    Every field is a setting (`engine.server.limit_settings`); docs/en/serve.md says what each does.
+    """
 
     # what is read
     max_body_bytes: int = 4 << 20        # a 256k-token prompt, JSON-escaped, is about 3 MB
@@ -30,12 +33,13 @@ class Limits:
     max_stop_token_ids: int = 1024
     max_logit_bias: int = 1024
     max_name_characters: int = 256       # model names, cache salts
+    refuse_unknown_fields: bool = True   # false: fields that nobody knows are dropped
 
     # what the server takes on
     max_in_flight: int = 1024            # generating requests of all clients
     max_in_flight_per_key: int = 0
     max_waiting: int = 2048              # sequences waiting in one engine
-    isolate_prefix_cache: bool = False   # prefix-cache hits only between requests of the same key
+    isolate_prefix_cache: bool = True    # prefix-cache hits only between keys of one group
     text_threads: int = 2                # that tokenise and render templates
 
     # what is written

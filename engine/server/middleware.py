@@ -83,7 +83,7 @@ class Authentication:
             scope["caller"].key = key
             if not key.allows(needed := required_scope(scope["path"])):
                 error = ApiError(
-                    403, f"This API key is not for this: its scopes lack {needed!r}.", type="permission_error",
+                    403, f"This API key lacks the scope {needed!r}.", type="permission_error",
                     code="insufficient_scope",
                 )
                 await error.response()(scope, receive, send)

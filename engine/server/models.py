@@ -1,5 +1,7 @@
 """`/v1/models`, `/tokenize` and `/detokenize`: what is served, and how it cuts text."""
 
+from contextlib import ExitStack
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -7,7 +9,7 @@ from engine.errors import InvalidRequestError
 from engine.server import replies as r
 from engine.server.body import read_request
 from engine.server.chat import chat_prompt, check_chat_size, check_content
-from engine.server.endpoint import gateway_of, json_reply
+from engine.server.endpoint import admitted, gateway_of, json_reply
 from engine.server.sampling import check_length_before_encoding
 from engine.server.schema import DetokenizeRequest, TokenizeRequest
 from engine.server.serving import ServedModel
@@ -24,6 +26,10 @@ async def get_model(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
+    return await admitted(request, _tokenize)
+
+
+async def _tokenize(request: Request, _: ExitStack) -> Response:
     gateway = gateway_of(request)
     body = await read_request(request, TokenizeRequest, gateway.limits)
     model = gateway.model(body.model)
@@ -31,6 +37,7 @@ async def tokenize(request: Request) -> Response:
     check_chat_size(body, gateway.limits)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Send either prompt or messages.", "prompt")
+    _check_form(body)
     if body.prompt is not None:
         check_length_before_encoding(len(body.prompt), model.tokenizer.longest_token, info.max_model_len, "prompt")
         special = body.add_special_tokens if body.add_special_tokens is not None else True
@@ -44,7 +51,25 @@ async def tokenize(request: Request) -> Response:
     return json_reply(r.TokenizeReply(len(tokens), info.max_model_len, tokens, texts))
 
 
+def _check_form(body: TokenizeRequest) -> None:
+    """Refuse the fields of the other form: a prompt has no template, and a template adds its own special tokens.
+
+    Raises InvalidRequestError.
+    """
+    if body.messages is not None and body.add_special_tokens:
+        raise InvalidRequestError("add_special_tokens: the chat template adds them; leave it out.",
+                                  "add_special_tokens")
+    for name in ("tools", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt",
+                 "continue_final_message"):
+        if body.prompt is not None and getattr(body, name):
+            raise InvalidRequestError(f"{name} belongs to messages, not to a prompt.", name)
+
+
 async def detokenize(request: Request) -> Response:
+    return await admitted(request, _detokenize)
+
+
+async def _detokenize(request: Request, _: ExitStack) -> Response:
     gateway = gateway_of(request)
     body = await read_request(request, DetokenizeRequest, gateway.limits)
     model = gateway.model(body.model)

@@ -8,6 +8,7 @@ from engine.server import replies as r
 from engine.server import schema as s
 from engine.server.auth import PUBLIC_PATHS
 from engine.server.errors import ErrorReply
+from engine.server.fields import HARMLESS
 
 _REF = "#/components/schemas/{name}"
 
@@ -32,7 +33,7 @@ _ROUTES: dict[str, _Route] = {
 }
 _MEANING = {
     400: "The request is not valid", 401: "The API key is missing or not valid",
-    403: "The API key is not for this", 404: "No such model",
+    403: "The API key lacks a scope", 404: "No such model",
     408: "The body did not arrive in time", 413: "The body is too large", 415: "The body is not JSON",
     429: "The key's share is used up", 500: "The server failed", 503: "Loading, overloaded or restarting",
 }
@@ -41,6 +42,9 @@ _MEANING = {
 def openapi_document(version: str, *, authenticated: bool) -> dict[str, Any]:
     types = [t for route in _ROUTES.values() for t in route[2:5] if t not in (None, str)] + [ErrorReply]
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
+    for request in ("ChatRequest", "CompletionRequest"):
+        components[request]["properties"] |= {
+            name: {"description": f"Accepted without effect: {why}."} for name, why in HARMLESS.items()}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Atoll", "version": version or "0", "description": "An OpenAI-compatible LLM endpoint."},

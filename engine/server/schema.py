@@ -1,8 +1,7 @@
 """What clients may send. Types are strict (no "1" for 1, no true for 1); ranges are checked by `SamplingParams`.
 
-A field that is null counts as absent. Fields that OpenAI's clients send for services of its own (`store`, `metadata`,
-…) and fields nobody knows are accepted and have no effect; a known request that this server cannot honour is refused
-by name (`REFUSED`), because silence would be a wrong answer.
+A field that is null counts as absent. Every field declared here has an effect; `engine.server.fields` decides about all
+others.
 """
 
 from typing import Annotated, Any, Literal
@@ -69,6 +68,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -76,7 +76,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
-    user: str | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -86,7 +85,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -107,6 +105,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -117,27 +116,3 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: TokenIds
     model: str | None = None
-
-
-# Fields of other servers and of OpenAI that change the answer and that this server does not have.
-REFUSED = {
-    "audio": "it produces text only",
-    "best_of": "ask for n choices and pick one",
-    "bad_words": "use logit_bias with token ids",
-    "chat_template": "the template is the model's own",
-    "documents": "put documents into the messages",
-    "functions": "use a model and version that support tools",
-    "function_call": "use a model and version that support tools",
-    "guided_choice": "it does not constrain the output",
-    "guided_grammar": "it does not constrain the output",
-    "guided_json": "it does not constrain the output",
-    "guided_regex": "it does not constrain the output",
-    "structured_outputs": "it does not constrain the output",
-    "mm_processor_kwargs": "it takes text only",
-    "prompt_embeds": "it takes text or token ids",
-    "suffix": "it completes at the end only",
-    "truncate_prompt_tokens": "shorten the prompt before sending it",
-    "use_beam_search": "it samples",
-    "web_search_options": "it has no Internet",
-}
-HARMLESS = {"best_of": (1,), "function_call": ("none",)}  # values of refused fields that ask for nothing

@@ -1,6 +1,8 @@
 """What the gateway serves: models with their engines, and the shared state of all requests."""
 
 import asyncio
+import hashlib
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -34,9 +36,12 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def load(cls, name: str, directory: Path | str, client: EngineClient) -> "ServedModel":
-        """With tokenizer, chat template and sampling defaults from the model's directory. Raises ModelError."""
-        return cls(name, client, TextTokenizer.load(directory), sampling_defaults(directory))
+    def load(
+        cls, name: str, directory: Path | str, client: EngineClient, *, vendor_defaults: bool = True
+    ) -> "ServedModel":
+        """With what the model's directory says of text, template and (if wanted) sampling. Raises ModelError."""
+        defaults = sampling_defaults(directory) if vendor_defaults else {}
+        return cls(name, client, TextTokenizer.load(directory), defaults)
 
     @property
     def max_model_len(self) -> int | None:
@@ -86,6 +91,7 @@ class Gateway:
         self.broken = dict(broken or {})  # names that are configured and cannot be served, and why
         self._text = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
         self._in_flight: Counter[str] = Counter()
+        self._salt_key = secrets.token_bytes(32)
 
     @property
     def clients(self) -> list[EngineClient]:
@@ -132,6 +138,10 @@ class Gateway:
     @property
     def in_flight(self) -> int:
         return self._in_flight.total()
+
+    def tenant_salt(self, tenant: str, salt: str) -> str:
+        """A salt for the prefix cache: no other tenant can name it, whatever it sends as `cache_salt`."""
+        return hashlib.blake2b(f"{tenant}\0{salt}".encode(), digest_size=16, key=self._salt_key).hexdigest()
 
     async def off_loop(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run CPU-bound text work in a thread, so that a long prompt never stalls other streams."""

@@ -1,6 +1,7 @@
 """The settings file of a server, as its services read it::
 
     [gateway]                 # flags of `atoll gateway`
+    [gateway.limits]          # bounds of the endpoint: engine.server.limit_settings
     [engine]                  # flags of every engine
     [models.chat]             # the engine atoll-engine@chat; what stands here wins over [engine]
     model = "/var/lib/atoll/models/…/model"
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.server.flag_parser import read_toml, table_argv
+from engine.server.flag_parser import LIMITS, read_toml, table_argv
 
 _INSTANCE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 # "0", "GPU-5d1c…", "MIG-…": what CUDA_VISIBLE_DEVICES takes, one at a time
@@ -44,7 +45,8 @@ def engine_argv_of(name: str, path: Path) -> list[str]:
 
 def gateway_argv_of(path: Path) -> list[str]:
     """The flags of the gateway; none if the file says nothing of it. Raises ConfigError."""
-    return table_argv(_table(read_toml(path), "gateway", path), f"{path}, [gateway]")
+    table = _table(read_toml(path), "gateway", path)
+    return table_argv({key: value for key, value in table.items() if key != LIMITS}, f"{path}, [gateway]")
 
 
 def check_gpus(gpus: list[str]) -> str:

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,11 +42,13 @@ class ChatTemplate:
     """One compiled template. `render` is thread-safe."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str] | None = None) -> None:
-        """Raises ModelError if the template does not compile."""
+        """Raises ModelError if the template does not compile. `variables`: what it reads of a request."""
         self.source = source
         self._named_tokens = dict(named_tokens or {})
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise ModelError(f"The chat template does not compile: {str(error)[:200]}") from None
 

@@ -212,3 +212,11 @@ def test_caches_stay_inside_the_prefix(site: Site) -> None:
     environment = service_environment(site.layout)
     for name in ("HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"):
         assert Path(environment[name]).is_relative_to(site.prefix)
+
+
+def test_limits_of_the_environment_reach_the_service(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_LIMITS_MAX_IN_FLIGHT", "7")
+    monkeypatch.setenv("ATOLL_SECRET", "x")
+    environment = service_environment(site.layout)
+    assert environment["ATOLL_LIMITS_MAX_IN_FLIGHT"] == "7"
+    assert "ATOLL_SECRET" not in environment

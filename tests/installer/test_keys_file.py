@@ -67,7 +67,7 @@ def test_an_expired_key_is_refused(path: Path) -> None:
 
 @pytest.mark.parametrize("scopes, serve, metrics", [
     (("serve",), True, False), (("metrics",), False, True), (("serve", "metrics"), True, True),
-    (("admin",), True, True),
+    (("admin",), True, True), (("priority",), False, False), (("serve", "priority"), True, False),
 ])
 def test_scopes(path: Path, scopes: tuple[str, ...], serve: bool, metrics: bool) -> None:
     text = keys.add(path, "k", scopes=scopes).text
@@ -75,6 +75,48 @@ def test_scopes(path: Path, scopes: tuple[str, ...], serve: bool, metrics: bool)
     assert key is not None
     assert key.allows(required_scope("/v1/chat/completions")) is serve
     assert key.allows(required_scope("/metrics")) is metrics
+    assert key.allows("priority") is bool({"priority", "admin"} & set(scopes))
+
+
+def test_only_keys_of_one_group_are_one_tenant(path: Path) -> None:
+    made = {name: keys.add(path, name, group=group) for name, group in (
+        ("one", "search"), ("two", "search"), ("three", "other"), ("four", ""), ("five", ""))}
+    tenants = {name: KeyFile(path).check(key.text).tenant for name, key in made.items()}  # type: ignore[union-attr]
+    assert tenants["one"] == tenants["two"]
+    assert len(set(tenants.values())) == 4
+    assert [entry.get("group") for entry in keys.people(path)] == ["search", "search", "other", None, None]
+
+
+def test_a_group_cannot_pass_for_a_key(path: Path) -> None:
+    key = keys.add(path, "one")
+    lone = KeyFile(path).check(key.text)
+    assert lone is not None
+    posing = keys.add(path, "two", group=lone.tenant[:64])
+    found = KeyFile(path).check(posing.text)
+    assert found is not None
+    assert found.tenant != lone.tenant
+
+
+def test_keys_older_than_groups_share_with_nobody_and_a_group_of_another_kind_is_refused(path: Path) -> None:
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in ("sk-old-1", "sk-old-2")]
+    path.write_text(json.dumps({"keys": [{"id": "same", "sha256": digest} for digest in digests]}))
+    assert len(keys.people(path)) == 2
+    gateway = KeyFile(path)
+    tenants = {gateway.check(text).tenant for text in ("sk-old-1", "sk-old-2")}  # type: ignore[union-attr]
+    assert len(tenants) == 2
+    for group in (3, ["x"], "a\nb", "x" * 65):
+        path.write_text(json.dumps({"keys": [{"id": "odd", "sha256": digests[0], "group": group}]}))
+        with pytest.raises(InstallError, match="group"):
+            keys.read(path)
+        with pytest.raises(ConfigError, match="group"):
+            KeyFile(path)
+
+
+@pytest.mark.parametrize("group", ["  ", "a\nb", "x" * 65, "\x1b[31m"])
+def test_a_groups_name_fits_on_one_line(path: Path, group: str) -> None:
+    with pytest.raises(InstallError, match="group"):
+        keys.add(path, "k", group=group)
+    assert not path.exists()
 
 
 def test_keys_older_than_scopes_do_what_they_did_and_unknown_scopes_open_nothing(path: Path) -> None:
@@ -142,7 +184,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=20,
 )
-FIELD = st.sampled_from(["id", "name", "sha256", "created", "expires", "revoked", "scopes", "other"])
+FIELD = st.sampled_from(["id", "name", "sha256", "created", "expires", "revoked", "scopes", "group", "other"])
 ENTRY = st.dictionaries(FIELD, JSON | st.just(DIGEST) | st.just([DIGEST]) | st.just(int("7" * 64)), max_size=8)
 FILE = st.binary(max_size=200) | st.builds(
     lambda value: json.dumps(value).encode(), JSON | st.fixed_dictionaries({"keys": JSON | st.lists(ENTRY, max_size=4)})

@@ -105,9 +105,12 @@ def test_settings_keep_known_values_only() -> None:
     found = redact.settings({
         "serve": {"port": 1, "model": "/m", "hf-token": "abc", "served-model-name": ["a", "b"], "host": {"x": "abc"}},
         "models": {"chat": {"gpus": [0], "note": "abc"}}, "a b": 1, "top": "abc",
+        "gateway": {"limits": {"max-in-flight": 7, "isolate-prefix-cache": False, "note": "abc", "more": {"x": "abc"}}},
     })
     assert "abc" not in json.dumps(found)
     assert found["serve"]["port"] == 1
+    hidden = {"note": redact.NOT_SHOWN, "more": redact.NOT_SHOWN}
+    assert found["gateway"]["limits"] == {"max-in-flight": 7, "isolate-prefix-cache": False, **hidden}
     assert found["serve"]["served-model-name"] == ["a", "b"]
     assert found["models"]["chat"] == {"gpus": [0], "note": redact.NOT_SHOWN}
 

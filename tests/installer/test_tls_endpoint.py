@@ -68,6 +68,13 @@ class Endpoint:
         client = self.client(key, trusted)
         return bool(client.chat.completions.create(model="tiny", messages=messages, max_tokens=2).choices)
 
+    def cached(self, key: str, prompt: str) -> int:
+        """Tokens of the prompt that this key found in the prefix cache."""
+        usage = self.client(key).completions.create(model="tiny", prompt=prompt, max_tokens=2).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
 
 @pytest.fixture
 def endpoint(site: Site, tiny_bundle: Path) -> Endpoint:
@@ -114,6 +121,14 @@ def test_keys_are_made_scoped_and_revoked_while_it_serves(endpoint: Endpoint) ->
     with pytest.raises(openai.PermissionDeniedError):
         endpoint.client(figures["key"]).models.list()
 
+    bots = [endpoint.json("apikey", "new", "--name", f"bot {i}", "--group", "search") for i in range(2)]
+    assert [bot["group"] for bot in bots] == ["search", "search"]
+    assert team["group"] is None
+    prompt = "one two three four five six seven eight nine ten " * 4
+    found = [endpoint.cached(key["key"], prompt) for key in (bots[0], bots[1], team)]
+    assert (found[0], found[1] > 0, found[2]) == (0, True, 0)
+    assert "search" in endpoint.atoll("apikey", "list")
+
     assert endpoint.json("apikey", "revoke", "team a")["changed"]
     with pytest.raises(openai.AuthenticationError):
         endpoint.chats(team["key"])
@@ -144,6 +159,7 @@ def test_a_key_may_go_to_a_file_that_only_its_owner_reads(endpoint: Endpoint, tm
 
 @pytest.mark.parametrize("arguments, words", [
     (["new", "--name", "x", "--scope", "root"], "scopes are"),
+    (["new", "--name", "x", "--group", "a\nb"], "group"),
     (["new", "--name", "x", "--expires", "soon"], "90d"),
     (["new", "--name", "x", "--expires", "2020-01-01"], "90d"),
     (["revoke", "sk-" + "a" * 43], "its id"),

@@ -21,9 +21,12 @@ from certificates import self_signed
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.server import http_server
 from engine.server.args import engine_argv, parse_engine, parse_serve
 from engine.server.cli import base_url
+from engine.server.client import EngineClient
 from engine.server.flag_parser import human_size
+from engine.server.limits import Limits
 
 READY_SECONDS = 90
 
@@ -128,6 +131,18 @@ def test_flags_that_scripts_carry_are_accepted_with_a_note() -> None:
     assert (options.log_level, options.access_log) == ("warning", False)
     assert [note.split()[0] for note in options.notes] == ["--disable-log-requests", "--swap-space",
                                                            "--async-scheduling"]
+
+
+@pytest.mark.parametrize("said, temperature", [("auto", 0.25), ("vllm", None)])
+def test_the_sampling_defaults_are_the_vendors_or_neutral(
+    tiny_llama_dir: Callable[..., Path], tmp_path: Path, said: str, temperature: float | None
+) -> None:
+    model = shutil.copytree(tiny_llama_dir(), tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": 0.25}')
+    options = serve(f"{model} --generation-config {said} --disable-access-log")
+    server = http_server._server(options, EngineClient(tmp_path / "none.sock"), Limits())
+    served = server.config.app.state.gateway.model(None)  # type: ignore[union-attr]
+    assert served.defaults.get("temperature") == temperature
 
 
 def test_a_toml_file_gives_flags_and_the_line_wins(tmp_path: Path) -> None:

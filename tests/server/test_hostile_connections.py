@@ -243,6 +243,17 @@ async def test_a_refusal_closes_the_connection_and_arrives_whole(tmp_path: Path,
             assert json.loads(body)["error"]["code"] == "invalid_api_key"
 
 
+async def test_a_full_server_reads_no_body(tmp_path: Path, tiny_engine: tuple[Path, Path]):
+    headers = HEADERS + b"Authorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 1000\r\n\r\n"
+    with gateway(tmp_path, tiny_engine, max_in_flight=1) as server:
+        for status in (None, b" 503 "):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(headers)
+            await asyncio.sleep(0.5)
+            if status:
+                assert status in await asyncio.wait_for(reader.readline(), 5)
+
+
 async def test_when_all_are_at_work_one_is_told_so(tmp_path: Path, tiny_engine: tuple[Path, Path]):
     body = json.dumps(CHAT | {"max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
     key = b"Authorization: Bearer " + KEY.encode() + b"\r\n"

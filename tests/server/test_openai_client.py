@@ -219,7 +219,7 @@ def test_vllms_extensions(client: OpenAI, reference) -> None:
             "top_k": 1,
             "min_p": 0.1,
             "repetition_penalty": 1.1,
-            "priority": 3,
+            "priority": 0,
             "cache_salt": "tenant",
         },
     )

@@ -231,7 +231,7 @@ def test_content_types(tiny_server: RunningServer) -> None:
     "fields",
     [
         {
-            "store": True,
+            "store": False,
             "metadata": {"a": "b"},
             "service_tier": "auto",
             "prompt_cache_key": "k",
@@ -240,9 +240,9 @@ def test_content_types(tiny_server: RunningServer) -> None:
         {
             "user": "u",
             "parallel_tool_calls": False,
-            "verbosity": "low",
+            "verbosity": "medium",
             "modalities": ["text"],
-            "something_new": {"x": 1},
+            "something_new": None,
         },
         {
             "tools": [],
@@ -270,7 +270,7 @@ def test_content_types(tiny_server: RunningServer) -> None:
             "logprobs": False,
             "top_logprobs": 0,
         },
-        {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}, "model": "org/tiny"},
+        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": False}, "model": "org/tiny"},
     ],
 )
 def test_what_clients_send_beside_the_point_is_accepted(tiny_server: RunningServer, fields: dict) -> None:
