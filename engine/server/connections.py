@@ -44,7 +44,7 @@ class Connection:
     def __init__(self, address: str | None, *, refused: bool = False) -> None:
         self.address = address  # None: a Unix socket
         self.refused = refused
-        self.close: Callable[[], None] = lambda: None
+        self.close: Callable[[], object] = lambda: None
 
 
 class Connections:

@@ -66,10 +66,10 @@ class HttpServer(uvicorn.Server):
             self.should_exit = True
             return
         self.connections.fit_descriptors()
-        self.servers = [
+        self.servers = [  # type: ignore[assignment]
             Acceptor(listener, self.connections, self._protocol.limits, self._make_protocol, self.config.ssl)
             for listener in sockets or []
-        ]  # type: ignore[assignment]
+        ]
         self.started = True
 
     def _make_protocol(self) -> BoundedHttpProtocol:
