@@ -6,7 +6,9 @@ Each is one file on the medium, since a server checks it in memory before it run
 from importlib.resources import files
 
 _INSTALL = ("korean.py", "words.py", "p256.py", "check.py", "arguments.py", "trust.py", "begin.py")
-_SETUP = ("tree_tools.py", "tree_packages.py", "tree_contents.py", "setup_release.py")
+_SETUP = (
+    "tree_tools.py", "bytecode.py", "tree_packages.py", "tree_contents.py", "tree_check.py", "setup_release.py",
+)  # fmt: skip
 _IMPORT = "from offline_bundle.medium."
 
 
