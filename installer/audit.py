@@ -103,8 +103,11 @@ def _text(record: dict[str, Any]) -> bytes:
 
 
 def append(path: Path, event: str, **data: Any) -> Head:
-    """Add one record, durably, and send the new head to journald; returns it. A line torn by a power cut is dropped first; a broken chain is continued, not hidden:
-    the new record then links to the last line as it stands, and `read` keeps reporting the break."""
+    """Add one record, durably, and send the new head to journald; returns it.
+
+    A line torn by a power cut is dropped first; a broken chain is continued, not hidden: the new record then links to
+    the last line as it stands, and `read` keeps reporting the break.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)  # an operator may revoke a key while an install is at work
@@ -141,5 +144,7 @@ def append(path: Path, event: str, **data: Any) -> Head:
 def head(path: Path) -> Head:
     """The head of the log as it stands. Raises OSError."""
     lines = _lines(path)
-    record = parse(lines[-1]) if lines else None
-    return Head(len(lines), record["hash"] if record else GENESIS if not lines else hashlib.sha256(lines[-1]).hexdigest())
+    if not lines:
+        return Head(0, GENESIS)
+    record = parse(lines[-1])
+    return Head(len(lines), record["hash"] if record else hashlib.sha256(lines[-1]).hexdigest())

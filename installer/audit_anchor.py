@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from installer.audit import Head
 
 SOCKET = Path("/run/systemd/journal/socket")
+JOURNALCTL = "journalctl"
 MESSAGE_ID = "5d0ab6d1b7b64b3f9c3e1c0f7a8e2d94"  # of every anchor: journalctl MESSAGE_ID=...
 MOST = 10_000   # anchors that are compared: the newest
-_SECONDS = 60.0
+_SECONDS = 20.0
 _NOTICE = "5"
 
 
@@ -53,7 +54,7 @@ def sent(path: Path) -> "list[Head] | None":
     try:
         owner = os.stat(path if path.exists() else path.parent).st_uid
         done = subprocess.run(
-            ["journalctl", "--no-pager", "--quiet", "--output=json", f"--lines={MOST}",
+            [JOURNALCTL, "--no-pager", "--quiet", "--output=json", f"--lines={MOST}",
              "--output-fields=ATOLL_AUDIT_COUNT,ATOLL_AUDIT_HEAD", f"MESSAGE_ID={MESSAGE_ID}", f"_UID={owner}",
              f"ATOLL_AUDIT_PATH={path.absolute()}"],
             capture_output=True, timeout=_SECONDS, check=False, env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
@@ -66,7 +67,8 @@ def sent(path: Path) -> "list[Head] | None":
     for line in done.stdout.splitlines():
         try:
             entry = json.loads(line)
-            found.append(Head(int(entry["ATOLL_AUDIT_COUNT"]), str(entry["ATOLL_AUDIT_HEAD"])))
+            head = Head(int(entry["ATOLL_AUDIT_COUNT"]), str(entry["ATOLL_AUDIT_HEAD"]))
+            found = [*found, head] if head.count else []  # `uninstall --purge` ends a log: the next begins at nothing
         except (ValueError, KeyError, TypeError):
             continue
     return found

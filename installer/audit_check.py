@@ -61,7 +61,7 @@ def check(path: Path, anchors: Sequence[Head] = ()) -> Verdict:
     newest = max((anchor.count for anchor in anchors), default=0)
     verdict.unanchored = max(len(records) - newest, 0)
     if broken is not None:
-        return _broken(path, verdict, broken, set(hashes))
+        return _broken(path, verdict, broken)
     if newest and not path.exists():
         return _found(verdict, "missing", None, t("The audit log {path} is missing; it had {count} entries.", path=path,
                                                   count=newest))
@@ -78,7 +78,7 @@ def check(path: Path, anchors: Sequence[Head] = ()) -> Verdict:
     return verdict
 
 
-def _broken(path: Path, verdict: Verdict, number: int, before: set[str]) -> Verdict:
+def _broken(path: Path, verdict: Verdict, number: int) -> Verdict:
     """An edited line does not hold its own hash; one that does, but follows another line, was moved, or lines before
     it were removed or added."""
     record = audit.parse(fs.read_regular(path, audit.MAX_LOG)[0].split(b"\n")[number - 1])

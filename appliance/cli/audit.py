@@ -59,7 +59,10 @@ def show(
         raise typer.Exit(ExitCode.CONTENT_MISMATCH)
 
 
-@app.command(epilog=examples("atoll audit verify", "atoll audit verify --head 3f9a61c0d2e4b587:42") + "\n\n" + _EXIT_CODES)
+@app.command(epilog=examples(
+    "atoll audit verify",
+    "atoll audit verify --head 3f9a61c0d2e4b587:42",
+) + "\n\n" + _EXIT_CODES)
 def verify(
     head: Annotated[
         list[str] | None,
@@ -98,7 +101,8 @@ def _say(verdict: audit_check.Verdict, kept: list[audit.Head] | None, given: lis
     if verdict.torn_bytes:
         say(t("Its last line is torn, as a power cut leaves it; the next entry removes it."))
     if kept is None and not given:
-        say(t("The heads in the system's journal cannot be read here; give one that was written down: --head HASH:COUNT"))
+        say(t("The heads in the system's journal cannot be read here; give one that was written down: "
+              "--head HASH:COUNT"))
     say(t("head: {head}", head=str(verdict.head)))
 
 
