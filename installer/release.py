@@ -23,6 +23,7 @@ from installer.layout import Layout
 from installer.sequence import raise_sequence
 from installer.service import code_root
 
+UNKNOWN_VERSION = "0.0.0"  # code that was never installed as a package
 # A checkout has no code tree: its releases run the checkout itself.
 THIS_CODE = (sys.executable, "-s", "-P", "-m", "appliance.cli")
 
@@ -46,7 +47,7 @@ def code_version() -> str:
     try:
         return version("atoll")
     except PackageNotFoundError:
-        return "0.0.0"
+        return UNKNOWN_VERSION
 
 
 @dataclass(frozen=True, slots=True)
