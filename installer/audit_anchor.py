@@ -25,7 +25,7 @@ _NOTICE = "5"
 def send(path: Path, head: "Head", event: str) -> bool:
     """Tell journald the head; whether it took it. Without a journald the log stays as good as its chain."""
     fields = {
-        "MESSAGE": f"audit log: {head.count} entries, the last one is '{event}', head {head.hash}",
+        "MESSAGE": f"{event} {head}",
         "MESSAGE_ID": MESSAGE_ID, "PRIORITY": _NOTICE, "SYSLOG_IDENTIFIER": "atoll-audit",
         "ATOLL_AUDIT_PATH": str(path.absolute()), "ATOLL_AUDIT_COUNT": str(head.count), "ATOLL_AUDIT_HEAD": head.hash,
     }  # fmt: skip

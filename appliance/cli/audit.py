@@ -114,9 +114,10 @@ def _layout(prefix: Any) -> Layout:
 
 
 def _line(record: dict[str, Any]) -> str:
-    who = record.get("who") if isinstance(record.get("who"), dict) else {}
+    who = record.get("who")
+    user = who.get("user", "?") if isinstance(who, dict) else "?"
     rest = "  ".join(f"{name}={value}" for name, value in record.items() if name not in _SHOWN)
-    return printable(f"{record.get('at')}  {record.get('event'):20} {who.get('user', '?')}  {rest}".rstrip())
+    return printable(f"{record.get('at')}  {record.get('event'):20} {user}  {rest}".rstrip())
 
 
 def _grouped(digits: str) -> str:
