@@ -60,7 +60,8 @@ class Answers(_Strict):
     bundle: Path | None = _about("One bundle; short for a single [[models]] table.")
     prefix: Path | None = _about("Install below this directory instead of on the server itself.")
     trust_keys: list[Path] = _about("The vendor's public keys, got by another way than the bundle.", [])
-    accept_licenses: list[str] = _about('"SPDX-ID@SHA256-PREFIX" of each text that was read.', [])
+    accept_licenses: list[str] = _about(
+        '"SPDX-ID@SHA256-PREFIX" of each text that was read; of a gated model, ":REFERENCE" of the agreement too.', [])
     host: Text | None = _about("Address to listen on.")
     port: Annotated[int, Field(ge=1, le=65535)] | None = _about("Port to listen on.")
     device: Device | None = _about("Where the models compute.")
@@ -77,7 +78,8 @@ def read_answers(path: Path) -> Answers:
     """Read and check an answers file (TOML; `.json` for JSON). Raises InstallError (usage) that names what is wrong."""
     problems: list[str]
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_LIMIT + 1)
         if len(data) > _LIMIT:
             raise ValueError(t("it is larger than 1 MiB"))
         text = data.decode()

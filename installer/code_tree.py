@@ -1,12 +1,11 @@
 """The code that travels on a medium, as install.sh unpacks it: opt/atoll/code/<version>-<12 hex>, never changed later.
 
-    bin/atoll  start.py  lib/  share/{docs,licenses,setup,...}  runtime.json (what it is)  files.json (every hash)
+    bin/atoll  start.py  lib/  share/{docs,licenses,setup,...}  runtime.json (what it is)  files.json
 
 Releases point into such a tree. Code that runs from a checkout has none, and every function here then says so.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -15,9 +14,12 @@ from typing import Any
 
 from installer import fs
 from installer.errors import ExitCode, InstallError
-from installer.i18n import t
+from installer.i18n import joined, t
 from installer.layout import Layout
 from installer.service import code_root
+from offline_bundle.medium.bytecode import bytecode_path, make_bytecode
+from offline_bundle.medium.tree_check import check_tree
+from offline_bundle.medium.tree_tools import tag
 
 SEQUENCE_NAME = "runtime/atoll"  # no bundle of a model can be called so
 
@@ -86,57 +88,46 @@ def prune(layout: Layout, kept: Iterable[str]) -> int:
 
 
 def verify_code(tree: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
-    """Hash every file of a tree again; the paths that differ, are missing, or do not belong there.
+    """Hold every file of a tree against what the vendor signed; the paths that differ, are missing, or do not belong.
 
-    `progress(done, total)` is told in bytes. files.json lies on the same disk, so the packages are also held against
-    the list that the vendor signed (share/requirements, by its hash in share/bundle.json, whose signature is the
-    caller's to check); bytecode, which was made here, is in files.json alone.
+    The caller has verified the signature over share/bundle.json, whose digest runtime.json repeats. Bytecode is made
+    again from the sources that hold, and compared. `progress(done, total)` is told in bytes.
     """
-    try:
-        listed: dict[str, dict[str, Any]] = json.loads((tree / "files.json").read_bytes())["files"]
-        signed = _signed_list(tree)
-    except (OSError, ValueError, KeyError, TypeError):
-        return ["files.json"]
-    wrong = [f"lib/{path}" for path, entry in signed.items() if listed.get(f"lib/{path}", entry) != entry]
-    wrong += [path for path in listed if _is_code(path) and path.removeprefix("lib/") not in signed]
-    seen, done = set(), 0
-    total = sum(entry["size"] for entry in listed.values())
-    for directory, names, files in os.walk(tree):
-        here = Path(directory)
-        for name in [*files, *(n for n in names if (here / n).is_symlink())]:
-            path = here / name
-            relative = path.relative_to(tree).as_posix()
-            if relative in ("files.json", "runtime.json"):
-                continue
-            seen.add(relative)
-            entry = listed.get(relative)
-            if entry is None or not _holds(path, entry):
-                wrong.append(relative)
-            done += entry["size"] if entry else 0
-            progress(min(done, total), total)
-    return sorted({*wrong, *(listed.keys() - seen)})
+    facts = read_facts(tree)
+    return check_tree(str(tree), facts.get("abi"), facts.get("digest"), progress)
 
 
-def _signed_list(tree: Path) -> dict[str, dict[str, Any]]:
-    """What the vendor found in the wheels: path below lib -> SHA-256 and size. Raises ValueError if it was changed."""
-    path = f"requirements/{read_facts(tree)['abi']}.json"
-    text = (tree / "share" / path).read_bytes()
-    entries = json.loads((tree / "share/bundle.json").read_bytes())["files"]
-    if [e["sha256"] for e in entries if e["path"] == path] != [hashlib.sha256(text).hexdigest()]:
-        raise ValueError(path)
-    return json.loads(text)["files"]
+def rebuild_bytecode(tree: Path) -> int:
+    """Write the bytecode of a tree anew from its sources, which must all hold; returns how many files differed.
+
+    Raises InstallError: the sources differ, or another Python is needed (11).
+    """
+    facts = read_facts(tree)
+    if facts.get("abi") != tag():
+        raise InstallError(
+            t("The code in {tree} is for another version of Python.", tree=tree),
+            exit_code=ExitCode.CONTENT_MISMATCH, changed=t("Nothing was changed."),
+            hint=t("Install it again from the medium: sudo sh install.sh"),
+        )
+    wrong = verify_code(tree)
+    others = [path for path in wrong if not is_bytecode(path)]
+    if others:
+        raise InstallError(
+            t("Bytecode follows from the sources, and those of {tree} differ: {names}.", tree=tree,
+              names=joined(others[:3])),
+            exit_code=ExitCode.CONTENT_MISMATCH, changed=t("Nothing was changed."),
+            hint=t("Install it again from the medium: sudo sh install.sh"),
+        )
+    sources = {bytecode_path(path.relative_to(tree).as_posix()): path.relative_to(tree).as_posix()
+               for path in sorted((tree / "lib").rglob("*.py"))}
+    for path in wrong:
+        fs.remove_file(tree / path)
+    lacking = [source for compiled, source in sources.items() if not (tree / compiled).is_file()]
+    make_bytecode(str(tree), facts["place"], lacking)
+    os.sync()
+    return len(wrong)
 
 
-def _is_code(path: str) -> bool:
-    """A file of a package that came with it: not bytecode made here, and not pip's notes."""
-    notes = (".dist-info/RECORD", ".dist-info/INSTALLER", ".dist-info/REQUESTED")
-    return path.startswith("lib/") and "/__pycache__/" not in path and not path.endswith(notes)
-
-
-def _holds(path: Path, entry: dict[str, Any]) -> bool:
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return os.fstat(file.fileno()).st_size == entry["size"] and digest == entry["sha256"]
-    except OSError:
-        return False
+def is_bytecode(path: str) -> bool:
+    """Whether a path of a tree is one that the import system takes for bytecode."""
+    return path.endswith((".pyc", ".pyc.partial"))

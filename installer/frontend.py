@@ -24,6 +24,10 @@ class Frontend(Protocol):
 
     def accept_licence(self, request: LicenceRequest) -> bool: ...
 
+    def licence_reference(self, request: LicenceRequest) -> str:
+        """For a gated model whose text was accepted: the agreement that gives the right to use it."""
+        ...
+
     def confirm_plan(self, plan: Plan) -> bool: ...
 
 
@@ -47,6 +51,9 @@ class Unattended:
 
     def accept_licence(self, request: LicenceRequest) -> bool:
         return False
+
+    def licence_reference(self, request: LicenceRequest) -> str:
+        return ""
 
     def confirm_plan(self, plan: Plan) -> bool:
         return False

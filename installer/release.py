@@ -23,6 +23,7 @@ from installer.layout import Layout
 from installer.sequence import raise_sequence
 from installer.service import code_root
 
+UNKNOWN_VERSION = "0.0.0"  # code that was never installed as a package
 # A checkout has no code tree: its releases run the checkout itself.
 THIS_CODE = (sys.executable, "-s", "-P", "-m", "appliance.cli")
 
@@ -46,7 +47,7 @@ def code_version() -> str:
     try:
         return version("atoll")
     except PackageNotFoundError:
-        return "0.0.0"
+        return UNKNOWN_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ class Release:
             wrapper = _WRAPPER.format(root=shlex.quote(str(code_root())), command=shlex.join(command))
             code["command"] = list(command)
         info: dict[str, Any] = {"schema_version": 2, **code, "bundle": bundles[0], "bundles": bundles}
-        content = json.dumps([info, wrapper], sort_keys=True).encode()
-        name = f"{info['atoll']}-{hashlib.sha256(content).hexdigest()[:12]}"
+        name = _name_of(info, wrapper)
         return cls(name, {**info, "release": name}, wrapper)
 
     def files(self) -> list[tuple[str, str, int]]:
@@ -108,6 +108,24 @@ def read_info(layout: Layout, name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return info if isinstance(info, dict) else {}
+
+
+def _name_of(info: dict[str, Any], wrapper: str) -> str:
+    content = json.dumps([info, wrapper], sort_keys=True).encode()
+    return f"{info['atoll']}-{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+def is_as_made(layout: Layout, name: str, info: dict[str, Any]) -> bool:
+    """Whether a release's files are those that its name was made of, and start the code tree that it names."""
+    home = layout.releases / name
+    try:
+        wrapper = fs.read_regular(home / "bin/atoll", 1 << 16)[0].decode()
+        starts = (wrapper, os.readlink(home / "lib")) if info.get("code") is not None else None
+        if starts not in (None, (_TREE_WRAPPER, f"../../code/{info['code']}/lib")):
+            return False
+        return _name_of({key: value for key, value in info.items() if key != "release"}, wrapper) == name
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def bundles_of(info: dict[str, Any]) -> list[dict[str, Any]]:

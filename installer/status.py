@@ -11,7 +11,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from installer import audit, config, fs, keys, licence, lock, release, tls, trust, unit_state
+from installer import (
+    audit_anchor,
+    audit_check,
+    config,
+    fs,
+    keys,
+    licence,
+    lock,
+    release,
+    tls,
+    trust,
+    unit_state,
+)
 from installer import verify as deep
 from installer.exposure import check_exposure
 from installer.findings import Findings
@@ -92,9 +104,10 @@ def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
     if log.damaged_lines:
         line = log.damaged_lines[0]
         found.error(t("The install journal is damaged at line {line}.", line=line), "atoll journal repair")
-    broken = found.look(t("the audit log"), lambda: audit.read(layout.audit)[1], None)
-    if broken:
-        found.error(broken, t("Compare it with a copy that you keep elsewhere."))
+    anchors = (audit_anchor.sent(layout.audit) or []) if layout.system else []
+    verdict = found.look(t("the audit log"), lambda: audit_check.check(layout.audit, anchors), None)
+    if verdict is not None and verdict.message:
+        found.error(verdict.message, "atoll audit verify")
     return log, History(log.records)
 
 

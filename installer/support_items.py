@@ -224,7 +224,8 @@ def _audit(layout: Layout) -> Iterator[dict[str, Any]]:
     records, broken = audit.read(layout.audit)
     for record in records[-2000:]:
         yield {name: record.get(name) for name in ("at", "event", "hash")}
-    yield {"chain": "intact" if broken is None else "broken"}
+    head = audit.head(layout.audit)
+    yield {"chain": "intact" if broken is None else "broken", "entries": head.count, "head": head.hash}
 
 
 def _keys(layout: Layout) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from installer import audit, fs, units
+from installer import audit, audit_anchor, fs, units
 from installer.errors import ExitCode, InstallError, io_error
 from installer.i18n import t
 from installer.journal import History, Journal, intact
@@ -94,6 +94,7 @@ def uninstall(layout: Layout, *, purge: bool, service: ServiceManager | None = N
             journal.add("uninstalled", purge=purge)
             if purge:
                 _purge(layout, History(records))
+                audit_anchor.send(layout.audit, audit.Head(0, audit.GENESIS), "purge")  # the next log begins at nothing
                 service.reload()
         except OSError as error:
             raise io_error(t("remove the installation"), error) from error

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from platform import python_version
 from typing import Any, Literal
 
-from installer import fs, release, sequence, trust
-from installer.code_tree import read_facts, verify_code
+from installer import audit, fs, release, sequence, trust
+from installer.code_tree import is_bytecode, read_facts, rebuild_bytecode, verify_code
 from installer.errors import ExitCode, InstallError
 from installer.i18n import joined, reason, t
 from installer.journal import History, replay
@@ -27,6 +28,7 @@ from offline_bundle import limits, oms
 from offline_bundle.errors import BundleError
 from offline_bundle.keys import load_trusted
 from offline_bundle.manifest import MANIFEST, SIGNATURE
+from offline_bundle.medium.tree_tools import tag
 from offline_bundle.progress import Progress, silent
 from offline_bundle.store import is_sealed, verify_model
 
@@ -52,6 +54,7 @@ class Target:
     bytes: int = 0
     seconds: float = 0.0
     at: str = ""
+    note: str = ""          # what could not be judged
     kept: bool = False      # found good by the check before, which was cut off; not read again
 
 
@@ -107,6 +110,27 @@ def verify(
     return report
 
 
+def rebuild(layout: Layout, *, trusted_keys: Sequence[Path] | None = None) -> dict[str, int]:
+    """Make the bytecode of every code tree again where it does not follow from its sources; name -> how many differed.
+
+    Raises InstallError: the signature or a source does not hold (10, 11), not the installation's owner (30).
+    """
+    trusted = trusted_keys if trusted_keys is not None else trust.keyring(layout)
+    made: dict[str, int] = {}
+    with _alone(layout) as owner:
+        if not owner:
+            raise InstallError(
+                t("Only the installation's owner can change the code."), exit_code=ExitCode.IO,
+                changed=t("Nothing was changed."), hint=t("Run it with sudo."),
+            )
+        for tree in _trees(layout):
+            _signed_description(tree, trusted)
+            made[tree.name] = rebuild_bytecode(tree)
+            if made[tree.name]:
+                audit.append(layout.audit, "bytecode-rebuilt", code=tree.name, files=made[tree.name])
+    return made
+
+
 def last(layout: Layout) -> dict[str, Any] | None:
     """What the last check found, as it was recorded; None if there was none, or it cannot be read."""
     try:
@@ -126,7 +150,7 @@ def _targets(
     """Everything there is to check, and what should be there and is not."""
     name = release.live(layout)
     yield Target("release", name or "none"), lambda target: _check_release(layout, history, readable, target)
-    for tree in sorted(path for path in layout.code.glob("*") if (path / "runtime.json").is_file()):
+    for tree in _trees(layout):
         yield Target("code", tree.name), lambda target, at=tree: _check_code(at, trusted, progress, target)
     info = release.read_info(layout, name) if name else {}
     expected = {str(bundle.get("digest")): str(bundle.get("name")) for bundle in release.bundles_of(info)}
@@ -153,6 +177,10 @@ def _check_release(layout: Layout, history: History, readable: bool, target: Tar
         message = t("The release {name} says of itself that it is {other}.", name=target.name,
                     other=str(info.get("release"))[:80])
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
+    if not release.is_as_made(layout, target.name, info):
+        message = t("The release {name} is not as it was made: release.json, bin/atoll or lib was changed.",
+                    name=target.name)
+        raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
     committed = history.committed
     if readable and committed and history.open_switch is None and committed["release"] != target.name:
         raise InstallError(
@@ -164,26 +192,54 @@ def _check_release(layout: Layout, history: History, readable: bool, target: Tar
         )
 
 
-def _check_code(tree: Path, trusted: Sequence[Path], progress: Progress, target: Target) -> None:
-    """The signed description of the code first, then every file."""
-    again = t("Stop the service (atoll stop) and install again from its medium: atoll install MEDIUM")
+def _trees(layout: Layout) -> list[Path]:
+    return sorted(path for path in layout.code.glob("*") if (path / "runtime.json").is_file())
+
+
+def _signed_description(tree: Path, trusted: Sequence[Path]) -> dict[str, Any]:
+    """runtime.json of a tree, once the signature over share/bundle.json holds and it names that very file."""
     share = tree / "share"
     resources, _ = oms.verify(fs.read_regular(share / SIGNATURE, limits.MAX_SIGNATURE)[0], load_trusted(trusted, tree))
     digest = hashlib.sha256(fs.read_regular(share / MANIFEST, limits.MAX_MANIFEST)[0]).hexdigest()
-    if resources.get(MANIFEST) != digest or read_facts(tree).get("digest") != digest:
+    facts = read_facts(tree)
+    if resources.get(MANIFEST) != digest or facts.get("digest") != digest:
         message = t("The code in {tree} does not say of itself what was signed.", tree=tree)
-        raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
+        raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=_again())
+    return facts
+
+
+def _again() -> str:
+    return t("Stop the service (atoll stop) and install again from the medium, which replaces what differs: "
+             "sudo sh install.sh")
+
+
+def _check_code(tree: Path, trusted: Sequence[Path], progress: Progress, target: Target) -> None:
+    """The signed description of the code first, then every file."""
+    facts = _signed_description(tree, trusted)
     differing = verify_code(tree, lambda done, total: progress("code", done, total))
     target.bytes = fs.tree_size(tree)
-    if differing:
-        names = joined(differing[:3])
-        if len(differing) > 3:
-            names = t("{names} and {count} more", names=names, count=len(differing) - 3)
-        raise InstallError(
-            t("The code differs from what was installed: {names}.", names=names),
-            exit_code=ExitCode.CONTENT_MISMATCH,
-            hint=again,
-        )
+    if facts.get("abi") != tag():
+        target.note = t("Its bytecode was not checked: it is for another version of Python ({abi}).",
+                        abi=str(facts.get("abi"))[:8])
+    if not differing:
+        return
+    names = joined(differing[:3])
+    if len(differing) > 3:
+        names = t("{names} and {count} more", names=names, count=len(differing) - 3)
+    if not all(is_bytecode(path) for path in differing):
+        message = t("The code differs from what was installed: {names}.", names=names)
+        raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=_again())
+    told = [t("Bytecode differs from what the verified sources give: {names}.", names=names)]
+    made_by, here = str(facts.get("compiled_by"))[:16], python_version()
+    if made_by != here:
+        told.append(t("It was made by Python {made_by}, and this is {here}: an update of Python can explain it.",
+                      made_by=made_by, here=here))
+    raise InstallError(
+        joined(told, " "),
+        exit_code=ExitCode.CONTENT_MISMATCH,
+        hint=t("Keep a copy of {tree} for whoever looks into it, then make the bytecode again: "
+               "atoll verify --rebuild-bytecode", tree=tree),
+    )
 
 
 def _check_model(

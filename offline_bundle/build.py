@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +41,7 @@ def build_bundle(
     passphrase: bytes | None = None,
     acceptance: Acceptance = "click",
     license_url: str | None = None,
-    requires: Requires | None = None,
+    requires: Mapping[str, Any] | None = None,
     exclude: Sequence[str] = (),
     chunk_size: int = limits.DEFAULT_CHUNK,
 ) -> Path:
@@ -49,8 +49,9 @@ def build_bundle(
 
     The model directory is not changed. `license_id` is an SPDX identifier (or ``LicenseRef-…``) and `license_file`
     its text, which always travels with the model. `sequence` must grow with every release of one `name`: targets
-    refuse a lower one. `exclude` are shell patterns of paths or names to leave out. `passphrase` opens an encrypted
-    `private_key`. The time in ``created`` is SOURCE_DATE_EPOCH when that is set. Progress stage: ``copy``.
+    refuse a lower one. `requires` are fields of `Requires`; disk_bytes is the sum of the files unless given.
+    `exclude` are shell patterns of paths or names to leave out. `passphrase` opens an encrypted `private_key`. The
+    time in ``created`` is SOURCE_DATE_EPOCH when that is set. Progress stage: ``copy``.
 
     Raises BundleError with exit code 2 (an argument, or the target exists), 11 (content that a bundle may not
     carry), 13 (a path is missing), 30 (space or I/O). Nothing is left at the target unless it is complete.
@@ -66,7 +67,7 @@ def build_bundle(
         sequence=sequence,
         created=_now(),
         source=lambda: Source(repo=source_repo, revision=source_revision),
-        requires=lambda: requires or Requires(disk_bytes=0),
+        requires=lambda: Requires(**{"disk_bytes": 0, **(requires or {})}),
         license=lambda: License(
             spdx=license_id,
             file=license_path,
@@ -153,13 +154,13 @@ def _draft(chunk_size: int, **fields: Any) -> BundleManifest:
 
 
 def _complete(
-    draft: BundleManifest, entries: Sequence[FileEntry], requires: Requires | None, template: str | None
+    draft: BundleManifest, entries: Sequence[FileEntry], requires: Mapping[str, Any] | None, template: str | None
 ) -> BundleManifest:
     """The draft with the real files."""
     real = {
         "files": tuple(sorted(entries, key=lambda e: e.path)),
         "chat_template_sha256": template,
-        "requires": requires or Requires(disk_bytes=sum(e.size for e in entries)),
+        "requires": Requires(**{"disk_bytes": sum(e.size for e in entries), **(requires or {})}),
     }
     try:
         return BundleManifest.model_validate(dict(draft) | real)
@@ -174,7 +175,8 @@ def _complete(
 
 def _read_license(path: Path) -> bytes:
     try:
-        text = path.read_bytes()
+        with path.open("rb") as file:
+            text = file.read(limits.MAX_TEXT["license"] + 1)  # what is longer, the content rules refuse
         text.decode("utf-8")
     except OSError as e:
         raise BundleError(
@@ -337,7 +339,7 @@ def _check_content(partial: Path, entries: Sequence[FileEntry]) -> str | None:
                 content.check_file(fd, entry)
 
         def read(path: str) -> bytes:
-            return media.read_small(root, path, limits.MAX_TEXT_FILE)
+            return media.read_small(root, path, limits.MAX_PARSED)
 
         content.check_index(read, files)
         return content.chat_template_sha256(read, files)

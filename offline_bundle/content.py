@@ -4,6 +4,7 @@ Applied when building, and again after the hashes hold when verifying or ingesti
 bundle, these rules say what even a trusted maker may not ship by mistake.
 """
 
+import codecs
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -98,11 +99,20 @@ def check_file(fd: int, entry: FileEntry) -> None:
     for magic, what in _MAGIC.items():
         if start.startswith(magic) and not (magic == b"MZ" and start.isascii()):
             raise _refused(entry.path, t("is {what}", what=what), t("Leave it out, or replace it by the real file."))
+    most = limits.MAX_TEXT[entry.role]
+    parsed = entry.path.endswith(".json") and entry.path not in _VOCABULARIES
+    if (size := os.fstat(fd).st_size) > (most := min(most, limits.MAX_PARSED) if parsed else most):
+        raise _refused(
+            entry.path,
+            t("has {size} bytes; a file of its kind may have {most}", size=size, most=most),
+            t("Leave it out with --exclude."),
+        )
     if entry.path.endswith(_BINARY):
         return
-    text = _read_text(fd, entry)
-    if entry.path.endswith(".json") and entry.path not in _VOCABULARIES:
+    _check_text(fd, entry)
+    if parsed:
         try:
+            text = safetensors_header.read_exactly(fd, size, 0)
             loads(text, forbidden=_CODE_KEYS, constants=True)
         except StrictJSONError as e:
             raise _refused(
@@ -161,22 +171,19 @@ def check_whole(read: Callable[[str], bytes], files: Mapping[str, FileEntry], pi
         )
 
 
-def _read_text(fd: int, entry: FileEntry) -> bytes:
-    size = os.fstat(fd).st_size
-    if size > limits.MAX_TEXT_FILE:
-        raise _refused(
-            entry.path,
-            t("is text of more than {most} bytes", most=limits.MAX_TEXT_FILE),
-            t("Leave it out."),
-        )
-    text = safetensors_header.read_exactly(fd, size, 0)
-    if b"\0" in text:
-        raise _refused(entry.path, t("has binary content where text is expected"), t("Leave it out with --exclude."))
+def _check_text(fd: int, entry: FileEntry) -> None:
+    """UTF-8 without NUL, block by block: how large the file is does not matter to memory."""
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
     try:
-        text.decode("utf-8")
+        while block := os.pread(fd, limits.BLOCK, at):
+            at += len(block)
+            if b"\0" in block:
+                what = t("has binary content where text is expected")
+                raise _refused(entry.path, what, t("Leave it out with --exclude."))
+            decoder.decode(block)
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError as e:
         raise _refused(entry.path, t("is not UTF-8 text"), t("Leave it out with --exclude.")) from e
-    return text
 
 
 def _refused(path: str, why: str, hint: str) -> BundleError:

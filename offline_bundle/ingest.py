@@ -310,7 +310,7 @@ class _Ingest:
         check_file_set(self.stage, self.signed)
         try:
             content.check_whole(
-                lambda p: media.read_small(self.stage, p, limits.MAX_TEXT_FILE),
+                lambda p: media.read_small(self.stage, p, limits.MAX_PARSED),
                 {f.path: f for f in manifest.files},
                 manifest.chat_template_sha256,
             )

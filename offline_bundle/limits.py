@@ -12,7 +12,13 @@ MAX_PATH = 240  # bytes; leaves room for the store's prefix on file systems with
 MAX_NAME = 128  # bytes of one path component
 MAX_DEPTH = 4  # components: model/additional_chat_templates/x.jinja is 3
 MAX_FILE_SIZE = 1 << 50
-MAX_TEXT_FILE = 256 * MIB  # json, jinja, txt, md: the biggest real tokenizer.json is about 35 MiB
+MAX_PARSED = 16 * MIB  # JSON that is parsed; a parsed document takes some ten times its text in memory
+# Text files by role; the largest real tokenizer.json has about 35 MiB. They are checked in blocks of BLOCK.
+MAX_TEXT = {
+    "license": 1 * MIB, "template": 1 * MIB, "doc": 4 * MIB, "config": MAX_PARSED, "sbom": MAX_PARSED,
+    "tokenizer": 64 * MIB,
+}  # fmt: skip
+BLOCK = 1 * MIB
 MAX_SAFETENSORS_HEADER = 100_000_000  # the bound of the safetensors format itself
 MAX_TENSOR_DIMS = 16
 MAX_SEQUENCE = (1 << 53) - 1  # every integer in bundle.json stays exact in any JSON reader

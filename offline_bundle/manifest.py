@@ -13,6 +13,7 @@ from . import limits, names
 from .errors import CONTENT, BundleError
 from .strictjson import StrictJSONError, canonical, loads
 from .text import complaint, plain, t
+from .versions import RANGE
 
 MANIFEST = "bundle.json"
 SIGNATURE = "model.sig"
@@ -31,6 +32,8 @@ Spdx = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+-]{0,6
 Timestamp = Annotated[str, StringConstraints(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\z")]
 # Text that ends up on a terminal: no control characters, no escape sequences, no bidi tricks.
 Line = Annotated[str, StringConstraints(max_length=256, pattern=r"^[\x20-\x7e]*\z")]
+VersionRange = Annotated[str, StringConstraints(max_length=64, pattern=RANGE)]
+Least = Annotated[str, StringConstraints(pattern=r"^(>=)?[0-9]{1,4}(\.[0-9]{1,4}){0,3}\z")]
 Role = Literal["weights", "config", "tokenizer", "template", "doc", "license", "sbom"]
 Acceptance = Literal["none", "click", "gated"]
 
@@ -69,19 +72,26 @@ class Source(Strict):
 
 
 class Requires(Strict):
-    """What the target needs. A null is 'no requirement known'."""
+    """What the target needs. A null is 'no requirement known'.
+
+    The installer enforces every one of them (installer/preflight); what only a GPU can meet counts where one is used.
+    """
 
     disk_bytes: Annotated[int, Field(ge=0, le=limits.MAX_FILE_SIZE)]
-    runtime: Line | None = None  # version range of atoll, e.g. ">=0.1,<0.2"
-    driver_min: Line | None = None
-    cuda: Line | None = None
-    compute_cap: Line | None = None
+    runtime: VersionRange | None = None  # of atoll, e.g. ">=0.1,<0.2"
+    driver_min: Least | None = None
+    cuda: Least | None = None
+    compute_cap: Least | None = None
     vram_gib: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
     host_ram_bytes: Annotated[int, Field(ge=0, le=limits.MAX_FILE_SIZE)] | None = None
 
 
 class License(Strict):
-    """The licence whose text is `file`; `acceptance` says what an installer must obtain before it goes on."""
+    """The licence whose text is `file`; `acceptance` says what an installer must obtain before it goes on.
+
+    none: nothing. click: a person's yes to the text. gated: that, and a reference to the agreement under which the
+    model's maker gave access (a contract, an approval, an account), since the text alone gives no right to use it.
+    """
 
     spdx: Spdx
     file: SafePath
@@ -175,6 +185,8 @@ class BundleManifest(Strict):
             if manifest.to_bytes() != data:
                 raise StrictJSONError(t("it is not in canonical form"))
         except ValidationError as e:
+            if (new := newer(e)) is not None:
+                raise new from e
             first = e.errors(include_url=False)[0]
             where = ".".join(str(step) for step in first["loc"])
             said = complaint(first)
@@ -191,6 +203,24 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_tuples(v) for v in value)
     return value
+
+
+def newer(error: ValidationError) -> BundleError | None:
+    """The refusal of a manifest that a later Atoll wrote: it asks for what this one cannot judge. Else None."""
+    for found in error.errors(include_url=False):
+        where = found["loc"]
+        if where[:1] == ("requires",) and found["type"] == "extra_forbidden":
+            what = t("a requirement called '{name}'", name=names.show(str(where[-1])))
+        elif where == ("schema_version",) and isinstance(found["input"], int) and found["input"] > SCHEMA_VERSION:
+            what = t("format {version}", version=found["input"])
+        else:
+            continue
+        return BundleError(
+            t("This bundle needs a newer Atoll: bundle.json has {what}, which this one does not know.", what=what),
+            t("Install the newer Atoll first, or ask the bundle's maker for one for this version."),
+            CONTENT,
+        )
+    return None
 
 
 def _invalid(why: str) -> BundleError:

@@ -9,7 +9,9 @@ _INSTALL = (
     "korean.py", "words.py", "p256.py", "hash_words.py", "place.py", "revoked.py", "check.py", "arguments.py",
     "trust.py", "begin.py",
 )  # fmt: skip
-_SETUP = ("tree_tools.py", "tree_packages.py", "tree_contents.py", "setup_release.py")
+_SETUP = (
+    "tree_tools.py", "bytecode.py", "tree_packages.py", "tree_contents.py", "tree_check.py", "setup_release.py",
+)  # fmt: skip
 _IMPORT = "from offline_bundle.medium."
 
 

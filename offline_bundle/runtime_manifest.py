@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from . import limits, names
 from .errors import CONTENT, BundleError
-from .manifest import MANIFEST, SIGNATURE, SafePath, Semver, Sha256, Strict, Timestamp
+from .manifest import MANIFEST, SIGNATURE, SafePath, Semver, Sha256, Strict, Timestamp, newer
 from .strictjson import StrictJSONError, canonical, loads
 from .text import complaint, plain, t
 
@@ -110,6 +110,8 @@ class RuntimeManifest(Strict):
             if canonical(loads(data)) != data or manifest.to_bytes() != data:
                 raise StrictJSONError(t("it is not in canonical form"))
         except (ValidationError, StrictJSONError) as e:
+            if isinstance(e, ValidationError) and (new := newer(e)) is not None:
+                raise new from e
             why = plain(e)
             if isinstance(e, ValidationError):
                 first: Any = e.errors(include_url=False)[0]

@@ -74,7 +74,7 @@ def verify_bundle(
             with media.open_file(root, entry.path) as fd:
                 content.check_file(fd, entry)
         content.check_whole(
-            lambda p: media.read_small(root, p, limits.MAX_TEXT_FILE), files, signed.manifest.chat_template_sha256
+            lambda p: media.read_small(root, p, limits.MAX_PARSED), files, signed.manifest.chat_template_sha256
         )
     return VerifiedBundle(path, signed.manifest, signed.digest, signed.key_fingerprint)
 

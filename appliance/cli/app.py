@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "logs": ("appliance.cli.logs", "register", "Show the service's log."),
     "verify": ("appliance.cli.verify", "register", "Compare every installed byte with what was signed."),
     "trust": ("appliance.cli.trust", "app", "List, add, remove and revoke the vendor keys that are trusted here."),
+    "audit": ("appliance.cli.audit", "app", "Show the audit log, and check that it is whole."),
     "apikey": ("appliance.cli.apikey", "app", "Make, list and revoke the API keys that open the endpoint."),
     "tls": ("appliance.cli.tls", "app", "Show, renew or replace the endpoint's certificate; export the local CA."),
     "support-bundle": ("appliance.cli.support", "register", "Collect what helps to find a fault: no keys, no prompts."),

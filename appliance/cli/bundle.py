@@ -1,5 +1,6 @@
 """`atoll bundle build | inspect | verify`."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from installer.trust import keyring
 from offline_bundle.build import build_bundle
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.keys import Keyring, is_encrypted, refuse_from_medium
-from offline_bundle.manifest import BundleManifest
+from offline_bundle.manifest import BundleManifest, Requires
 from offline_bundle.runtime_verify import is_runtime
 from offline_bundle.verify import inspect_bundle, verify_bundle
 
@@ -67,6 +68,14 @@ def build(
     acceptance: Annotated[
         AcceptanceChoice, typer.Option(help="What an installer must obtain before it uses the model.")
     ] = AcceptanceChoice.click,
+    requires: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", show_default=False,
+            help="What a server must have: runtime, driver_min, cuda, compute_cap, vram_gib, host_ram_bytes or "
+                 "disk_bytes, such as runtime='>=0.1,<0.2'; repeatable.",
+        ),
+    ] = None,
     license_url: Annotated[str | None, typer.Option(help="Where the licence is published.", show_default=False)] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(help="Shell pattern of files to leave out; repeatable.", show_default=False)
@@ -135,6 +144,7 @@ def build(
                 license_file=license_file or model / "LICENSE",
                 license_url=license_url,
                 acceptance=acceptance.value,
+                requires=_requirements(requires or ()),
                 source_repo=source_repo,
                 source_revision=source_revision,
                 private_key=key,
@@ -152,6 +162,21 @@ def build(
         say(t("Built {path}", path=path))
         _print(made.manifest, made.digest, (t("signed by"), made.claimed_fingerprint or ""))
         say(t("Next: {command}", command=f"atoll bundle verify {path} --key {key.with_suffix('.pub')}"))
+
+
+def _requirements(given: Sequence[str]) -> dict[str, str | int]:
+    """`--requires` as the manifest's fields; build_bundle judges the values."""
+    found: dict[str, str | int] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or name not in Requires.model_fields:
+            raise BundleError(
+                t("'{text}' is not a requirement.", text=text[:80]),
+                t("Known ones: {names}", names=joined(Requires.model_fields)),
+                USAGE,
+            )
+        found[name] = int(value) if name.endswith(("_bytes", "_gib")) and value.isdecimal() else value
+    return found
 
 
 @app.command(epilog=_EXIT_CODES)

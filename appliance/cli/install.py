@@ -12,6 +12,7 @@ import typer
 from appliance.cli.common import Json, Prefix, examples, layout_for, told
 from appliance.cli.install_view import Terminal, print_result
 from appliance.cli.preflight import read_waivers
+from installer import fs
 from installer.answers import Answers, read_answers
 from installer.code_tree import code_tree, read_facts, upgrade_command
 from installer.errors import ExitCode, InstallError
@@ -21,6 +22,7 @@ from installer.lifecycle import history_of
 from installer.machine import Installer, key_was_shown
 from installer.options import InstallOptions, ModelChoice, TlsChoice
 from installer.preflight.needs import RUNTIME
+from offline_bundle import limits
 from offline_bundle.manifest import MANIFEST
 
 Port = Annotated[
@@ -54,8 +56,9 @@ TrustKey = Annotated[
 Accept = Annotated[
     list[str] | None,
     typer.Option(
-        "--accept-license", "--accept-licence", metavar="SPDX@SHA256",
-        help="Accept this licence and this text of it (at least 8 hex digits). Without it you are asked.",
+        "--accept-license", "--accept-licence", metavar="SPDX@SHA256[:REFERENCE]",
+        help="Accept this licence and this text of it (at least 8 hex digits). A gated model also takes the reference "
+             "of the agreement that covers its use. Without it you are asked.",
     ),
 ]
 AnswersFile = Annotated[
@@ -206,7 +209,10 @@ def _hand_over(media: list[Path], layout: Layout) -> None:
         manifest = medium / RUNTIME / MANIFEST
         if tree is None or not manifest.is_file():
             continue
-        brought = hashlib.sha256(manifest.read_bytes()).hexdigest()
+        text, facts = fs.read_regular(manifest, limits.MAX_MANIFEST)
+        if facts.st_size > limits.MAX_MANIFEST:
+            continue  # install.sh would refuse it; the bundles beside it do not depend on it
+        brought = hashlib.sha256(text).hexdigest()
         command = upgrade_command(medium, layout) if brought != read_facts(tree)["digest"] else None
         if command is not None:
             sys.stdout.flush()

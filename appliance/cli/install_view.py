@@ -104,6 +104,10 @@ class Terminal:
         question = t("Do you accept the licence {spdx} of {model}?", spdx=request.spdx, model=request.model)
         return agrees(question, err=self.to_stderr)
 
+    def licence_reference(self, request: LicenceRequest) -> str:
+        question = t("{model} is gated. Which contract, approval or account covers its use here?", model=request.model)
+        return typer.prompt(spoken(question), default="", show_default=False, err=self.to_stderr).strip()
+
     def confirm_plan(self, plan: Plan) -> bool:
         return self.interactive and agrees(t("Go on?"), err=self.to_stderr)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
 from appliance.cli.preflight_view import print_checks, print_verdict
-from installer import config
+from installer import config, fs
 from installer.answers import read_answers
 from installer.errors import ExitCode, InstallError
 from installer.i18n import Text, joined, language_of, t
@@ -179,6 +179,6 @@ def _write(path: Path, facts: dict[str, Any]) -> None:
 
 def _is_report(path: Path) -> bool:
     try:
-        return "checks" in json.loads(path.read_bytes()[: 4 << 20])
+        return "checks" in json.loads(fs.read_regular(path, 4 << 20)[0])
     except (OSError, ValueError, TypeError):
         return False

@@ -8,11 +8,13 @@ from rich.cells import cell_len
 from appliance.cli.byte_progress import byte_progress, size
 from appliance.cli.common import Json, Prefix, examples, layout_for, padded, print_json, say, spoken, told
 from installer.i18n import joined, t
-from installer.verify import Report, Target, verify
+from installer.layout import Layout
+from installer.verify import Report, Target, rebuild, verify
 
 _HELP = """Read every byte of the installed models and code again and compare it with what was signed.
 
-Changes nothing, and disturbs a running service only by reading. The result is shown by `atoll status`. Interrupted, the
+Changes nothing, and disturbs a running service only by reading. Bytecode is made again from the verified sources and
+compared; --rebuild-bytecode replaces what differs. The result is shown by `atoll status`. Interrupted, the
 same command goes on behind the models it had finished.
 """
 _EXIT_CODES = (
@@ -37,12 +39,17 @@ def command(
     gentle: Annotated[
         bool, typer.Option("--gentle", help="Take disk and processor only when nobody else wants them.")
     ] = False,
+    rebuild_bytecode: Annotated[
+        bool, typer.Option("--rebuild-bytecode", help="First make bytecode that differs again, from verified sources.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the result.")] = False,
     as_json: Json = False,
 ) -> None:
     with told(as_json):
         if gentle:
             _be_gentle()
+        if rebuild_bytecode:
+            _rebuild(layout_for(prefix), silent=as_json)
         with byte_progress(_LABELS, quiet=as_json or quiet) as progress:
             said = _quietly if as_json else _say
             report = verify(layout_for(prefix), progress=progress, said=said, everything=everything)
@@ -52,6 +59,12 @@ def command(
         _sum_up(report)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+def _rebuild(layout: Layout, *, silent: bool) -> None:
+    for name, count in rebuild(layout).items():
+        if not silent:
+            say(t("{name}: {count} files of bytecode were made again.", name=name, count=count))
 
 
 def _quietly(target: Target) -> None:
@@ -66,7 +79,7 @@ def _say(target: Target) -> None:
     elif target.bytes:
         parts.append(spoken(t("{size} in {seconds:.1f} s", size=size(target.bytes), seconds=target.seconds)))
     typer.echo(f"{' ' * (6 - cell_len(word))}{word}  {'  '.join(part for part in parts if part)}")
-    for line in (target.error, target.hint):
+    for line in (target.error, target.note, target.hint):
         if line:
             typer.echo(f"        {spoken(line)}")
 

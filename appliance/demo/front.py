@@ -33,5 +33,8 @@ class DemoFrontend:
     def accept_licence(self, request: Any) -> bool:
         return False
 
+    def licence_reference(self, request: Any) -> str:
+        return ""
+
     def confirm_plan(self, plan: Any) -> bool:
         return False

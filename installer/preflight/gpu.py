@@ -110,6 +110,11 @@ def driver(context: PreflightContext) -> Seen:
         fix = t("Install driver {floor} or newer and restart.", floor=floor[0])
         command = f"apt-get install nvidia-driver-{floor[0]}-server"
         return Seen("fail", f"{version}{speaks}", fix, command, evidence, needed)
+    asked = _numbers(context.cuda)
+    if build.cuda and asked and build.cuda < asked:
+        fix = t("Use a medium whose code has the newer CUDA, or ask the bundle's maker for one for this CUDA.")
+        needed = t("CUDA {cuda} or newer, as the bundle asks for", cuda=".".join(map(str, asked)))
+        return Seen("fail", build.label, fix, evidence="torch/version.py", required=needed)
     if cuda[0] not in DRIVER_FLOORS and not context.driver_min:
         fix = t("Ask the bundle's maker which driver it needs.")
         return Seen("warn", t("{version}; nothing is known about CUDA {cuda}", version=version, cuda=cuda[0]), fix)

@@ -15,6 +15,7 @@ from installer.layout import Layout
 from installer.preflight import lookup_tables
 from installer.preflight.record import ModelNeed
 from installer.preflight.torch_build import TorchBuild
+from installer.release import UNKNOWN_VERSION, code_version
 from offline_bundle import media
 from offline_bundle.errors import BundleError
 from offline_bundle.keys import load_trusted
@@ -22,6 +23,7 @@ from offline_bundle.manifest import MANIFEST, BundleManifest
 from offline_bundle.runtime_manifest import RuntimeManifest
 from offline_bundle.runtime_verify import verify_runtime
 from offline_bundle.verify import check_signed_manifest
+from offline_bundle.versions import admits
 
 RUNTIME = "runtime"
 MAX_FILES = 100_000
@@ -64,12 +66,29 @@ def read_needs(medium: Path, keys: Sequence[Path], layout: Layout) -> Needs:
     if not keys:
         return Needs({**values, **_by_length(bundles)}, tuple(path.name for path in bundles), not bundles)
     signed = [_signed(path, keys) for path in bundles]
+    for manifest, _ in signed:
+        check_runtime(manifest)
     in_store = [manifest for manifest, digest in signed if (layout.models / digest).is_dir()]
     sources = {manifest.name: path for path, (manifest, _) in zip(bundles, signed, strict=True)}
     values |= of_manifests({manifest.name: manifest for manifest, _ in signed}, in_store, sources=sources)
     if runtime is not None:
         values |= _of_runtime(_signed_runtime(runtime, keys), values["driver_min"])
     return Needs(values, tuple(manifest.name for manifest, _ in signed), True)
+
+
+def check_runtime(manifest: BundleManifest) -> None:
+    """Raises InstallError (3) for a model that asks for another version of Atoll than the one that is running."""
+    here, wanted = code_version(), manifest.requires.runtime
+    if wanted is None or here == UNKNOWN_VERSION or admits(wanted, here):
+        return
+    raise InstallError(
+        t("{name} {version} needs Atoll {wanted}; this is {here}.", name=manifest.name, version=manifest.version,
+          wanted=wanted, here=here),
+        exit_code=ExitCode.PREFLIGHT_FAIL,
+        why=t("Its maker has tried it with those versions only."),
+        changed=t("Nothing was changed."),
+        hint=t("Install that Atoll first (sudo sh install.sh from its medium), or ask for a bundle for this one."),
+    )
 
 
 def of_manifests(
@@ -96,7 +115,7 @@ def of_manifests(
     return {
         "model_bytes": sum(m.total_bytes for m in manifests),
         "weight_bytes": sum(sum(weights[id(m)]) for m in models.values()),
-        "copy_bytes": sum(m.total_bytes for m in manifests if m not in in_store),
+        "copy_bytes": sum(max(m.total_bytes, m.requires.disk_bytes) for m in manifests if m not in in_store),
         "shard_bytes": max((size for sizes in weights.values() for size in sizes), default=0),
         "host_ram_bytes": most("host_ram_bytes"),
         "bundle_created": max((datetime.fromisoformat(m.created).timestamp() for m in manifests), default=None),

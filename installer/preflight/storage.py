@@ -1,7 +1,6 @@
 """The disk under the tree: room, inodes, and a file system that can hold a service."""
 
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +92,6 @@ def filesystem(context: PreflightContext) -> Seen:
     if any(text.split()[0] in _NETWORK for text in kinds):
         fix, why = t("Use a local disk."), t("Locks and fsync are weaker on a network disk.")
         return Seen("warn", observed, fix, f"findmnt -T {layout.lib}", evidence, why=why)
-    device = block_device(context.machine, existing_parent(layout.lib))
-    if context.system and device is not None and ext4_without_verity(device):
-        fix = t("Switch it on; it needs no unmounting.")
-        seen = t("{kinds}; fs-verity is off", kinds=observed)
-        why = t("With fs-verity the kernel itself would check each page of a model that it reads.")
-        return Seen("warn", seen, fix, f"tune2fs -O verity {device}", f"tune2fs -l {device}", why=why)
     return Seen("pass", observed, evidence=evidence)
 
 
@@ -136,16 +129,3 @@ def block_device(machine: Machine, path: Path) -> Path | None:
     name = next((line.partition("=")[2] for line in table.splitlines() if line.startswith("DEVNAME=")), "")
     device = machine.at(f"/dev/{name}") if name and ".." not in name else None
     return device if device is not None and device.exists() else None
-
-
-def ext4_without_verity(device: Path) -> bool:
-    """Whether it is ext4 without the verity feature: its superblock (at 1024) has the flags at 0x64, magic at 0x38."""
-    try:
-        with device.open("rb") as file:
-            file.seek(1024)
-            block = file.read(1024)
-    except OSError:
-        return False
-    if len(block) < 1024 or block[0x38:0x3A] != b"\x53\xef":
-        return False
-    return not struct.unpack_from("<I", block, 0x64)[0] & 0x8000

@@ -67,11 +67,14 @@ def accept_licences(context: Context) -> str:
 
 def _accept(context: Context, model: Model) -> str:
     manifest, terms = model.manifest, model.manifest.license
-    if licence.already_approved(context.layout.approvals, terms.sha256, model.digest):
+    gated = terms.acceptance == "gated"
+    if licence.already_approved(context.layout.approvals, terms.sha256, model.digest, gated=gated):
         return t("{spdx}, accepted earlier", spdx=terms.spdx)
     text = licence.read_text(model.source, terms.file, terms.sha256)
-    request = licence.LicenceRequest(terms.spdx, terms.sha256, text, terms.url, f"{manifest.name} {manifest.version}")
-    if licence.answered(request, context.options.accept_licenses):
+    about = f"{manifest.name} {manifest.version}"
+    request = licence.LicenceRequest(terms.spdx, terms.sha256, text, terms.url, about, gated)
+    reference = licence.answered(request, context.options.accept_licenses)
+    if reference is not None:
         how = "answer"
     elif terms.acceptance == "none":
         how = "not required"
@@ -79,9 +82,10 @@ def _accept(context: Context, model: Model) -> str:
         return t("{spdx} will have to be accepted: --accept-license {answer}", spdx=terms.spdx, answer=request.answer)
     elif context.frontend.accept_licence(request):
         how = "interactive"
+        reference = licence.check_reference(request, context.frontend.licence_reference(request) if gated else "")
     else:
         raise licence.not_accepted(request, model.source / terms.file)
-    model.approval = licence.approve(request, model.digest, how)
+    model.approval = licence.approve(request, model.digest, how, reference or "")
     if how == "not required":
         return t("{spdx}, no acceptance required by the vendor", spdx=terms.spdx)
     return t("{spdx}, accepted", spdx=terms.spdx)

@@ -9,6 +9,7 @@ from installer.choose import choose, no_medium, which_bundle
 from installer.context import Context, Model, as_install_error
 from installer.errors import ExitCode, InstallError
 from installer.i18n import joined, t
+from installer.preflight.needs import check_runtime
 from installer.preflight.record import gib
 from installer.release import Release
 from installer.sequence import last_sequence
@@ -117,6 +118,7 @@ def verify(context: Context) -> str:
     """The signatures first, then every byte, unless the read-only store already holds this very bundle."""
     context.models = choose(context)
     for model in context.models:
+        check_runtime(model.manifest)
         if not model.kept:
             _check_sequence(context, model)
             _check_content(context, model)

@@ -295,9 +295,10 @@ def make_release(options, root, signed, name):
 def fill(base, name, root, signed, on_failure, look):
     """The tree `base/name`, under the lock of `base`: (setup_release.py as a module, the facts for it, the lock)."""
     incoming, here = os.path.join(base, f".incoming-{name}"), os.path.isfile(os.path.join(base, name, "runtime.json"))
+    copied = sum(entry["size"] for entry in signed[0]["files"])
+    need = copied + LOOK_BYTES if look else signed[0]["requires"]["disk_bytes"]
     if not here:
-        copied = sum(entry["size"] for entry in signed[0]["files"])
-        check_space(base, copied + LOOK_BYTES if look else signed[0]["requires"]["disk_bytes"])
+        check_space(base, need)
     absent = missing_directories(base)
     lock = own_directory(base)
     try:
@@ -312,6 +313,10 @@ def fill(base, name, root, signed, on_failure, look):
         setup = load_setup(incoming, signed[0])
         facts = {"manifest": signed[0], "key": signed[3], "base": base, "name": name}
         facts |= {"incoming": incoming, "look": look}
+        facts["make"] = not setup.is_whole(facts, say, Progress)
+        if facts["make"] and here:
+            check_space(base, need)
+            take_copy(root, signed, incoming)
         setup.make_tree(facts, say, Progress, Refused)
     except BaseException as e:
         code = SPACE_IO if isinstance(e, OSError) else getattr(e, "code", None)

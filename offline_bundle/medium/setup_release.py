@@ -11,25 +11,49 @@ The tree is made under another name and appears by one rename. Nothing writes to
 This is the order of things; on the medium the parts are one file.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
 import time
 
+from offline_bundle.medium.tree_check import check_tree
 from offline_bundle.medium.tree_contents import add_rest, describe, describe_to_look, try_it
 from offline_bundle.medium.tree_packages import compile_all, install_packages, unpack_to_look
-from offline_bundle.medium.tree_tools import t
+from offline_bundle.medium.tree_tools import t, tag
+
+
+def is_whole(facts, say, progress_of):
+    """Whether the tree is there and is what was signed, to the last file, by the reckoning of this medium alone."""
+    final = os.path.join(facts["base"], facts["name"])
+    if not os.path.isfile(os.path.join(final, "runtime.json")):
+        return False
+    with open(os.path.join(facts["incoming"], "bundle.json"), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    progress = progress_of(t("Checking the installed code"), 1)
+
+    def told(done, total):
+        progress.total = max(total, 1)
+        progress.at(done)
+
+    wrong = check_tree(final, tag(), digest, told)
+    if wrong:
+        say(t("The code in {final} is not what was signed ({path}, {count} in all); it is made again.", final=final,
+              path=wrong[0], count=len(wrong)))
+    return not wrong
 
 
 def make_tree(facts, say, progress_of, refused):
-    """Build `facts["base"]/facts["name"]` unless it is there. `refused(code, message, hint)` is the error to raise."""
+    """Build `facts["base"]/facts["name"]` where `facts["make"]` asks for it. `refused(code, message, hint)` is the
+    error to raise."""
     manifest, base, incoming = facts["manifest"], facts["base"], facts["incoming"]
     final, partial = os.path.join(base, facts["name"]), os.path.join(base, f".partial-{facts['name']}")
+    replaced = os.path.join(base, f".partial-replaced-{facts['name']}")
     for left_over in os.listdir(base):
         if left_over.startswith((".partial-", ".incoming-")) and os.path.join(base, left_over) != incoming:
             shutil.rmtree(os.path.join(base, left_over), ignore_errors=True)
-    if os.path.isfile(os.path.join(final, "runtime.json")):
-        say(t("The code is already in {final}.", final=final))
+    if not facts["make"]:
+        say(t("The code is already in {final}, and is as it was signed.", final=final))
         return
     began = time.monotonic()
     if facts["look"]:
@@ -43,15 +67,18 @@ def make_tree(facts, say, progress_of, refused):
         install_packages(facts, partial, progress_of, refused)
         shutil.rmtree(os.path.join(incoming, "wheels"))  # before the disk has to keep them
         say(t("Preparing the packages: bytecode, launcher, hashes ..."))
-        compile_all(partial, final, refused)
+        compile_all(partial, final)
         add_rest(facts, partial, final)
         try_it(partial, manifest["version"], refused)
-        describe(facts, partial, refused)
+        describe(facts, partial, final, refused)
         os.sync()  # a power cut after the rename must not find half a tree
+        if os.path.lexists(final):  # it was found to differ
+            os.rename(final, replaced)
         os.rename(partial, final)
         _sync_directory(base)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left_over in (partial, replaced):
+            shutil.rmtree(left_over, ignore_errors=True)
     say(t("Code installed in {final} ({seconds:.0f} s). It stays for the next try if the rest stops.", final=final,
           seconds=time.monotonic() - began))
 

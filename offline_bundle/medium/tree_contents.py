@@ -4,13 +4,14 @@ A part of setup_release.py."""
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from offline_bundle.medium.tree_packages import NEEDLESS
-from offline_bundle.medium.tree_tools import BUG, CONTENT, environment, processors, python, t, tag, write
+from offline_bundle.medium.tree_tools import BUG, CONTENT, environment, processors, python, quoted, t, tag, write
 
 LAUNCHER = """\
 #!/bin/sh
@@ -29,6 +30,8 @@ lib = os.path.join(os.path.dirname(os.path.realpath(__file__)), "lib")
 sys.path.insert(0, lib)
 os.environ["PYTHONPATH"] = lib  # for the processes that this one starts
 sys.argv[0] = "atoll"
+if "verify" in sys.argv[1:]:
+    sys.pycache_prefix = os.devnull  # what checks the bytecode does not run it
 
 from appliance.cli import main  # noqa: E402
 
@@ -45,9 +48,9 @@ def add_rest(facts, partial, final):
             shutil.copytree(os.path.join(incoming, name), os.path.join(partial, "share", name))
     for name in ("bundle.json", "model.sig"):
         shutil.copyfile(os.path.join(incoming, name), os.path.join(partial, "share", name))
-    quoted = {"python": _quote(os.path.realpath(sys.executable)), "start": _quote(os.path.join(final, "start.py"))}
+    paths = {"python": quoted(os.path.realpath(sys.executable)), "start": quoted(os.path.join(final, "start.py"))}
     write(partial, "start.py", START)
-    write(partial, "bin/atoll", LAUNCHER.format(**quoted))
+    write(partial, "bin/atoll", LAUNCHER.format(**paths))
     if facts["key"]["new"]:
         write(partial, f"trust/{facts['key']['fingerprint'][:16]}.pub", facts["key"]["pem"].decode())
 
@@ -65,10 +68,11 @@ def try_it(partial, version, refused):
         )
 
 
-def describe(facts, partial, refused):
+def describe(facts, partial, final, refused):
     """files.json and runtime.json, and every mode: readable by all, writable by none.
 
-    What pip unpacked must be what the vendor found in the same wheels, to the last file.
+    What pip unpacked must be what the vendor found in the same wheels, to the last file. Bytecode is not listed: it is
+    compared with what the sources give (bytecode.py).
     """
     paths = [os.path.join(directory, name) for directory, _, names in os.walk(partial) for name in names]
     paths = [path for path in paths if not os.path.islink(path)]
@@ -92,8 +96,10 @@ def describe(facts, partial, refused):
                 t("lib/{path} is not what the vendor signed.", path=path),
                 t("Check the disk (dmesg), run again."),
             )
-    listing = json.dumps({"files": dict(sorted(files.items()))}, indent=0) + "\n"
-    runtime = _facts_of(facts, sum(f["size"] for f in files.values()) + len(listing))
+    size = sum(f["size"] for f in files.values())
+    files = {path: files[path] for path in sorted(files) if not path.endswith(".pyc")}
+    listing = json.dumps({"files": files}, indent=0) + "\n"
+    runtime = _facts_of(facts, final, size + len(listing))
     write(partial, "files.json", listing, 0o444)
     write(partial, "runtime.json", json.dumps(runtime, indent=2) + "\n", 0o444)
     for directory, _, _ in os.walk(partial, topdown=False):
@@ -103,18 +109,16 @@ def describe(facts, partial, refused):
 def describe_to_look(facts, final):
     """runtime.json alone: the tree is gone when the look is done."""
     size = facts["manifest"]["requires"]["unpacked_bytes"]
-    write(final, "runtime.json", json.dumps(_facts_of(facts, size), indent=2) + "\n")
+    write(final, "runtime.json", json.dumps(_facts_of(facts, final, size), indent=2) + "\n")
 
 
-def _facts_of(facts, size):
+def _facts_of(facts, final, size):
     """runtime.json: what a tree is."""
     manifest = facts["manifest"]
     with open(os.path.join(facts["incoming"], "bundle.json"), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     runtime = {name: manifest[name] for name in ("name", "version", "sequence", "created", "requires")}
     runtime |= {"schema_version": 1, "digest": digest, "key_fingerprint": facts["key"]["fingerprint"]}
-    return runtime | {"abi": tag(), "python": os.path.realpath(sys.executable), "bytes": size}
+    runtime |= {"abi": tag(), "python": os.path.realpath(sys.executable), "compiled_by": platform.python_version()}
+    return runtime | {"place": final, "bytes": size}
 
-
-def _quote(text):
-    return "'" + text.replace("'", "'\\''") + "'"

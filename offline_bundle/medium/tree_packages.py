@@ -4,18 +4,13 @@ import os
 import shutil
 import zipfile
 
+from offline_bundle.medium.bytecode import make_bytecode
 from offline_bundle.medium.tree_tools import free, processors, python, run_all, t, tag, write
 
 MOST_PIPS = 4  # past that a disk, not a processor, is the limit
 
 # Only for compiling against the packages, which nothing on a server does; half of all files.
 NEEDLESS = ("lib/bin", "lib/torch/include")
-# What the server does not import when it serves; it would still run, only without bytecode made ahead.
-NOT_COMPILED = (
-    r"/(tests?|sympy|networkx|mpmath|setuptools|torchgen|functorch|huggingface_hub)/"
-    r"|/torch/(_inductor|testing|onnx)/"
-)
-
 # For a look (a dry run, a preflight) packages above this size tell only what they are: PyTorch takes most of the time
 # and space of an install, and nothing that looks imports it.
 LARGE = 16 << 20
@@ -67,13 +62,10 @@ def unpack_to_look(facts, final):
                 wheel.extractall(os.path.join(final, "lib"), names)
 
 
-def compile_all(partial, final, refused):
+def compile_all(partial, final):
     """Bytecode for all of it now, so that nothing ever has to be written into the tree, and starts are quick."""
-    lib = os.path.join(partial, "lib")
-    mode = ("-q", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash")  # nothing is looked up to judge its age
-    command = python("-m", "compileall", *mode, "-x", NOT_COMPILED, "-s", partial, "-p", final, lib)
-    # Some packages carry templates that are not Python by themselves: those do not compile, and nobody imports them.
-    run_all([command], [partial], t("compile the packages"), refused, lambda: None, fine=(0, 1))
+    found = (os.path.join(where, name) for where, _, names in os.walk(os.path.join(partial, "lib")) for name in names)
+    make_bytecode(partial, final, sorted(os.path.relpath(path, partial) for path in found if path.endswith(".py")))
 
 
 def _temporary(partial, number):

@@ -1,7 +1,10 @@
 """Tools of those that make a release's tree: other Pythons run quietly, files written. A part of setup_release.py."""
 
 import contextlib
+import errno
+import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -75,6 +78,65 @@ def run_all(commands, temporary, deed, refused, tick, fine=(0,)):
     full = any("No space left" in line or "Errno 28" in line for line in words)
     hint = t("Free some space (df -h) and run again.") if full else t("Run again; if it fails again, tell the vendor.")
     raise refused(SPACE_IO if full else BUG, t("Could not {deed}: {names}", deed=deed, names=" / ".join(words)), hint)
+
+
+def in_processes(work, items, done=lambda count: None):
+    """[work(item) for item in items] without the Nones, on all processors; results are strings, in no order.
+
+    `done(count)` is told how many items more are finished. Raises OSError for one that a worker met.
+    """
+    count = max(1, min(processors(), len(items)))
+    found, workers = [], {}
+    with selectors.DefaultSelector() as ready:
+        try:
+            for number in range(count):
+                reading, writing = os.pipe()
+                pid = os.fork()
+                if not pid:
+                    _work(work, items[number::count], writing)
+                os.close(writing)
+                workers[reading] = [pid, b""]
+                ready.register(reading, selectors.EVENT_READ)
+            while workers:
+                for key, _ in ready.select():
+                    data = os.read(key.fd, 1 << 16)
+                    *lines, rest = (workers[key.fd][1] + data).split(b"\n")
+                    workers[key.fd][1] = rest
+                    results = [json.loads(line) for line in lines]
+                    found += [result for result in results if result is not None]
+                    done(len(results))
+                    if not data:
+                        ready.unregister(key.fd)
+                        os.close(key.fd)
+                        code = os.waitstatus_to_exitcode(os.waitpid(workers.pop(key.fd)[0], 0)[1])
+                        if code:
+                            raise OSError(code if code > 0 else errno.EINTR, os.strerror(max(code, errno.EINTR)))
+        finally:
+            for fd, (pid, _) in workers.items():
+                os.close(fd)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    return found
+
+
+def _work(work, items, writing):
+    """A child of in_processes: a line for each item, and the exit status tells of an error. Never returns."""
+    code = errno.EIO
+    try:
+        for signal_of_parent in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_of_parent, signal.SIG_DFL)
+        for item in items:
+            os.write(writing, json.dumps(work(item)).encode() + b"\n")
+        code = 0
+    except OSError as e:
+        code = e.errno or code
+    finally:
+        os._exit(code)
+
+
+def quoted(text):
+    """One word of a shell."""
+    return "'" + text.replace("'", "'\\''") + "'"
 
 
 def free(path):

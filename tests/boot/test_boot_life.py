@@ -92,6 +92,20 @@ class TestLife:
         assert [word for word in listening if word.endswith(":8443")], listening
         assert run("find /etc/atoll/credentials -type f -perm /0007").out == ""
 
+    def test_the_journal_vouches_for_the_audit_log(self, desk: Desk) -> None:
+        """journald has the head of each entry; a log that is cut short, though its chain holds, is found out."""
+        whole = facts(desk.atoll("audit verify --json").check())
+        assert (whole["state"], whole["journal"], whole["unanchored"]) == ("intact", True, 0), whole
+        assert whole["anchors"] == whole["entries"] > 0, whole
+        log = desk.machine.path("/var/lib/atoll/state/audit.jsonl")
+        kept = log.read_bytes()
+        log.write_bytes(b"".join(kept.splitlines(keepends=True)[:-1]))
+        cut = desk.atoll("audit verify --json")
+        assert (cut.code, facts(cut)["state"]) == (11, "cut"), str(cut)
+        assert any("cut short" in problem["what"] for problem in desk.status()["problems"])
+        log.write_bytes(kept)
+        desk.atoll("audit verify").check()
+
     def test_preflight_is_quick(self, desk: Desk, suite: str, measure: Measures) -> None:
         done = desk.atoll("preflight --json")
         assert done.code in (0, 3, 4), str(done)

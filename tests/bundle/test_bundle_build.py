@@ -8,7 +8,6 @@ from bundle_kit import CHUNK, Made, build, make_model, manifest_of, refused
 
 from offline_bundle import BundleError, verify_bundle
 from offline_bundle.keys import KeyPair
-from offline_bundle.manifest import Requires
 from offline_bundle.sbom import PATH as SBOM
 
 
@@ -75,7 +74,7 @@ def test_requirements_and_exclusions(vendor: KeyPair, tmp_path: Path) -> None:
         tmp_path / "out",
         vendor,
         exclude=[".git*", "*.py", "original/*"],
-        requires=Requires(disk_bytes=10, runtime=">=0.1"),
+        requires={"disk_bytes": 10, "runtime": ">=0.1"},
         acceptance="gated",
     )
     manifest = manifest_of(path)

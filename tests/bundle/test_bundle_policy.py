@@ -7,6 +7,7 @@ import hashlib
 import json
 import pickle
 import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from io import BytesIO
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 from bundle_kit import TEMPLATE, Made, build, forge, make_model, manifest_of, refused
 
-from offline_bundle import limits, oms, verify_bundle
+from offline_bundle import content, limits, oms, verify_bundle
 from offline_bundle.ingest import ingest
 from offline_bundle.keys import KeyPair, load_private
+from offline_bundle.manifest import FileEntry
 from offline_bundle.strictjson import canonical
+from offline_bundle.versions import admits
 
 WEIGHTS = "model/model-00001-of-00002.safetensors"
 
@@ -112,7 +115,7 @@ BROKEN_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "sequence as bool": (lambda m: m.update(sequence=True), "sequence"),
     "sequence 0": (lambda m: m.update(sequence=0), "sequence"),
     "huge sequence": (lambda m: m.update(sequence=1 << 60), "sequence"),
-    "newer schema": (lambda m: m.update(schema_version=2), "schema_version"),
+    "newer schema": (lambda m: m.update(schema_version=2), "needs a newer Atoll"),
     "other kind": (lambda m: m.update(kind="runtime"), "kind"),
     "remote code": (lambda m: m.update(remote_code=True), "remote_code"),
     "other weights": (lambda m: m.update(weights_format="pickle"), "weights_format"),
@@ -315,3 +318,80 @@ def test_template_pin_follows_the_template_in_force(vendor: KeyPair, tmp_path: P
     assert second.chat_template_sha256 == hashlib.sha256(b"other").hexdigest()
     (model / "tokenizer_config.json").write_text("{}")
     assert manifest_of(build(model, tmp_path / "c", vendor)).chat_template_sha256 is None
+
+
+# -- what a bundle asks for -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("runtime", "0.1"), ("runtime", ">=0.1, <0.2"), ("runtime", ">=0.1,"), ("runtime", ""), ("runtime", "~=0.1"),
+     ("driver_min", "new"), ("cuda", "thirteen"), ("compute_cap", "sm_90"), ("compute_cap", "9.0\n")],
+)  # fmt: skip
+def test_a_requirement_that_nobody_can_judge_is_refused(made: Made, name: str, value: str) -> None:
+    forge(made, edit=lambda manifest: manifest["requires"].update({name: value}))
+    refused(11, f"requires.{name}", lambda: verify_bundle(made.path, made.trusted))
+
+
+def test_a_requirement_of_a_later_atoll_is_told_as_such(made: Made) -> None:
+    forge(made, edit=lambda manifest: manifest["requires"].update({"numa_nodes": 2}))
+    error = refused(11, "needs a newer Atoll", lambda: verify_bundle(made.path, made.trusted))
+    assert "numa_nodes" in error.message
+
+
+def test_a_later_format_is_told_as_such(made: Made) -> None:
+    forge(made, edit=lambda manifest: manifest.update(schema_version=2, signed_by="x"))
+    refused(11, "needs a newer Atoll", lambda: verify_bundle(made.path, made.trusted))
+
+
+@pytest.mark.parametrize(
+    "versions, inside, outside",
+    [(">=0.1,<0.2", ["0.1.0", "0.1.99", "0.1.0rc1"], ["0.2.0", "0.0.9", "1.1.0"]), ("==1.2.3", ["1.2.3"], ["1.2.4"]),
+     (">1", ["1.0.1", "2.0.0"], ["1.0.0", "0.9"]), ("!=0.1.5", ["0.1.4"], ["0.1.5"]), ("<=2", ["2.0.0"], ["2.0.1"])],
+)  # fmt: skip
+def test_version_ranges(versions: str, inside: list[str], outside: list[str]) -> None:
+    assert all(admits(versions, version) for version in inside)
+    assert not any(admits(versions, version) for version in outside)
+
+
+# -- how large text may be --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path, role, size",
+    [("licenses/NOTICE.txt", "license", 1 << 20), ("model/more.jinja", "template", 1 << 20),
+     ("docs/long.md", "doc", 4 << 20), ("model/big.json", "config", 16 << 20), ("sbom/big.json", "sbom", 16 << 20),
+     ("model/tokenizer_config.json", "tokenizer", 16 << 20), ("model/merges.txt", "tokenizer", 64 << 20)],
+)  # fmt: skip
+def test_text_is_bounded_by_its_role(tmp_path: Path, path: str, role: str, size: int) -> None:
+    text = b'{"a": "' + b"x" * (size - 9) + b'"}' if path.endswith(".json") else b"x" * size
+    file = tmp_path / "file"
+    for more, fits in ((b"", True), (b" ", False)):
+        file.write_bytes(text + more)
+        digest = hashlib.sha256(text + more).hexdigest()
+        chunks = tuple(digest for _ in range(1))
+        entry = FileEntry(path=path, size=len(text + more), sha256=digest, role=role, chunk_size=limits.MAX_CHUNK,  # type: ignore[arg-type]
+                          chunks=chunks)  # fmt: skip
+        with file.open("rb") as opened:
+            if fits:
+                content.check_file(opened.fileno(), entry)
+            else:
+                refused(11, "may have", lambda fd=opened.fileno(), entry=entry: content.check_file(fd, entry))
+
+
+def test_checking_a_vocabulary_takes_no_memory_of_its_size(tmp_path: Path) -> None:
+    text = "가나다라".encode() * (48 << 16)  # three bytes each; as Python's text two to four times as much
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(text)
+    digest = hashlib.sha256(text).hexdigest()
+    entry = FileEntry(path="model/tokenizer.json", size=len(text), sha256=digest, role="tokenizer",
+                      chunk_size=limits.MAX_CHUNK, chunks=(digest,))  # fmt: skip
+    with file.open("rb") as opened:
+        tracemalloc.start()
+        content.check_file(opened.fileno(), entry)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 8 << 20
+        for bad in (b"\xff", b"\xea", b"\0"):  # also where a character is cut by the end
+            file.write_bytes(text[:-3] + bad + (b"" if bad == b"\xea" else b"xx"))
+            refused(11, "text", lambda: content.check_file(opened.fileno(), entry))

@@ -2,19 +2,25 @@
 
 import fcntl
 import hashlib
+import importlib.util
 import json
+import marshal
 import os
 import pty
 import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from runtime_kit import (
     PYTHON,
+    ROOT,
     SMALL,
     UNSHARE,
     build,
@@ -29,8 +35,10 @@ from runtime_kit import (
     wheelhouse,
 )
 
-from installer.code_tree import read_facts, verify_code
+from installer.code_tree import read_facts, rebuild_bytecode, verify_code
+from installer.errors import InstallError
 from offline_bundle.keys import KeyPair
+from offline_bundle.medium.bytecode import bytecode
 from offline_bundle.runtime import build_runtime
 
 pytestmark = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare(1) of util-linux")
@@ -94,32 +102,137 @@ def test_the_tree_is_whole_and_says_what_it_is(installed: Path, medium: Path, ve
     assert list(tree.rglob("lib/appliance/**/__pycache__/*.pyc"))
 
 
-def test_changes_of_a_tree_are_found(installed: Path, tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    shutil.copytree(tree_of(installed), tree, copy_function=os.link)
+@pytest.fixture
+def tree(installed: Path, tmp_path: Path) -> Iterator[Path]:
+    """The installed tree to spoil, where it was made for; afterwards it is as before. Files are hard links."""
+    place, whole = tree_of(installed), tmp_path / "whole"
+    shutil.copytree(place, whole, copy_function=os.link, symlinks=True)
+    yield place
+    shutil.rmtree(place)
+    shutil.copytree(whole, place, copy_function=os.link, symlinks=True)
+
+
+def test_changes_of_a_tree_are_found(tree: Path) -> None:
     flip(tree / "lib/installer/machine.py")
     (tree / "lib/installer/extra.py").write_text("")
     (tree / "lib/installer/lock.py").unlink()
     replace(tree / "start.py", b"")
+    replace(tree / "bin/atoll", (tree / "bin/atoll").read_bytes().replace(b"-I -S -B", b"-B"))
     (tree / "bin/other").symlink_to("atoll")
-    expected = ["bin/other", *(f"lib/installer/{n}.py" for n in ("extra", "lock", "machine")), "start.py"]
+    os.mkfifo(tree / "lib/pipe.py")
+    (tree / "lib/installer/preflight/gpu.py").unlink()
+    os.mkfifo(tree / "lib/installer/preflight/gpu.py")
+    compiled = f"__pycache__/{{}}.{sys.implementation.cache_tag}.pyc"
+    expected = ["bin/atoll", "bin/other", *(f"lib/installer/{n}.py" for n in ("extra", "lock", "machine")), "start.py"]
+    expected += ["lib/pipe.py", "lib/installer/preflight/gpu.py"]
+    expected += [f"lib/installer/{compiled.format(name)}" for name in ("lock", "machine", "preflight/gpu")[:2]]
+    expected += [f"lib/installer/preflight/{compiled.format('gpu')}"]  # bytecode of a source that does not hold
     assert verify_code(tree) == sorted(expected)
 
 
-def test_a_changed_list_does_not_hide_a_changed_file(installed: Path, tmp_path: Path) -> None:
+def test_a_changed_list_does_not_hide_a_changed_file(tree: Path) -> None:
     """Whoever changes code can change files.json with it; the vendor's own list still tells."""
-    tree = tmp_path / "tree"
-    shutil.copytree(tree_of(installed), tree, copy_function=os.link)
     flip(tree / "lib/installer/machine.py")
     (tree / "lib/evil.py").write_text("")
+    replace(tree / "share/docs/en/install.md", b"Use no key.")
+    replace(tree / "start.py", (tree / "start.py").read_bytes() + b"import evil\n")
     listed = json.loads((tree / "files.json").read_bytes())
-    for name in ("installer/machine.py", "evil.py"):
-        data = (tree / "lib" / name).read_bytes()
-        listed["files"][f"lib/{name}"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    for name in ("lib/installer/machine.py", "lib/evil.py", "share/docs/en/install.md", "start.py"):
+        data = (tree / name).read_bytes()
+        listed["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
     replace(tree / "files.json", json.dumps(listed).encode())
-    assert verify_code(tree) == ["lib/evil.py", "lib/installer/machine.py"]
-    flip(next(tree.glob("share/requirements/cp*.json")))
-    assert verify_code(tree) == ["files.json"]
+    compiled = f"lib/installer/__pycache__/machine.{sys.implementation.cache_tag}.pyc"
+    changed = ["lib/evil.py", compiled, "lib/installer/machine.py", "share/docs/en/install.md", "start.py"]
+    assert verify_code(tree) == changed
+    signed = next(tree.glob("share/requirements/cp*.json"))
+    flip(signed)
+    assert verify_code(tree) == [signed.relative_to(tree).as_posix()]
+
+
+def planted(tree: Path, module: str, text: str) -> Path:
+    """Bytecode of other code in the place of a module's, in every way as the import system wants it; also listed."""
+    source = tree / "lib" / module
+    cached = Path(importlib.util.cache_from_source(str(source)))
+    head = cached.read_bytes()[:16]  # the hash of the unchanged source stands in it
+    replace(cached, head + marshal.dumps(compile(text, str(source), "exec")))
+    listed = json.loads((tree / "files.json").read_bytes())
+    data, name = cached.read_bytes(), cached.relative_to(tree).as_posix()
+    listed["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    replace(tree / "files.json", json.dumps(listed).encode())
+    return cached
+
+
+def test_changed_bytecode_is_found_although_the_list_was_changed_too(tree: Path) -> None:
+    cached = planted(tree, "installer/lock.py", "print('planted')")
+    assert verify_code(tree) == [cached.relative_to(tree).as_posix()]
+
+
+def test_added_bytecode_programs_and_paths_are_found(tree: Path) -> None:
+    """Each of these would be imported or run; none is bytecode of a signed source."""
+    lib, suffix = tree / "lib", sysconfig.get_config_var("EXT_SUFFIX")
+    added = [lib / "sitecustomize.pyc", lib / f"installer/verify{suffix}", lib / "odd.pth",
+             lib / f"installer/__pycache__/other.{sys.implementation.cache_tag}.pyc",
+             lib / f"installer/__pycache__/lock.{sys.implementation.cache_tag}.opt-1.pyc"]  # fmt: skip
+    listed = json.loads((tree / "files.json").read_bytes())
+    for path in added:
+        path.write_bytes(b"x")
+        entry = {"sha256": hashlib.sha256(b"x").hexdigest(), "size": 1}
+        listed["files"][path.relative_to(tree).as_posix()] = entry
+    replace(tree / "files.json", json.dumps(listed).encode())
+    assert verify_code(tree) == sorted(path.relative_to(tree).as_posix() for path in added)
+
+
+def test_the_check_does_not_run_the_bytecode_that_it_checks(tree: Path, bare: Path) -> None:
+    planted(tree, "installer/verify.py", "print('planted'); raise SystemExit(0)")
+    command = [tree / "bin/atoll", "verify", "--prefix", tree.parents[3]]
+    done = subprocess.run(command, env={"PATH": str(bare)}, capture_output=True, text=True)
+    assert "planted" not in done.stdout
+    assert done.returncode not in (0, 1), done.stderr
+
+
+def test_bytecode_is_made_again_from_verified_sources(tree: Path) -> None:
+    cached = planted(tree, "installer/lock.py", "print('planted')")
+    Path(importlib.util.cache_from_source(str(tree / "lib/installer/plan.py"))).unlink()
+    (tree / "lib/sitecustomize.pyc").write_bytes(b"x")
+    assert rebuild_bytecode(tree) == 2
+    assert verify_code(tree) == []
+    assert b"planted" not in cached.read_bytes()
+    assert Path(importlib.util.cache_from_source(str(tree / "lib/installer/plan.py"))).is_file()
+    flip(tree / "lib/installer/machine.py")
+    with pytest.raises(InstallError, match="machine") as caught:
+        rebuild_bytecode(tree)
+    assert caught.value.exit_code == 11
+
+
+def test_bytecode_does_not_depend_on_the_process_that_makes_it(tree: Path) -> None:
+    """Other hash seeds, other modules and strings in memory: the same bytes, and not one differs in the whole tree."""
+    show = (
+        "import sys, hashlib, decimal, asyncio, email; from offline_bundle.medium.bytecode import bytecode;"
+        "[sys.intern(chr(c)) for c in range(256)];"
+        "print(hashlib.sha256(b''.join(bytecode(open(p, 'rb').read(), p) for p in sys.argv[1:])).hexdigest())"
+    )
+    sources = [str(path) for path in sorted((tree / "lib/installer").rglob("*.py"))]
+    said = set()
+    for seed in ("0", "7"):
+        run = [PYTHON, *(["-X", "importtime"] if seed == "7" else []), "-c", show, *sources]
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        said.add(subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout)
+    both = b"".join(bytecode(Path(path).read_bytes(), path) or b"" for path in sources)
+    assert said == {hashlib.sha256(both).hexdigest() + "\n"}
+
+
+def test_installing_again_replaces_a_tree_that_differs(
+    tree: Path, medium: Path, bare: Path, vendor: KeyPair, installed: Path
+) -> None:
+    """What checks is the medium's own code, so it does not matter what the changed tree says of itself."""
+    planted(tree, "installer/lock.py", "print('planted')")
+    (tree / "lib/evil.py").write_text("")
+    done = install(medium, bare, "--prefix", installed, "--trust-key", vendor.public_path)
+    assert done.returncode == 13, done.stderr  # there is no model on the medium
+    assert "is not what was signed" in done.stderr
+    assert "made again" in done.stderr
+    assert verify_code(tree) == []
+    assert trees(installed) == [tree.name]
 
 
 def test_again_is_quick_and_changes_nothing(installed: Path, medium: Path, bare: Path, vendor: KeyPair) -> None:

@@ -24,11 +24,12 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> KeyPair:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory, signer: KeyPair) -> Callable[..., Path]:
-    """``bundle(sequence=1, acceptance="click", megabytes=1)`` → directory of a signed bundle; equal calls share it."""
-    made: dict[tuple[int, str, int], Path] = {}
+    """``bundle(sequence=1, acceptance="click", megabytes=1, runtime=None)`` → directory of a signed bundle; equal calls
+    share it. `runtime`: the versions of Atoll that it asks for."""
+    made: dict[tuple[int, str, int, str | None], Path] = {}
 
-    def make(sequence: int = 1, acceptance: str = "click", megabytes: int = 1) -> Path:
-        key = (sequence, acceptance, megabytes)
+    def make(sequence: int = 1, acceptance: str = "click", megabytes: int = 1, runtime: str | None = None) -> Path:
+        key = (sequence, acceptance, megabytes, runtime)
         if key not in made:
             root = tmp_path_factory.mktemp("bundle")
             model = root / "source"
@@ -51,6 +52,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, signer: KeyPair) -> Callabl
                 source_revision="0" * 40,
                 private_key=signer.private_path,
                 acceptance=acceptance,  # type: ignore[arg-type]
+                requires={"runtime": runtime},
             )
         return made[key]
 

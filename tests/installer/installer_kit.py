@@ -25,6 +25,7 @@ class Witness:
 
     accepts: bool = True
     confirms: bool = True
+    reference: str = ""
     steps: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
@@ -48,6 +49,9 @@ class Witness:
     def accept_licence(self, request: Any) -> bool:
         self.asked.append(request)
         return self.accepts
+
+    def licence_reference(self, request: Any) -> str:
+        return self.reference
 
     def confirm_plan(self, plan: Plan) -> bool:
         return self.confirms

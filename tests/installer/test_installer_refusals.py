@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 from installer_kit import Site, Witness, tree
 
+from appliance.cli import install as install_command
+from installer import audit
 from installer.answers import read_answers
 from installer.errors import ExitCode, InstallError
 from installer.lock import InstallLock
+from installer.preflight.needs import read_needs
 from offline_bundle.keys import new_keypair
 
 Bundles = Callable[..., Path]
@@ -140,6 +143,58 @@ def test_licence_answer_that_names_the_text(site: Site, bundle: Bundles) -> None
     site.install(bundle(), witness=witness)  # the same bundle was accepted once
     assert witness.asked == []
     refused(site, bundle(2), ExitCode.LICENCE, witness=witness)  # another bundle was not
+
+
+def test_a_gated_model_takes_the_reference_of_an_agreement(site: Site, bundle: Bundles) -> None:
+    """The text alone gives no right to use it: who installs it names what does, and the audit log keeps it."""
+    gated, said = bundle(acceptance="gated"), f"LicenseRef-Test@{read_sha(bundle())[:12]}"
+    error = refused(site, gated, ExitCode.LICENCE, witness=Witness(), accept_licenses=[said])
+    assert "gated" in error.message
+    assert f"{said}:REFERENCE" in error.hint
+    for reference in ("", "x", "a" * 121, "tab\there"):
+        refused(site, gated, ExitCode.LICENCE, witness=Witness(reference=reference))  # the yes alone will not do
+        refused(site, gated, ExitCode.LICENCE, witness=Witness(accepts=False), accept_licenses=[f"{said}:{reference}"])
+    site.install(gated, witness=Witness(accepts=False), accept_licenses=[f"{said}:CONTRACT-4711 of 2026"])
+    approvals = json.loads(site.layout.approvals.read_text())["approvals"]
+    assert [entry["reference"] for entry in approvals] == ["CONTRACT-4711 of 2026"]
+    (accepted,) = [r for r in audit.read(site.layout.audit)[0] if r["event"] == "licence-accepted"]
+    assert accepted["reference"] == "CONTRACT-4711 of 2026"
+
+
+def test_a_person_names_the_agreement_of_a_gated_model(site: Site, bundle: Bundles) -> None:
+    site.install(bundle(acceptance="gated"), witness=Witness(reference="ticket 17"))
+    (accepted,) = [r for r in audit.read(site.layout.audit)[0] if r["event"] == "licence-accepted"]
+    assert (accepted["how"], accepted["reference"]) == ("interactive", "ticket 17")
+
+
+@pytest.mark.parametrize(
+    "wanted, fits", [(">=0.0.1", True), (">=99", False), ("<0.0.9", False), (">=0.0.1,<=0.0.99", False)]
+)
+def test_a_model_for_another_version_of_atoll(site: Site, bundle: Bundles, wanted: str, fits: bool) -> None:
+    asking = bundle(runtime=wanted)
+    if fits:
+        site.install(asking)
+        return
+    error = refused(site, asking, ExitCode.PREFLIGHT_FAIL)
+    assert wanted in error.message
+    with pytest.raises(InstallError, match="needs Atoll") as caught:  # `atoll preflight --bundle` says so too
+        read_needs(asking, [site.key], site.layout)
+    assert caught.value.exit_code == ExitCode.PREFLIGHT_FAIL
+
+
+def test_a_huge_description_of_code_on_a_medium_is_not_read(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 GiB that take no room on the disk, in the place of runtime/bundle.json. install.sh refuses it as well."""
+    tree, medium = tmp_path / "tree", tmp_path / "medium"
+    tree.mkdir()
+    (tree / "runtime.json").write_text(json.dumps({"sequence": 1, "digest": "0" * 64}))
+    (medium / "runtime").mkdir(parents=True)
+    (medium / "runtime/bundle.json").touch()
+    os.truncate(medium / "runtime/bundle.json", 64 << 30)
+    monkeypatch.setattr(install_command, "code_tree", lambda: tree)
+    monkeypatch.setattr(os, "execv", lambda *given: pytest.fail("what is on the medium was taken for code"))
+    install_command._hand_over([medium], site.layout)
 
 
 def test_licence_that_needs_no_acceptance(site: Site, bundle: Bundles) -> None:

@@ -189,6 +189,14 @@ def test_the_bundles_own_floor(look: Callable[..., CheckRecord]) -> None:
     assert look("driver", driver_min=">=580").status == "pass"
 
 
+def test_the_bundles_own_cuda(look: Callable[..., CheckRecord]) -> None:
+    build = TorchBuild("2.13.0", (12, 8), True)
+    record = look("driver", torch=build, cuda=">=13.0")
+    assert record.status == "fail"
+    assert "13.0" in record.required
+    assert look("driver", torch=build, cuda="12.8").status == "pass"
+
+
 @pytest.mark.parametrize(
     ("wheels", "expected"),
     [

@@ -1,7 +1,6 @@
 """Disk, file system and read speed on real mounts: tmpfs with limits and options, and ext4 in a file."""
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,21 +133,6 @@ def test_network_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
     (tmp_path / "prefix").mkdir(mode=0o555)
     assert storage.filesystem(context(tmp_path)).status == "fail"
-
-
-@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="no mkfs.ext4")
-def test_fs_verity_of_a_real_ext4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = tmp_path / "disk"
-    for features, off in (("^verity", True), ("verity", False)):
-        with image.open("wb") as file:
-            file.truncate(16 * MIB)
-        subprocess.run(["mkfs.ext4", "-q", "-F", "-O", features, image], check=True)
-        assert storage.ext4_without_verity(image) is off
-        monkeypatch.setattr(storage, "block_device", lambda machine, path: image)
-        record = storage.filesystem(context(tmp_path, system=True))
-        assert record.status == ("warn" if off else "pass")
-    image.write_bytes(b"\0" * 4096)
-    assert not storage.ext4_without_verity(image)
 
 
 # -- 17

@@ -1,8 +1,10 @@
 """The deep check: every byte of a real store against a real signature; damage of each kind has its exit code."""
 
 import hashlib
+import importlib.util
 import json
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from installer import fs, trust
+from installer import audit, fs, trust
 from installer.errors import ExitCode, InstallError
 from installer.journal import Journal
 from installer.layout import Layout
@@ -24,6 +26,9 @@ from installer.verify import last, verify
 from offline_bundle import oms
 from offline_bundle.ingest import ingest
 from offline_bundle.keys import KeyPair, load_private, new_keypair
+from offline_bundle.medium import bytecode, tree_tools
+from offline_bundle.medium.tree_contents import LAUNCHER, START
+from offline_bundle.medium_scripts import setup_script
 
 Bundles = Callable[..., Path]
 
@@ -277,23 +282,64 @@ def test_it_is_as_fast_as_hashing(layout: Layout, bundle: Bundles, signer: KeyPa
 def code_tree(layout: Layout, signer: KeyPair) -> Path:
     """Code as install.sh leaves it: every file listed with its hash, the description as the vendor signed it."""
     tree = layout.code / "0.1.0-abcdef012345"
-    code = b"print()\n"
-    entry = {"sha256": hashlib.sha256(code).hexdigest(), "size": len(code)}
-    packages = json.dumps({"files": {"appliance/x.py": entry}}).encode()
-    signed = {"path": "requirements/cp311.json", "sha256": hashlib.sha256(packages).hexdigest()}
+    setup, code, abi = setup_script(), b"print()\n", tree_tools.tag()
+
+    def entry(data: bytes) -> dict[str, Any]:
+        return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+
+    packages = json.dumps({"files": {"appliance/x.py": entry(code)}}).encode()
+    signed = [{"path": f"requirements/{abi}.json", **entry(packages)},
+              {"path": "setup/setup_release.py", **entry(setup)}]  # fmt: skip
+    start, python = tree / "start.py", os.path.realpath(sys.executable)
+    launcher = LAUNCHER.format(python=tree_tools.quoted(python), start=tree_tools.quoted(str(start)))
     files = {
-        "bin/atoll": b"#!/bin/sh\n", "lib/appliance/x.py": code, "share/requirements/cp311.json": packages,
-        "share/bundle.json": json.dumps({"files": [signed]}).encode(),
-    }
+        "bin/atoll": launcher.encode(), "start.py": START.encode(), "lib/appliance/x.py": code,
+        f"share/requirements/{abi}.json": packages, "share/setup/setup_release.py": setup,
+        "share/bundle.json": json.dumps({"files": signed}).encode(), "files.json": b'{"files": {}}',
+    }  # fmt: skip
     digest = hashlib.sha256(files["share/bundle.json"]).hexdigest()
     files["share/model.sig"] = oms.sign({"bundle.json": digest}, "atoll", load_private(signer.private_path))
     for name, data in files.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(data)
-    listed = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
-    (tree / "files.json").write_text(json.dumps({"files": listed}))
-    (tree / "runtime.json").write_text(json.dumps({"sequence": 1, "digest": digest, "abi": "cp311"}))
+    compiled_by = platform.python_version()
+    facts = {"sequence": 1, "digest": digest, "abi": abi, "place": str(tree), "python": python}
+    (tree / "runtime.json").write_text(json.dumps({**facts, "compiled_by": compiled_by}))
+    bytecode.make_bytecode(str(tree), str(tree), ["lib/appliance/x.py"])
     return tree
+
+
+def test_bytecode_that_another_python_made_is_named_and_made_again(
+    layout: Layout, bundle: Bundles, signer: KeyPair
+) -> None:
+    put(layout, bundle(), signer)
+    tree = code_tree(layout, signer)
+    cached = Path(importlib.util.cache_from_source(str(tree / "lib/appliance/x.py")))
+    assert cached.is_file()
+    change(cached, at=20)
+    facts = json.loads((tree / "runtime.json").read_bytes())
+    (tree / "runtime.json").write_text(json.dumps({**facts, "compiled_by": "3.11.0"}))
+    (bad,) = [target for target in verify(layout).targets if target.exit_code]
+    assert (bad.kind, bad.exit_code) == ("code", ExitCode.CONTENT_MISMATCH)
+    assert "x.cpython" in bad.error
+    assert "made by Python 3.11.0" in bad.error
+    assert "--rebuild-bytecode" in bad.hint
+    command = [sys.executable, "-m", "appliance.cli", "verify", "--prefix", str(layout.prefix), "--rebuild-bytecode"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert audit.read(layout.audit)[0][-1]["event"] == "bytecode-rebuilt"
+    (tree / "lib/appliance/x.py").write_bytes(b"print(1)\n")
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).returncode == 11
+
+
+def test_a_release_whose_launcher_was_changed(layout: Layout, bundle: Bundles, signer: KeyPair) -> None:
+    """Every command and unit starts by it."""
+    put(layout, bundle(), signer)
+    wrapper = layout.current / "bin/atoll"
+    wrapper.write_text(wrapper.read_text() + "# planted\n")
+    report = verify(layout)
+    assert report.targets[0].exit_code == ExitCode.CONTENT_MISMATCH
+    assert "not as it was made" in report.targets[0].error
 
 
 def test_the_code_is_held_against_its_list_and_its_signature(layout: Layout, bundle: Bundles, signer: KeyPair) -> None:

@@ -1,0 +1,141 @@
+"""`atoll audit show | verify`: who accepted, waived or changed what, and whether the log of it is whole."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, told
+from installer import audit, audit_anchor, audit_check
+from installer.errors import ExitCode, InstallError
+from installer.i18n import t
+from installer.layout import Layout
+from installer.lifecycle import history_of
+from installer.logs import printable
+
+app = typer.Typer(
+    help="The audit log: who accepted, waived or changed what, and whether the log is whole.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_EXIT_CODES = (
+    "Exit codes: 0 the log is whole, 2 usage or nothing installed, 11 it was edited, cut short or written anew, "
+    "13 it is missing, 30 it cannot be read."
+)
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_SHOWN = ("at", "event", "who", "prev", "hash")
+
+
+@app.command(epilog=examples("atoll audit show", "atoll audit show --since 30d", "atoll audit show --json"))
+def show(
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="From then on: 12h, 30d, 8w, or a date such as 2027-01-31 (UTC).")
+    ] = None,
+    prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Show the entries, and the head of the log: a line to write down, which tells later whether entries are lacking.
+
+    Shows what follows the chain; `atoll audit verify` judges.
+    """
+    with told(as_json):
+        layout = _layout(prefix)
+        start = _start(since) if since else ""
+        records, broken = audit.read(layout.audit)
+        chosen = [record for record in records if str(record.get("at")) >= start]
+        head = audit.head(layout.audit)
+        if as_json:
+            print_json({"schema_version": 1, "entries": chosen, "head": {"count": head.count, "hash": head.hash},
+                        "broken": broken})  # fmt: skip
+        else:
+            for record in chosen:
+                typer.echo(_line(record))
+            say(t("head: {count} entries, {words}", count=head.count, words=_grouped(head.hash)))
+            say(t("to write down: {head}", head=str(head)))
+            if broken:
+                say(broken, err=True)
+    if broken:
+        raise typer.Exit(ExitCode.CONTENT_MISMATCH)
+
+
+@app.command(epilog=examples(
+    "atoll audit verify",
+    "atoll audit verify --head 3f9a61c0d2e4b587:42",
+) + "\n\n" + _EXIT_CODES)
+def verify(
+    head: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HASH:COUNT", show_default=False,
+                     help="A head that was written down; of the hash 16 digits or more. Repeatable."),
+    ] = None,
+    prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Check the log's chain, and compare it with the heads that journald keeps and with those that you give."""
+    with told(as_json):
+        layout = _layout(prefix)
+        given = [audit_check.parse_head(text) for text in head or ()]
+        kept = audit_anchor.sent(layout.audit)
+        verdict = audit_check.check(layout.audit, [*(kept or ()), *given])
+    if as_json:
+        print_json({**verdict.to_json(), "journal": kept is not None})
+    else:
+        _say(verdict, kept, given)
+    if verdict.exit_code:
+        raise typer.Exit(verdict.exit_code)
+
+
+def _say(verdict: audit_check.Verdict, kept: list[audit.Head] | None, given: list[audit.Head]) -> None:
+    if verdict.message:
+        say(verdict.message)
+        say(verdict.next)
+    elif verdict.anchors:
+        say(t("The audit log is whole: {count} entries; {anchors} heads that were kept elsewhere agree.",
+              count=verdict.entries, anchors=verdict.anchors))
+    else:
+        say(t("The chain of the audit log holds: {count} entries. Nothing was there to tell whether it was cut short.",
+              count=verdict.entries))
+    if verdict.anchors and verdict.unanchored and not verdict.message:
+        say(t("No kept head covers the newest {count} entries.", count=verdict.unanchored))
+    if verdict.torn_bytes:
+        say(t("Its last line is torn, as a power cut leaves it; the next entry removes it."))
+    if kept is None and not given:
+        say(t("The heads in the system's journal cannot be read here; give one that was written down: "
+              "--head HASH:COUNT"))
+    say(t("head: {head}", head=str(verdict.head)))
+
+
+def _layout(prefix: Any) -> Layout:
+    layout = layout_for(prefix)
+    if not layout.audit.exists():
+        history_of(layout)  # says that there is no installation
+    return layout
+
+
+def _line(record: dict[str, Any]) -> str:
+    who = record.get("who")
+    user = who.get("user", "?") if isinstance(who, dict) else "?"
+    rest = "  ".join(f"{name}={value}" for name, value in record.items() if name not in _SHOWN)
+    return printable(f"{record.get('at')}  {record.get('event'):20} {user}  {rest}".rstrip())
+
+
+def _grouped(digits: str) -> str:
+    """To read out: the first half of the hash, in groups of four."""
+    return " ".join(digits[i : i + 4] for i in range(0, 32, 4))
+
+
+def _start(text: str) -> str:
+    """The earliest time that `--since` admits, in the form of the log's own times."""
+    try:
+        if text[-1:] in _UNITS and text[:-1].isdecimal():
+            moment = datetime.now(UTC) - timedelta(**{_UNITS[text[-1]]: int(text[:-1])})
+        else:
+            moment = datetime.fromisoformat(text)
+            moment = moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
+        return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError):
+        raise InstallError(
+            t("'{text}' is not a time.", text=text[:80]), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
+            hint=t("Say 12h, 30d, 8w, or a date such as 2027-01-31."),
+        ) from None
