@@ -41,7 +41,7 @@ class Traffic:
     def params(self) -> SamplingParams:
         rng = self.rng
         return SamplingParams(
-            max_tokens=rng.randint(1, 40), n=rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3)), ignore_eos=rng.random() < 0.7,
+            max_tokens=rng.randint(1, 160), n=rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3)), ignore_eos=rng.random() < 0.7,
             seed=rng.choice((None, rng.randrange(2**63))), temperature=rng.choice((0, 0.7, 1.0, 1.5)),
             top_k=rng.choice((0, 0, 0, 5, 50)), top_p=rng.choice((1, 1, 1, 0.8)), min_p=rng.choice((0, 0, 0, 0.05)),
             presence_penalty=rng.choice((0, 0, 0, 0.5)), frequency_penalty=rng.choice((0, 0, 0, 0.4)),
