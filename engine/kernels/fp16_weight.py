@@ -7,8 +7,11 @@ power of two:
     w = 2^-k * fp16(2^k w)        k: such that the largest weight stands just below 2^15
 
 What lies 2^32 times below the largest weight still comes back exactly; smaller weights are rounded by less than float32
-rounds a sum. Sums run over the inputs in one order for any number of rows and threads: a row's result does not depend
-on them.
+rounds a sum.
+
+A row's result does not depend on the other rows, nor on the number of threads. FBGEMM cuts rows into blocks of 120 and
+these into kernels of a few rows; all of them sum in one order, but for AVX2's kernel of a single row. Numbers of rows
+that would use it are padded.
 """
 
 import math
@@ -20,7 +23,8 @@ import torch
 _TOP = 15                  # weights are scaled to just below 2^15; fp16 ends at 65504
 _NEGLIGIBLE = 2.0**-38     # of the largest weight: float32 rounds a product with that one by 2^-24
 _CHECKED = 8 << 20         # numbers at a time: bounds the copies that the comparison makes
-_BLOCK = (512, 32)         # FBGEMM's blocks are padded to so many inputs and outputs
+_BLOCK = (512, 32)         # FBGEMM's blocks of a weight are padded to so many inputs and outputs
+_ROWS = 120                # FBGEMM's blocks of rows
 
 
 @cache
@@ -60,8 +64,29 @@ class Fp16Weight:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x Wᵀ + b in float32; x [T, in] float32."""
-        y = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        rows = x.shape[0]
+        if short := _padding()[rows % _ROWS]:
+            x = torch.cat((x, x.new_zeros(short, x.shape[1])))
+        y = _product(x, self._packed)[:rows]
         return y if self._unscale == 1 else y.mul_(self._unscale)
+
+
+def _product(x: torch.Tensor, packed: Any) -> torch.Tensor:
+    return torch.ops.quantized.linear_dynamic_fp16(x, packed)
+
+
+@cache
+def _padding() -> list[int]:
+    """By number of rows modulo 120: how many to add, so that each row is summed as in any other batch.
+
+    Found by trying: of equal rows all results must be equal, and equal to those of six rows, a kernel of their own.
+    """
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.ops.quantized.linear_prepack_fp16(torch.randn(64, 600, generator=generator), None)
+    x = torch.randn(1, 600, generator=generator).repeat(_ROWS, 1)
+    expected = _product(x[:6], packed)[:1]
+    fits = [bool((_product(x[:rows], packed) == expected).all()) for rows in range(1, _ROWS)] + [True]
+    return [0, *(fits.index(True, rows - 1) - (rows - 1) for rows in range(1, _ROWS))]
 
 
 def _exponent(weight: torch.Tensor) -> int | None:

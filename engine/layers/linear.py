@@ -56,8 +56,8 @@ class Linear(nn.Module):
 
     CPU with bf16 units: the weight is re-ordered once into oneDNN's blocked layout; small batches then read it at about
         1.7 times the speed of the plain layout (measured on Zen 5, 1-16 rows, 30 against 17 GB/s).
-    CPU that computes in float32 (`compute_dtype`, set before loading, or the weight's): the weight stays in 16 bits if
-        they hold it (kernels/fp16_weight.py).
+    CPU that computes in float32 (`compute_dtype`, set before loading): the weight stays in 16 bits if they hold it
+        (kernels/fp16_weight.py).
     GPU: our kernels for few rows, cuBLAS for many. One row goes in vector form, of a small weight up to four do.
     fp8 (`quantization = "fp8"`, set before loading): W in fp8, a scale per output channel. In vector form activations
         multiply with it as they are; else they are quantised as well, and the product runs on the fp8 units, if the
@@ -67,7 +67,7 @@ class Linear(nn.Module):
 
     few_rows = _FEW_ROWS        # more than these, and the product on a GPU may be the library's
     few_fp8_rows = _FEW_FP8_ROWS  # the same of fp8, on cards whose algorithms were not compared with our kernel
-    compute_dtype: torch.dtype | None = None  # of activations and results on a CPU; None: the weight's
+    compute_dtype: torch.dtype | None = None  # of activations and results on a CPU; None: the weight's, as loaded
     quantizable = True          # False: keeps its precision when a model is quantised (heads, routers, small gates)
     batch_invariant = False
     scale: nn.Parameter | None  # [out] float32 of an fp8 weight
@@ -100,7 +100,7 @@ class Linear(nn.Module):
 
     def _pack(self, *, keep_weight: bool) -> None:
         """On a CPU: give the product a weight in a layout of its own, where there is one."""
-        if (self.compute_dtype or self.weight.dtype) == torch.float32:
+        if self.compute_dtype == torch.float32:
             self._packed, product = Fp16Weight.pack(self.weight, self.bias), Linear._on_fp16_weight
         elif can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)

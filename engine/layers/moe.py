@@ -97,7 +97,7 @@ class ExpertLinear(nn.Module):
 
     def _pack(self) -> None:
         """Of a CPU that computes in float32: keep the weights in 16 bits, if these hold them all."""
-        if self.quantization is not None or (self.compute_dtype or self.weight.dtype) != torch.float32:
+        if self.quantization is not None or self.compute_dtype != torch.float32:
             return
         packed: list[Fp16Weight] = []
         for weight in self.weight:

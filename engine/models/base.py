@@ -22,7 +22,7 @@ class CausalLM(nn.Module, ABC):
     """
 
     weight_pool: torch.cuda.MemPool | None = None  # of its weights, on a GPU
-    compute_dtype: torch.dtype | None = None       # of activations, where it is not the weights' (loader.compute_in)
+    compute_dtype: torch.dtype | None = None       # of activations on a CPU, where it was chosen (loader.compute_in)
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     finally:
         torch.set_default_dtype(torch.float32)
     compute = cpu_format.compute_dtype(dtype) if device.type == "cpu" else dtype
-    if compute != dtype:
+    if device.type == "cpu" and compute == torch.float32:
         compute_in(model, compute)
     model.set_state_dtype(config.mamba_ssm_cache_dtype, device.type)
     if config.quantization is not None:
