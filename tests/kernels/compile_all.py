@@ -58,6 +58,8 @@ def attend(dim, group, cache, *, batch=4, **options):
     triton_attention.mixed(
         q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
     )
+    if cache == FP8 and not launch.target_of(q.device).fp8_units:
+        return  # --batch-invariant is refused
     block_q = triton_invariant.tile_tokens(group)
     triton_invariant.attention(
         q, (own, own), kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
