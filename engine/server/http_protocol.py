@@ -124,7 +124,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The peer does not read, and what waits for it has become much: it gets a while, not for ever."""
         super().pause_writing()
-        self._unread_timer = self.loop.call_later(self.limits.send_seconds, self.transport.abort)
+        self._await_reading(self.transport.get_write_buffer_size())
+
+    def _await_reading(self, unsent: int) -> None:
+        self._unread_timer = self.loop.call_later(self.limits.send_seconds, self._abort_unless_read, unsent)
+
+    def _abort_unless_read(self, unsent: int) -> None:
+        """Somebody who reads slowly goes on; who took nothing is dropped."""
+        left = self.transport.get_write_buffer_size()
+        if left < unsent:
+            self._await_reading(left)
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         if self._unread_timer is not None:
@@ -157,6 +168,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         caller = self.cycle.scope.get("caller")  # of RequestContext, once somebody has looked for a key
         super().on_response_complete()
+        if self.pipeline and not self.transport.is_closing():
+            self.flow.pause_reading()  # uvicorn has resumed it: requests would queue up without end
         if self.transport.is_closing():
             self._watch_closing()
         elif self.cycle.response_complete:
