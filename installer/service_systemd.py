@@ -25,7 +25,9 @@ _RELOAD_SECONDS = 60.0
 _WARM_SECONDS = 120.0    # for a cold disk to give the code of a release
 _RECALL_SECONDS = 10.0
 _POLL_SECONDS = 0.05
-_SLICE = r"system-atoll\x2dengine.slice"  # of the instances of atoll-engine@.service
+# The engines' slice, its parent, and the one that the engines of a release before atoll-engines.slice ran in. systemd
+# makes the last two by itself, and keeps all three when they are empty.
+_SLICES = (units.ENGINES, "atoll.slice", r"system-atoll\x2dengine.slice")
 _UP = ("active", "activating", "reloading")
 _KILLED = 2              # ExecMainCode: ended by a signal (CLD_KILLED)
 
@@ -71,7 +73,7 @@ class SystemdService:
         if self.booted:
             rest = self._loaded(units.TIMER, units.VERIFY, units.GPU_READY, units.SETTLE)
             self._systemctl(["stop", *rest], t("stop the rest"), timeout=_STOP_SECONDS)
-            self._run(["systemctl", "stop", _SLICE], 30.0)  # systemd made it by itself, and would keep it
+            self._run(["systemctl", "stop", *_SLICES], 30.0)  # fails if one is not there, and stops the others
         if known:
             self._systemctl(["disable", "--quiet", *root, *known], t("disable the services"))
 
