@@ -30,10 +30,10 @@ test: $(VENV)/.dev  ## Run every test that needs no GPU
 	@$(BIN)/python -m appliance.demo.model >/dev/null
 ifeq ($(strip $(PYTEST)),)
 	@kernels=$$(mktemp); \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels >"$$kernels" 2>&1 & beside=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/kernels >"$$kernels" 2>&1 & beside=$$!; \
 	trap 'kill $$beside 2>/dev/null' INT TERM; \
-	$(BIN)/python -m pytest --ignore=tests/kernels; others=$$?; \
-	echo 'Beside them, tests/kernels:'; wait $$beside; status=$$?; \
+	$(BIN)/python -m pytest --ignore=tests/engine/kernels; others=$$?; \
+	echo 'Beside them, tests/engine/kernels:'; wait $$beside; status=$$?; \
 	cat "$$kernels"; rm -f "$$kernels"; \
 	[ $$others = 0 ] && [ $$status = 0 ]
 else
@@ -45,7 +45,7 @@ endif
 CPUS := ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI \
         ONEDNN_MAX_CPU_ISA=AVX2,ATEN_CPU_CAPABILITY=avx2,FBGEMM_ENABLE_INSTRUCTIONS=AVX2 \
         ATEN_CPU_CAPABILITY=default
-CPU_TESTS := tests/engine/test_fp16_weight.py tests/engine/test_llm.py tests/server/test_openai_client.py
+CPU_TESTS := tests/engine/layers/test_fp16_weight.py tests/engine/test_llm.py tests/engine/server/openai/test_openai_client.py
 
 test-cpus: $(VENV)/.dev  ## The tests of what a model answers, as weaker CPUs compute it
 	@$(BIN)/python -m appliance.demo.model >/dev/null
@@ -56,11 +56,11 @@ test-gpu:  ## On a machine with a CUDA GPU: its tests, then the benchmark (uses 
 	@tests/gpu/run.sh
 
 test-runtime: $(VENV)/.dev  ## The whole code of a medium, PyTorch included: built, installed without a network, timed
-	@$(BIN)/python -m pytest -m slow -s tests/bundle/test_runtime_full.py
+	@$(BIN)/python -m pytest -m slow -s tests/offline_bundle/runtime/test_runtime_full.py
 
 test-runtime-cuda: $(VENV)/.dev  ## The same for GPU servers (2.7 GB of packages, 25 GB of disk); as root on a machine that boots, too
 	@$(BIN)/python -m appliance.demo.model >/dev/null
-	@$(BIN)/python -m pytest -m slow -rs -s tests/bundle/test_runtime_cuda.py
+	@$(BIN)/python -m pytest -m slow -rs -s tests/offline_bundle/runtime/test_runtime_cuda.py
 	@if [ "$$(id -u)" = 0 ]; then \
 	ATOLL_BOOT_CUDA=1 $(BIN)/python -m pytest -m boot -rs -s --timeout=2400 tests/boot/test_boot_cuda.py; \
 	else echo 'The machine that boots needs root: sudo make test-runtime-cuda'; fi

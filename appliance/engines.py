@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from installer.layout import Layout
-from installer.service import tail
+from installer.base.layout import Layout
+from installer.service.service import tail
 
 TIMEOUT = 2.0
 _LOG_LINES = 4000   # of a prefix installation's log, in which its last plan stands
@@ -34,7 +34,7 @@ async def _ask_all(sockets: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 async def _ask(path: Path) -> dict[str, Any] | None:
-    from engine.server.client import EngineClient
+    from engine.server.ipc.client import EngineClient
 
     client = EngineClient(path, name="status", policy=_policy())
     await client.start()
@@ -58,7 +58,7 @@ async def _ask(path: Path) -> dict[str, Any] | None:
 
 def _policy() -> Any:
     from engine.errors import ConfigError
-    from engine.server.ipc import PeerPolicy
+    from engine.server.ipc.framing import PeerPolicy
 
     with contextlib.suppress(ConfigError):
         return PeerPolicy.parse([_ENGINE_USER], [])

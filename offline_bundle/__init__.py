@@ -1,18 +1,18 @@
 """Signed model bundles: build, inspect, verify, ingest. The format is described in docs/en/bundle.md.
 
 Names are imported when they are used: who only wants to say a sentence (text.py) needs no cryptography. Taking a bundle
-into a store is `offline_bundle.ingest.ingest`.
+into a store is `offline_bundle.store.ingest.ingest`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .build import build_bundle
-    from .errors import BundleError
-    from .manifest import BundleManifest
-    from .progress import Progress
-    from .verify import VerifiedBundle, inspect_bundle, verify_bundle
+    from offline_bundle.errors import BundleError
+    from offline_bundle.model.build import build_bundle
+    from offline_bundle.model.manifest import BundleManifest
+    from offline_bundle.model.verify import VerifiedBundle, inspect_bundle, verify_bundle
+    from offline_bundle.progress import Progress
 
 __all__ = [
     "BundleError",
@@ -26,12 +26,12 @@ __all__ = [
 
 _PLACES = {
     "BundleError": "errors",
-    "BundleManifest": "manifest",
+    "BundleManifest": "model.manifest",
     "Progress": "progress",
-    "VerifiedBundle": "verify",
-    "build_bundle": "build",
-    "inspect_bundle": "verify",
-    "verify_bundle": "verify",
+    "VerifiedBundle": "model.verify",
+    "build_bundle": "model.build",
+    "inspect_bundle": "model.verify",
+    "verify_bundle": "model.verify",
 }
 
 

@@ -7,9 +7,9 @@ name can carry control characters, bidi marks or another alphabet's look-alikes 
 import re
 from collections.abc import Iterable
 
-from . import limits
-from .errors import CONTENT, BundleError
-from .text import Text, t
+from offline_bundle import limits
+from offline_bundle.errors import CONTENT, BundleError
+from offline_bundle.text import Text, t
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@,-]*\Z")
 _WINDOWS_DEVICES = frozenset(

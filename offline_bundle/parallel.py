@@ -7,8 +7,8 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-from . import limits
-from .progress import Progress
+from offline_bundle import limits
+from offline_bundle.progress import Progress
 
 T = TypeVar("T")
 Tick = Callable[[int], None]  # a task reports bytes done; raises when the run is being cancelled

@@ -1,6 +1,7 @@
 """Sentences that can be told in another language: each *is* its English wording, and remembers what it was made of.
 
-This package marks its words and knows no other language; installer/i18n.py has the catalogue and picks the language.
+This package marks its words and knows no other language; installer/base/i18n.py has the catalogue and picks
+the language.
 """
 
 import errno

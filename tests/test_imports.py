@@ -165,7 +165,7 @@ def test_the_check_for_libraries_sees_them(where: str, source: str, found: list[
 
 
 LIGHT = ["appliance.cli", "appliance.cli.app", "appliance.cli.bundle", "appliance.cli.keys", "appliance.cli.install",
-         "appliance.demo.run", "engine.core.loop", "engine.server.app", "engine.server.cli", "installer",
+         "appliance.demo.run", "engine.core.loop", "engine.server.gateway.app", "engine.server.cli.serve", "installer",
          "offline_bundle"]  # fmt: skip
 
 

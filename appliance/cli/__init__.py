@@ -9,7 +9,7 @@ def main() -> None:
     asked = {word.partition("=")[0] for word in argv}
     if argv[:1] == ["serve"] and not {"-h", "--help", "--lang"} & asked:  # the command tree knows these
         from engine.errors import retelling
-        from engine.server.cli import main as serve
+        from engine.server.cli.serve import main as serve
 
         with retelling(_told):
             sys.exit(serve(argv[1:]))

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import Json, examples, print_json, say, told
-from installer.answers import TEMPLATE, read_answers
-from installer.answers import schema as json_schema
-from installer.i18n import t
+from installer.base.i18n import t
+from installer.decide.answers import TEMPLATE, read_answers
+from installer.decide.answers import schema as json_schema
 
 app = typer.Typer(help="Check or begin an answers file for an unattended install.", no_args_is_help=True)
 

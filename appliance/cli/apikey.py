@@ -10,12 +10,14 @@ import typer
 from rich.cells import cell_len
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, padded, print_json, say, say_rows, spoken, told
-from installer import audit, fs, keys
-from installer.errors import ExitCode, InstallError
-from installer.i18n import joined, t
-from installer.layout import Layout
-from installer.lifecycle import history_of
-from installer.reload import reload_gateway
+from installer.access import api_keys
+from installer.audit import log
+from installer.base import fs
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import joined, t
+from installer.base.layout import Layout
+from installer.operate.lifecycle import history_of
+from installer.service.reload import reload_gateway
 
 app = typer.Typer(
     help="API keys of the endpoint: who may use it, for what, until when. (Keys that sign bundles: atoll keys.)",
@@ -62,22 +64,22 @@ def new(
     with told(as_json):
         layout = _layout(prefix)
         lifetime = _lifetime(expires)
-        keys.check_name(name)
+        api_keys.check_name(name)
         scopes = scope or ["serve"]
-        keys.check_scopes(scopes)
-        keys.check_group(group)
+        api_keys.check_scopes(scopes)
+        api_keys.check_group(group)
         if out is not None and out.exists():
             raise InstallError(
                 t("{out} is there already.", out=out), exit_code=ExitCode.USAGE, changed=t("No key was made."),
                 hint=t("Give --out a new file: a key is never written over something else."),
             )
-        key = keys.add(layout.api_keys, name, lifetime=lifetime, scopes=scopes, group=group)
+        key = api_keys.add(layout.api_keys, name, lifetime=lifetime, scopes=scopes, group=group)
         if out is not None:
             _write(out, key, layout)
-        audit.append(layout.audit, "api-key-created", key=key.id, name=name, scopes=scopes, group=group or None,
+        log.append(layout.audit, "api-key-created", key=key.id, name=name, scopes=scopes, group=group or None,
                      expires=expires)
         note = reload_gateway(layout)
-        entry = keys.find(keys.people(layout.api_keys), key.id)
+        entry = api_keys.find(api_keys.people(layout.api_keys), key.id)
     if as_json:
         shown = {} if out else {"key": key.text}
         print_json({**_facts(entry), **shown, "file": str(out) if out else None, "note": note})
@@ -86,7 +88,7 @@ def new(
     if out is None:
         made = [(t("key"), key.text), ("", t("Keep it: it is shown this once, and only its hash is stored."))]
     revoking = t("{id}   (to revoke it: atoll apikey revoke {id}{where})", id=key.id, where=_where(prefix))
-    allowed = t("{names}; {until}", names=joined(keys.scopes_of(entry)), until=_until(entry))
+    allowed = t("{names}; {until}", names=joined(api_keys.scopes_of(entry)), until=_until(entry))
     sharing = [(t("group"), t("{group}: shares cached prompts with its other keys", group=group))] if group else []
     say_rows([*made, ("id", revoking), (t("may"), allowed), *sharing], width=8)
     _say_note(note)
@@ -97,7 +99,7 @@ def list_(prefix: Prefix = None, as_json: Json = False) -> None:
     """List the keys: id, name, what they are for, until when. Their text is stored nowhere."""
     with told(as_json):
         layout = _layout(prefix)
-        entries = keys.people(layout.api_keys)
+        entries = api_keys.people(layout.api_keys)
     if as_json:
         print_json({"keys": [_facts(entry) for entry in entries]})
         return
@@ -107,9 +109,10 @@ def list_(prefix: Prefix = None, as_json: Json = False) -> None:
     rows: list[tuple[str, ...]] = [("ID", t("STATE"), t("SCOPES"), t("GROUP"), t("MADE"), t("ENDS"), t("NAME"))]
     for entry in entries:
         ends = entry["expires"][:10] if entry.get("expires") else t("never")
-        made, scopes = str(entry.get("created", ""))[:10], ",".join(keys.scopes_of(entry))
+        made, scopes = str(entry.get("created", ""))[:10], ",".join(api_keys.scopes_of(entry))
         group = entry.get("group") or "-"
-        rows.append((entry["id"], _STATES[keys.state(entry)], scopes, group, made, ends, keys.shown_name(entry)))
+        state, name = _STATES[api_keys.state(entry)], api_keys.shown_name(entry)
+        rows.append((entry["id"], state, scopes, group, made, ends, name))
     widths = [max(cell_len(spoken(row[column])) for row in rows) for column in range(6)]
     for row in rows:
         cells = [padded(cell, width) for cell, width in zip(row, widths, strict=False)]
@@ -126,16 +129,16 @@ def revoke(
     with told(as_json):
         layout = _layout(prefix)
         _not_a_key(key)
-        before = keys.find(keys.people(layout.api_keys), key)
-        entry = keys.revoke(layout.api_keys, before["id"])
+        before = api_keys.find(api_keys.people(layout.api_keys), key)
+        entry = api_keys.revoke(layout.api_keys, before["id"])
         if not before.get("revoked"):
-            audit.append(layout.audit, "api-key-revoked", key=entry["id"], name=entry.get("name", ""))
+            log.append(layout.audit, "api-key-revoked", key=entry["id"], name=entry.get("name", ""))
         note = reload_gateway(layout)
-        left = len(keys.usable(layout.api_keys))
+        left = len(api_keys.usable(layout.api_keys))
     if as_json:
         print_json({**_facts(entry), "changed": not before.get("revoked"), "active_keys_left": left, "note": note})
         return
-    facts = {"id": entry["id"], "name": keys.shown_name(entry)}
+    facts = {"id": entry["id"], "name": api_keys.shown_name(entry)}
     if before.get("revoked"):
         say(t("The key {id} ({name}) was revoked already.", **facts))
     else:
@@ -165,12 +168,12 @@ def _layout(prefix: Path | None) -> Layout:
     return layout
 
 
-def _write(out: Path, key: keys.NewKey, layout: Layout) -> None:
+def _write(out: Path, key: api_keys.NewKey, layout: Layout) -> None:
     """A key that cannot be handed over must not stay valid."""
     try:
         fs.write_atomic(out, key.text + "\n", 0o600)
     except OSError:
-        keys.remove(layout.api_keys, {key.id})
+        api_keys.remove(layout.api_keys, {key.id})
         raise
 
 
@@ -211,7 +214,8 @@ def _not_a_key(text: str) -> None:
 
 def _facts(entry: dict[str, Any]) -> dict[str, Any]:
     return {
-        "id": entry["id"], "name": entry.get("name", ""), "state": keys.state(entry), "scopes": keys.scopes_of(entry),
+        "id": entry["id"], "name": entry.get("name", ""), "state": api_keys.state(entry),
+        "scopes": api_keys.scopes_of(entry),
         "group": entry.get("group") or None, "created": entry.get("created"), "expires": entry.get("expires"),
         "revoked_at": entry.get("revoked_at"),
     }

@@ -17,18 +17,33 @@ from appliance.cli.engine_words import told_here
 from appliance.cli.help_texts import translate
 from appliance.cli.own_parsers import helping
 from appliance.cli.usage_errors import usage_errors_told
-from installer.errors import ExitCode
-from installer.i18n import LANGUAGES, joined, language_of, libraries_in, looked_up, speaking, t
+from installer.base.errors import ExitCode
+from installer.base.i18n import LANGUAGES, joined, language_of, libraries_in, looked_up, speaking, t
 
 EPILOG = "Each command explains itself, with examples: atoll install --help"
 
 # name → (module, attribute, one line for the list). `app` is a typer group, `register` adds commands to a typer app.
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "serve": ("engine.server.cli", "main", "Serve a model directory as an OpenAI endpoint (flags as in 'vllm serve')."),
-    "engine": ("engine.server.engine_process", "main", "Run the engine of one model behind a Unix socket (units do)."),
-    "gateway": ("engine.server.gateway", "main", "Serve HTTP in front of the engines of this server (units do)."),
-    "gpu-ready": ("engine.server.gpu_ready", "main", "Wait until the GPU can be used; exit 0 when it can (units do)."),
-    "settle": ("installer.settle", "main", "Take back an upgrade that a power cut interrupted (a unit does, at boot)."),
+    "serve": (
+        "engine.server.cli.serve", "main",
+        "Serve a model directory as an OpenAI endpoint (flags as in 'vllm serve').",
+    ),
+    "engine": (
+        "engine.server.process.engine_process", "main",
+        "Run the engine of one model behind a Unix socket (units do).",
+    ),
+    "gateway": (
+        "engine.server.gateway.gateway", "main",
+        "Serve HTTP in front of the engines of this server (units do).",
+    ),
+    "gpu-ready": (
+        "engine.server.process.gpu_ready", "main",
+        "Wait until the GPU can be used; exit 0 when it can (units do).",
+    ),
+    "settle": (
+        "installer.operate.boot_recovery", "main",
+        "Take back an upgrade that a power cut interrupted (a unit does, at boot).",
+    ),
     "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles."),
     "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
     "doctor": ("appliance.cli.doctor", "register", "Check this machine's GPU: each kernel against plain arithmetic."),

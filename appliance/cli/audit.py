@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, told
-from installer import audit, audit_anchor, audit_check
-from installer.errors import ExitCode, InstallError
-from installer.i18n import t
-from installer.layout import Layout
-from installer.lifecycle import history_of
-from installer.logs import printable
+from installer.audit import anchor, check, log
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.operate.lifecycle import history_of
+from installer.support.logs import printable
 
 app = typer.Typer(
     help="The audit log: who accepted, waived or changed what, and whether the log is whole.",
@@ -42,9 +42,9 @@ def show(
     with told(as_json):
         layout = _layout(prefix)
         start = _start(since) if since else ""
-        records, broken = audit.read(layout.audit)
+        records, broken = log.read(layout.audit)
         chosen = [record for record in records if str(record.get("at")) >= start]
-        head = audit.head(layout.audit)
+        head = log.head(layout.audit)
         if as_json:
             print_json({"schema_version": 1, "entries": chosen, "head": {"count": head.count, "hash": head.hash},
                         "broken": broken})  # fmt: skip
@@ -75,9 +75,9 @@ def verify(
     """Check the log's chain, and compare it with the heads that journald keeps and with those that you give."""
     with told(as_json):
         layout = _layout(prefix)
-        given = [audit_check.parse_head(text) for text in head or ()]
-        kept = audit_anchor.sent(layout.audit)
-        verdict = audit_check.check(layout.audit, [*(kept or ()), *given])
+        given = [check.parse_head(text) for text in head or ()]
+        kept = anchor.sent(layout.audit)
+        verdict = check.check(layout.audit, [*(kept or ()), *given])
     if as_json:
         print_json({**verdict.to_json(), "journal": kept is not None})
     else:
@@ -86,7 +86,7 @@ def verify(
         raise typer.Exit(verdict.exit_code)
 
 
-def _say(verdict: audit_check.Verdict, kept: list[audit.Head] | None, given: list[audit.Head]) -> None:
+def _say(verdict: check.Verdict, kept: list[log.Head] | None, given: list[log.Head]) -> None:
     if verdict.message:
         say(verdict.message)
         say(verdict.next)

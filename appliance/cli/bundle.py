@@ -7,20 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from installer.errors import InstallError
-from installer.i18n import joined, t
-from installer.trust import keyring
-from offline_bundle.build import build_bundle
+from appliance.cli import bundle_runtime
+from appliance.cli.byte_progress import byte_progress, size
+from appliance.cli.common import layout_for, say, say_rows, spoken
+from appliance.cli.json_output import emit, json_errors
+from installer.access.vendor_keys import keyring
+from installer.base.errors import InstallError
+from installer.base.i18n import joined, t
 from offline_bundle.errors import USAGE, BundleError
-from offline_bundle.keys import Keyring, is_encrypted, refuse_from_medium
-from offline_bundle.manifest import BundleManifest, Requires
-from offline_bundle.runtime_verify import is_runtime
-from offline_bundle.verify import inspect_bundle, verify_bundle
-
-from . import bundle_runtime
-from .byte_progress import byte_progress, size
-from .common import layout_for, say, say_rows, spoken
-from .json_output import emit, json_errors
+from offline_bundle.model.build import build_bundle
+from offline_bundle.model.manifest import BundleManifest, Requires
+from offline_bundle.model.verify import inspect_bundle, verify_bundle
+from offline_bundle.runtime.verify import is_runtime
+from offline_bundle.signing.keys import Keyring, is_encrypted, refuse_from_medium
 
 app = typer.Typer(help="Build, inspect and verify signed model bundles.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -1,4 +1,4 @@
-"""What `atoll bundle build --runtime` and its relatives say; offline_bundle/runtime.py does the work."""
+"""What `atoll bundle build --runtime` and its relatives say; offline_bundle/runtime/build.py does the work."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,21 +7,20 @@ from typing import Any
 
 import typer
 
-from installer.i18n import joined, t
+from appliance.cli.byte_progress import byte_progress, size
+from appliance.cli.common import say, say_rows
+from appliance.cli.json_output import emit
+from appliance.cli.keys import grouped, word_lines
+from installer.base.i18n import joined, t
 from offline_bundle.errors import USAGE, BundleError
-from offline_bundle.keys import load_trusted, refuse_from_medium
 from offline_bundle.medium.hash_words import in_words
 from offline_bundle.progress import Progress
-from offline_bundle.runtime import build_runtime
-from offline_bundle.runtime_download import Load
-from offline_bundle.runtime_manifest import RuntimeManifest
-from offline_bundle.runtime_resolve import Torch
-from offline_bundle.runtime_verify import inspect_runtime, verify_runtime
-
-from .byte_progress import byte_progress, size
-from .common import say, say_rows
-from .json_output import emit
-from .keys import grouped, word_lines
+from offline_bundle.runtime.build import build_runtime
+from offline_bundle.runtime.download import Load
+from offline_bundle.runtime.manifest import RuntimeManifest
+from offline_bundle.runtime.resolve import Torch
+from offline_bundle.runtime.verify import inspect_runtime, verify_runtime
+from offline_bundle.signing.keys import load_trusted, refuse_from_medium
 
 _LABELS = {
     "download": t("Fetching packages"), "read": t("Reading packages"), "verify": t("Verifying"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from appliance.cli.common import spoken
-from installer.i18n import joined, t
+from installer.base.i18n import joined, t
 from offline_bundle.progress import Progress, silent
 
 _LINE_EVERY = 5.0  # seconds between plain lines

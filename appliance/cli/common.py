@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.cells import cell_len
 
-from installer.errors import ExitCode, InstallError, io_error
-from installer.i18n import language_of, t
-from installer.i18n import told as in_language
-from installer.layout import Layout
+from installer.base.errors import ExitCode, InstallError, io_error
+from installer.base.i18n import language_of, t
+from installer.base.i18n import told as in_language
+from installer.base.layout import Layout
 
 Prefix = Annotated[
     Path | None,

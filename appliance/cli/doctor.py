@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from appliance.cli.common import padded, spoken
 from appliance.cli.json_output import emit
-from installer.i18n import retold, t
+from installer.base.i18n import retold, t
 
 SELF_TEST = (sys.executable, "-s", "-P", "-m", "engine.selftest", "--json")
 FAILED = 1

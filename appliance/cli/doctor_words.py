@@ -1,7 +1,7 @@
 """What the engine's self-test says, for the catalogue: the engine knows no other language than English, and `atoll
 doctor` recognises its sentences. tests/appliance/test_doctor.py sees that they are still these."""
 
-from installer.i18n import foreign
+from installer.base.i18n import foreign
 
 SAID = (
     foreign("All {total} kernel checks passed in {seconds} s: this GPU is fit to serve."),

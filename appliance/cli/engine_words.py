@@ -4,7 +4,7 @@ The engine's errors are English and their texts are found in its source (install
 rest of what they say: argparse's words, as `FlagParser` passes them on, and what is put together from parts.
 """
 
-from installer.i18n import foreign, language_of, retold, told
+from installer.base.i18n import foreign, language_of, retold, told
 
 WORDS = (
     foreign("{flag}: invalid choice: {value} (choose from {names})."),
@@ -44,7 +44,7 @@ WORDS = (
     foreign("The engine process closed its connection."),
 )
 
-GPU_READY = (  # engine/server/gpu_ready.py
+GPU_READY = (  # engine/server/process/gpu_ready.py
     foreign("waiting: {said}"),
     foreign("The GPU is not ready. {problem}\n  Next: {fix}"),
     foreign("{count} GPU ready, driver {driver}"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from installer.i18n import looked_up
+from installer.base.i18n import looked_up
 
 LANGUAGE_HELP = "Language of what is said: ko or en (as the system's; English where Hangul cannot be shown)."
 

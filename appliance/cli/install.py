@@ -12,18 +12,18 @@ import typer
 from appliance.cli.common import Json, Prefix, examples, layout_for, told
 from appliance.cli.install_view import Terminal, print_result
 from appliance.cli.preflight import read_waivers
-from installer import fs
-from installer.answers import Answers, read_answers
-from installer.code_tree import code_tree, read_facts, upgrade_command
-from installer.errors import ExitCode, InstallError
-from installer.i18n import t
-from installer.layout import Layout
-from installer.lifecycle import history_of
-from installer.machine import Installer, key_was_shown
-from installer.options import InstallOptions, ModelChoice, TlsChoice
+from installer.base import fs
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.decide.answers import Answers, read_answers
+from installer.decide.options import InstallOptions, ModelChoice, TlsChoice
+from installer.operate.install import Installer, key_was_shown
+from installer.operate.lifecycle import history_of
 from installer.preflight.needs import RUNTIME
+from installer.release.code_tree import code_tree, read_facts, upgrade_command
 from offline_bundle import limits
-from offline_bundle.manifest import MANIFEST
+from offline_bundle.model.manifest import MANIFEST
 
 Port = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (as installed, else 8443; 8000 of a prefix).")

@@ -14,13 +14,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from appliance.cli.common import agrees, layout_for, padded, print_json, say, say_rows, spoken
 from appliance.cli.preflight_view import print_checks
-from installer.errors import InstallError
-from installer.frontend import StepStatus
-from installer.i18n import t
-from installer.layout import Layout
-from installer.licence import LicenceRequest
-from installer.machine import InstallResult
-from installer.plan import Plan
+from installer.access.licence import LicenceRequest
+from installer.base.errors import InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.decide.frontend import StepStatus
+from installer.decide.plan import Plan
+from installer.operate.install import InstallResult
 from installer.preflight import CheckRecord
 
 _MARKS = {"done": t("ok"), "skipped": "--", "failed": t("FAILED")}

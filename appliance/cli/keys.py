@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-from installer.i18n import t
+from appliance.cli.common import say_rows, spoken
+from appliance.cli.json_output import emit, json_errors
+from installer.base.i18n import t
 from offline_bundle.errors import USAGE, BundleError
-from offline_bundle.keys import load_public, new_keypair
 from offline_bundle.medium.hash_words import from_words, in_words
-
-from .common import say_rows, spoken
-from .json_output import emit, json_errors
+from offline_bundle.signing.keys import load_public, new_keypair
 
 app = typer.Typer(help="Make and look at the keys that sign bundles.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -8,18 +8,19 @@ import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, spoken, told
 from appliance.cli.install_view import Terminal, human_bytes, print_result
-from installer import audit, journal
-from installer.errors import ExitCode, InstallError
-from installer.i18n import joined, t
-from installer.lifecycle import history_of
-from installer.lifecycle import restart as restart_service
-from installer.lifecycle import start as start_service
-from installer.lifecycle import stop as stop_service
-from installer.lock import InstallLock
-from installer.options import InstallOptions
-from installer.rollback import Rollback
-from installer.uninstall import UninstallPlan, plan_uninstall
-from installer.uninstall import uninstall as remove
+from installer.audit import log
+from installer.base import journal
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import joined, t
+from installer.base.lock import InstallLock
+from installer.decide.options import InstallOptions
+from installer.operate.lifecycle import history_of
+from installer.operate.lifecycle import restart as restart_service
+from installer.operate.lifecycle import start as start_service
+from installer.operate.lifecycle import stop as stop_service
+from installer.operate.rollback import Rollback
+from installer.operate.uninstall import UninstallPlan, plan_uninstall
+from installer.operate.uninstall import uninstall as remove
 
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds that it may take to become ready.")]
 
@@ -153,7 +154,7 @@ def repair(prefix: Prefix = None, as_json: Json = False) -> None:
         with InstallLock(layout.lock, "journal repair"):
             done = journal.repair(layout.journal)
             if done:
-                audit.append(layout.audit, "journal-repaired", what=done)
+                log.append(layout.audit, "journal-repaired", what=done)
     text = t("The journal is whole; nothing was changed.")
     if done:
         text = joined([done, t("Next: run what you were about to run.")], " ")

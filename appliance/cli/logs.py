@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import Prefix, examples, layout_for, say, told
-from installer import logs as source
-from installer.i18n import t
+from installer.base.i18n import t
+from installer.support import logs as source
 
 _HELP = """Show the service's log: journald's on a server, the log file below a prefix.
 

@@ -12,17 +12,18 @@ from rich.console import Console
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
 from appliance.cli.preflight_view import print_checks, print_verdict
-from installer import config, fs
-from installer.answers import read_answers
-from installer.errors import ExitCode, InstallError
-from installer.i18n import Text, joined, language_of, t
-from installer.i18n import told as in_words
-from installer.layout import Layout
+from installer.access.vendor_keys import keyring
+from installer.base import fs
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import Text, joined, language_of, t
+from installer.base.i18n import told as in_words
+from installer.base.layout import Layout
+from installer.decide.answers import read_answers
 from installer.preflight import PreflightContext, run_checks
 from installer.preflight.needs import read_needs
 from installer.preflight.report import report, verdict
-from installer.service import service_for
-from installer.trust import keyring
+from installer.release import config
+from installer.service.service import service_for
 
 Device = Literal["auto", "cuda", "cpu"]
 _HELP = """Check whether this machine can be installed on. Changes nothing.

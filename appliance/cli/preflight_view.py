@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from installer.i18n import joined, language_of, t, told
+from installer.base.i18n import joined, language_of, t, told
 from installer.preflight import CheckRecord
 from installer.preflight.report import verdict
 

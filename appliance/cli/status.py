@@ -8,11 +8,11 @@ import typer
 from appliance.cli.byte_progress import size
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say_rows, spoken, told
 from appliance.engines import engine_facts
-from installer.errors import ExitCode
-from installer.i18n import foreign, joined, retold, t
-from installer.keys import shown_name
-from installer.logs import printable
-from installer.status import status
+from installer.access.api_keys import shown_name
+from installer.base.errors import ExitCode
+from installer.base.i18n import foreign, joined, retold, t
+from installer.operate.status import status
+from installer.support.logs import printable
 
 _HELP = """One screen: what is installed, whether it serves, since when, with whose permission, and what is wrong.
 

@@ -6,15 +6,18 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
-from installer import audit, config, fs, tls
-from installer import tls_import as imports
-from installer.errors import ExitCode, InstallError
-from installer.i18n import joined, t
-from installer.layout import Layout
-from installer.lifecycle import history_of
-from installer.lock import InstallLock
-from installer.reload import reload_gateway
-from installer.service import PrefixService
+from installer.audit import log
+from installer.base import fs
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import joined, t
+from installer.base.layout import Layout
+from installer.base.lock import InstallLock
+from installer.operate.lifecycle import history_of
+from installer.release import config
+from installer.service.reload import reload_gateway
+from installer.service.service import PrefixService
+from installer.tls import custom as imports
+from installer.tls import endpoint as tls_endpoint
 
 app = typer.Typer(
     help="The endpoint's certificate: look at it, renew it, use your own, give clients what they must trust.",
@@ -62,11 +65,12 @@ def renew(
         layout = _installed(prefix)
         with InstallLock(layout.lock, "tls renew"):
             host = config.standing(layout).host
-            names = tls.wanted_names(host, name or [])
-            made = tls.renew(layout, names, required=tls.required_names(host, name or []), new_ca=new_ca, local=local)
+            names = tls_endpoint.wanted_names(host, name or [])
+            required = tls_endpoint.required_names(host, name or [])
+            made = tls_endpoint.renew(layout, names, required=required, new_ca=new_ca, local=local)
             note = _apply(layout)
             found = _facts(layout)
-            audit.append(layout.audit, "certificate-renewed", sha256=found["sha256"], new_ca=made.new_ca)
+            log.append(layout.audit, "certificate-renewed", sha256=found["sha256"], new_ca=made.new_ca)
     _done(found, note, as_json, new_ca=made.new_ca)
 
 
@@ -84,12 +88,12 @@ def import_(
     """Use a certificate of your own issuer. Checked first: its key, dates, the order of the chain, the names."""
     with told(as_json):
         layout = _installed(prefix)
-        pair = imports.check_import(cert, key, tls.required_names(config.standing(layout).host, name or []))
+        pair = imports.check_import(cert, key, tls_endpoint.required_names(config.standing(layout).host, name or []))
         with InstallLock(layout.lock, "tls import"):
-            tls.install_import(layout, pair)
+            tls_endpoint.install_import(layout, pair)
             note = _apply(layout)
             found = _facts(layout)
-            audit.append(layout.audit, "certificate-imported", sha256=found["sha256"], file=str(cert))
+            log.append(layout.audit, "certificate-imported", sha256=found["sha256"], file=str(cert))
     _done(found, note, as_json)
 
 
@@ -112,7 +116,7 @@ def export_ca(
                 why=t("Its issuer is {issuer}.", issuer=found["issuer"]),
                 hint=t("Most clients of your organisation trust that root already; else ask its issuer for it."),
             )
-        text = tls.ca_file(layout).read_text()
+        text = tls_endpoint.ca_file(layout).read_text()
         if out is not None:
             fs.write_atomic(out, text, 0o644)
     if as_json:
@@ -153,7 +157,7 @@ def _installed(prefix: Path | None) -> Layout:
 
 
 def _facts(layout: Layout) -> dict[str, Any]:
-    found = tls.facts(layout)
+    found = tls_endpoint.facts(layout)
     if found is None:
         history_of(layout)
         raise InstallError(
@@ -170,7 +174,7 @@ def _apply(layout: Layout) -> str | None:
         return reload_gateway(layout)
     text = config.read_text(layout.config)
     if text is not None:
-        changed = config.render(text, tls.settings(layout), layout.config)
+        changed = config.render(text, tls_endpoint.settings(layout), layout.config)
         if changed != text:
             fs.write_atomic(layout.config, changed, 0o644)
     if PrefixService(layout).state().up:

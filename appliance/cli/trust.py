@@ -9,11 +9,12 @@ import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, told
 from appliance.cli.keys import grouped, word_lines
-from installer import release, trust
-from installer.errors import ExitCode, InstallError
-from installer.i18n import joined, t
-from installer.layout import Layout
-from installer.lifecycle import history_of
+from installer.access import vendor_keys
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import joined, t
+from installer.base.layout import Layout
+from installer.operate.lifecycle import history_of
+from installer.release import release
 from offline_bundle.medium.hash_words import from_words, in_words
 
 app = typer.Typer(
@@ -69,10 +70,10 @@ def add(
     """Trust a key from now on. Take it from the vendor, not from a medium, or compare its fingerprint."""
     with told(as_json):
         layout = _writable(prefix)
-        loaded = trust.load(key)
+        loaded = vendor_keys.load(key)
         if fingerprint is not None:
             _compare(fingerprint, loaded.fingerprint)
-        new = trust.add(layout, loaded, str(key))
+        new = vendor_keys.add(layout, loaded, str(key))
     if as_json:
         print_json({"fingerprint": loaded.fingerprint, "changed": new})
         return
@@ -90,8 +91,8 @@ def remove(key: Key, prefix: Prefix = None, as_json: Json = False) -> None:
     """Trust a key no longer. It may be added again; for a stolen key use revoke."""
     with told(as_json):
         layout = _writable(prefix)
-        gone = trust.remove(layout, key)
-        left = len(trust.installed_keys(layout))
+        gone = vendor_keys.remove(layout, key)
+        left = len(vendor_keys.installed_keys(layout))
     signed = _signed(layout, {entry.fingerprint for entry in gone})
     if as_json:
         print_json({"removed": [entry.fingerprint or entry.path.name for entry in gone], "signed": signed,
@@ -129,8 +130,8 @@ def revoke(
         signed = _signed(layout, {fingerprint})
         if not yes:
             _confirm(fingerprint, signed)
-        new = trust.revoke(layout, fingerprint, why.strip())
-        left = len(trust.installed_keys(layout))
+        new = vendor_keys.revoke(layout, fingerprint, why.strip())
+        left = len(vendor_keys.installed_keys(layout))
     if as_json:
         print_json({"fingerprint": fingerprint, "changed": new, "signed": signed, "trusted_keys_left": left})
         return
@@ -142,10 +143,10 @@ def revoke(
 
 
 def _rows(layout: Layout) -> list[dict[str, Any]]:
-    gone = trust.revoked(layout)
-    live = trust.signed_by(release.read_info(layout, release.live(layout) or ""))
+    gone = vendor_keys.revoked(layout)
+    live = vendor_keys.signed_by(release.read_info(layout, release.live(layout) or ""))
     rows: list[dict[str, Any]] = []
-    for entry in trust.entries(layout):
+    for entry in vendor_keys.entries(layout):
         if entry.fingerprint not in gone:
             signed = [what for what, fingerprint in live.items() if fingerprint == entry.fingerprint]
             state = "unusable" if entry.problem else "trusted"
@@ -179,7 +180,7 @@ def _show_key(fingerprint: str) -> None:
 
 
 def _signed(layout: Layout, fingerprints: set[str]) -> list[str]:
-    live = trust.signed_by(release.read_info(layout, release.live(layout) or ""))
+    live = vendor_keys.signed_by(release.read_info(layout, release.live(layout) or ""))
     return [what for what, fingerprint in live.items() if fingerprint in fingerprints]
 
 
@@ -208,8 +209,8 @@ def _meant(layout: Layout, named: str) -> str:
     """The fingerprint of KEY, which may be a public key file too, if it has a path."""
     path = Path(named).expanduser()
     if ("/" in named or named.endswith(".pub")) and path.is_file():
-        return trust.load(path).fingerprint
-    return trust.find(layout, named)
+        return vendor_keys.load(path).fingerprint
+    return vendor_keys.find(layout, named)
 
 
 def _compare(said: str, fingerprint: str) -> None:

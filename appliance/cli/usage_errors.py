@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from appliance.cli.common import spoken
-from installer.i18n import foreign, retold
+from installer.base.i18n import foreign, retold
 
 SAID = (
     foreign("No such option: {name}"),

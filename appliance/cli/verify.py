@@ -7,9 +7,9 @@ from rich.cells import cell_len
 
 from appliance.cli.byte_progress import byte_progress, size
 from appliance.cli.common import Json, Prefix, examples, layout_for, padded, print_json, say, spoken, told
-from installer.i18n import joined, t
-from installer.layout import Layout
-from installer.verify import Report, Target, rebuild, verify
+from installer.base.i18n import joined, t
+from installer.base.layout import Layout
+from installer.operate.deep_verify import Report, Target, rebuild, verify
 
 _HELP = """Read every byte of the installed models and code again and compare it with what was signed.
 

@@ -19,19 +19,20 @@ from pathlib import Path
 from appliance.demo import ask, model
 from appliance.demo.display import Display, Step
 from appliance.demo.front import DemoFrontend
-from installer import config, keys
-from installer.errors import ExitCode, InstallError
-from installer.fs import write_atomic
-from installer.layout import Layout
-from installer.lifecycle import stop
-from installer.machine import Installer, key_was_shown
-from installer.options import InstallOptions
+from installer.access import api_keys
+from installer.base.errors import ExitCode, InstallError
+from installer.base.fs import write_atomic
+from installer.base.layout import Layout
+from installer.decide.options import InstallOptions
+from installer.operate.install import Installer, key_was_shown
+from installer.operate.lifecycle import stop
 from installer.preflight import PreflightContext, gpu_problems
 from installer.preflight.needs import of_manifests
-from installer.sequence import last_sequence
-from installer.service import PrefixService
+from installer.release import config
+from installer.release.replay_guard import last_sequence
+from installer.service.service import PrefixService
 from offline_bundle import BundleError, build_bundle, inspect_bundle, verify_bundle
-from offline_bundle.keys import load_public, new_keypair
+from offline_bundle.signing.keys import load_public, new_keypair
 
 QUESTION = "Tell me about the city of Paris in two sentences."
 FIRST_PORT = 8000
@@ -211,12 +212,12 @@ def _choose_port(demo: Demo) -> int:
 
 def _keep_key(demo: Demo, fresh: str | None) -> str:
     """The demonstration's key. The installation stores only hashes; the text stays here, 0600, to be shown again."""
-    known = {entry["sha256"] for entry in keys.usable(demo.layout.api_keys)}
+    known = {entry["sha256"] for entry in api_keys.usable(demo.layout.api_keys)}
     if demo.key_file.is_file():
         text = demo.key_file.read_text("utf-8").strip()
         if hashlib.sha256(text.encode()).hexdigest() in known:
             return text
-    text = fresh or keys.add(demo.layout.api_keys, "demo").text
+    text = fresh or api_keys.add(demo.layout.api_keys, "demo").text
     write_atomic(demo.key_file, text + "\n", 0o600)
     return text
 

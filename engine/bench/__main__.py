@@ -16,10 +16,10 @@ _EXAMPLES = """examples:
   python -m engine.bench profile --model DIR --batch 64               where a step's time goes
   python -m engine.bench load --model DIR --quantization fp8          from the page cache to ready weights
   python -m engine.bench moe --model DIR                              the experts of a layer, alone
-  python -m engine.bench moe --search --out engine/kernels/moe_tuned.json
+  python -m engine.bench moe --search --out engine/kernels/moe/tuned.json
   python -m engine.bench gemv --model DIR                             one row times each weight, alone
   python -m engine.bench gemv --search --model DIR DIR --quantization fp8 --budget 120       tiles, in decode steps
-  python -m engine.bench gemv --search --out engine/kernels/gemv_tuned.json --moe-out engine/kernels/moe_tuned.json
+  python -m engine.bench gemv --search --out engine/kernels/gemm/tuned.json --moe-out engine/kernels/moe/tuned.json
   python -m engine.bench schedule short prompts                       the scheduler alone, no device, no model
   python -m engine.bench delta --model DIR                            a recurrent layer, without its projections
 """

@@ -4,7 +4,8 @@ DIR needs only a config.json. A decode step reads and writes the state of each s
 different states, so that none of them stays in a cache. A prompt is one sequence of so many tokens.
 
 ``--search`` times the kernels' variants instead, those of a prompt together with the kernels around them, for at most
-``--budget`` seconds: which tiles, warps and stages the constants in triton_delta should be. A summary names the best.
+``--budget`` seconds: which tiles, warps and stages the constants in recurrent.gated_delta should be. A summary
+names the best.
 """
 
 import argparse
@@ -20,10 +21,10 @@ from engine.capabilities import resolve_device
 from engine.config import STATE_DTYPES
 from engine.core.kv.spec import StateLayer
 from engine.errors import ConfigError
-from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
-from engine.layers.delta import GatedDeltaNet
-from engine.models.config import ModelConfig
-from engine.models.config_qwen3_5 import read_qwen3_5
+from engine.kernels.recurrent.reference import DeviceRecurrentBatch, RecurrentBatch
+from engine.layers.gated_delta import GatedDeltaNet
+from engine.models.config.model import ModelConfig
+from engine.models.config.qwen3_5 import read_qwen3_5
 from engine.models.registry import model_class
 
 DEFAULT_MODELS = ("qwen3.6-27b",)
@@ -139,8 +140,8 @@ _RUN = [{"BLOCK_V": v, "num_warps": w, "num_stages": s} for v, w in ((16, 4), (3
 def search(layer: GatedDeltaNet, copy: float, budget: float) -> Iterator[report.Row]:
     """Rows of every variant, with its options; of those that a card has no room for, with the driver's words. After
     `budget` seconds the rest is left out."""
-    from engine.kernels.compile_ahead import compile_ahead
-    from engine.kernels.launch import KernelError, recording
+    from engine.kernels.runtime.compile_ahead import compile_ahead
+    from engine.kernels.runtime.launcher import KernelError, recording
 
     device, deadline = layer.a_log.device, time.monotonic() + budget
     cases = [*_decode_cases(layer), *_prompt_cases(layer)]
@@ -175,7 +176,7 @@ _Case = tuple[report.Row, Callable[[], Sequence[Callable[[], object]]]]
 
 
 def _decode_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
-    from engine.kernels import triton_delta
+    from engine.kernels.recurrent import gated_delta
 
     device = layer.a_log.device
     for batch in _SEARCH_BATCHES:
@@ -189,7 +190,7 @@ def _decode_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
             _make_states(layer, turns * batch)
             each = torch.arange(turns * batch, device=device).split(batch)
             taken = [layer.kernel_arguments(qkv, ba, DeviceRecurrentBatch(positions, slots), out) for slots in each]
-            return [partial(triton_delta.decode, *arguments, **options) for arguments in taken]
+            return [partial(gated_delta.decode, *arguments, **options) for arguments in taken]
 
         for options in _DECODE:
             if options["block_v"] <= layer.value_dim:
@@ -197,7 +198,7 @@ def _decode_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
 
 
 def _prompt_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
-    from engine.kernels import triton_delta
+    from engine.kernels.recurrent import gated_delta
 
     device = layer.a_log.device
     for prompts in _SEARCH_PROMPTS:
@@ -205,7 +206,7 @@ def _prompt_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
         counts = torch.tensor(prompts, device=device)
         q_starts, slots = counts.cumsum(0) - counts, torch.arange(len(prompts), device=device)
         positions = torch.cat([torch.arange(count, device=device) for count in prompts])
-        chunks = triton_delta.plan_chunks(counts, triton_delta.num_chunks(prompts))
+        chunks = gated_delta.plan_chunks(counts, gated_delta.num_chunks(prompts))
         batch = DeviceRecurrentBatch(positions, slots, q_starts, counts, chunks)
         qkv, _, ba = _inputs(layer, tokens)
         out = torch.empty(tokens, layer.value_heads, layer.value_dim, dtype=qkv.dtype, device=device)
@@ -214,7 +215,7 @@ def _prompt_cases(layer: GatedDeltaNet) -> Iterator[_Case]:
             _make_states(layer, len(batch.slots))
             arguments = layer.kernel_arguments(qkv, ba, batch, out)
             ranges = {"q_starts": batch.q_starts, "counts": batch.counts, "chunks": batch.chunks}
-            return [partial(triton_delta.prefill, *arguments, **ranges, **options)]
+            return [partial(gated_delta.prefill, *arguments, **ranges, **options)]
 
         facts = {"phase": "prefill", "prompts": len(prompts), "tokens": tokens}
         yield {**facts, "kernel": "as chosen"}, partial(steps, {})
@@ -241,7 +242,7 @@ def _step(
     if len(counts) == len(positions):
         batch = DeviceRecurrentBatch(positions, slots)
     else:
-        from engine.kernels.triton_delta import num_chunks, plan_chunks
+        from engine.kernels.recurrent.gated_delta import num_chunks, plan_chunks
 
         chunks = plan_chunks(counts, num_chunks(counts.tolist()))
         batch = DeviceRecurrentBatch(positions, slots, q_starts, counts, chunks)

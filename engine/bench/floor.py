@@ -9,11 +9,11 @@ import torch
 
 from engine.bench.random_checkpoint import empty_model
 from engine.core.kv.spec import StateLayer
-from engine.kernels.moe_tiles import Shape
+from engine.kernels.moe.tiles import Shape
 from engine.layers.activation import Gate
-from engine.models.checkpoint import check_checkpoint
-from engine.models.config import ModelConfig
-from engine.models.fields import get_size
+from engine.models.config.fields import get_size
+from engine.models.config.model import ModelConfig
+from engine.models.loading.checkpoint import check_checkpoint
 
 CONFIGS = Path(__file__).parent / "configs"  # of models whose shapes are measured without their weights
 _BYTES = 256 << 20  # far larger than any cache

@@ -5,9 +5,9 @@ with several copies of its weight in turn, so that none of them stays in a cache
 
 ``--search`` looks for the best tiles of their kernel instead, and of the kernels of sparse blocks: in the decode step
 of one sequence, of each model in turn with random weights and a few of its layers, for at most ``--budget`` seconds in
-all. A row for each tells the step's milliseconds before and after. With ``--out engine/kernels/gemv_tuned.json`` and
-``--moe-out engine/kernels/moe_tuned.json`` the tiles found are used from then on; the files are written row by row.
-A GPU of another kind gets files of its own: engine/kernels/target.py has their names.
+all. A row for each tells the step's milliseconds before and after. With ``--out engine/kernels/gemm/tuned.json`` and
+``--moe-out engine/kernels/moe/tuned.json`` the tiles found are used from then on; the files are written row by row.
+A GPU of another kind gets files of its own: engine/kernels/runtime/gpu_target.py has their names.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from engine.bench.gemv_products import Subject, find_subjects, sensible_forms
 from engine.bench.moe import step_seconds
 from engine.capabilities import resolve_device
 from engine.errors import ConfigError
-from engine.kernels.gemv_tiles import VectorTiles, vector_tiles
+from engine.kernels.gemm.tiles import VectorTiles, vector_tiles
 from engine.layers.quant import FP8
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def facts(subject: Subject) -> report.Row:
 
 def measure(subject: Subject, device: torch.device, read: float) -> report.Row:
     """With the tiles that are used. `read`: GB/s."""
-    from engine.kernels.launch import target_of
+    from engine.kernels.runtime.launcher import target_of
 
     tiles = vector_tiles(subject.product, gpu=target_of(device))
     with torch.inference_mode():
@@ -153,7 +153,7 @@ class Operands:
         return self._product(self.weights[0], tiles).to(torch.float32, copy=True)
 
     def _product(self, weight: torch.Tensor, tiles: VectorTiles) -> torch.Tensor:
-        from engine.kernels.triton_gemv import gemv
+        from engine.kernels.gemm.small_batch import gemv
 
         return gemv(
             self.x, weight, self.scale, self.bias, norm=self.norm, gate=self.gate, residual=self.residual, tiles=tiles

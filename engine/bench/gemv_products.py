@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from engine.bench.random_checkpoint import empty_model
 from engine.core.kv.spec import CacheSpec
-from engine.kernels.gemv_tiles import Product
+from engine.kernels.gemm.tiles import Product
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
 from engine.models.base import CausalLM
-from engine.models.loader import quantize
+from engine.models.loading.loader import quantize
 from engine.worker.cache import Cache
 
 if TYPE_CHECKING:
-    from engine.kernels.launch import Job
+    from engine.kernels.runtime.launcher import Job
 
 _SMALLEST = 1_000_000  # bytes of a weight: what reads less is over before its tiles matter
 _BOTH_FORMS = 20 * 10**9  # bytes of a model in bf16, up to which it is served so as well as in fp8
@@ -69,7 +69,7 @@ def sensible_forms(config: Path) -> Sequence[str]:
 
 def of_step(model: CausalLM, quantization: str, name: str) -> list[Subject]:
     """Of a decode step of one sequence, head and all. `model` is without memory; its modules take their final form."""
-    from engine.kernels.launch import recording
+    from engine.kernels.runtime.launcher import recording
 
     model.set_state_dtype("auto", "cuda")
     if quantization == "fp8":
@@ -82,10 +82,10 @@ def of_step(model: CausalLM, quantization: str, name: str) -> list[Subject]:
 
 def subjects_of(jobs: "Iterable[Job]", name: str) -> list[Subject]:
     """The products among the kernels of a decode step, each once."""
-    from engine.kernels import triton_gemv
+    from engine.kernels.gemm import small_batch
 
     found: dict[Product, Subject] = {}
-    for job in sorted((job for job in jobs if job.kernel is triton_gemv._vector_kernel), key=repr):
+    for job in sorted((job for job in jobs if job.kernel is small_batch._vector_kernel), key=repr):
         types, constants = dict(zip(job.kernel.arguments, job.types, strict=True)), dict(job.constants)
         gate = constants["GATE"]
         product = Product(

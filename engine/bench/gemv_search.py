@@ -1,5 +1,5 @@
-"""The search for tiles in the decode step of one sequence: of its products with one row (engine/kernels/gemv_tiles.py)
-and of its sparse blocks (moe_tiles.py), within a budget of time.
+"""The search for tiles in the decode step of one sequence: of its products with one row (engine/kernels/gemm/tiles.py)
+and of its sparse blocks (moe/tiles.py), within a budget of time.
 
 One stage after the other: a product, or a kernel of a block, gets the tiles with which the whole step is the fastest,
 and keeps them for the stages after it. Each product alone would not do, even in a chain of equal ones: what a kernel's
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.bench import report
-from engine.kernels import gemv_tiles
-from engine.kernels.gemv_tiles import Product, VectorTiles
-from engine.kernels.moe_tiles import FewTiles, Measured, Shape, write_measured
+from engine.kernels.gemm import tiles as gemm_tiles
+from engine.kernels.gemm.tiles import Product, VectorTiles
+from engine.kernels.moe.tiles import FewTiles, Measured, Shape, write_measured
 
 _BETTER = 0.998  # of the step's time: less is noise
 _FINALISTS = 3
@@ -142,13 +142,13 @@ def write(found: Found, out: Path | None, moe_out: Path | None) -> None:
 
 
 def write_product(path: Path, product: Product, tiles: VectorTiles) -> None:
-    """As gemv_tuned.json has them, a line each: those in `path` and this one, or without it where the rule is best."""
+    """As tuned.json has them, a line each: those in `path` and this one, or without it where the rule is best."""
     entries = {}
     if path.exists():
-        entries = gemv_tiles.read(json.dumps(entry) for entry in json.loads(path.read_text("utf-8")))
-    if tiles == gemv_tiles.by_rule(product):
+        entries = gemm_tiles.read(json.dumps(entry) for entry in json.loads(path.read_text("utf-8")))
+    if tiles == gemm_tiles.by_rule(product):
         entries.pop(product, None)
     else:
         entries[product] = tiles
-    lines = ",\n".join(gemv_tiles.line_of(*entry) for entry in entries.items())
+    lines = ",\n".join(gemm_tiles.line_of(*entry) for entry in entries.items())
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

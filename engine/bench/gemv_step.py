@@ -17,13 +17,13 @@ from engine.bench.gemv import Operands
 from engine.bench.gemv_products import Subject, subjects_of
 from engine.bench.gemv_search import Block, Change, Chosen, Part, Ready, Stage, Tiles, candidates
 from engine.bench.moe_search import few_stages
-from engine.kernels.gemv_tiles import Product, VectorTiles, by_rule, vector_tiles
-from engine.kernels.moe_tiles import FewTiles, Shape, few_tiles
-from engine.kernels.target import Target
-from engine.models.config import read_json
+from engine.kernels.gemm.tiles import Product, VectorTiles, by_rule, vector_tiles
+from engine.kernels.moe.tiles import FewTiles, Shape, few_tiles
+from engine.kernels.runtime.gpu_target import Target
+from engine.models.config.model import read_json
 
 if TYPE_CHECKING:
-    from engine.kernels.launch import Job
+    from engine.kernels.runtime.launcher import Job
 
 _LAYERS = 8  # enough that weights of one step are out of the caches before the next
 _POSITION = 200
@@ -106,7 +106,8 @@ def start(config: Path, quantization: str) -> Iterator[DecodeStep]:
 @contextmanager
 def using(chosen: Chosen) -> Iterator[Chosen]:
     """Kernels take these tiles meanwhile, and where there are none what they take otherwise. Yields what they took."""
-    from engine.kernels import triton_gemv, triton_moe_few
+    from engine.kernels.gemm import small_batch
+    from engine.kernels.moe import decode as moe_decode
 
     taken: Chosen = {}
 
@@ -118,16 +119,16 @@ def using(chosen: Chosen) -> Iterator[Chosen]:
         block = Block(shape, beside)
         return taken.setdefault(block, chosen.get(block) or few_tiles(shape, tokens, beside, gpu))
 
-    triton_gemv.vector_tiles, triton_moe_few.few_tiles = vector, few
+    small_batch.vector_tiles, moe_decode.few_tiles = vector, few
     try:
         yield taken
     finally:
-        triton_gemv.vector_tiles, triton_moe_few.few_tiles = vector_tiles, few_tiles
+        small_batch.vector_tiles, moe_decode.few_tiles = vector_tiles, few_tiles
 
 
 def record(step: DecodeStep, chosen: Chosen, *, head: bool) -> tuple["set[Job]", Chosen]:
     """The kernels of a step with such tiles, which are not started, and the tiles that they took. Needs no GPU."""
-    from engine.kernels.launch import recording
+    from engine.kernels.runtime.launcher import recording
 
     with using(chosen) as taken, recording() as jobs:
         step.run(head=head)
@@ -165,7 +166,7 @@ def lines_of(step: DecodeStep, todo: Plan, capability: tuple[int, int]) -> dict[
 
     Of a block's kernels only with the others' tiles as they are at the start; each has tiles of its own.
     """
-    from engine.kernels.compile_ahead import line_of
+    from engine.kernels.runtime.compile_ahead import line_of
 
     found = {}
     for at, stage in enumerate(todo.stages):
@@ -183,7 +184,7 @@ class OnGpu:
     """A search's `Ready` on the card that is there, as a context: what compiles in the background ends with it."""
 
     def __init__(self, step: DecodeStep, todo: Plan, device: torch.device) -> None:
-        from engine.kernels import compile_pool
+        from engine.kernels.runtime import compile_pool
 
         self._step, self._todo, self._device = step, todo, device
         self._lines = lines_of(step, todo, torch.cuda.get_device_capability(device))
@@ -203,7 +204,7 @@ class OnGpu:
         return not self._pool.wait(self._lines[key])
 
     def _ms(self, chosen: Chosen, head: bool) -> float:
-        from engine.kernels.launch import KernelError
+        from engine.kernels.runtime.launcher import KernelError
 
         try:
             with using(chosen):
@@ -226,7 +227,7 @@ class OnGpu:
 
 def step_ms(decode: Callable[[], torch.Tensor]) -> float:
     """Of a step recorded as the engine records it: the least mean of some steps in a row."""
-    from engine.worker.graphs import DecodeGraphs
+    from engine.worker.cuda_graphs import DecodeGraphs
 
     graphs = DecodeGraphs(lambda _: decode(), 1)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -14,8 +14,8 @@ import torch
 
 from engine.bench import random_checkpoint, report
 from engine.capabilities import resolve_device
-from engine.models.checkpoint import check_checkpoint
-from engine.models.loader import load_weights, quantize
+from engine.models.loading.checkpoint import check_checkpoint
+from engine.models.loading.loader import load_weights, quantize
 from engine.worker.memory import weight_bytes
 
 

@@ -4,7 +4,7 @@ DIR needs only a config.json; without one the shapes of three shipped models are
 inputs in turn, which choose different experts: none of them stays in a cache.
 
 ``--search`` tries out tiles of the GPU's kernels instead, for at most ``--budget`` seconds, and prints the best for
-each number of tokens as they are found. With ``--out engine/kernels/moe_tuned.json`` they are used from then on.
+each number of tokens as they are found. With ``--out engine/kernels/moe/tuned.json`` they are used from then on.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from torch import nn
 from engine.bench import floor, report
 from engine.capabilities import resolve_device
 from engine.errors import ConfigError
-from engine.kernels.moe_tiles import Shape, write_measured
+from engine.kernels.moe.tiles import Shape, write_measured
 from engine.layers.moe import SparseMLP
 from engine.layers.quant import FP8, quantize_weight
-from engine.models.config import read_json
+from engine.models.config.model import read_json
 
 if TYPE_CHECKING:
-    from engine.kernels.triton_moe_few import Beside
+    from engine.kernels.moe.decode import Beside
 
 DEFAULT_MODELS = ("gemma4-26b-a4b", "qwen3.6-35b-a3b", "qwen3-30b-a3b")
 _TOKENS = (1, 4, 16, 64, 256, 4096)
@@ -68,7 +68,7 @@ def _run_search(
     args: argparse.Namespace, configs: Sequence[Path], forms: Sequence[str], device: torch.device
 ) -> Iterator[report.Row]:
     from engine.bench import moe_search
-    from engine.kernels.launch import target_of
+    from engine.kernels.runtime.launcher import target_of
 
     start = time.monotonic()
     subjects = [make_subject(config, device, form) for form in forms for config in configs]
@@ -107,7 +107,7 @@ def make_subject(config: Path, device: torch.device, quantization: str) -> Subje
     width, factor = floor.beside_experts(raw)
     beside = None
     if width and device.type == "cuda":
-        from engine.kernels.triton_moe_few import Beside
+        from engine.kernels.moe.decode import Beside
 
         def weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             values = torch.randn(rows, columns, device=device).mul_(0.02).bfloat16()

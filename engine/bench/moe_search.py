@@ -1,4 +1,4 @@
-"""The search for the tiles of the experts' kernels (engine/kernels/moe_tiles.py), within a budget of time.
+"""The search for the tiles of the experts' kernels (engine/kernels/moe/tiles.py), within a budget of time.
 
 For each number of tokens and each layer one kernel after the other gets its best tiles, each candidate timed in the
 whole block. All that may be needed is compiled side by side meanwhile, in the order of need; whoever comes to a
@@ -14,7 +14,7 @@ import torch
 
 from engine.bench import report
 from engine.bench.moe import Subject, inputs_for, step_seconds
-from engine.kernels.moe_tiles import (
+from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
     FewTiles,
     MatrixTiles,
@@ -26,7 +26,7 @@ from engine.kernels.moe_tiles import (
     matrix,
     tiles_for,
 )
-from engine.kernels.target import Target
+from engine.kernels.runtime.gpu_target import Target
 
 _REPEATS = 7
 _BETTER = 0.99  # of the time so far: less is noise
@@ -182,8 +182,8 @@ def run_block(
     subject: Subject, x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor], tiles: AnyTiles
 ) -> torch.Tensor:
     """Few tokens: the whole block. More: the experts, for a routing."""
-    from engine.kernels.triton_moe import routed_experts
-    from engine.kernels.triton_moe_few import sparse_block
+    from engine.kernels.moe.decode import sparse_block
+    from engine.kernels.moe.experts import routed_experts
 
     layer = subject.layer
     if isinstance(tiles, FewTiles):
@@ -199,9 +199,9 @@ class OnGpu:
     """A search's `Ready` on the card that is there, as a context: what compiles in the background ends with it."""
 
     def __init__(self, todo: Sequence[Cell], device: torch.device) -> None:
-        from engine.kernels import compile_pool
-        from engine.kernels.compile_ahead import line_of
-        from engine.kernels.launch import recording
+        from engine.kernels.runtime import compile_pool
+        from engine.kernels.runtime.compile_ahead import line_of
+        from engine.kernels.runtime.launcher import recording
 
         self._device, self._inputs = device, {}
         capability = torch.cuda.get_device_capability(device)
@@ -229,7 +229,7 @@ class OnGpu:
         return not self._pool.wait(self._lines[id(subject), tokens, tiles])
 
     def _seconds(self, subject: Subject, tokens: int, tiles: AnyTiles) -> float:
-        from engine.kernels.launch import KernelError
+        from engine.kernels.runtime.launcher import KernelError
 
         try:
             return step_seconds(self._steps(subject, tokens, tiles), self._device, _REPEATS)

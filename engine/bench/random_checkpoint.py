@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from engine.errors import AtollError
 from engine.models.base import CausalLM
-from engine.models.config import ModelConfig, read_json
+from engine.models.config.model import ModelConfig, read_json
 from engine.models.registry import model_class
 
 _POOL = (32 << 20) + 1   # random numbers that all tensors take turns to use: drawing each anew would take minutes

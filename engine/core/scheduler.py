@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
-from engine.core.policy import WaitingQueue, order_of
 from engine.core.request import FinishReason, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status
+from engine.core.waiting import WaitingQueue, order_of
 
 # Steps in which a sequence may lack pages before others are preempted for it. Waiting longer costs more tokens a step
 # than it saves in recomputation (measurements: docs/performance.md, "Scheduling").

@@ -1,7 +1,7 @@
 """Plain-torch twins of the Triton kernels: the same names and arguments (tuning apart), in plain float32 arithmetic.
 
 Tests and the self-test (engine/selftest) compare each kernel with its twin. Twins run on any device and may wait for
-it. The twin of triton_sampling is the CPU's own sampler, engine/worker/sample/sampler.py.
+it. The twin of sampling.sampling is the CPU's own sampler, engine/worker/sample/sampler.py.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.moe_tiles import VECTOR_TOKENS, max_blocks
+from engine.kernels.moe.tiles import VECTOR_TOKENS, max_blocks
 
 _FP8_MAX = 448.0  # the largest e4m3 number
 
@@ -31,7 +31,7 @@ def decode(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """triton_decode.decode. `splits` changes nothing here."""
+    """attention.decode.decode. `splits` changes nothing here."""
     for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         key, value = _sequence(k_cache, v_cache, block_table[row], length, k_scale, v_scale)
         out[i : i + 1] = _attend(q[i : i + 1], key, value, length - 1, scale, window, softcap)
@@ -59,7 +59,7 @@ def mixed(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """triton_attention.mixed. Only the sequences that `tiles` lists are computed, tile by tile, as there."""
+    """attention.chunks.mixed. Only the sequences that `tiles` lists are computed, tile by tile, as there."""
     for seq, first in tiles.tolist():
         count = min(int(counts[seq]) - first, block_q)
         if count <= 0:
@@ -123,7 +123,7 @@ def gemv(
     gate: str | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """triton_gemv.gemv."""
+    """gemm.small_batch.gemv."""
     if norm is not None:
         normed = rms_norm(x, *norm, wide_offset=wide_offset)
         assert isinstance(normed, torch.Tensor)
@@ -144,7 +144,7 @@ def few_rows(
     scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """triton_gemv.few_rows."""
+    """gemm.small_batch.few_rows."""
     y = x.float() @ weight.float().T
     if scale is not None:
         y = y * scale.float()
@@ -165,7 +165,7 @@ def rms_norm(
     quantize: bool = False,
     plain: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """triton_fused.rms_norm."""
+    """pointwise.fused.rms_norm."""
     if residual is not None:
         x = residual.copy_(x.float() + residual.float())
     if wide_offset is None:
@@ -189,7 +189,7 @@ def post_norm(
     scalar: torch.Tensor | None = None,
     quantize: bool = False,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, list[torch.Tensor]]:
-    """triton_post_norm.post_norm."""
+    """pointwise.post_norm.post_norm."""
     if branch is not None:
         x_weight, y, y_weight = branch
         x = _wide_normed(x, x_weight, offset, eps) + _wide_normed(y, y_weight, offset, eps)
@@ -206,7 +206,7 @@ def post_norm(
 def gate_mul(
     gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """triton_fused.gate_mul."""
+    """pointwise.fused.gate_mul."""
     y = _gated(gate, up, kind)
     return quantize_rows(y) if quantize else y
 
@@ -218,12 +218,12 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """triton_fused.softcap."""
+    """pointwise.fused.softcap."""
     return x.float().div(cap).tanh().mul(cap)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """triton_quant.quantize_rows."""
+    """gemm.quantize.quantize_rows."""
     wide = x.float()
     scale = wide.abs().amax(-1).clamp_min(1e-12) / _FP8_MAX
     return (wide / scale[:, None]).to(torch.float8_e4m3fn), scale
@@ -245,7 +245,7 @@ def rope_and_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """triton_fused.rope_and_write_kv."""
+    """pointwise.fused.rope_and_write_kv."""
     _, page_size, kv_heads, dim = k_cache.shape
     q, k, v = qkv.unflatten(-1, (-1, dim)).split((num_heads, kv_heads, kv_heads), 1)
     if q_norm is not None and k_norm is not None:
@@ -285,7 +285,7 @@ def heads_and_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """triton_heads.heads_and_write_kv. `k_eq_v` shows in the width of x."""
+    """attention.heads.heads_and_write_kv. `k_eq_v` shows in the width of x."""
     _, page_size, kv_heads, dim = k_cache.shape
     at, pairs = positions.long(), cos.shape[-1]
 
@@ -334,7 +334,7 @@ def _to_cache(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor
 
 
 def apply_runs(packed: torch.Tensor, runs_at: int, count: int, tokens: torch.Tensor, pages: torch.Tensor) -> None:
-    """triton_inputs.apply_runs."""
+    """pointwise.inputs.apply_runs."""
     for table, target, source, words in packed[runs_at : runs_at + 4 * count].view(-1, 4).tolist():
         (pages if table else tokens).view(-1)[target : target + words] = packed[source : source + words]
 
@@ -352,7 +352,7 @@ def gather_inputs(
     state_slots: torch.Tensor | None = None,
     states: torch.Tensor | None = None,
 ) -> None:
-    """triton_inputs.gather_inputs."""
+    """pointwise.inputs.gather_inputs."""
     rows, at = row.long(), position.long()
     token_ids.copy_(tokens[rows, at])
     positions.copy_(at)
@@ -363,7 +363,7 @@ def gather_inputs(
 
 
 def gather_rows(table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0, *, programs: int = 0) -> torch.Tensor:
-    """triton_host_rows.gather_rows. `programs` changes nothing here."""
+    """pointwise.host_rows.gather_rows. `programs` changes nothing here."""
     rows = F.embedding(ids.to(table.device), table)
     return (rows.float() * scale).to(table.dtype).to(ids.device)
 
@@ -371,7 +371,7 @@ def gather_rows(table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0, *, p
 def choose_experts(
     logits: torch.Tensor, top_k: int, *, renormalize: bool = True, expert_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """triton_moe.choose_experts."""
+    """moe.experts.choose_experts."""
     p = logits.softmax(-1, dtype=torch.float32)
     experts = p.sort(dim=-1, descending=True, stable=True)[1][:, :top_k]
     weights = p.gather(1, experts)
@@ -383,7 +383,7 @@ def choose_experts(
 
 
 def group(experts: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """triton_moe.group."""
+    """moe.experts.group."""
     flat = experts.flatten().long()
     order = flat.sort(stable=True)[1].int()
     blocks, first = [], 0
@@ -406,7 +406,7 @@ def routed_experts(
     gate: str = "silu",
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """triton_moe.routed_experts."""
+    """moe.experts.routed_experts."""
     units = x.shape[0] > VECTOR_TOKENS  # fp8 weights meet fp8 activations
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():

@@ -30,12 +30,12 @@ class GatedLinear(MergedLinear):
 def gate_mul(gate: torch.Tensor, up: torch.Tensor, kind: Gate, consumer: Linear) -> torch.Tensor | QuantizedRows:
     """act(gate) * up, both [T, N], in the form that `consumer`, the product after it, reads. May overwrite `up`."""
     if gate.is_cuda:
-        from engine.kernels import triton_fused
+        from engine.kernels.pointwise import fused
 
         if consumer.wants_fp8(gate.shape[0]):
-            quantized = triton_fused.gate_mul(gate, up, kind, quantize=True)
+            quantized = fused.gate_mul(gate, up, kind, quantize=True)
             return QuantizedRows(*quantized, gate.dtype)
-        return triton_fused.gate_mul(gate, up, kind)
+        return fused.gate_mul(gate, up, kind)
     if kind == "silu":
         return F.silu(gate).mul_(up)
     return (F.gelu(gate, approximate="tanh") if kind == "gelu_tanh" else gate.sigmoid()).mul_(up)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.kernels.attention import AttentionBatch, paged_attention, write_kv
+from engine.kernels.attention.reference import AttentionBatch, paged_attention, write_kv
 from engine.layers.context import DeviceBatch, get_context
 from engine.layers.norm import RMSNorm, WideRMSNorm, unit_rms
 from engine.layers.rope import Rope, rotate
@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    batch_invariant = False  # on a GPU one kernel for all steps (triton_invariant): each has tiles, of decode steps too
+    batch_invariant = False  # on a GPU one kernel for all steps (gemm.batch_invariant): decode steps have tiles too
     group: int = 0   # whose pages these are (engine/core/kv/spec.py); the worker sets it
 
     def __init__(
@@ -107,7 +107,9 @@ class Attention(nn.Module):
         slot_mapping: torch.Tensor,
         batch: DeviceBatch,
     ) -> torch.Tensor:
-        from engine.kernels import triton_attention, triton_decode, triton_invariant
+        from engine.kernels.attention import chunks as attention_chunks
+        from engine.kernels.attention import decode as attention_decode
+        from engine.kernels.gemm import batch_invariant as gemm_batch_invariant
 
         tokens = qkv.shape[0]
         if self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim:
@@ -119,7 +121,7 @@ class Attention(nn.Module):
             assert batch.tiles is not None and batch.starts is not None  # noqa: PT018
             assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             own_kv = None if own is None or not batch.has_own_keys else (own[:, 0], own[:, 1])
-            triton_invariant.attention(
+            gemm_batch_invariant.attention(
                 q, own_kv, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
                 batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
                 softcap=self.softcap,
@@ -127,8 +129,8 @@ class Attention(nn.Module):
             return out.view(tokens, -1)
         single = tokens if batch.tiles is None else batch.num_single
         if single:
-            splits = triton_decode.num_splits(single, self.num_kv_heads, batch.multiprocessors)
-            triton_decode.decode(
+            splits = attention_decode.num_splits(single, self.num_kv_heads, batch.multiprocessors)
+            attention_decode.decode(
                 q[:single], self.k_cache, self.v_cache, batch.rows[:single], batch.seq_lens[:single],
                 batch.block_table, out[:single], splits=splits, scale=self.scale, window=self.window,
                 softcap=self.softcap,
@@ -137,7 +139,7 @@ class Attention(nn.Module):
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             assert own is not None
             k, v = own.unbind(1)
-            triton_attention.mixed(
+            attention_chunks.mixed(
                 q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
                 batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
                 softcap=self.softcap,
@@ -162,9 +164,9 @@ class Attention(nn.Module):
         self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T, Hq, D] and the step's own k and v [T, 2, Hkv, D], in place; the cache has k and v too."""
-        from engine.kernels import triton_fused
+        from engine.kernels.pointwise import fused
 
-        q = triton_fused.rope_and_write_kv(
+        q = fused.rope_and_write_kv(
             qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads,
             heads=8 if self.batch_invariant else 0, **self._norms,
         )  # fmt: skip
@@ -175,7 +177,7 @@ class Attention(nn.Module):
         self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same for other heads, in tensors of their own; k and v only to `keep`, for the attention of chunks."""
-        from engine.kernels.triton_heads import heads_and_write_kv
+        from engine.kernels.attention.heads import heads_and_write_kv
 
         assert self.q_norm is None or isinstance(self.q_norm, WideRMSNorm)
         norms = self._norms
@@ -202,9 +204,9 @@ def tile_tokens(
 ) -> int:
     """Query tokens of a tile of the mixed kernel: what fills its rows with the heads that share a key head."""
     if batch_invariant:
-        from engine.kernels import triton_invariant
+        from engine.kernels.gemm import batch_invariant as gemm_batch_invariant
 
-        return triton_invariant.tile_tokens(num_heads // num_kv_heads)
-    from engine.kernels.triton_attention import query_rows
+        return gemm_batch_invariant.tile_tokens(num_heads // num_kv_heads)
+    from engine.kernels.attention.chunks import query_rows
 
     return max(1, query_rows(head_dim, device) // (num_heads // num_kv_heads))

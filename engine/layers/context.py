@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.attention import AttentionBatch
+from engine.kernels.attention.reference import AttentionBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StateBatch:
     counts    int64   how many tokens it has in the step; a decode step has one each
 
     num_chunks        of 64 tokens or less, of all sequences with several tokens: what a GPU's host must know of a mixed
-                      step (triton_delta.num_chunks); 0 in a decode step
+                      step (recurrent.gated_delta.num_chunks); 0 in a decode step
     """
 
     slots: torch.Tensor

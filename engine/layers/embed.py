@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels import host_memory
+from engine.kernels.runtime import host_memory
 from engine.layers.linear import Linear, empty_parameter
 
 
@@ -27,7 +27,7 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.on_host:
-            from engine.kernels.triton_host_rows import gather_rows
+            from engine.kernels.pointwise.host_rows import gather_rows
 
             return gather_rows(self.weight, token_ids, self.scale)
         rows = F.embedding(token_ids, self.weight)

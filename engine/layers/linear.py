@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels import products, scaled
-from engine.kernels.fp16_weight import Fp16Weight
-from engine.kernels.threads import num_threads
+from engine.kernels.gemm import autotune, scaled
+from engine.kernels.gemm.fp16_weight import Fp16Weight
+from engine.kernels.runtime.cpu_threads import num_threads
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
-_VECTOR_ROWS = 4  # as in triton_gemv; of small weights
+_VECTOR_ROWS = 4  # as in gemm.small_batch; of small weights
 # Numbers: of a larger weight a second row's arithmetic takes longer than the matrix units' way. 26B-A4B's dense MLP, of
 # 11.9 million, stays below: it shares kernels with the experts. (With 2.3 million here, steps of two sequences took 24
 # percent longer in 26B-A4B, 18 in 35B-A3B, 10 in 0.6B.)
@@ -156,14 +156,14 @@ class Linear(nn.Module):
         return rows <= self.vector_rows and self._product in (Linear._on_gpu, Linear._on_fp8, Linear._on_fp8_weight)
 
     @property
-    def by_library(self) -> products.Weight | None:
+    def by_library(self) -> autotune.Weight | None:
         """The weight, if products of many rows are the library's, by an algorithm that may be chosen."""
         if self.batch_invariant or self.bias is not None or self._product not in (Linear._on_gpu, Linear._on_fp8):
             return None
-        return products.Weight(self.weight, self.scale)
+        return autotune.Weight(self.weight, self.scale)
 
     def _in_vector_form(self, x: torch.Tensor | UnnormedRows, **around: Any) -> torch.Tensor:
-        from engine.kernels.triton_gemv import gemv
+        from engine.kernels.gemm.small_batch import gemv
 
         if isinstance(x, UnnormedRows):
             around |= {"norm": (x.weight, x.eps), "wide_offset": x.offset}
@@ -172,18 +172,18 @@ class Linear(nn.Module):
 
     def _on_fp8_units(self, x: QuantizedRows) -> torch.Tensor:
         if self.batch_invariant:
-            from engine.kernels import triton_invariant
+            from engine.kernels.gemm import batch_invariant as gemm_batch_invariant
 
             assert self.scale is not None
             scales = x.scale, self.scale
-            return triton_invariant.product(x.values, self.weight, self.bias, scales=scales, dtype=x.dtype)
-        product = products.chosen(x.values, self.weight, x.dtype) if self.bias is None else None
+            return gemm_batch_invariant.product(x.values, self.weight, self.bias, scales=scales, dtype=x.dtype)
+        product = autotune.chosen(x.values, self.weight, x.dtype) if self.bias is None else None
         if product is not None:
             assert self.scale is not None
             return product(x.values, self.weight, (x.scale, self.scale))
         most = _FEW_FP8_ROWS if self.out_features < _MANY_OUTPUTS else _FEW_FP8_ROWS // 2
         if x.values.shape[0] <= most and self.out_features >= _SOME_OUTPUTS:
-            from engine.kernels.triton_gemv import few_rows
+            from engine.kernels.gemm.small_batch import few_rows
 
             return few_rows(x.values, self.weight, self.bias, x_scale=x.scale, scale=self.scale, dtype=x.dtype)
         return scaled.multiply(x.values, self._weight_t, x.scale, self._scale_row, self.bias, x.dtype)
@@ -224,22 +224,22 @@ class Linear(nn.Module):
 
     def _on_gpu(self, x: torch.Tensor) -> torch.Tensor:
         if self.batch_invariant:
-            from engine.kernels import triton_invariant
+            from engine.kernels.gemm import batch_invariant as gemm_batch_invariant
 
-            return triton_invariant.product(x, self.weight, self.bias)
+            return gemm_batch_invariant.product(x, self.weight, self.bias)
         if x.shape[0] <= self.vector_rows:
             return self._in_vector_form(x)
         if x.shape[0] > _FEW_ROWS or self.out_features < _SOME_OUTPUTS:
-            product = products.chosen(x, self.weight) if self.bias is None else None
+            product = autotune.chosen(x, self.weight) if self.bias is None else None
             return F.linear(x, self.weight, self.bias) if product is None else product(x, self.weight)
-        from engine.kernels.triton_gemv import few_rows
+        from engine.kernels.gemm.small_batch import few_rows
 
         return few_rows(x, self.weight, self.bias)
 
     def _on_fp8(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= self.vector_rows:
             return self._in_vector_form(x)
-        from engine.kernels.triton_quant import quantize_rows
+        from engine.kernels.gemm.quantize import quantize_rows
 
         return self._on_fp8_units(QuantizedRows(*quantize_rows(x), x.dtype))
 
@@ -247,7 +247,7 @@ class Linear(nn.Module):
         """On GPUs without fp8 units: activations stay as they are."""
         if x.shape[0] <= self.vector_rows:
             return self._in_vector_form(x)
-        from engine.kernels.triton_scaled import scaled_product
+        from engine.kernels.gemm.triton_scaled import scaled_product
 
         assert self.scale is not None
         return scaled_product(x, self.weight, self.scale, self.bias)

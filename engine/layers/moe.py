@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.fp16_weight import Fp16Weight
-from engine.kernels.moe_tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
-from engine.kernels.target import Target
-from engine.kernels.threads import num_threads
+from engine.kernels.gemm.fp16_weight import Fp16Weight
+from engine.kernels.moe.tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
+from engine.kernels.runtime.cpu_threads import num_threads
+from engine.kernels.runtime.gpu_target import Target
 from engine.layers.activation import Gate
 from engine.layers.linear import Linear, UnnormedRows, can_quantize, empty_parameter
 from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
 
 if TYPE_CHECKING:
-    from engine.kernels.triton_moe_few import Beside
+    from engine.kernels.moe.decode import Beside
 
 
 _INVARIANT_TOKENS = 256  # batch-invariant: any step has the tiles of one with so many tokens
@@ -42,7 +42,7 @@ def choose_experts(
 ) -> Routing:
     """logits [T, E] -> the k experts of largest softmax. `expert_scale` [E] multiplies the weights at the end."""
     if logits.is_cuda:
-        from engine.kernels.triton_moe import choose_experts as choose
+        from engine.kernels.moe.experts import choose_experts as choose
 
         return Routing(*choose(logits, top_k, renormalize=renormalize, expert_scale=expert_scale))
     weights, experts = logits.softmax(-1, dtype=torch.float32).topk(top_k)
@@ -163,8 +163,8 @@ class RoutedExperts(nn.Module):
         return None
 
     def _on_gpu(self, x: torch.Tensor, routing: Routing, residual: torch.Tensor | None) -> torch.Tensor:
-        from engine.kernels.launch import shared_memory
-        from engine.kernels.triton_moe import routed_experts
+        from engine.kernels.moe.experts import routed_experts
+        from engine.kernels.runtime.launcher import shared_memory
 
         tiles = None
         if self.batch_invariant:
@@ -218,7 +218,7 @@ class SparseMLP(nn.Module):
         self.experts = RoutedExperts(hidden_size, inner, num_experts)
 
     def for_few(self, rows: int) -> bool:
-        """Whether so few rows take three kernels for the whole block, norm and all (engine/kernels/triton_moe_few)."""
+        """Whether so few rows take three kernels for the whole block, norm and all (engine/moe.decode)."""
         return self.gate.in_vector_form(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ class SparseMLP(nn.Module):
         return None
 
     def _of_few(self, x: torch.Tensor | UnnormedRows, residual: torch.Tensor | None) -> torch.Tensor:
-        from engine.kernels.triton_moe_few import Norm, sparse_block
+        from engine.kernels.moe.decode import Norm, sparse_block
 
         norm = None
         if isinstance(x, UnnormedRows):

@@ -5,7 +5,7 @@
 
     scale = max |row| / 448        stored = round_to_fp8(row / scale)        value = stored * scale
 
-448 is e4m3's largest number. On a GPU the activations' half is a kernel (engine/kernels/triton_quant.py); this is its
+448 is e4m3's largest number. On a GPU the activations' half is a kernel (engine/kernels/gemm/quantize.py); this is its
 twin.
 """
 

@@ -9,7 +9,7 @@ from torch import nn
 from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.layers.attention import Attention
 from engine.layers.embed import Embedding
-from engine.models.config import ModelConfig
+from engine.models.config.model import ModelConfig
 
 Weights = Mapping[str, torch.Tensor]
 

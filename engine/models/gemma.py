@@ -18,13 +18,13 @@ from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
 from engine.layers.context import get_context, narrow
 from engine.layers.embed import Embedding, LMHead
+from engine.layers.last_tokens import wanted
 from engine.layers.linear import Activations, Linear, MergedLinear
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
-from engine.layers.wanted import wanted
 from engine.models.base import CausalLM, Weights
-from engine.models.config import ModelConfig
-from engine.models.config_gemma import GemmaConfig, GemmaLayerConfig, read_gemma2, read_gemma3
+from engine.models.config.gemma import GemmaConfig, GemmaLayerConfig, read_gemma2, read_gemma3
+from engine.models.config.model import ModelConfig
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 _OTHER_SENSES = re.compile(
@@ -186,7 +186,7 @@ class GemmaForCausalLM(CausalLM):
         if cap is None:
             return logits
         if logits.is_cuda:
-            from engine.kernels.triton_fused import softcap
+            from engine.kernels.pointwise.fused import softcap
 
             return softcap(logits, cap)
         return logits.float().div_(cap).tanh_().mul_(cap)

@@ -21,16 +21,16 @@ from torch import nn
 
 from engine.layers.activation import gate_mul
 from engine.layers.embed import Embedding
+from engine.layers.last_tokens import wanted
 from engine.layers.linear import Activations, Linear, empty_parameter
 from engine.layers.moe import RoutedExperts, Router, Routing, choose_experts
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope
-from engine.layers.wanted import wanted
 from engine.models.base import Weights
-from engine.models.config import ModelConfig
-from engine.models.config_gemma import GemmaConfig, GemmaLayerConfig, read_gemma4
+from engine.models.config.gemma import GemmaConfig, GemmaLayerConfig, read_gemma4
+from engine.models.config.model import ModelConfig
+from engine.models.config.moe import MoeConfig
 from engine.models.gemma import Following, GemmaForCausalLM, GemmaLayer, GemmaMLP
-from engine.models.moe_config import MoeConfig
 
 _LAYER_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
 
@@ -120,7 +120,7 @@ class ParallelExperts(nn.Module):
         few = all(product.in_vector_form(x.shape[0]) for product in (first, second, router.proj))
         if not few or not isinstance(normed, torch.Tensor):
             return mlp(normed), self(x, for_router)
-        from engine.kernels.triton_moe_few import Beside, sparse_block
+        from engine.kernels.moe.decode import Beside, sparse_block
 
         ours, beside = sparse_block(
             x, router.proj.weight, *self.experts.stacks, top_k=router.proj.top_k, gate=self.experts.gate,

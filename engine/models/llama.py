@@ -10,12 +10,12 @@ from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
 from engine.layers.context import get_context
 from engine.layers.embed import Embedding, LMHead
+from engine.layers.last_tokens import wanted
 from engine.layers.linear import Activations, Linear, MergedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
-from engine.layers.wanted import wanted
 from engine.models.base import CausalLM, Weights
-from engine.models.config import ModelConfig
+from engine.models.config.model import ModelConfig
 
 
 class LlamaAttention(nn.Module):

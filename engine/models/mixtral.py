@@ -1,9 +1,9 @@
 """Mixtral: Mistral's decoder with experts in place of every layer's MLP (arXiv:2401.04088)."""
 
 from engine.models.base import Weights
-from engine.models.config import ModelConfig
+from engine.models.config.model import ModelConfig
+from engine.models.config.moe import MoeConfig
 from engine.models.llama import LlamaForCausalLM
-from engine.models.moe_config import MoeConfig
 from engine.models.qwen3_moe import ExpertMLP, make_sparse
 
 

@@ -10,7 +10,7 @@ from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.models.base import Weights
-from engine.models.config import ModelConfig
+from engine.models.config.model import ModelConfig
 from engine.models.llama import LlamaAttention, LlamaForCausalLM
 
 

@@ -2,7 +2,7 @@
 
     h += mixer(norm(h))        h += mlp(norm(h))        norms multiply by 1 + w
 
-    mixer = Gated DeltaNet     a state of fixed size for each sequence (engine/layers/delta.py)
+    mixer = Gated DeltaNet     a state of fixed size for each sequence (engine/layers/gated_delta.py)
           | attention          heads of 256 of which RoPE turns 64, norms of q and k, and a gate for each number:
                                o_proj(attention(q, k, v) * sigmoid(gate))
     mlp   = down(silu(gate(x)) * up(x))
@@ -19,24 +19,24 @@ import torch
 from torch import nn
 
 from engine.core.kv.spec import AttentionLayer, CacheLayer
-from engine.kernels.delta import DeviceRecurrentBatch, RecurrentBatch
+from engine.kernels.recurrent.reference import DeviceRecurrentBatch, RecurrentBatch
 from engine.layers.activation import gate_mul
 from engine.layers.attention import Attention
 from engine.layers.context import StateBatch, get_context
-from engine.layers.delta import GatedDeltaNet
 from engine.layers.embed import Embedding, LMHead
+from engine.layers.gated_delta import GatedDeltaNet
+from engine.layers.last_tokens import wanted
 from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, UnnormedRows
 from engine.layers.moe import SparseMLP
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
-from engine.layers.wanted import wanted
 from engine.models.base import CausalLM, Weights
-from engine.models.config import ModelConfig
-from engine.models.config_qwen3_5 import Qwen35Config, read_qwen3_5
+from engine.models.config.model import ModelConfig
+from engine.models.config.qwen3_5 import Qwen35Config, read_qwen3_5
 from engine.models.llama import LlamaMLP
 
 if TYPE_CHECKING:
-    from engine.kernels.triton_moe_few import Beside
+    from engine.kernels.moe.decode import Beside
 
 _MULTIMODAL = "model.language_model."  # where those checkpoints have the text model
 
@@ -110,7 +110,7 @@ class SharedExpertMLP(SparseMLP):
         return all(product.in_vector_form(rows) for product in (*self.readers, self.shared_expert.down_proj))
 
     def _beside(self) -> "Beside":
-        from engine.kernels.triton_moe_few import Beside
+        from engine.kernels.moe.decode import Beside
 
         first, second = self.shared_expert.gate_up_proj, self.shared_expert.down_proj
         return Beside(first.weight, first.scale, second.weight, second.scale, self.shared_expert_gate.weight)
@@ -198,7 +198,7 @@ def _recurrent_batch(positions: torch.Tensor, state: StateBatch) -> RecurrentBat
         return RecurrentBatch.build(positions, state.slots, state.q_starts, state.counts)
     if len(state.slots) == len(positions):
         return DeviceRecurrentBatch(positions, state.slots)
-    from engine.kernels.triton_delta import plan_chunks
+    from engine.kernels.recurrent.gated_delta import plan_chunks
 
     chunks = plan_chunks(state.counts, state.num_chunks)
     return DeviceRecurrentBatch(positions, state.slots, state.q_starts, state.counts, chunks)

@@ -2,15 +2,15 @@
 
 import torch
 
+from engine.layers.last_tokens import wanted
 from engine.layers.linear import QuantizedRows
 from engine.layers.moe import SparseMLP
 from engine.layers.rope import Rope
-from engine.layers.wanted import wanted
 from engine.models.base import Weights
-from engine.models.config import ModelConfig
-from engine.models.fields import get_field
+from engine.models.config.fields import get_field
+from engine.models.config.model import ModelConfig
+from engine.models.config.moe import MoeConfig, sparse_layers
 from engine.models.llama import LlamaForCausalLM, LlamaLayer
-from engine.models.moe_config import MoeConfig, sparse_layers
 from engine.models.qwen import Qwen3ForCausalLM
 
 

@@ -2,7 +2,7 @@
 
 from engine.errors import ModelError
 from engine.models.base import CausalLM
-from engine.models.config import ModelConfig
+from engine.models.config.model import ModelConfig
 from engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from engine.models.gemma4 import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 from engine.models.llama import LlamaForCausalLM

@@ -18,7 +18,7 @@ import time
 from typing import IO, Any
 
 from engine.capabilities import nvidia_driver_present
-from engine.kernels import compile_pool, start_hint
+from engine.kernels.runtime import compile_pool, warm_cache_hint
 from engine.selftest import jobs
 from engine.selftest.report import Tally, as_text, print_line
 from engine.selftest.stopwatch import Stopwatch, process_began
@@ -36,7 +36,7 @@ def main() -> int:
     watch = Stopwatch(process_began() if options.began is None else options.began)
     if options.in_process:
         tally = Tally(print_line, watch=watch)
-        if nvidia_driver_present() and not start_hint.found("self-test"):
+        if nvidia_driver_present() and not warm_cache_hint.found("self-test"):
             compile_pool.start_early()
             jobs.give_early()  # they are compiled while torch loads
         watch.lap("python")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.kernels import reference
-from engine.kernels.moe_tiles import VECTOR_TOKENS
+from engine.kernels.moe.tiles import VECTOR_TOKENS
 from engine.layers.attention import tile_tokens
 from engine.selftest.compare import Result, exact, fp8_kv, fp8_products, fp8_rows, numbers
 
@@ -92,21 +92,20 @@ class Side:
 
 def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) -> Side:
     """The side of the Triton kernels; with TRITON_INTERPRET=1 also on a CPU, in float32 or float16."""
-    from engine.kernels import (
-        triton_attention,
-        triton_decode,
-        triton_fused,
-        triton_gemv,
-        triton_heads,
-        triton_inputs,
-        triton_moe,
-        triton_post_norm,
-        triton_quant,
-    )
+    from engine.kernels.attention import chunks as attention_chunks
+    from engine.kernels.attention import decode as attention_decode
+    from engine.kernels.attention import heads as attention_heads
+    from engine.kernels.gemm import quantize as gemm_quantize
+    from engine.kernels.gemm import small_batch
+    from engine.kernels.moe import experts as moe_experts
+    from engine.kernels.pointwise import fused as pointwise_fused
+    from engine.kernels.pointwise import inputs as pointwise_inputs
+    from engine.kernels.pointwise import post_norm as pointwise_post_norm
 
     return Side(
-        device, dtype, triton_attention, triton_decode, triton_fused, triton_gemv, triton_inputs, triton_quant,
-        triton_moe, triton_heads, triton_post_norm, dry,
+        device, dtype, attention_chunks, attention_decode, pointwise_fused, small_batch, pointwise_inputs,
+        gemm_quantize,
+        moe_experts, attention_heads, pointwise_post_norm, dry,
     )  # fmt: skip
 
 

@@ -14,8 +14,9 @@ from itertools import accumulate
 
 import torch
 
-from engine.kernels import delta, reference
-from engine.kernels.delta import RecurrentBatch
+from engine.kernels import reference
+from engine.kernels.recurrent import reference as recurrent_reference
+from engine.kernels.recurrent.reference import RecurrentBatch
 from engine.selftest.checks import Check, Side
 from engine.selftest.compare import Result, exact, fp8_rows, numbers
 
@@ -91,22 +92,22 @@ def rule(side: Side, steps: list[tuple[int, int]], state_dtype: torch.dtype, *, 
 
 
 def _kernels(side: Side, inputs: Inputs, early: bool) -> torch.Tensor:
-    from engine.kernels import triton_delta
+    from engine.kernels.recurrent import gated_delta
 
-    shape = triton_delta.DeltaShape(_KEY_HEADS, _VALUE_HEADS, _DIM, _DIM)
+    shape = gated_delta.DeltaShape(_KEY_HEADS, _VALUE_HEADS, _DIM, _DIM)
     out = torch.full((len(inputs.positions), _VALUE_HEADS, _DIM), torch.nan, dtype=side.dtype, device=side.device)
     arguments = (
         inputs.qkv, inputs.ba, inputs.weight, inputs.a_log, inputs.dt_bias, inputs.positions, inputs.slots,
         inputs.state, inputs.ring, shape, out,
     )  # fmt: skip
-    total = triton_delta.num_chunks(inputs.counts)
+    total = gated_delta.num_chunks(inputs.counts)
     if not total:
-        triton_delta.decode(*arguments, early=early)
+        gated_delta.decode(*arguments, early=early)
         return out
     q_starts, counts = side.ints(inputs.q_starts), side.ints(inputs.counts)
-    chunks = triton_delta.plan_chunks(counts, total)
-    triton_delta.prefill(*arguments, q_starts=q_starts, counts=counts, chunks=chunks)
-    triton_delta.decode(*arguments, q_starts=q_starts, counts=counts)
+    chunks = gated_delta.plan_chunks(counts, total)
+    gated_delta.prefill(*arguments, q_starts=q_starts, counts=counts, chunks=chunks)
+    gated_delta.decode(*arguments, q_starts=q_starts, counts=counts)
     return out
 
 
@@ -117,11 +118,11 @@ def _twin(inputs: Inputs) -> torch.Tensor:
     batch = RecurrentBatch.build(
         inputs.positions, inputs.slots, torch.tensor(inputs.q_starts), torch.tensor(inputs.counts)
     )
-    mixed = delta.causal_conv(inputs.qkv, inputs.weight, inputs.ring, batch)
+    mixed = recurrent_reference.causal_conv(inputs.qkv, inputs.weight, inputs.ring, batch)
     q, k, v = (x.unflatten(-1, (-1, _DIM)) for x in mixed.split((_KEYS, _KEYS, _VALUES), -1))
     b, a = inputs.ba.chunk(2, -1)
-    g, beta = delta.decay_and_beta(a, b, inputs.a_log, inputs.dt_bias)
-    return delta.gated_delta_rule(q, k, v, g, beta, inputs.state, batch)
+    g, beta = recurrent_reference.decay_and_beta(a, b, inputs.a_log, inputs.dt_bias)
+    return recurrent_reference.gated_delta_rule(q, k, v, g, beta, inputs.state, batch)
 
 
 def gated_norm(side: Side, *, quantize: bool) -> list[Result]:
@@ -131,13 +132,13 @@ def gated_norm(side: Side, *, quantize: bool) -> list[Result]:
     z, weight = side.strided(9, heads * _DIM), 1 + side.randn(_DIM) * 0.1
     with side.clock():
         if side.is_twin:
-            y = delta.gated_rms_norm(x, z.unflatten(-1, (heads, _DIM)), weight, 1e-6).flatten(1)
+            y = recurrent_reference.gated_rms_norm(x, z.unflatten(-1, (heads, _DIM)), weight, 1e-6).flatten(1)
             return fp8_rows(reference.quantize_rows(y)) if quantize else [numbers(y, 4)]
-        from engine.kernels import triton_gated_norm
+        from engine.kernels.pointwise import gated_norm as pointwise_gated_norm
 
         if quantize:
-            return fp8_rows(triton_gated_norm.gated_rms_norm_to_fp8(x, z, weight, 1e-6))
-        return [numbers(triton_gated_norm.gated_rms_norm(x, z, weight, 1e-6), 4)]
+            return fp8_rows(pointwise_gated_norm.gated_rms_norm_to_fp8(x, z, weight, 1e-6))
+        return [numbers(pointwise_gated_norm.gated_rms_norm(x, z, weight, 1e-6), 4)]
 
 
 _ONE_TOKEN = [(0, 1), (1, 1), (2, 1), (3, 1), (500, 1)]

@@ -36,7 +36,7 @@ def sparse_block(side: Side, *, tokens: int, is_fp8: bool, with_factor: bool) ->
                 y, apart = y + reference.gemv(normed, factor).sigmoid() * apart, None
             residual.add_(y)
         else:
-            from engine.kernels.triton_moe_few import Beside, Norm, sparse_block
+            from engine.kernels.moe.decode import Beside, Norm, sparse_block
 
             beside = Beside(gate_up, gate_up_scale, down, down_scale, factor)
             _, apart = sparse_block(

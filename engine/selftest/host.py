@@ -1,6 +1,7 @@
 """Rows that a kernel reads out of host memory over the bus, as of Gemma 4's per-layer embeddings: bit for bit."""
 
-from engine.kernels import host_memory, reference
+from engine.kernels import reference
+from engine.kernels.runtime import host_memory
 from engine.selftest.checks import Check, Side
 from engine.selftest.compare import Result, exact
 
@@ -10,7 +11,7 @@ def rows(side: Side) -> list[Result]:
     values, ids = side.randn(300, 8960).cpu(), side.randint(300, 40).long()
     if side.is_twin:
         return [exact(reference.gather_rows(values, ids, 16.0))]
-    from engine.kernels.triton_host_rows import gather_rows
+    from engine.kernels.pointwise.host_rows import gather_rows
 
     table = host_memory.empty(tuple(values.shape), values.dtype)
     table.copy_(values)

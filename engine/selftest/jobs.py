@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.capabilities import FP8_COMPUTE_CAPABILITY
-from engine.kernels import compile_pool
+from engine.kernels.runtime import compile_pool
 from engine.selftest.nvml import compute_capability
 
 # Compute capability -> shared memory of a program, multiprocessors: A100, H100 and H200, RTX PRO 6000 and RTX 5090.
@@ -78,7 +78,7 @@ def main() -> int:
 
 def _rows() -> list[Row]:
     """What the checks need on each of the cards, none of which need be here."""
-    from engine.kernels.compile_ahead import line_of, longest_first
+    from engine.kernels.runtime.compile_ahead import line_of, longest_first
 
     first = next(iter(CARDS))
     on: dict[str, list[str]] = {}  # a variant, as a job for the first card -> the cards that need it
@@ -97,7 +97,7 @@ def _rows() -> list[Row]:
 def _needed(capability: tuple[int, int]) -> set:
     import torch
 
-    from engine.kernels.launch import Target, recording
+    from engine.kernels.runtime.launcher import Target, recording
     from engine.selftest.checks import kernel_side
     from engine.selftest.run import EVERY
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.kernels import compile_pool, start_hint
+from engine.kernels.runtime import compile_pool, warm_cache_hint
 from engine.selftest import checks, delta, early, few, host, sampling
 from engine.selftest.checks import Check, Side, kernel_side
 from engine.selftest.compare import Difference, Result, difference
@@ -21,7 +21,7 @@ from engine.selftest.machine import examine, measure
 from engine.selftest.report import Fault, Tally
 
 if TYPE_CHECKING:
-    from engine.kernels.compile_ahead import Work  # imported where there is a GPU: CPU builds have no Triton
+    from engine.kernels.runtime.compile_ahead import Work  # imported where there is a GPU: CPU builds have no Triton
 
 # Those whose kernels take longest to compile stand last: they are the first to be compiled, and the last to run.
 EVERY = [*few.CHECKS, *host.CHECKS, *checks.CHECKS, *sampling.CHECKS, *delta.CHECKS]
@@ -143,8 +143,8 @@ class _Kernels:
     its check runs."""
 
     def __init__(self, every: list[Check], device: torch.device, dtype: torch.dtype) -> None:
-        from engine.kernels.compile_ahead import Compilation
-        from engine.kernels.launch import Job, recording
+        from engine.kernels.runtime.compile_ahead import Compilation
+        from engine.kernels.runtime.launcher import Job, recording
 
         self._of: dict[str, set[Job]] = {}
         self._all = Compilation(torch.cuda.get_device_capability(device))
@@ -160,7 +160,7 @@ class _Kernels:
 
     def finish(self) -> "Work | None":
         self._all.finish()
-        start_hint.leave("self-test")
+        warm_cache_hint.leave("self-test")
         return self._all.work
 
 

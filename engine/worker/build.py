@@ -27,15 +27,16 @@ from engine.core.kv.planner import (
 from engine.core.kv.spec import CacheSpec
 from engine.core.loop import EngineCore
 from engine.errors import ConfigError, OutOfMemoryPlanError
-from engine.kernels import compile_pool, cpu_format, start_hint
-from engine.kernels.scaled import has_fp8_units
+from engine.kernels.gemm import cpu_format
+from engine.kernels.gemm.scaled import has_fp8_units
+from engine.kernels.runtime import compile_pool, warm_cache_hint
 from engine.models.base import CausalLM
-from engine.models.config import ModelConfig
-from engine.models.invariant import make_batch_invariant
-from engine.models.loader import compute_in, fill_randomly, load_weights, quantize
+from engine.models.batch_invariant import make_batch_invariant
+from engine.models.config.model import ModelConfig
+from engine.models.loading.loader import compute_in, fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
 from engine.worker.cache import Cache
-from engine.worker.host_tables import keep_tables, lock_tables
+from engine.worker.embedding_offload import keep_tables, lock_tables
 from engine.worker.memory import (
     Card,
     activation_bytes,
@@ -92,7 +93,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if card is not None:
         keep_tables(model, config, device)
         check_weights_fit(model, config, card)
-        if not start_hint.found(*_deciding(config, model_config, card)):
+        if not warm_cache_hint.found(*_deciding(config, model_config, card)):
             compile_pool.start_early()  # it gets ready while weights load
         compile_pool.load_here()
     with torch.inference_mode():
@@ -145,7 +146,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         cache = Cache(spec, plan.num_extents, kv_dtype, device)
     if card is not None:
         runner = _start_on_gpu(config, model, plan, cache, max_tokens, card, progress)
-        start_hint.leave(*_deciding(config, model_config, card))
+        warm_cache_hint.leave(*_deciding(config, model_config, card))
         depth = 1 if config.overlap is False else 2
     else:
         runner = Runner(
@@ -179,7 +180,7 @@ def prepare(config: EngineConfig) -> None:
     resolve_dtype(config, model_config)
     _wanted_context(config, model_config)
     if kind == "cuda":
-        from engine.worker import device_runner, probe  # noqa: F401
+        from engine.worker import memory_profile  # noqa: F401
 
 
 def _measured_budget(
@@ -193,8 +194,8 @@ def _measured_budget(
     card: Card,
 ) -> MemoryBudget:
     """What is left of a GPU with the weights in place. Raises OutOfMemoryPlanError if not even a step fits."""
-    from engine.worker.prepare import choose_products
-    from engine.worker.probe import measure_steps
+    from engine.worker.memory_profile import measure_steps
+    from engine.worker.warmup import choose_products
 
     weights = weight_bytes(model)
     try:

@@ -16,13 +16,13 @@ import torch
 from engine.core.batch import StepPlan, StepResult
 from engine.core.kv.spec import CacheSpec, table_widths
 from engine.core.request import TokenLogprobs
-from engine.kernels import triton_inputs
-from engine.kernels.triton_gemv import PRODUCT_ROWS
+from engine.kernels.gemm.small_batch import PRODUCT_ROWS
+from engine.kernels.pointwise import inputs
 from engine.layers.attention import Attention, tile_tokens
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
-from engine.worker.graphs import DecodeGraphs, MixedGraphs
+from engine.worker.cuda_graphs import DecodeGraphs, MixedGraphs
 from engine.worker.mixed_step import MOST_CHUNKS, MixedForm, MixedShape, MixedStep, form_of, shapes_within
 from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
@@ -325,25 +325,25 @@ class DeviceRunner:
         rows, length = self.token_ids.shape
         width = self.block_tables.shape[2]
         for update in plan.page_updates:
-            yield triton_inputs.PAGES, (update.group * rows + update.row) * width + update.start, update.pages
+            yield inputs.PAGES, (update.group * rows + update.row) * width + update.start, update.pages
         for init in plan.row_inits:
-            yield triton_inputs.TOKENS, init.row * length, init.token_ids
+            yield inputs.TOKENS, init.row * length, init.token_ids
             if self.state_slots is not None:
-                yield triton_inputs.STATES, init.row, [init.slot]
+                yield inputs.STATES, init.row, [init.slot]
 
     def _apply(self, runs: list[int]) -> None:
         """Send what is packed, and copy the runs [R, 4] among it into the request table."""
         stage, tables = self.staging, self.block_tables.flatten(0, 1)
         at = stage.put(runs) if runs else 0
         stage.send()
-        triton_inputs.apply_runs(stage.device_words, at, len(runs) // 4, self.token_ids, tables, self.state_slots)
+        inputs.apply_runs(stage.device_words, at, len(runs) // 4, self.token_ids, tables, self.state_slots)
 
     # -- the device's part --------------------------------------------------------------------------------------------
 
     def _gather(self, rows: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor | None:
         """Fill the inputs of so many tokens. Returns the slots of their states [count], if there are any."""
         states = None if self._states is None else self._states[:count]
-        triton_inputs.gather_inputs(
+        inputs.gather_inputs(
             rows, positions, self.token_ids, self.block_tables, self.page_size,
             self._ids[:count], self._positions[:count], self._slots[:, :count], self._seq_lens[:count],
             self.state_slots, states,

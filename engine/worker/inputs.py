@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.core.batch import StepPlan
-from engine.kernels.attention import AttentionBatch
+from engine.kernels.attention.reference import AttentionBatch
 from engine.layers.context import StateBatch
 from engine.worker.state import RequestTable
 

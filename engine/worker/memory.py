@@ -8,12 +8,12 @@ from torch import nn
 from engine.config import EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib
 from engine.errors import OutOfMemoryPlanError
-from engine.kernels import scaled
+from engine.kernels.gemm import scaled
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear, can_quantize
 from engine.layers.moe import ExpertLinear
 from engine.models.base import CausalLM
-from engine.models.config import ModelConfig
+from engine.models.config.model import ModelConfig
 from engine.worker.host import host_memory
 
 _DEFAULT_CPU_KV = 4 * GIB

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.delta import CHUNK
-from engine.kernels.triton_delta import num_chunks
+from engine.kernels.recurrent.gated_delta import num_chunks
+from engine.kernels.recurrent.reference import CHUNK
 
 MOST_CHUNKS = 8  # in a graph, with the one that fills it up
 _PAST_THE_END = 1 << 30
@@ -60,7 +60,7 @@ class MixedStep:
     counts: np.ndarray    # [B] how many tokens
     singles: int          # so many sequences at the beginning have one token: attention as when decoding
     tiles: tuple[np.ndarray, ...]  # [n, 2] for each size of tile, see `tiles_of`
-    chunks: int           # triton_delta.num_chunks
+    chunks: int           # recurrent.gated_delta.num_chunks
 
     @classmethod
     def of(

@@ -9,8 +9,8 @@ from engine.core.batch import StepPlan, StepResult
 from engine.core.kv.pages import TRASH_PAGE
 from engine.core.kv.spec import CacheSpec
 from engine.core.request import TokenLogprobs
-from engine.kernels.attention import AttentionBatch
-from engine.kernels.threads import num_threads
+from engine.kernels.attention.reference import AttentionBatch
+from engine.kernels.runtime.cpu_threads import num_threads
 from engine.layers.context import ForwardContext, forward_context
 from engine.layers.linear import Linear
 from engine.models.base import CausalLM

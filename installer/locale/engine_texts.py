@@ -1,8 +1,8 @@
 """What the engine's errors say, for the catalogue: their literals, found where they are raised.
 
 The engine knows no catalogue, and its errors are plain English sentences that also cross a socket. So they are read out
-of its source, an f-string as the sentence that `retold` recognises (installer/i18n.py), each value by what it is called
-there:
+of its source, an f-string as the sentence that `retold` recognises (installer/base/i18n.py), each value by what it is
+called there:
 
     ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}.", "--port", "Choose another …")
         →  "Cannot listen on {host}:{port}: {strerror}."    "Choose another …"

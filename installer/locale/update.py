@@ -48,7 +48,7 @@ def help_paragraphs() -> set[str]:
     from appliance.cli import own_parsers
     from appliance.cli.app import COMMANDS, app, load
     from appliance.cli.help_texts import paragraphs
-    from installer.i18n import speaking
+    from installer.base.i18n import speaking
 
     with speaking("en"):
         commands = [get_group(app), *(load(name) for name, (_, kind, _) in COMMANDS.items() if kind != "main")]

@@ -7,8 +7,8 @@ import sys
 from itertools import islice
 from pathlib import Path
 
+from installer.base.i18n import t
 from installer.gpu.command import run
-from installer.i18n import t
 from installer.preflight.record import PreflightContext, Seen, check
 from installer.preflight.storage import mount_of
 from installer.preflight.torch_build import MAX_FILES

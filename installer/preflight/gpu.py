@@ -2,8 +2,8 @@
 
 import re
 
+from installer.base.i18n import joined, t
 from installer.gpu import Gpu, GpuFacts
-from installer.i18n import joined, t
 from installer.preflight.record import PreflightContext, Seen, check, gpu_check
 from installer.preflight.torch_build import DRIVER_FLOORS
 

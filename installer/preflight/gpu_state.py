@@ -4,9 +4,9 @@ import os
 import re
 from collections.abc import Iterable
 
+from installer.base.i18n import Text, joined, t
 from installer.gpu import Gpu, GpuProcess
 from installer.gpu.command import run
-from installer.i18n import Text, joined, t
 from installer.preflight.gpu import is_named, selected
 from installer.preflight.machine import Machine
 from installer.preflight.owners import Owner

@@ -10,9 +10,9 @@ from importlib import metadata
 from itertools import islice
 from typing import Any
 
-from installer import lock
+from installer.base import lock
+from installer.base.i18n import t
 from installer.gpu.command import run
-from installer.i18n import t
 from installer.preflight.record import RAM_SERVER, PreflightContext, Seen, check, gib
 from installer.preflight.torch_build import MAX_FILES
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offline_bundle.manifest import BundleManifest
+from offline_bundle.model.manifest import BundleManifest
 
 FLAG = "per-layer-embeddings"
 CONFIG = "model/config.json"

@@ -9,21 +9,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from installer.errors import ExitCode, InstallError
-from installer.i18n import t
-from installer.layout import Layout
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
 from installer.preflight import lookup_tables
 from installer.preflight.record import ModelNeed
 from installer.preflight.torch_build import TorchBuild
-from installer.release import UNKNOWN_VERSION, code_version
-from offline_bundle import media
+from installer.release.release import UNKNOWN_VERSION, code_version
 from offline_bundle.errors import BundleError
-from offline_bundle.keys import load_trusted
-from offline_bundle.manifest import MANIFEST, BundleManifest
-from offline_bundle.runtime_manifest import RuntimeManifest
-from offline_bundle.runtime_verify import verify_runtime
-from offline_bundle.verify import check_signed_manifest
-from offline_bundle.versions import admits
+from offline_bundle.model.manifest import MANIFEST, BundleManifest
+from offline_bundle.model.verify import check_signed_manifest
+from offline_bundle.model.versions import admits
+from offline_bundle.runtime.manifest import RuntimeManifest
+from offline_bundle.runtime.verify import verify_runtime
+from offline_bundle.signing.keys import load_trusted
+from offline_bundle.store import untrusted_dir
 
 RUNTIME = "runtime"
 MAX_FILES = 100_000
@@ -162,7 +162,7 @@ def _order(value: Any) -> Any:
 
 def _signed(path: Path, keys: Sequence[Path]) -> tuple[BundleManifest, str]:
     try:
-        with media.open_root(path) as root:
+        with untrusted_dir.open_root(path) as root:
             signed = check_signed_manifest(root, load_trusted(keys, path), None)
     except BundleError as error:
         raise InstallError(error.message, exit_code=error.exit_code, changed=t("Nothing was changed."),

@@ -7,8 +7,8 @@ import socket
 
 import psutil
 
+from installer.base.i18n import Text, joined, t
 from installer.gpu.command import run
-from installer.i18n import Text, joined, t
 from installer.preflight.certificate import names_in
 from installer.preflight.machine import Machine
 from installer.preflight.owners import Owner

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from installer.base.i18n import Text, t
 from installer.gpu.command import clean
-from installer.i18n import Text, t
 from installer.preflight.machine import Machine
 
 _CONTAINER = re.compile(r"(docker|libpod|cri-containerd|crio)[-/]([0-9a-f]{12})[0-9a-f]*")

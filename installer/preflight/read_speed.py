@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from installer.i18n import t
+from installer.base.i18n import t
 from installer.preflight.record import PreflightContext, Seen, check
 from installer.preflight.storage import block_device, existing_parent
 

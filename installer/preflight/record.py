@@ -6,11 +6,11 @@ from functools import update_wrapper
 from pathlib import Path
 from typing import Any, Literal
 
-from installer.config import Endpoint
-from installer.i18n import Text, t, told
-from installer.layout import Layout
+from installer.base.i18n import Text, t, told
+from installer.base.layout import Layout
 from installer.preflight.machine import Machine
 from installer.preflight.torch_build import TorchBuild
+from installer.release.config import Endpoint
 
 Status = Literal["pass", "warn", "fail"]
 RAM_SERVER = 16 * 10**9  # of a machine with a GPU: "16 GB", and firmware keeps some of it, so not GiB

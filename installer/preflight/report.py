@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from installer.errors import ExitCode
+from installer.base.errors import ExitCode
 from installer.gpu import GpuFacts
 from installer.preflight.record import CheckRecord, PreflightContext
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from installer.errors import ExitCode, InstallError
-from installer.i18n import joined, t
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import joined, t
 from installer.preflight.record import Check, CheckRecord, PreflightContext, Seen
 
 DEADLINE = 10.0  # seconds for all of them

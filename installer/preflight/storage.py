@@ -6,8 +6,8 @@ from typing import Any
 
 import psutil
 
-from installer import fs
-from installer.i18n import Text, joined, t
+from installer.base import fs
+from installer.base.i18n import Text, joined, t
 from installer.preflight.machine import Machine
 from installer.preflight.record import PreflightContext, Seen, check, gib
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from installer.i18n import joined, t
+from installer.base.i18n import joined, t
 from installer.preflight.owners import Owner
 from installer.preflight.record import PreflightContext, Seen, check
 

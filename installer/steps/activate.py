@@ -7,16 +7,22 @@ and says how to go back; a run that finds one open goes on from there, whatever 
 import time
 from pathlib import Path
 
-from installer import audit, changes, config, fs, keys, migrate, release, snapshots, tls, units
-from installer.context import Context
-from installer.i18n import joined, t
+from installer.access import api_keys
+from installer.audit import log
+from installer.base import fs
+from installer.base.i18n import joined, t
+from installer.base.recovery_mark import mark, unmark
+from installer.decide import changes
+from installer.decide.context import Context
+from installer.operate.prune import prune
 from installer.preflight.record import gib
-from installer.prune import prune
-from installer.ready import unhealthy, wait_ready
-from installer.sequence import raise_sequence
-from installer.service import stop_and_start
-from installer.smoke import SmokeFailure, smoke_test
-from installer.unfinished import mark, unmark
+from installer.release import config, migrate, release, snapshots
+from installer.release.replay_guard import raise_sequence
+from installer.service import units
+from installer.service.ready import unhealthy, wait_ready
+from installer.service.service import stop_and_start
+from installer.service.smoke_test import SmokeFailure, smoke_test
+from installer.tls import endpoint as tls_endpoint
 
 
 def open_switch(context: Context) -> dict[str, object]:
@@ -76,7 +82,7 @@ def switch(context: Context) -> str:
     opened = open_switch(context)
     _keep_old_form(context)
     if context.tls_import is not None:
-        tls.install_import(layout, context.tls_import)
+        tls_endpoint.install_import(layout, context.tls_import)
     if config.read_text(layout.config) != context.config_text:
         fs.write_atomic(layout.config, context.config_text, 0o644)
     if release.live(layout) != target.name:
@@ -102,10 +108,10 @@ def start(context: Context) -> str:
     """Change over to the new release, and wait until a token has come from its engines."""
     layout, service = context.layout, context.service
     drop_private_keys(context)
-    if not keys.usable(layout.api_keys):
+    if not api_keys.usable(layout.api_keys):
         context.new_key = make_key(context)
     lifetime = context.options.start_timeout + context.options.smoke_timeout + 60
-    context.smoke_key = keys.add_smoke(layout.api_keys, lifetime)
+    context.smoke_key = api_keys.add_smoke(layout.api_keys, lifetime)
     ran = service.state().up
     parts = changes.changed(context) if ran else None
     if ran:
@@ -125,18 +131,18 @@ def start(context: Context) -> str:
     return joined(told)
 
 
-def make_key(context: Context) -> keys.NewKey:
+def make_key(context: Context) -> api_keys.NewKey:
     """The operator's first key. Until it was shown it counts as never given out, and a later run replaces it."""
-    key = keys.add(context.layout.api_keys, keys.FIRST)
+    key = api_keys.add(context.layout.api_keys, api_keys.FIRST)
     context.journal.add("key-created", key=key.id)
-    audit.append(context.layout.audit, "api-key-created", key=key.id)
+    log.append(context.layout.audit, "api-key-created", key=key.id)
     return key
 
 
 def drop_private_keys(context: Context) -> None:
     """Keys that nobody was shown: of a smoke test, or of a run that ended before it could show them."""
     unshown = context.history.unshown_keys
-    keys.remove(context.layout.api_keys, unshown, smoke=True)
+    api_keys.remove(context.layout.api_keys, unshown, smoke=True)
     for key in sorted(unshown):
         context.journal.add("key-removed", key=key)
 
@@ -165,7 +171,7 @@ def smoke(context: Context) -> str:
 def commit(context: Context) -> str:
     """From here on this release is the one to go back to. Then what is older than the one before it goes."""
     layout, target = context.layout, context.target()
-    keys.remove(layout.api_keys, set(), smoke=True)
+    api_keys.remove(layout.api_keys, set(), smoke=True)
     context.service.reload_keys()
     for model in context.models:
         raise_sequence(layout, model.manifest.name, model.manifest.sequence)
@@ -176,7 +182,7 @@ def commit(context: Context) -> str:
     event = "committed" if context.kind == "install" else "gone-back"
     for facts in bundles:
         told = {"bundle": facts["digest"], **{name: facts[name] for name in ("instance", "name", "sequence")}}
-        audit.append(layout.audit, event, release=target.name, **told)
+        log.append(layout.audit, event, release=target.name, **told)
     context.journal.add(
         "commit",
         release=target.name,

@@ -2,19 +2,22 @@
 
 from pathlib import Path
 
-from installer import audit, config, keys, licence, release, snapshots, tls
-from installer.context import Context, Model
-from installer.errors import ExitCode, InstallError
-from installer.i18n import joined, t
-from installer.layout import Layout
-from installer.lock import refuse_if_busy
-from installer.plan import Plan
+from installer.access import api_keys, licence
+from installer.access.vendor_keys import key_name
+from installer.audit import log
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import joined, t
+from installer.base.layout import Layout
+from installer.base.lock import refuse_if_busy
+from installer.decide.context import Context, Model
+from installer.decide.plan import Plan
 from installer.preflight import PreflightContext, judge, run_checks
 from installer.preflight.certificate import names_in
 from installer.preflight.lookup_tables import FLAG
 from installer.preflight.needs import of_manifests
 from installer.preflight.record import gib
-from installer.trust import key_name
+from installer.release import config, release, snapshots
+from installer.tls import endpoint as tls_endpoint
 
 
 def preflight(context: Context) -> str:
@@ -123,14 +126,14 @@ def make_plan(context: Context) -> Plan:
     for name, content, _ in target.files():
         _plan_file(plan, layout.releases / target.name / name, len(content))
     _plan_text(plan, layout.config, context.config_text, t("settings"))
-    keys.read(layout.api_keys)  # a damaged file is told now, not in the middle
+    api_keys.read(layout.api_keys)  # a damaged file is told now, not in the middle
     _plan_file(plan, layout.api_keys, 400, t("mode 0600, hashes only"))
     for path in (layout.journal, layout.audit, layout.approvals, layout.sequence):
         _plan_file(plan, path, 4096)
     saved, text = snapshots.file_of(layout, context.snapshot())
     _plan_file(plan, saved, len(text.encode()), t("the way back to this release"))
     if context.tls_names:
-        for path, size, note in tls.plan_files(layout):
+        for path, size, note in tls_endpoint.plan_files(layout):
             _plan_file(plan, path, size, note)
     linked = layout.current.is_symlink()
     plan.add("symlink", layout.current, "replace" if linked else "create", 0, f"-> releases/{target.name}")
@@ -160,12 +163,12 @@ def _plan_process(context: Context, plan: Plan) -> None:
     _plan_file(plan, layout.log, 4096)
     deed = "restart" if context.service.state().up else "start"
     plan.add("process", f"atoll serve --config {layout.config}", deed, 0, t("in a session of its own"))
-    plan.add("user", str(audit.operator()["user"]), "keep", 0, t("runs the service; no user is made"))
+    plan.add("user", str(log.operator()["user"]), "keep", 0, t("runs the service; no user is made"))
 
 
 def _plan_services(context: Context, plan: Plan) -> None:
     """Files that systemd reads, users, units."""
-    from installer import units
+    from installer.service import units
 
     layout = context.layout
     for unit in context.units:
@@ -188,8 +191,8 @@ def _plan_services(context: Context, plan: Plan) -> None:
 
 
 def _new_units(context: Context) -> set[str]:
-    from installer import units
-    from installer.choose import installed
+    from installer.decide.models import installed
+    from installer.service import units
 
     here = {facts["instance"] for facts in installed(context)}
     return {units.engine_unit(name) for name in context.names if name not in here}

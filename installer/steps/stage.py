@@ -2,12 +2,15 @@
 
 import time
 
-from installer import audit, fs, licence, tls, trust
-from installer.context import Context
-from installer.i18n import t
+from installer.access import licence, vendor_keys
+from installer.audit import log
+from installer.base import fs
+from installer.base.i18n import t
+from installer.decide.context import Context
 from installer.preflight.record import gib
-from installer.steps.look import refuse_revoked
-from offline_bundle.ingest import ingest
+from installer.steps.inspect import refuse_revoked
+from installer.tls import endpoint as tls_endpoint
+from offline_bundle.store.ingest import ingest
 
 
 def make_state(context: Context) -> None:
@@ -28,9 +31,9 @@ def record_decisions(context: Context) -> None:
     layout = context.layout
     for check in context.checks:
         if check.waived is not None:
-            audit.append(layout.audit, "check-waived", check=check.id, observed=check.observed, reason=check.waived)
+            log.append(layout.audit, "check-waived", check=check.id, observed=check.observed, reason=check.waived)
     for facts in context.downgrades:
-        audit.append(layout.audit, "downgrade-allowed", **facts)
+        log.append(layout.audit, "downgrade-allowed", **facts)
     for model in context.models:
         if model.approval is not None:
             licence.record(layout.approvals, layout.audit, model.approval)
@@ -43,13 +46,13 @@ def stage(context: Context) -> str:
         fs.make_dir(directory, mode)
     record_decisions(context)
     for key in context.options.trust_keys:
-        trust.trust(layout, key)
+        vendor_keys.trust(layout, key)
     copied, began = 0, time.monotonic()
     for model in context.models:
         if not model.in_store:
             copied += ingest(
                 model.source,
-                trust.keyring(layout, context.options.trust_keys),  # as they are now: somebody may have revoked one
+                vendor_keys.keyring(layout, context.options.trust_keys),  # read now: a key may have been revoked
                 layout.models,
                 progress=context.frontend.progress,
                 min_sequence=model.manifest.sequence,
@@ -60,7 +63,7 @@ def stage(context: Context) -> str:
         context.journal.add("copied", bytes=copied, copy_s=round(time.monotonic() - began, 2))
     release.stage(layout)
     if context.tls_names and context.tls_import is None:
-        required = tls.required_names(context.endpoint.host, context.options.tls.names)
-        tls.ensure(layout, context.tls_names, required=required)
+        required = tls_endpoint.required_names(context.endpoint.host, context.options.tls.names)
+        tls_endpoint.ensure(layout, context.tls_names, required=required)
     how = t("{size} copied and verified", size=gib(copied)) if copied else t("already in the store")
     return t("release {name}, model {how}", name=release.name, how=how)

@@ -5,7 +5,7 @@
 
 Nothing is read twice from the medium: what runs is the copy that was hashed, whatever the disk shows afterwards. Only
 the standard library is used, and nothing of the medium is parsed before its signature or hash holds, except the
-signature's own envelope. The same checks, for machines that have Atoll already: offline_bundle/runtime_verify.py.
+signature's own envelope. The same checks, for machines that have Atoll already: offline_bundle/runtime/verify.py.
 """
 
 import base64

@@ -1,5 +1,5 @@
-"""The words of install.sh in the operator's language. Chosen as the rest of Atoll does (installer/i18n.py): --lang,
-then $ATOLL_LANG, then the system's; English where Hangul cannot be shown."""
+"""The words of install.sh in the operator's language, chosen as installer/base/i18n.py does: --lang, then $ATOLL_LANG,
+then the system's; English where Hangul cannot be shown."""
 
 import os
 import sys

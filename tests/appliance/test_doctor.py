@@ -16,7 +16,7 @@ from appliance.cli import doctor as module
 from engine.capabilities import nvidia_driver_present
 from engine.selftest import report
 from engine.selftest.stopwatch import Stopwatch
-from installer.i18n import retold, told
+from installer.base.i18n import retold, told
 
 FACTS = [
     {"kind": "fact", "name": "GPU", "value": "NVIDIA H100 80GB HBM3"},

@@ -22,19 +22,20 @@ from engine.config import EngineConfig
 from engine.core.kv import planner
 from engine.core.kv.planner import MemoryBudget
 from engine.errors import AtollError, ConfigError, ModelError, OutOfMemoryPlanError
-from engine.kernels.host_memory import HostMemoryError
-from engine.models.checkpoint import check_checkpoint
-from engine.server import gpu_ready, ipc
-from engine.server.args import ServeOptions, parse_engine, parse_serve
-from engine.server.auth import KeyFile
-from engine.server.exposure import check_exposure
-from engine.server.gateway_args import parse_gateway
-from engine.server.listening import bind_tcp
-from engine.server.settings import check_gpus, engine_argv_of, model_names
-from engine.server.supervisor import EngineChild, EngineFailedError
-from engine.worker import build, host_tables, memory
+from engine.kernels.runtime.host_memory import HostMemoryError
+from engine.models.loading.checkpoint import check_checkpoint
+from engine.server.cli.args import ServeOptions, parse_engine, parse_serve
+from engine.server.cli.gateway_args import parse_gateway
+from engine.server.cli.settings import check_gpus, engine_argv_of, model_names
+from engine.server.http.auth import KeyFile
+from engine.server.http.exposure import check_exposure
+from engine.server.http.listening import bind_tcp
+from engine.server.ipc import framing
+from engine.server.process import gpu_ready
+from engine.server.process.supervisor import EngineChild, EngineFailedError
+from engine.worker import build, embedding_offload, memory
 from engine.worker.memory import Card
-from installer.i18n import retold, told
+from installer.base.i18n import retold, told
 
 KOREAN = {"LANG": "ko_KR.UTF-8", "LC_ALL": "", "LC_MESSAGES": "", "TERM": "xterm", "ATOLL_LANG": ""}
 ENGLISH = KOREAN | {"LANG": "en_US.UTF-8"}
@@ -204,10 +205,10 @@ def test_a_context_that_does_not_fit() -> None:
 
 
 def test_tables_that_have_no_room_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tables, "host_memory", lambda: (8 * GIB, GIB))
-    for problem in (host_tables._lack_of_memory(5 * GIB), str(HostMemoryError("there is no CUDA driver (x)"))):
+    monkeypatch.setattr(embedding_offload, "host_memory", lambda: (8 * GIB, GIB))
+    for problem in (embedding_offload._lack_of_memory(5 * GIB), str(HostMemoryError("there is no CUDA driver (x)"))):
         said = f"--per-layer-embeddings host: 5.00 GiB cannot be kept in host memory: {problem}."
-        assert_korean(read_in_korean(OutOfMemoryPlanError(said, "", host_tables._WAYS)))
+        assert_korean(read_in_korean(OutOfMemoryPlanError(said, "", embedding_offload._WAYS)))
 
 
 @pytest.mark.parametrize("status", [1, -9, -11])
@@ -253,8 +254,8 @@ def test_addresses_sockets_and_keys(tmp_path: Path) -> None:
     refused: list[Callable[[], object]] = [
         lambda: bind_tcp("127.0.0.1", taken.getsockname()[1]), lambda: bind_tcp("192.0.2.1", 0),
         lambda: check_exposure("0.0.0.0", None, tls=False), lambda: check_exposure("", None, tls=False),
-        lambda: ipc.check_path(tmp_path / ("x" * 120)), lambda: ipc.check_path(tmp_path / "no/engine.sock"),
-        lambda: ipc.listen(tmp_path / "file"), lambda: ipc.PeerPolicy.parse(["nobody-of-that-name"], []),
+        lambda: framing.check_path(tmp_path / ("x" * 120)), lambda: framing.check_path(tmp_path / "no/engine.sock"),
+        lambda: framing.listen(tmp_path / "file"), lambda: framing.PeerPolicy.parse(["nobody-of-that-name"], []),
         lambda: KeyFile(tmp_path / "no"),
     ]  # fmt: skip
     with taken:

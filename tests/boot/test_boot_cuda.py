@@ -19,12 +19,12 @@ from measures import Measures
 from test_boot_gpu import SCRIPTED, say
 from vendor import MODEL, Medium, Vendor
 
-from offline_bundle.build import build_bundle
 from offline_bundle.errors import BundleError
-from offline_bundle.keys import load_public, new_keypair
-from offline_bundle.runtime import build_runtime
-from offline_bundle.runtime_verify import inspect_runtime
-from offline_bundle.verify import inspect_bundle
+from offline_bundle.model.build import build_bundle
+from offline_bundle.model.verify import inspect_bundle
+from offline_bundle.runtime.build import build_runtime
+from offline_bundle.runtime.verify import inspect_runtime
+from offline_bundle.signing.keys import load_public, new_keypair
 
 LIMIT = 90.0
 WANTED = "ATOLL_BOOT_CUDA"

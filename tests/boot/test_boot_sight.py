@@ -20,8 +20,8 @@ import pytest
 from machine import Machine, Ran, when
 from test_boot_units import install_code
 
-from offline_bundle.build import build_bundle
-from offline_bundle.keys import new_keypair
+from offline_bundle.model.build import build_bundle
+from offline_bundle.signing.keys import new_keypair
 
 pytestmark = pytest.mark.incremental
 

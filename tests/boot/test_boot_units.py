@@ -18,8 +18,10 @@ from machine import Machine, MachineError, when
 from questions import QUESTION
 from tiny_llama import TINY_LLAMAS, save_tiny_llama
 
-from installer import keys, tls, units
-from installer.layout import Layout
+from installer.access import api_keys
+from installer.base.layout import Layout
+from installer.service import units
+from installer.tls import endpoint as tls_endpoint
 
 pytestmark = pytest.mark.incremental
 
@@ -32,8 +34,8 @@ export PYTHONPATH=/opt/atoll/current/lib
 exec /usr/bin/python3 -s -P -m appliance.cli "$@"
 """
 SERVICE = """PYTHONPATH=/opt/atoll/current/lib python3 -c '
-from installer.layout import Layout
-from installer.service_systemd import SystemdService
+from installer.base.layout import Layout
+from installer.service.systemd import SystemdService
 s = SystemdService(Layout.server())
 %s'"""
 
@@ -42,7 +44,7 @@ s = SystemdService(Layout.server())
 PROBE = """
 import json, mmap, os, socket
 def kernel_cache():
-    from engine.kernels.cache_dir import use_cache_dir
+    from engine.kernels.runtime.cache_dir import use_cache_dir
     return str(use_cache_dir())
 def foreign(pid):
     return pid.isdigit() and os.stat("/proc/" + pid).st_uid != os.getuid()
@@ -68,9 +70,9 @@ print("PROBE " + json.dumps({
 class Server:
     """A machine with the units of two models, and the key that its clients have."""
 
-    def __init__(self, machine: Machine, key: keys.NewKey) -> None:
+    def __init__(self, machine: Machine, key: api_keys.NewKey) -> None:
         self.machine, self.key = machine, key
-        self.revocable = keys.add(self.layout.api_keys, "to be revoked")
+        self.revocable = api_keys.add(self.layout.api_keys, "to be revoked")
 
     @property
     def layout(self) -> Layout:
@@ -121,8 +123,8 @@ def server(work: Path, smollm2_dir: Path) -> Iterator[Server]:
             '[gateway]\nhost = "0.0.0.0"\nport = 8443\n[engine]\ndevice = "cpu"\nkv-cache-memory-bytes = "64M"\n'
             '[models.chat]\nmodel = "/var/lib/atoll/models/chat/model"\nmax-model-len = 1024\n'
             '[models.tiny]\nmodel = "/var/lib/atoll/models/tiny/model"\nserved-model-name = ["tiny", "klein"]\n')
-        tls.ensure(layout, ["localhost", "127.0.0.1"])
-        key = keys.add(layout.api_keys, "test")
+        tls_endpoint.ensure(layout, ["localhost", "127.0.0.1"])
+        key = api_keys.add(layout.api_keys, "test")
         rendered = units.render(layout, ["chat", "tiny"], host="0.0.0.0", gpu=False, watchdog=str(WATCHDOG))
         units.write(rendered)
         machine.boot()
@@ -264,17 +266,17 @@ def test_a_revoked_key_ends_at_a_reload_and_stays_so(server: Server):
     machine, revoked = server.machine, server.revocable
     pid = server.show("atoll-gateway", "MainPID")
     assert server.chat("tiny", key=revoked.text)[0] == 200
-    keys.remove(server.layout.api_keys, {revoked.id})
+    api_keys.remove(server.layout.api_keys, {revoked.id})
     machine.run("systemctl reload atoll-gateway").check()
     assert server.chat("tiny", key=revoked.text)[0] == 401
     assert server.chat("tiny")[0] == 200
     assert server.show("atoll-gateway", "MainPID") == pid
     listing = machine.run("stat -c '%a %U' /run/atoll/credentials /run/atoll/credentials/*").out.split("\n")
     assert listing[:3] == ["711 root", "400 atoll-gateway", "400 atoll-gateway"]
-    late = keys.add(server.layout.api_keys, "late")
+    late = api_keys.add(server.layout.api_keys, "late")
     machine.run("systemctl reload atoll-gateway").check()
     assert server.chat("tiny", key=late.text)[0] == 200
-    keys.remove(server.layout.api_keys, {late.id})  # … and a restart, not a reload, must forget it as well
+    api_keys.remove(server.layout.api_keys, {late.id})  # … and a restart, not a reload, must forget it as well
     machine.run("systemctl restart atoll-gateway").check()
     wait_healthy(server, "tiny", 20)
     assert server.chat("tiny", key=late.text)[0] == 401
@@ -289,7 +291,7 @@ def test_a_new_certificate_is_shown_after_a_reload(server: Server):
     before = shown()
     assert "ingerprint" in before
     server.layout.server_key.unlink()
-    tls.ensure(server.layout, ["localhost", "127.0.0.1", "atoll-test"])
+    tls_endpoint.ensure(server.layout, ["localhost", "127.0.0.1", "atoll-test"])
     server.machine.run("systemctl reload atoll-gateway").check()
     when(lambda: shown() not in ("", before), 10, "the new certificate")
     assert server.curl("/livez")[0] == 200
@@ -341,7 +343,8 @@ def test_settings_that_cannot_serve_do_not_end_what_serves(server: Server):
     assert "no-such-flag" in machine.journal("-u atoll-engine@tiny")
     # The installer's switch of several: what cannot be prepared ends the successor of the other as well.
     told = machine.run(SERVICE % (
-        'import json\nfrom installer.errors import InstallError\ntry:\n    s.switch(["chat", "tiny", "gateway"], 60)\n'
+        'import json\nfrom installer.base.errors import InstallError\n'
+        'try:\n    s.switch(["chat", "tiny", "gateway"], 60)\n'
         'except InstallError as error:\n    print(json.dumps([error.exit_code, error.message, s.serving()]))')).json
     config.write_text(good)
     assert told[:2] == [40, "The new atoll-engine@tiny.service could not make itself ready to take over."]
@@ -362,7 +365,7 @@ def test_a_successor_that_takes_too_long_never_takes_over(server: Server):
     """Nobody is prepared in so short a time: it is ended, and what served is known to serve on."""
     machine, pid = server.machine, server.pid("chat")
     before, after = machine.run(SERVICE % (
-        'import json, time\nfrom installer.errors import InstallError\nbefore = s.serving()\ntry:\n'
+        'import json, time\nfrom installer.base.errors import InstallError\nbefore = s.serving()\ntry:\n'
         '    s._take_over({"chat"}, 0.05)\nexcept InstallError:\n    print(json.dumps([before, s.serving()]))')).json
     assert before == after
     when(lambda: engines(server, "chat") == 1, 60, "its end")

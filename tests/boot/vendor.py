@@ -24,7 +24,7 @@ MODEL = "smollm2-135m-instruct"
 LATER, BAD = "0.90.0", "0.91.0"
 
 # What makes the last release a bad one: the engine gives tokens, so it is healthy; the gateway's chat does not work.
-BROKEN_FILE, BROKEN_AFTER = "engine/server/chat.py", "async def chat_completions(request: Request) -> Any:\n"
+BROKEN_FILE, BROKEN_AFTER = "engine/server/openai/chat.py", "async def chat_completions(request: Request) -> Any:\n"
 BROKEN_LINE = '    raise RuntimeError("this release was broken on purpose")\n'
 
 
@@ -84,9 +84,9 @@ def ensure_vendor() -> Vendor:
 
 
 def _make(made: Path, model: Path) -> None:
-    from offline_bundle.build import build_bundle
-    from offline_bundle.keys import new_keypair
-    from offline_bundle.runtime import build_runtime
+    from offline_bundle.model.build import build_bundle
+    from offline_bundle.runtime.build import build_runtime
+    from offline_bundle.signing.keys import new_keypair
 
     made.mkdir()
     key = new_keypair(made / "keys", "vendor").private_path
@@ -147,9 +147,9 @@ def _atoll(*arguments: object) -> None:
 
 
 def _describe(made: Path) -> Vendor:
-    from offline_bundle.keys import load_public
-    from offline_bundle.runtime_verify import inspect_runtime
-    from offline_bundle.verify import inspect_bundle
+    from offline_bundle.model.verify import inspect_bundle
+    from offline_bundle.runtime.verify import inspect_runtime
+    from offline_bundle.signing.keys import load_public
 
     def medium(name: str) -> Medium:
         runtime = inspect_runtime(made / name / "runtime")

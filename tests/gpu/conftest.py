@@ -1,5 +1,5 @@
 """Without a GPU nothing here is collected: importing these tests would load Triton before the tests of kernels have
-chosen its interpreter (tests/kernels/conftest.py)."""
+chosen its interpreter (tests/engine/kernels/conftest.py)."""
 
 import torch
 

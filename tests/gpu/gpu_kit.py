@@ -16,7 +16,7 @@ from engine.core.request import EngineRequest, StepOutput
 from engine.layers import attention
 from engine.layers.quant import FP8, FP8_MAX
 from engine.models.base import CausalLM
-from engine.models.config import ModelConfig
+from engine.models.config.model import ModelConfig
 from engine.models.registry import model_class
 
 DEVICE = torch.device("cuda")

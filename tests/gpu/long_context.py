@@ -14,7 +14,7 @@ from gpu_kit import DELTA, GEMMA4, SHAPE
 from safetensors.torch import save_file
 
 from engine import LLM, SamplingParams
-from engine.models.config import ModelConfig
+from engine.models.config.model import ModelConfig
 from engine.models.registry import model_class
 
 LENGTH = 32_768

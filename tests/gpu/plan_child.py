@@ -14,16 +14,16 @@ import sys
 
 from engine import LLM
 from engine.bench import floor, gemv_step
-from engine.kernels import launch
+from engine.kernels.runtime import launcher
 
 _LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 
 
-def local_bytes(variant: launch._Variant) -> int:
+def local_bytes(variant: launcher._Variant) -> int:
     """Of a thread, what has no room in registers; the driver sets it aside for all threads of the card."""
     found = ctypes.c_int()
-    driver = launch._driver()
-    launch._check(driver.cuFuncGetAttribute(ctypes.byref(found), _LOCAL_SIZE_BYTES, variant._function), variant.name)
+    driver = launcher._driver()
+    launcher._check(driver.cuFuncGetAttribute(ctypes.byref(found), _LOCAL_SIZE_BYTES, variant._function), variant.name)
     return found.value
 
 
@@ -36,7 +36,7 @@ def main(config: str, quantization: str) -> None:
     found = re.search(r"([\d.]+) GiB taken, ([\d.]+) GiB planned", log.getvalue())
     assert found is not None, log.getvalue()
     kernels = {k for m in sys.modules.copy().values() if str(getattr(m, "__name__", "")).startswith("engine.kernels.")
-               for k in vars(m).values() if isinstance(k, launch.Kernel)}  # fmt: skip
+               for k in vars(m).values() if isinstance(k, launcher.Kernel)}  # fmt: skip
     local = {f"{k.name} {key}": local_bytes(variant) for k in kernels for key, variant in k._variants.items()}
     taken, planned = map(float, found.groups())
     print(json.dumps({"taken": taken, "planned": planned, "kernels": len(local), "local": local}))

@@ -80,7 +80,7 @@ def strangers(programs: list[list[str]]) -> list[list[str]]:
 
 
 def is_worker(words: list[str]) -> bool:
-    return words == [sys.executable, "-P", "-m", "engine.kernels.compile_worker"]
+    return words == [sys.executable, "-P", "-m", "engine.kernels.runtime.compile_worker"]
 
 
 def _is_ptxas(program: Path, bundled: Path) -> bool:

@@ -6,11 +6,12 @@ from functools import cache
 import pytest
 import torch
 
-from engine.kernels import delta, triton_delta
-from engine.kernels.compile_ahead import compile_ahead
-from engine.kernels.delta import RecurrentBatch
-from engine.kernels.launch import recording
-from engine.kernels.triton_delta import DeltaShape
+from engine.kernels.recurrent import gated_delta
+from engine.kernels.recurrent import reference as recurrent_reference
+from engine.kernels.recurrent.gated_delta import DeltaShape
+from engine.kernels.recurrent.reference import RecurrentBatch
+from engine.kernels.runtime.compile_ahead import compile_ahead
+from engine.kernels.runtime.launcher import recording
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -56,12 +57,12 @@ class Step:
         """In float32, from the same numbers; computed on the CPU, and then where the kernels' results are."""
         state, ring = self.states("cpu", torch.float32)
         batch = RecurrentBatch.build(self.positions, self.slots, self.q_starts, self.counts)
-        mixed = delta.causal_conv(self.qkvz[:, :CHANNELS].float(), self.weight.float(), ring, batch)
+        mixed = recurrent_reference.causal_conv(self.qkvz[:, :CHANNELS].float(), self.weight.float(), ring, batch)
         q, k, v = mixed.split((2048, 2048, 6144), -1)
         b, a = self.ba.float().chunk(2, -1)
-        g, beta = delta.decay_and_beta(a, b, self.a_log, self.dt_bias)
+        g, beta = recurrent_reference.decay_and_beta(a, b, self.a_log, self.dt_bias)
         heads = q.unflatten(-1, (16, 128)), k.unflatten(-1, (16, 128)), v.unflatten(-1, (48, 128))
-        return [x.cuda() for x in (delta.gated_delta_rule(*heads, g, beta, state, batch), state, ring)]
+        return [x.cuda() for x in (recurrent_reference.gated_delta_rule(*heads, g, beta, state, batch), state, ring)]
 
     def ours(self, *, block_v: int | None = None, kept_in: torch.dtype = torch.float32) -> list[torch.Tensor]:
         state, ring = self.states("cuda", self.qkvz.dtype)
@@ -72,13 +73,13 @@ class Step:
         )
         weights = self.weight.cuda(), self.a_log.cuda(), self.dt_bias.cuda()
         inputs = self.qkvz.cuda()[:, :CHANNELS], self.ba.cuda(), *weights, positions, slots, state, ring, SHAPE, out
-        total = triton_delta.num_chunks(self.counts.tolist())
+        total = gated_delta.num_chunks(self.counts.tolist())
         if total:
-            chunks = triton_delta.plan_chunks(counts, total)
-            triton_delta.prefill(*inputs, q_starts=q_starts, counts=counts, chunks=chunks)
-            triton_delta.decode(*inputs, q_starts=q_starts, counts=counts, block_v=block_v)
+            chunks = gated_delta.plan_chunks(counts, total)
+            gated_delta.prefill(*inputs, q_starts=q_starts, counts=counts, chunks=chunks)
+            gated_delta.decode(*inputs, q_starts=q_starts, counts=counts, block_v=block_v)
         else:
-            triton_delta.decode(*inputs, block_v=block_v)
+            gated_delta.decode(*inputs, block_v=block_v)
         return [x.float() for x in (out, state, ring)]
 
 

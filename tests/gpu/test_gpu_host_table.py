@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import host_memory
-from engine.kernels.host_memory import HostMemoryError
-from engine.kernels.triton_fused import rms_norm
-from engine.kernels.triton_host_rows import gather_rows
+from engine.kernels.pointwise.fused import rms_norm
+from engine.kernels.pointwise.host_rows import gather_rows
+from engine.kernels.runtime import host_memory
+from engine.kernels.runtime.host_memory import HostMemoryError
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -260,14 +260,14 @@ def test_a_table_that_cannot_be_locked_goes_to_the_gpu(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from engine.errors import ConfigError
-    from engine.worker import host_tables
+    from engine.worker import embedding_offload
 
     wanted, _ = answers(model, per_layer_embeddings="gpu")
 
     def refuse(_: torch.Tensor) -> None:
         raise HostMemoryError("the driver does not want to")
 
-    monkeypatch.setattr(host_tables, "lock", refuse)
+    monkeypatch.setattr(embedding_offload, "lock", refuse)
     with caplog.at_level(logging.WARNING):
         found, plan = answers(model)
     assert found == wanted

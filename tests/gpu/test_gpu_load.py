@@ -14,8 +14,8 @@ from engine.errors import ModelError
 from engine.layers.linear import Linear
 from engine.layers.quant import FP8, quantize_weight
 from engine.models.base import CausalLM
-from engine.models.checkpoint import check_checkpoint
-from engine.models.loader import load_weights, quantize
+from engine.models.loading.checkpoint import check_checkpoint
+from engine.models.loading.loader import load_weights, quantize
 from engine.worker.memory import weight_bytes
 
 pytestmark = pytest.mark.gpu

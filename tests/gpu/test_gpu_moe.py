@@ -8,10 +8,13 @@ import pytest
 import torch
 from gpu_kit import DEVICE
 
-from engine.kernels import reference, triton_fused, triton_gemv, triton_moe
-from engine.kernels.compile_ahead import compile_ahead
-from engine.kernels.launch import Kernel, recording
-from engine.kernels.triton_moe_few import Beside, Norm, sparse_block
+from engine.kernels import reference
+from engine.kernels.gemm import small_batch
+from engine.kernels.moe import experts as moe_experts
+from engine.kernels.moe.decode import Beside, Norm, sparse_block
+from engine.kernels.pointwise import fused
+from engine.kernels.runtime.compile_ahead import compile_ahead
+from engine.kernels.runtime.launcher import Kernel, recording
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -75,8 +78,8 @@ def make_layer(shape: str, *, fp8: bool) -> Layer:
 def routed(shape: str, x: torch.Tensor, logits: torch.Tensor, layer: Layer) -> tuple[torch.Tensor, ...]:
     """The choice of experts, their weights and what they make of x."""
     _, top_k, _, _, gate = SHAPES[shape]
-    weights, experts = triton_moe.choose_experts(logits, top_k)
-    return experts, weights, triton_moe.routed_experts(x, weights, experts, *layer, gate=gate)
+    weights, experts = moe_experts.choose_experts(logits, top_k)
+    return experts, weights, moe_experts.routed_experts(x, weights, experts, *layer, gate=gate)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -116,11 +119,11 @@ def test_any_routing(skew: str) -> None:
 def link(residual: torch.Tensor, norm: torch.Tensor, layer: Layer, pause: Callable[[], None]) -> None:
     """A layer onto the residual stream; its router's scores are its first features."""
     num_experts, top_k, _, _, gate = SHAPES[LONG]
-    x = triton_fused.rms_norm(residual, norm, 1e-6)
+    x = fused.rms_norm(residual, norm, 1e-6)
     pause()
-    routing = triton_moe.choose_experts(x[:, :num_experts], top_k)
+    routing = moe_experts.choose_experts(x[:, :num_experts], top_k)
     pause()
-    triton_moe.routed_experts(x, *routing, *layer, gate=gate, residual=residual)
+    moe_experts.routed_experts(x, *routing, *layer, gate=gate, residual=residual)
     pause()
 
 
@@ -191,18 +194,18 @@ def in_parts(
 ) -> Pair:
     """The same by kernels that do less at a time, and round where the block does: experts take x normed and rounded,
     all other products norm it in passing."""
-    normed = triton_fused.rms_norm(x, norm, 1e-6, wide_offset=1.0)
-    scores = triton_gemv.gemv(x, router, norm=(norm, 1e-6), wide_offset=1.0)
+    normed = fused.rms_norm(x, norm, 1e-6, wide_offset=1.0)
+    scores = small_batch.gemv(x, router, norm=(norm, 1e-6), wide_offset=1.0)
     parts = routed(shape, normed, scores, layer)[2].float()
     if beside is None:
         return parts, None
-    h = triton_gemv.gemv(
+    h = small_batch.gemv(
         x, beside.gate_up, beside.gate_up_scale, norm=(norm, 1e-6), wide_offset=1.0, gate=SHAPES[shape][4]
     )
-    other = triton_gemv.gemv(h, beside.down, beside.down_scale).float()
+    other = small_batch.gemv(h, beside.down, beside.down_scale).float()
     if beside.factor is None:
         return parts, other
-    factor = triton_gemv.gemv(x, beside.factor, norm=(norm, 1e-6), wide_offset=1.0)
+    factor = small_batch.gemv(x, beside.factor, norm=(norm, 1e-6), wide_offset=1.0)
     return parts + factor.float().sigmoid() * other, None
 
 
@@ -233,7 +236,7 @@ def next_block(
     """The residual stream behind a block, in place."""
     _, apart = in_one_block(shape, residual, router, layer, beside, norm, None, residual)
     if apart is not None:
-        residual = triton_fused.rms_norm(apart, norm, 1e-6, residual)
+        residual = fused.rms_norm(apart, norm, 1e-6, residual)
     return residual
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_kit import DEVICE
 
-from engine.kernels import triton_decode
+from engine.kernels.attention import decode as attention_decode
 from engine.layers.attention import Attention, tile_tokens
 from engine.layers.context import DeviceBatch, ForwardContext, forward_context
 from engine.layers.rope import Rope
@@ -82,7 +82,7 @@ class Haystack:
     def decode(self, query: torch.Tensor, rows: list[int], splits: int, **options: int) -> torch.Tensor:
         """The query [Hq, D] as the last token of each of `rows`: [B, Hq, D]."""
         q = query.to(DEVICE).expand(len(rows), *query.shape).contiguous()
-        return triton_decode.decode(
+        return attention_decode.decode(
             q, self.k_cache, self.v_cache, ints(rows), ints([LENGTH] * len(rows)), self.table,
             torch.full_like(q, float("nan")), splits=splits, scale=SCALE, **options,
         )  # fmt: skip

@@ -8,9 +8,11 @@ from gpu_kit import checkpoint, fp8_on_cpu, generated, model_of, on_cpu, on_gpu,
 from gpu_scores import lost
 
 from engine import SamplingParams
-from engine.kernels import launch, products, reference, scaled
-from engine.kernels.target import Target
-from engine.kernels.triton_scaled import scaled_product
+from engine.kernels import reference
+from engine.kernels.gemm import autotune, scaled
+from engine.kernels.gemm.triton_scaled import scaled_product
+from engine.kernels.runtime import launcher
+from engine.kernels.runtime.gpu_target import Target
 from engine.layers.linear import Linear
 
 pytestmark = pytest.mark.gpu
@@ -26,9 +28,9 @@ DEVICE = torch.device("cuda")
 @pytest.fixture
 def like_an_a100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices are an A100's, and kernels get e4m3 numbers as bytes; the machine code is still this GPU's."""
-    monkeypatch.setattr(launch, "_target_of", lambda device: A100)
-    monkeypatch.setitem(launch._POINTERS, torch.float8_e4m3fn, "*u8")
-    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(launcher, "_target_of", lambda device: A100)
+    monkeypatch.setitem(launcher._POINTERS, torch.float8_e4m3fn, "*u8")
+    monkeypatch.setattr(autotune, "_chosen", {})
 
 
 def test_all_256_numbers_widen_exactly_in_registers(like_an_a100: None) -> None:
@@ -75,7 +77,7 @@ def test_a_model_keeps_its_scores_where_the_library_refuses(
     def unsupported(*args: object, **kwargs: object) -> None:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
-    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(autotune, "_chosen", {})
     monkeypatch.setattr(torch, "_scaled_mm", unsupported)
     scaled.refusal.cache_clear()
     try:

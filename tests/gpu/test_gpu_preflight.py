@@ -51,9 +51,9 @@ def test_nvml_and_nvidia_smi_agree() -> None:
 def test_every_gpu_check_passes(tmp_path: Path) -> None:
     for package in ("psutil", "tomlkit", "cryptography"):
         pytest.importorskip(package, reason=f"the preflight needs {package}, which this machine's Python lacks")
-    from installer.config import Endpoint
-    from installer.layout import Layout
+    from installer.base.layout import Layout
     from installer.preflight import CHECKS, GPU_CHECKS, PreflightContext, run_checks
+    from installer.release.config import Endpoint
 
     endpoint = Endpoint("127.0.0.1", 8123)
     plans = PreflightContext(Layout.at(tmp_path / "p"), endpoint, device="cuda", weight_bytes=1 << 30)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import cublaslt, products
+from engine.kernels.gemm import autotune, cublaslt
 from engine.layers.linear import Linear
 
 pytestmark = pytest.mark.gpu
@@ -21,18 +21,18 @@ SHAPES = [(768, 512, 48), (4096, 1024, 100), (1024, 3072, 64)]
 
 def inputs(
     outputs: int, inner: int, rows: int, fp8: bool = False
-) -> tuple[torch.Tensor, products.Weight, tuple[torch.Tensor, torch.Tensor] | None]:
+) -> tuple[torch.Tensor, autotune.Weight, tuple[torch.Tensor, torch.Tensor] | None]:
     """x, W and the scales of their rows."""
     torch.manual_seed(rows)
     kind = {"device": "cuda", "dtype": torch.bfloat16}
     x, weight = torch.randn(rows, inner, **kind), torch.randn(outputs, inner, **kind)
     if not fp8:
-        return x, products.Weight(weight, None), None
+        return x, autotune.Weight(weight, None), None
     scales = torch.rand(rows, device="cuda") + 0.5, torch.rand(outputs, device="cuda") + 0.5
-    return x.to(FP8), products.Weight(weight.to(FP8), scales[1]), scales
+    return x.to(FP8), autotune.Weight(weight.to(FP8), scales[1]), scales
 
 
-def exact(x: torch.Tensor, weight: products.Weight, scales: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+def exact(x: torch.Tensor, weight: autotune.Weight, scales: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
     y = F.linear(x.float(), weight.values.float())
     return y if scales is None else y * scales[0][:, None] * scales[1]
 
@@ -59,16 +59,16 @@ def test_a_choice_is_remembered_and_runs_in_a_graph(
     fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(products, "_BETTER", 100.0)  # the library's is taken, however slow
-    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(autotune, "_BETTER", 100.0)  # the library's is taken, however slow
+    monkeypatch.setattr(autotune, "_chosen", {})
     x, weight, scales = inputs(*SHAPES[0], fp8)
-    choose = functools.partial(products.choose, {(768, 512): [weight]}, [48, 64, 200, 56], torch.bfloat16, fp8=fp8)
-    chosen = functools.partial(products.chosen, weight=weight.values, dtype=torch.bfloat16 if fp8 else None)
+    choose = functools.partial(autotune.choose, {(768, 512): [weight]}, [48, 64, 200, 56], torch.bfloat16, fp8=fp8)
+    chosen = functools.partial(autotune.chosen, weight=weight.values, dtype=torch.bfloat16 if fp8 else None)
     assert choose() == 4
     bound = chosen(x)
     assert bound is not None
     assert chosen(x[:7]) is None
-    products._chosen.clear()
+    autotune._chosen.clear()
     assert choose() == 0, "measured again, though it is known"
     again = chosen(x)
     assert again is not None
@@ -84,8 +84,8 @@ def test_a_choice_is_remembered_and_runs_in_a_graph(
 
 def test_a_layer_multiplies_by_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(products, "_BETTER", 100.0)
-    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(autotune, "_BETTER", 100.0)
+    monkeypatch.setattr(autotune, "_chosen", {})
     linear = Linear(1024, 768)
     linear.weight = torch.nn.Parameter(torch.randn(768, 1024, device="cuda", dtype=torch.bfloat16), requires_grad=False)
     linear.quantization = "fp8"
@@ -94,7 +94,7 @@ def test_a_layer_multiplies_by_what_was_chosen(tmp_path: Path, monkeypatch: pyte
     assert weight is not None
     x = torch.randn(48, 1024, device="cuda", dtype=torch.bfloat16)
     usual = linear(x)
-    assert products.choose({(768, 1024): [weight]}, [48], torch.bfloat16, fp8=True) == 1
+    assert autotune.choose({(768, 1024): [weight]}, [48], torch.bfloat16, fp8=True) == 1
     used: list[cublaslt.Shape] = []
     plain = cublaslt.BoundProduct.__call__
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine.capabilities import FP8_COMPUTE_CAPABILITY
-from engine.kernels.compile_ahead import line_of
-from engine.kernels.launch import recording
+from engine.kernels.runtime.compile_ahead import line_of
+from engine.kernels.runtime.launcher import recording
 from engine.selftest import jobs, nvml
 from engine.selftest.__main__ import supervise
 from engine.selftest.checks import kernel_side
@@ -29,18 +29,18 @@ SECONDS = 10.0
 # A self-test of two checks, whose first one goes wrong the second time: the first time only compiles.
 BROKEN = """
 import sys, torch
-from engine.kernels import triton_fused
+from engine.kernels import pointwise.fused
 from engine.selftest import checks, run
 from engine.selftest.report import Tally, print_line
 
-original, calls = triton_fused.gate_mul, []
+original, calls = pointwise.fused.gate_mul, []
 def broken(*args, **options):
     calls.append(1)
     if len(calls) > 1:
         {deed}
     return original(*args, **options)
 
-triton_fused.gate_mul = broken
+pointwise.fused.gate_mul = broken
 only = [check for check in checks.CHECKS if check.name in ("gate", "step inputs")]
 sys.exit(run.run_checks(Tally(print_line), torch.device("cuda"), torch.bfloat16, with_fp8=False, only=only))
 """

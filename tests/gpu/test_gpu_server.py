@@ -38,7 +38,7 @@ class Server:
                  "--log-format=json"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.server.cli", str(model), *flags], stdout=log, stderr=log,
+                [sys.executable, "-m", "engine.server.cli.serve", str(model), *flags], stdout=log, stderr=log,
                 env=os.environ | {"XDG_RUNTIME_DIR": str(directory)},
             )  # fmt: skip
         deadline = time.monotonic() + START_SECONDS

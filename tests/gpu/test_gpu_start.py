@@ -10,8 +10,8 @@ import torch
 from gpu_kit import checkpoint, on_gpu
 
 from engine.bench import random_checkpoint
-from engine.models.checkpoint import check_checkpoint
-from engine.models.loader import load_weights, quantize
+from engine.models.loading.checkpoint import check_checkpoint
+from engine.models.loading.loader import load_weights, quantize
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

@@ -305,7 +305,7 @@ _NO_COMPILATION = """
 import sys
 from pathlib import Path
 from engine import SamplingParams
-from engine.kernels.launch import Kernel
+from engine.kernels.runtime.launcher import Kernel
 from gpu_kit import generated, on_gpu, prompts
 
 llm = on_gpu(Path(sys.argv[1]), max_num_seqs=48)

@@ -10,9 +10,9 @@ from installer_kit import Site
 from safetensors.numpy import save_file
 from server_kit import Server, empty_server
 
-from installer.lifecycle import stop
-from offline_bundle.build import build_bundle
-from offline_bundle.keys import KeyPair, new_keypair
+from installer.operate.lifecycle import stop
+from offline_bundle.model.build import build_bundle
+from offline_bundle.signing.keys import KeyPair, new_keypair
 
 LICENCE_TEXT = "You may use this model for tests.\n" * 20
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from installer.frontend import Unattended
-from installer.journal import History, replay
-from installer.layout import Layout
-from installer.machine import Installer, InstallResult, key_was_shown
-from installer.options import InstallOptions
-from installer.plan import Plan
-from installer.rollback import Rollback
-from installer.service import PrefixService
+from installer.base.journal import History, replay
+from installer.base.layout import Layout
+from installer.decide.frontend import Unattended
+from installer.decide.options import InstallOptions
+from installer.decide.plan import Plan
+from installer.operate.install import Installer, InstallResult, key_was_shown
+from installer.operate.rollback import Rollback
+from installer.service.service import PrefixService
 
 FAKE_SERVE = Path(__file__).with_name("fake_serve.py")
 

@@ -38,7 +38,7 @@ def killed_at_step(step: str, event: str, work: Callable[[], object]) -> bool:
     """As `killed_at`, right after the journal has recorded `event` of `step`."""
     pid = os.fork()
     if pid == 0:
-        from installer.journal import Journal
+        from installer.base.journal import Journal
 
         real = Journal.add
 

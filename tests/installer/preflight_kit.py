@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from installer.config import Endpoint
+from installer.base.layout import Layout
 from installer.gpu import nvml
-from installer.layout import Layout
 from installer.preflight import PreflightContext
 from installer.preflight.machine import Machine
 from installer.preflight.torch_build import TorchBuild
+from installer.release.config import Endpoint
 
 DATA = Path(__file__).with_name("nvidia_smi")
 CUDA13 = TorchBuild("2.13.0", (13, 0), True)

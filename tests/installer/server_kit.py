@@ -16,16 +16,16 @@ from typing import Any
 
 from installer_kit import Witness
 
-from installer.frontend import Unattended
-from installer.journal import History, replay
-from installer.layout import Layout
-from installer.machine import Installer, InstallResult, key_was_shown
-from installer.options import InstallOptions, ModelChoice
-from installer.proc import ProcessId
-from installer.rollback import Rollback
-from installer.service import ServiceState
-from installer.service_systemd import SystemdService
-from installer.uninstall import uninstall
+from installer.base.journal import History, replay
+from installer.base.layout import Layout
+from installer.base.proc import ProcessId
+from installer.decide.frontend import Unattended
+from installer.decide.options import InstallOptions, ModelChoice
+from installer.operate.install import Installer, InstallResult, key_was_shown
+from installer.operate.rollback import Rollback
+from installer.operate.uninstall import uninstall
+from installer.service.service import ServiceState
+from installer.service.systemd import SystemdService
 
 FAKE_UNITS = Path(__file__).with_name("fake_units.py")
 

@@ -1,0 +1,201 @@
+"""Paged attention of chunks of any length on the GPU, in one launch, over the pages of attention.pages.
+
+Grid (tiles, Hkv). The host lists the tiles of BLOCK_Q query tokens; a tile holds BLOCK_Q * G query rows, those of all
+G = Hq / Hkv heads that share a key head (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys
+before the chunk come from the pages, the chunk's own straight from the projections: in full precision, and side by
+side. A sequence with one token takes a path with few rows; most of them go to attention.decode.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.attention.pages import attend, for_cache, page_tile, pages_of
+from engine.kernels.gemm.e4m3 import widened
+from engine.kernels.runtime.gpu_target import Target
+from engine.kernels.runtime.launcher import kernel, shared_memory, target_of, wait_for_previous
+
+
+@kernel
+def _mixed_kernel(
+    q_ptr, k_new_ptr, v_new_ptr, k_ptr, v_ptr, out_ptr, tile_ptr, rows_ptr, starts_ptr, q_starts_ptr, counts_ptr,
+    table_ptr, q_stride, own_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale,
+    v_scale, softcap, window, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    tile, h = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(tile_ptr + tile * 2)
+    first_q = tl.load(tile_ptr + tile * 2 + 1)  # index of the tile's first token within the chunk
+    start = tl.load(starts_ptr + seq)
+    q_start = tl.load(q_starts_ptr + seq).to(tl.int64)
+    count = tl.load(counts_ptr + seq)
+    if first_q >= count:
+        return
+    table = table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride
+    d = tl.arange(0, DP)
+    if count == 1:  # a decoding sequence: few query rows, and its own key is in the cache as well
+        g = tl.arange(0, GP)
+        at_row = (h * G + g)[:, None] * D + d[None, :]
+        q_mask = (g < G)[:, None] & (d < D)[None, :]
+        q = for_cache(tl.load(q_ptr + q_start * q_stride + at_row, mask=q_mask, other=0.0), FP8)
+        m = tl.full([GP], -float("inf"), tl.float32)
+        total = tl.zeros([GP], tl.float32)
+        acc = tl.zeros([GP, DP], tl.float32)
+        first = 0
+        if WINDOW:
+            first = tl.maximum(start + 1 - window, 0)
+        pages = pages_of(table, first // TILE * TILE, first, start + 1, PAGE, TILE)
+        for at in range(first // TILE * TILE, start + 1, TILE):
+            k, v, live = page_tile(
+                k_ptr, v_ptr, pages, at, first, start + 1, h, k_stride_page, k_stride_token, k_stride_head,
+                D, DP, PAGE, TILE,
+            )  # fmt: skip
+            pages = pages_of(table, at + TILE, first, start + 1, PAGE, TILE)
+            m, total, acc = attend(
+                q, widened(k, q.dtype, True), widened(v, q.dtype, True), m, total, acc, live[None, :], scale * k_scale,
+                softcap, True, SOFTCAP,
+            )  # fmt: skip
+        out = acc * v_scale / total[:, None]
+        tl.store(out_ptr + q_start * (HKV * G * D) + at_row, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+        return
+    m_index = tl.arange(0, BLOCK_M)
+    token_q = first_q + m_index // G
+    at_head = (h * G + m_index % G)[:, None] * D + d[None, :]
+    q_mask = ((m_index < BLOCK_Q * G) & (token_q < count))[:, None] & (d < D)[None, :]
+    at_q = (q_start + token_q)[:, None]
+    q = tl.load(q_ptr + at_q * q_stride + at_head, mask=q_mask, other=0.0)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DP], tl.float32)
+    n = tl.arange(0, TILE)
+    # What came before the chunk, from the pages.
+    first = 0
+    if WINDOW:
+        first = tl.maximum(start + first_q + 1 - window, 0)
+    cached_q = for_cache(q, FP8)
+    pages = pages_of(table, first // TILE * TILE, first, start, PAGE, TILE)
+    for at in range(first // TILE * TILE, start, TILE):
+        k, v, live = page_tile(
+            k_ptr, v_ptr, pages, at, first, start, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
+        )
+        pages = pages_of(table, at + TILE, first, start, PAGE, TILE)
+        visible = live[None, :]
+        if WINDOW:
+            visible = visible & ((at + n)[None, :] > (start + token_q)[:, None] - window)
+        m, total, acc = attend(
+            cached_q, widened(k, cached_q.dtype, True), widened(v, cached_q.dtype, True), m, total, acc, visible,
+            scale * k_scale, softcap, True, SOFTCAP,
+        )  # fmt: skip
+    acc = acc * v_scale
+    # The chunk itself, from the projections it stands in. Tiles that every query sees whole need no mask.
+    k_new = k_new_ptr + q_start * own_stride + h * D
+    v_new = v_new_ptr + q_start * own_stride + h * D
+    begin = 0
+    unmasked = (first_q + 1) // TILE * TILE
+    if WINDOW:
+        begin = tl.maximum(first_q + 1 - window, 0) // TILE * TILE
+        unmasked = begin
+    for at in range(begin, unmasked, TILE):
+        token = (at + n) * own_stride
+        if D == DP:
+            k = tl.load(k_new + token[None, :] + d[:, None])
+            v = tl.load(v_new + token[:, None] + d[None, :])
+        else:
+            k = tl.load(k_new + token[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
+            v = tl.load(v_new + token[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        m, total, acc = attend(q, k, v, m, total, acc, True, scale, softcap, False, SOFTCAP)
+    for at in range(unmasked, tl.minimum(first_q + BLOCK_Q, count), TILE):
+        live = at + n < count
+        token = (at + n) * own_stride
+        k = tl.load(k_new + token[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_new + token[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+        visible = (at + n)[None, :] <= token_q[:, None]
+        if WINDOW:
+            visible = visible & ((at + n)[None, :] > token_q[:, None] - window)
+        m, total, acc = attend(q, k, v, m, total, acc, visible, scale, softcap, True, SOFTCAP)
+    out = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out_ptr + at_q * (HKV * G * D) + at_head, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int, fp8_units: bool = True) -> tuple[int, int]:
+    """Keys a step and pipeline depth: what fits `shared` bytes beside the queries (in two dtypes with an fp8 cache).
+    Keys and values take one tile each for every stage. Where e4m3 numbers are widened by their bits, 64 keys would
+    leave a thread 1,400 bytes short of registers."""
+    wanted = ((64, 3), (64, 2), (32, 2), (16, 2)) if fp8_units or not fp8 else ((32, 3), (32, 2), (16, 2))
+    for tile, stages in wanted:
+        if 2 * padded_dim * (block_m * (1 + fp8) + 2 * stages * tile) <= shared:
+            return tile, stages
+    return 16, 1
+
+
+def query_rows(dim: int, device: torch.device) -> int:
+    """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what a multiprocessor holds."""
+    return _query_rows(dim, target_of(device))
+
+
+def _query_rows(dim: int, gpu: Target) -> int:
+    if dim <= 128:
+        return 256 if gpu.large_shared and gpu.wgmma else 128
+    if dim <= 256:
+        return 128 if gpu.large_shared else 64
+    return 64 if gpu.large_shared else 16
+
+
+def mixed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tiles: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    q_starts: torch.Tensor,
+    counts: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    block_q: int,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    tile: int = 0,
+    num_warps: int = 0,
+    num_stages: int = 0,
+) -> torch.Tensor:
+    """Chunks of any length, one token included: q [T, Hq, D] -> out [T, Hq, D], contiguous.
+
+    k and v [T, Hkv, D] are the step's own keys and values, which stand in the caches as well; rows may be strided, as
+    in a fused projection, both alike.
+
+    Sequence i has counts[i] query tokens at positions starts[i] ..., which stand in q from q_starts[i] on. `tiles`
+    [n, 2] int32 lists (sequence, first token within its chunk) for every block_q tokens of every chunk; one whose first
+    token is past the chunk's end does nothing (padding). block_q need not be a power of two: `query_rows` // G fills
+    the tile best.
+    """
+    num_heads, dim = q.shape[1:]
+    kv_heads = k_cache.shape[2]
+    group = num_heads // kv_heads
+    padded = triton.next_power_of_2(dim)
+    block_m = max(16, triton.next_power_of_2(block_q * group))
+    assert k.stride(0) == v.stride(0)
+    assert q.shape[0] * k.stride(0) < 2**31
+    fp8 = k_cache.element_size() == 1
+    if not tile:
+        tile, num_stages = _mixed_tiles(
+            block_m, padded, fp8, shared_memory(q.device), target_of(q.device).fp8_units
+        )
+        num_warps = 16 if block_m == 256 and not fp8 else 8
+    _mixed_kernel(
+        (tiles.shape[0], kv_heads), q, k, v, k_cache, v_cache, out, tiles, rows, starts, q_starts, counts, block_table,
+        q.stride(0), k.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        scale, k_scale, v_scale, softcap or 1.0, window or 0,
+        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded, PAGE=k_cache.shape[1],
+        BLOCK_Q=block_q, BLOCK_M=block_m, TILE=tile, FP8=fp8, SOFTCAP=softcap is not None,
+        WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,185 @@
+"""Paged attention of sequences with one token each on the GPU: split-KV, over the pages of attention.pages.
+
+    rows, seq_lens     [B] int32: the table row of each sequence, and its length including the step's token
+
+The G = Hq / Hkv query heads that share a key head are the rows of one tile, so K and V are read once for all of them.
+Grid (B, Hkv, SPLITS): a program attends to one slice of the sequence; the last of a sequence's programs to arrive
+merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one captured
+grid serves any length.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.attention.pages import attend, for_cache, page_tile, pages_of
+from engine.kernels.gemm.e4m3 import widened
+from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
+
+SMALL_BATCH = 8  # sequences
+_LARGEST_TILE = 74 << 10  # bytes of shared memory that 128 keys of 128 numbers take, as compiled
+
+
+@kernel
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, arrived_ptr, rows_ptr, seq_lens_ptr, table_ptr,
+    q_stride, k_stride_page, k_stride_token, k_stride_head, table_stride, scale, k_scale, v_scale, softcap, window,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + b)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(seq_len - window, 0)
+    aligned = first // TILE * TILE
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len - aligned, TILE), SPLITS), SHORTEST // TILE)
+    start = aligned + split * per_split * TILE
+    end = tl.minimum(start + per_split * TILE, seq_len)
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    head = h * G + g
+    q_mask = (g < G)[:, None] & (d < D)[None, :]
+    at_out = (b * HKV * G + head)[:, None] * D + d[None, :]
+    if start >= end:
+        if split == 0:  # a sequence of length 0
+            tl.store(out_ptr + at_out, tl.zeros([GP, DP], out_ptr.dtype.element_ty), mask=q_mask)
+        return
+    q = tl.load(q_ptr + b * q_stride + head[:, None] * D + d[None, :], mask=q_mask, other=0.0)
+    q = for_cache(q, FP8)
+    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
+    m = tl.full([GP], -float("inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    pages = pages_of(table, start, first, end, PAGE, TILE)
+    for at in range(start, end, TILE):
+        k, v, live = page_tile(
+            k_ptr, v_ptr, pages, at, first, end, h, k_stride_page, k_stride_token, k_stride_head, D, DP, PAGE, TILE
+        )
+        pages = pages_of(table, at + TILE, first, end, PAGE, TILE)
+        m, total, acc = attend(
+            q, widened(k, q.dtype, True), widened(v, q.dtype, True), m, total, acc, live[None, :], scale * k_scale,
+            softcap, True, SOFTCAP,
+        )  # fmt: skip
+    out = acc * v_scale / total[:, None]
+    used = tl.cdiv(seq_len - aligned, per_split * TILE)  # slices that hold something
+    if SPLITS == 1 or used == 1:
+        tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+        return
+    slot = (b * HKV * G + head) * SPLITS + split
+    tl.store(part_ptr + slot[:, None] * D + d[None, :], out, mask=q_mask)
+    tl.store(lse_ptr + slot, m + tl.log2(total), mask=g < G)
+    tl.debug_barrier()  # the whole program's part is written before its arrival is
+    arrived = tl.atomic_add(arrived_ptr + b * HKV + h, 1, sem="acq_rel")
+    if arrived == used - 1:
+        _merge(part_ptr, lse_ptr, out_ptr, b * HKV * G + h * G, used, G, GM, D, DP, SPLITS)
+        tl.store(arrived_ptr + b * HKV + h, 0)
+
+
+@triton.jit
+def _merge(
+    part_ptr, lse_ptr, out_ptr, first_head, used,
+    G: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The slices' outputs, weighted by their log-sum-exp, always in the same order."""
+    g = tl.arange(0, GM)
+    d = tl.arange(0, DP)
+    s = tl.arange(0, SPLITS)
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    slot = (first_head + g) * SPLITS
+    there = (g < G)[:, None] & (s < used)[None, :]
+    lse = tl.load(lse_ptr + slot[:, None] + s[None, :], mask=there, other=-float("inf"))
+    top = tl.max(lse, 1)
+    weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top)[:, None])
+    total = tl.sum(weight, 1)
+    weight = weight / tl.where(total == 0, 1.0, total)[:, None]
+    acc = tl.zeros([GM, DP], tl.float32)
+    for at in range(0, used, 8):
+        for i in tl.static_range(8):  # on their way together
+            at_part = part_ptr + (slot + at + i)[:, None] * D + d[None, :]
+            part = tl.load(at_part, mask=mask & (at + i < used), other=0.0)
+            acc += part * tl.sum(tl.where((s == at + i)[None, :], weight, 0.0), 1)[:, None]
+    tl.store(out_ptr + (first_head + g)[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
+    """Slices per sequence so that every multiprocessor has a few programs; a power of two, at most 64.
+
+    Choose it from the padded batch size of a captured graph, not from lengths: slices beyond a sequence's end cost one
+    load. Every slice but the last is a whole number of tiles, so short sequences simply leave slices empty. Results do
+    depend on the number in the last bits, as the slices are summed in another order.
+    """
+    wanted = max(1, 4 * multiprocessors // max(1, batch * num_kv_heads))
+    return min(64, 1 << (wanted.bit_length() - 1))
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """How many slices of a sequence and key head are done: zeros between launches, each last program sees to it.
+
+    Enough for any batch: there is more than one slice only while sequences times key heads are at most twice the
+    multiprocessors (`num_splits`)."""
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+
+def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int]:
+    """Keys a step, and how many steps are under way: what a search on an H100 found. Few sequences want small steps:
+    more programs have to find work. Where `shared` memory is small, so are the steps: two programs must fit."""
+    if batch <= SMALL_BATCH:
+        return max(16, min(32, 4096 // padded_dim)), 3
+    if padded_dim <= 128 and itemsize == 2:
+        return (128 if shared >= 2 * _LARGEST_TILE else 64), 2
+    return max(16, min(64, 8192 // padded_dim)), 3
+
+
+def decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    splits: int,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    shortest: int = 0,
+    tile: int = 0,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> torch.Tensor:
+    """One query token a sequence: q [B, Hq, D] (rows may be strided) -> out [B, Hq, D], contiguous.
+
+    `splits`, a power of two (see `num_splits`), is the number of programs that share a sequence and a key head. With
+    more than one, float32 scratch of B Hq splits (D + 1) is taken from torch's allocator, also inside a CUDA graph.
+    Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice is at least `shortest` keys.
+    """
+    batch, num_heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    group = num_heads // kv_heads
+    padded = triton.next_power_of_2(dim)
+    if not tile:
+        tile, num_stages = _decode_tile(batch, padded, k_cache.element_size(), shared_memory(q.device))
+    part = lse = arrived = out
+    if splits > 1:
+        arrived = _arrivals(q.device)
+        assert batch * kv_heads <= len(arrived)
+        part = torch.empty(batch * num_heads * splits, dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(batch * num_heads * splits, dtype=torch.float32, device=q.device)
+    _decode_kernel(
+        (batch, kv_heads, splits), q, k_cache, v_cache, out, part, lse, arrived, rows, seq_lens, block_table,
+        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        scale, k_scale, v_scale, softcap or 1.0, window or 0,
+        HKV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), D=dim,
+        DP=padded, PAGE=k_cache.shape[1], TILE=tile, SPLITS=splits, SHORTEST=shortest, FP8=k_cache.element_size() == 1,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out

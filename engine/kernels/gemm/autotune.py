@@ -1,0 +1,178 @@
+"""Which of cuBLASLt's algorithms the products of usual steps take: measured once on this card, then remembered.
+
+The library's first choice is often not its best one. On an H100, bf16: 4096 x 12288, 96 rows: 46.8 and 41.6 us. On an
+H200, fp8: 5120 x 17408, 256 rows: 59.6 and 35.8 us; 24576 x 4096, 192 rows: 51.3 and 34.0. What is chosen here serves
+products of exactly so many rows, as captured graphs and full steps have; all others are PyTorch's.
+
+The choice stands in a file beside the compiled kernels, so that the next start gives the same numbers, bit for bit.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.gemm import cublaslt, scaled
+from engine.kernels.gemm.cublaslt import BoundProduct, CublasLtError, Product, Shape
+from engine.kernels.runtime.cache_dir import use_cache_dir
+
+log = logging.getLogger(__name__)
+
+_BETTER = 0.98     # of PyTorch's time: less is noise
+_CANDIDATES = 3    # counts up when others are tried: what was chosen among the old ones is chosen anew
+_FINALISTS = 3
+_TURNS = 4         # that they are measured in
+_MOST_BYTES = 256 << 20  # of weights of one shape, which follow one another: more than caches hold
+_MANY_ROWS = 1024  # they are bound by arithmetic, and one weight is enough
+_HEAD_START = 200_000  # clock cycles that the card is kept waiting, while what is measured is being queued
+_DTYPES = (torch.bfloat16, torch.float16)
+
+_chosen: dict[Shape, BoundProduct] = {}
+
+
+class Weight(NamedTuple):
+    values: torch.Tensor        # [out, in]
+    scale: torch.Tensor | None  # [out] of an fp8 weight
+
+
+def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> BoundProduct | None:
+    """For x [T, in] and W [out, in], both without gaps; of fp8 ones with the result's `dtype`. None: PyTorch's product
+    is as good."""
+    if not _chosen or not x.is_contiguous():
+        return None
+    outputs, inner = weight.shape
+    return _chosen.get(Shape(x.shape[0], outputs, inner, dtype or x.dtype, dtype is not None))
+
+
+def choose(
+    weights: Mapping[tuple[int, int], Sequence[Weight]], rows: Iterable[int], dtype: torch.dtype, *, fp8: bool = False
+) -> int:
+    """Decide for all `weights`, by their shapes, and each number of rows; results are in `dtype`, which weights have
+    too unless they are fp8. Returns how many were measured for it.
+
+    Without the library, or where a measurement fails, everything stays as it is.
+    """
+    if not weights or dtype not in _DTYPES:
+        return 0
+    try:
+        memory = _Memory.open()
+        measured = 0
+        for (outputs, inner), some in weights.items():
+            for number in rows:
+                shape = Shape(number, outputs, inner, dtype, fp8)
+                if shape in _chosen:
+                    continue
+                if shape not in memory.known:
+                    memory.known[shape] = _fastest(shape, some)
+                    measured += 1
+                if algorithm := memory.known[shape]:
+                    bound = Product(shape).bind(algorithm)
+                    x, x_scale = _inputs(shape, some[0])
+                    bound(x, some[0].values, _scales(x_scale, some[0]))  # it works
+                    _chosen[shape] = bound
+        if measured:
+            memory.save()
+        return measured
+    except (CublasLtError, OSError) as error:
+        log.info("products keep PyTorch's algorithms: %s", error)
+        return 0
+
+
+def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
+    """The best algorithm, or b"" for PyTorch's own. All are tried once, then the best ones against PyTorch's."""
+    try:
+        product = Product(shape)
+        algorithms = product.algorithms()
+    except CublasLtError as error:  # this shape's alone: fp8 with scales for rows is not for every card
+        log.info("no algorithms for %s: %s", shape, error)
+        return b""
+    size = weights[0].values.nbytes
+    weights = weights[: 1 if shape.rows > _MANY_ROWS else max(4, _MOST_BYTES // size)]
+    x, x_scale = _inputs(shape, weights[0])
+
+    def seconds(algorithm: bytes, turns: int) -> float:
+        bound = product.bind(algorithm)
+        return _seconds(lambda weight: bound(x, weight.values, _scales(x_scale, weight)), weights, turns)
+
+    tried: list[tuple[float, bytes]] = []
+    for algorithm in algorithms:
+        try:
+            tried.append((seconds(algorithm, 1), algorithm))
+        except CublasLtError:
+            continue  # it is not for this card
+    best, least = b"", _BETTER * _seconds(partial(_by_pytorch, x, x_scale, shape.dtype), weights, _TURNS)
+    for _, algorithm in sorted(tried)[:_FINALISTS]:
+        if (time := seconds(algorithm, _TURNS)) < least:
+            best, least = algorithm, time
+    return best
+
+
+def _inputs(shape: Shape, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x, and its scale. Numbers as they come: a card that multiplies zeros needs less power, and is faster."""
+    device = weight.values.device
+    x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
+    if not shape.fp8:
+        return x, None
+    return (x * 100).to(weight.values.dtype), torch.full((shape.rows,), 0.01, dtype=torch.float32, device=device)
+
+
+def _scales(x_scale: torch.Tensor | None, weight: Weight) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return None if x_scale is None or weight.scale is None else (x_scale, weight.scale)
+
+
+def _by_pytorch(x: torch.Tensor, x_scale: torch.Tensor | None, dtype: torch.dtype, weight: Weight) -> torch.Tensor:
+    if x_scale is None or weight.scale is None:
+        return F.linear(x, weight.values)
+    return scaled.multiply(x, weight.values.t(), x_scale, weight.scale.unsqueeze(0), None, dtype)
+
+
+def _seconds(multiply: Callable[[Weight], torch.Tensor], weights: Sequence[Weight], turns: int) -> float:
+    """Of a product, in the fastest turn."""
+    times = []
+    for _ in range(turns):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START)
+        multiply(weights[0])
+        start.record()
+        for weight in weights:
+            multiply(weight)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times) / len(weights)
+
+
+class _Memory:
+    """What earlier starts found on this card with this library."""
+
+    def __init__(self, path: Path, known: dict[Shape, bytes]) -> None:
+        self._path, self.known = path, known
+
+    @classmethod
+    def open(cls) -> "_Memory":
+        card = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name())
+        path = use_cache_dir() / f"atoll-products-{card}-{cublaslt.version()}-{_CANDIDATES}.json"
+        known = {}
+        try:
+            for rows, outputs, inner, dtype, fp8, algorithm in json.loads(path.read_text("utf-8")):
+                known[Shape(rows, outputs, inner, getattr(torch, dtype), bool(fp8))] = bytes.fromhex(algorithm)
+        except FileNotFoundError:
+            pass
+        except (ValueError, TypeError, AttributeError):
+            log.warning("%s cannot be read: products are measured anew", path)
+            known = {}
+        return cls(path, known)
+
+    def save(self) -> None:
+        lines = [
+            [s.rows, s.outputs, s.inner, str(s.dtype).removeprefix("torch."), s.fp8, algorithm.hex()]
+            for s, algorithm in self.known.items()
+        ]
+        written = self._path.with_suffix(".new")
+        written.write_text(json.dumps(lines), "utf-8")
+        written.replace(self._path)

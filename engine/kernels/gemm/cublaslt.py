@@ -1,0 +1,237 @@
+"""Matrix products by cuBLASLt with an algorithm of our choice: its own first choice is often not the fastest one.
+
+Which algorithms there are for a shape, the library says itself only in part. On Hopper all that it names are forms of
+one, which takes a tile of the result and a cluster of programs that share what they read. Of fp8 products with a scale
+for each row it names one form, of 918 that it has: so some are listed here, and asked for by name.
+
+The library is the one that PyTorch has loaded. Products share one workspace: they follow one another on one stream.
+"""
+
+import ctypes
+import functools
+import os
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint16, c_uint64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+
+_TYPES = {torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
+_E4M3 = 28
+_FLOAT32 = 0
+_COMPUTE_32F = 68            # cublasComputeType_t
+# cublasLtMatmulDescAttributes_t
+_TRANSPOSE_A = 3
+_SCALE_OF_A, _SCALE_OF_B = 17, 18  # pointers
+_FAST_SUMS = 25              # of fp8: sums keep fewer bits, as everywhere where fp8 is multiplied fast
+_KIND_OF_SCALE_A, _KIND_OF_SCALE_B = 31, 32
+_SCALE_EACH_ROW = 3          # cublasLtMatmulMatrixScale_t: a float32 for each row of x, and for each of W
+_MOST_WORKSPACE = 1          # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
+_WORKSPACE = 32 << 20        # bytes: where the inner side is split, the parts' sums
+_LIMITS = (0, 4 << 20, _WORKSPACE)  # what it is told it may use decides which algorithms it thinks of
+_EACH = 16                   # algorithms that are asked for under each of them
+
+# cublasLtMatmulAlgoConfigAttributes_t
+_TILE, _STAGES, _CLUSTER = 1, 6, 8
+_ON_HOPPER = 66              # the algorithm with tiles and clusters; on other cards the library refuses it
+_STEPS = 36                  # 128 numbers of the inner side at once, as many under way as fit
+# (cublasLtMatmulTile_t, cublasLtClusterShape_t). All forms were timed on an H200, for shapes of models of 8B and 31B:
+# each of these is the best one somewhere, and the best of them is everywhere within 2 % of the best of all. Which one,
+# a measurement decides (gemm/autotune.py).
+_FP8_FORMS = (
+    (157, 4), (188, 3), (183, 6), (164, 2), (143, 4), (15, 2), (151, 2), (158, 4), (18, 2), (196, 2), (134, 7),
+    (217, 2), (27, 2), (193, 5), (208, 2), (183, 8), (92, 4), (20, 5), (164, 7), (15, 4), (188, 2), (124, 4),
+)  # fmt: skip
+
+
+class CublasLtError(RuntimeError):
+    """The library is not there, or refused a call."""
+
+
+class _Algorithm(ctypes.Structure):
+    _fields_ = [("data", c_uint64 * 8)]
+
+
+class _Found(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t"""
+
+    _fields_ = [
+        ("algorithm", _Algorithm), ("workspace", c_size_t), ("state", c_int), ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """Of y [rows, outputs] = x [rows, inner] W [outputs, inner]ᵀ, all row by row without gaps."""
+
+    rows: int
+    outputs: int
+    inner: int
+    dtype: torch.dtype  # of y; x and W have it too, unless they are
+    fp8: bool = False   # with a scale for each of their rows
+
+
+class Product:
+    """A shape, and the algorithms that there are for it. Raises CublasLtError."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self._library, self._handle = _library(), _handle()
+        self._result = _TYPES[shape.dtype]
+        self._operand = _E4M3 if shape.fp8 else self._result
+        self._description = c_void_p()
+        self._call("cublasLtMatmulDescCreate", byref(self._description), c_int(_COMPUTE_32F), c_int(_FLOAT32))
+        # cuBLAS counts column by column: it multiplies W [inner, outputs], transposed, with x [inner, rows].
+        self._describe(_TRANSPOSE_A, c_int32(1))
+        self._w = self._layout(self._operand, shape.inner, shape.outputs)
+        self._x = self._layout(self._operand, shape.inner, shape.rows)
+        self._y = self._layout(self._result, shape.outputs, shape.rows)
+        self._one, self._zero = c_float(1), c_float(0)
+        if shape.fp8:
+            self._describe(_FAST_SUMS, c_int8(1))
+            for kind, scale in ((_KIND_OF_SCALE_A, _SCALE_OF_A), (_KIND_OF_SCALE_B, _SCALE_OF_B)):
+                self._describe(kind, c_int32(_SCALE_EACH_ROW))
+                self._describe(scale, c_void_p(_workspace(torch.cuda.current_device()).data_ptr()))  # any will do yet
+
+    def algorithms(self) -> list[bytes]:
+        """Those that the library names, likely ones first; then ours."""
+        found: dict[bytes, None] = {}
+        for limit in _LIMITS:
+            found |= dict.fromkeys(self._named(limit))
+        for tile, cluster in _FP8_FORMS if self.shape.fp8 else ():
+            if (algorithm := self._form(tile, cluster)) is not None:
+                found[algorithm] = None
+        return list(found)
+
+    def bind(self, algorithm: bytes) -> "BoundProduct":
+        """To be called with tensors."""
+        return BoundProduct(self, _Algorithm.from_buffer_copy(algorithm))
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        y: torch.Tensor,
+        algorithm: _Algorithm,
+        scales: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        workspace = _workspace(x.get_device())
+        if scales is not None:
+            self._describe(_SCALE_OF_A, c_void_p(scales[1].data_ptr()))
+            self._describe(_SCALE_OF_B, c_void_p(scales[0].data_ptr()))
+        self._call(
+            "cublasLtMatmul", self._handle, self._description, byref(self._one), c_void_p(weight.data_ptr()), self._w,
+            c_void_p(x.data_ptr()), self._x, byref(self._zero), c_void_p(y.data_ptr()), self._y,
+            c_void_p(y.data_ptr()), self._y, byref(algorithm), c_void_p(workspace.data_ptr()), c_size_t(_WORKSPACE),
+            c_void_p(torch.cuda.current_stream().cuda_stream),
+        )  # fmt: skip
+
+    def _named(self, limit: int) -> list[bytes]:
+        """By the library, if it may use so many bytes of workspace."""
+        preference = c_void_p()
+        self._call("cublasLtMatmulPreferenceCreate", byref(preference))
+        try:
+            most = c_uint64(limit)
+            self._call(
+                "cublasLtMatmulPreferenceSetAttribute", preference, c_int(_MOST_WORKSPACE), byref(most), c_size_t(8)
+            )
+            results, count = (_Found * _EACH)(), c_int(0)
+            self._call(
+                "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._w, self._x, self._y, self._y,
+                preference, c_int(_EACH), results, byref(count),
+            )  # fmt: skip
+        finally:
+            self._library.cublasLtMatmulPreferenceDestroy(preference)
+        return [bytes(r.algorithm) for r in results[: count.value] if r.state == 0 and r.workspace <= limit]
+
+    def _form(self, tile: int, cluster: int) -> bytes | None:
+        """None: not on this card, or not for this shape."""
+        algorithm = _Algorithm()
+        types = (self._operand, self._operand, self._result, self._result)
+        if self._library.cublasLtMatmulAlgoInit(
+            self._handle, c_int(_COMPUTE_32F), c_int(_FLOAT32), *map(c_int, types), c_int(_ON_HOPPER), byref(algorithm)
+        ):
+            return None
+        for name, value in (
+            (_TILE, c_int32(tile)), (_STAGES, c_int32(_STEPS)), (_CLUSTER, c_uint16(cluster))
+        ):  # fmt: skip
+            size = c_size_t(ctypes.sizeof(value))
+            if self._library.cublasLtMatmulAlgoConfigSetAttribute(byref(algorithm), c_int(name), byref(value), size):
+                return None
+        found = _Found()
+        if self._library.cublasLtMatmulAlgoCheck(
+            self._handle, self._description, self._w, self._x, self._y, self._y, byref(algorithm), byref(found)
+        ):
+            return None
+        return bytes(algorithm) if found.state == 0 and found.workspace <= _WORKSPACE else None
+
+    def _describe(self, name: int, value: Any) -> None:
+        self._call(
+            "cublasLtMatmulDescSetAttribute", self._description, c_int(name), byref(value),
+            c_size_t(ctypes.sizeof(value)),
+        )  # fmt: skip
+
+    def _layout(self, kind: int, rows: int, columns: int) -> c_void_p:
+        layout = c_void_p()
+        self._call(
+            "cublasLtMatrixLayoutCreate", byref(layout), c_int(kind), c_uint64(rows), c_uint64(columns), c_int64(rows)
+        )
+        return layout
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            raise CublasLtError(f"{name} for {self.shape}: status {status}")
+
+
+class BoundProduct:
+    """x [rows, inner], W [outputs, inner] -> [rows, outputs], by one algorithm. Of fp8 with scales: [rows] of x and
+    [outputs] of W, float32."""
+
+    def __init__(self, product: Product, algorithm: _Algorithm) -> None:
+        self._product, self._algorithm = product, algorithm
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        shape = self._product.shape
+        y = torch.empty(shape.rows, shape.outputs, dtype=shape.dtype, device=x.device)
+        self._product.run(x, weight, y, self._algorithm, scales)
+        return y
+
+
+@functools.cache
+def has_forms() -> bool:
+    """Whether the forms of fp8 products are for this GPU: the library is asked about a product that all could serve."""
+    try:
+        product = Product(Shape(64, 4096, 4096, torch.bfloat16, fp8=True))
+    except CublasLtError:
+        return False
+    return any(product._form(tile, cluster) is not None for tile, cluster in _FP8_FORMS)
+
+
+def version() -> int:
+    """Of the library: algorithms are known by numbers that another version may read otherwise."""
+    return int(_library().cublasLtGetVersion())
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    cuda = (torch.version.cuda or "").split(".")[0]
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{cuda}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # never another one
+    except OSError as error:
+        raise CublasLtError(f"PyTorch has loaded no libcublasLt.so.{cuda}: {error}") from None
+    library.cublasLtGetVersion.restype = c_size_t
+    return library
+
+
+@functools.cache
+def _workspace(device: int) -> torch.Tensor:
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+@functools.cache
+def _handle() -> c_void_p:
+    handle = c_void_p()
+    if status := _library().cublasLtCreate(byref(handle)):
+        raise CublasLtError(f"cublasLtCreate: status {status}")
+    return handle

@@ -1,0 +1,84 @@
+"""fp8 activations: one scale a row (token), so that an outlier token costs no other one its precision.
+
+A row is divided by scale = max(|x|) / 448, 448 being e4m3's largest number. With the weight's scale per output channel
+both factors leave the product: y = (x8 W8ᵀ) · scale_x[:, None] · scale_w[None, :], which torch._scaled_mm computes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.runtime.launcher import kernel, wait_for_previous
+
+
+@triton.jit
+def load_row(row_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """A row [N] as a tuple of blocks [BLOCK], zeros behind its end.
+
+    In one block of the next power of two up to half of the threads would idle. N is a constant, for the compiler has to
+    know its divisors to load 16 bytes at a time under a mask.
+    """
+    i = tl.arange(0, BLOCK)
+    row = ()
+    for at in tl.static_range(0, N, BLOCK):
+        row = row + (tl.load(row_ptr + at + i, mask=at + i < N, other=0.0),)  # noqa: RUF005 - Triton's tuples
+    return row
+
+
+@triton.jit
+def store_row(row, row_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    for at in tl.static_range(0, N, BLOCK):
+        tl.store(row_ptr + at + i, row[at // BLOCK], mask=at + i < N)
+
+
+@triton.jit
+def store_row_as_fp8(row, row_ptr, scale_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of zeros has a tiny scale, not 0."""
+    i = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for at in tl.static_range(0, N, BLOCK):
+        largest = tl.maximum(largest, tl.abs(row[at // BLOCK].to(tl.float32)))
+    scale = tl.maximum(tl.max(largest, 0), 1e-12) / 448.0
+    inverse = 1.0 / scale
+    for at in tl.static_range(0, N, BLOCK):
+        tl.store(row_ptr + at + i, (row[at // BLOCK].to(tl.float32) * inverse).to(tl.float8e4nv), mask=at + i < N)
+    tl.store(scale_ptr, scale)
+
+
+def blocks_for(size: int) -> tuple[int, int]:
+    """(BLOCK, warps) of a program that holds a row of `size` numbers.
+
+    One block with 16 numbers a thread where that wastes little; else as few warps as make do with 40 numbers a thread,
+    loaded 8 at a time.
+    """
+    padded = triton.next_power_of_2(size)
+    if padded <= 1024 or size > padded * 7 // 8:
+        return padded, min(16, max(1, padded // 512))
+    warps = next((w for w in (4, 8) if size <= 5 * 256 * w), 16)
+    return 256 * warps, warps
+
+
+@kernel
+def _quantize_rows_kernel(
+    x_ptr, out_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    x = load_row(x_ptr + row * x_stride, N, BLOCK)
+    store_row_as_fp8(x, out_ptr + row * N, scale_ptr + row, N, BLOCK)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] (rows may be strided) -> (e4m3 [T, K], scale [T] float32) with x ≈ e4m3 * scale. Needs sm89."""
+    rows, inner = x.shape
+    out, scale = empty_rows(rows, inner, x.device)
+    block, warps = blocks_for(inner)
+    _quantize_rows_kernel((rows,), x, out, scale, x.stride(0), N=inner, BLOCK=block, num_warps=warps)
+    return out, scale
+
+
+def empty_rows(rows: int, inner: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the result of `quantize_rows`."""
+    out = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=device)
+    return out, torch.empty(rows, dtype=torch.float32, device=device)

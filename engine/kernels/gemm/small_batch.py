@@ -1,0 +1,282 @@
+"""Products of a few rows with a large weight: y [M, N] = x [M, K] W [N, K]ᵀ, bound by reading W once.
+
+In vector form, up to 4 rows; of a large weight a second row is better off on the matrix units (layers/linear.py). A
+program holds BLOCK_N rows of W in registers, multiplies them with each row of x, and sums: within each thread first,
+across threads once at the end. There are many small programs, so much of W is on its way at any time; the first block
+of it is asked for before the previous kernel's results are waited for, since nobody writes weights. What stands around
+a product in a decoder layer happens in passing, for each kernel less saves as much time as a megabyte of weights takes:
+
+    before   RMS norm of x: y = (W (x * weight)ᵀ) / |x|, so every program finds |x| for itself while it multiplies
+    after    the gate of a gated MLP, y = act(x Wgᵀ) * (x Wuᵀ), with Wg above Wu;  or the residual, r += x Wᵀ
+
+On the matrix units, up to 128 rows, through a deep asynchronous pipeline. The weight's rows take the wide side, so M
+needs no padding beyond 16.
+
+fp8 weights have a scale per output channel. In vector form they are widened in registers; on the matrix units x is fp8
+as well, with a scale per row (gemm.quantize).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.gemm.e4m3 import widened
+from engine.kernels.gemm.tiles import Product, vector_tiles
+from engine.kernels.pointwise.gate import activated
+from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, target_of, wait_for_previous
+
+PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a kernel's variant
+_AHEAD = 1024    # bytes of each of a program's rows that it asks for before it waits for its input
+_MATRIX_THREADS = tl.constexpr(128)
+VECTOR_ROWS = 4  # the most in vector form
+
+
+@triton.jit
+def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
+    """x[m, k], zeros outside. Of four rows the last may be missing."""
+    if WHOLE and m < 3:
+        return tl.load(x_ptr + m * x_stride + k)
+    else:
+        return tl.load(x_ptr + m * x_stride + k, mask=(k < K) & (m < M), other=0.0)
+
+
+@triton.jit
+def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
+    """sums[m] + w x[m] for each row m: w [BLOCK_N, BLOCK_K], sums [BLOCK_N, BLOCK_K / PART], of what a thread holds
+    side by side."""
+    wide = widened(w, tl.float32)
+    result = ()
+    for m in tl.static_range(ROWS):
+        products = tl.reshape(wide * xs[m][None, :], [w.shape[0], w.shape[1] // PART, PART])
+        result = result + (sums[m] + tl.sum(products, 2),)  # noqa: RUF005 - Triton's tuples
+    return result
+
+
+@triton.jit
+def _vector_product(
+    program, x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    PART: tl.constexpr = min(128 // w_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_K)
+    n = program * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    n_live = n < N
+    w_at = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    up_at = w_at + N * K
+    mask = n_live[:, None] & (k < K)[None, :]
+    w = tl.load(w_at, mask=mask, other=0.0)
+    up = w
+    if GATE is not None:
+        up = tl.load(up_at, mask=mask, other=0.0)
+    # What the end needs is asked for with them: there each load would wait for the memory.
+    scale, bias = _of_outputs(scale_ptr, bias_ptr, n, n_live)
+    up_scale = scale
+    up_bias = bias
+    if GATE is not None:
+        up_scale, up_bias = _of_outputs(scale_ptr, bias_ptr, N + n, n_live)
+    if IN_ORDER and PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    else:
+        wait_for_previous(PDL)
+    before = ()
+    if residual_ptr is not None:  # y is the residual stream: each program adds to its own part
+        for m in tl.static_range(ROWS):
+            before = before + (tl.load(residual_ptr + m * y_stride + n, mask=n_live & (m < M), other=0.0),)  # noqa: RUF005
+    sums = ()
+    squares = ()
+    for _ in tl.static_range(ROWS):
+        sums = sums + (tl.zeros([BLOCK_N, BLOCK_K // PART], tl.float32),)  # noqa: RUF005
+        squares = squares + (tl.zeros([BLOCK_K], tl.float32),)  # noqa: RUF005
+    up_sums = sums
+    for at in tl.static_range(0, K, BLOCK_K):
+        next_w = w
+        next_up = up
+        if at + BLOCK_K < K:  # the next block is on its way while this one is multiplied
+            mask = n_live[:, None] & (k < K - at - BLOCK_K)[None, :]
+            next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
+            if GATE is not None:
+                next_up = tl.load(up_at + at + BLOCK_K, mask=mask, other=0.0)
+        if norm_ptr is not None:
+            norm = tl.load(norm_ptr + at + k, mask=at + k < K, other=0.0).to(tl.float32) + offset
+        xs = ()
+        so_far = squares
+        squares = ()
+        for m in tl.static_range(ROWS):
+            x = _row(x_ptr, M, x_stride, at + k, K, m, K % BLOCK_K == 0).to(tl.float32)
+            squares = squares + (so_far[m] + x * x,)  # noqa: RUF005
+            if norm_ptr is not None:
+                x = x * norm
+            xs = xs + (x,)  # noqa: RUF005
+        sums = _add_products(sums, w, xs, ROWS, PART)
+        w = next_w
+        if GATE is not None:
+            up_sums = _add_products(up_sums, up, xs, ROWS, PART)
+            up = next_up
+    dtype = y_ptr.dtype.element_ty
+    for m in tl.static_range(ROWS):
+        factor = 1.0
+        if norm_ptr is not None:  # of the whole row: no product had to wait for it
+            factor = tl.rsqrt(tl.sum(squares[m], 0) / K + eps)
+        y = (tl.sum(sums[m], 1) * factor * scale + bias).to(dtype)
+        if GATE is not None:  # rounded where separate kernels would round
+            y = activated(y.to(tl.float32), GATE).to(dtype)
+            y = y * (tl.sum(up_sums[m], 1) * factor * up_scale + up_bias).to(dtype)
+        if residual_ptr is not None:
+            y = (y.to(tl.float32) + before[m].to(tl.float32)).to(dtype)
+        tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
+
+
+@triton.jit
+def _of_outputs(scale_ptr, bias_ptr, n, n_live):
+    """Scales and biases of outputs n, float32; without them 1 and 0, which cost nothing."""
+    scale = 1.0
+    bias = 0.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + n, mask=n_live, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
+    return scale, bias
+
+
+@kernel
+def _vector_kernel(
+    x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATE: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    _vector_product(
+        tl.program_id(0), x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride,
+        eps, offset, N, K, ROWS, BLOCK_N, BLOCK_K, GATE, IN_ORDER, PDL,
+    )
+
+
+@triton.jit
+def _ask_for_rows(w_ptr, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
+    """The first AHEAD bytes of rows first ... of W are to come into the L2 cache: the kernel before this one is still
+    at work and leaves the memory idle. Cards that know dependent launch know this too."""
+    thread = tl.arange(0, _MATRIX_THREADS)
+    share: tl.constexpr = AHEAD * BLOCK_N // _MATRIX_THREADS
+    row = tl.minimum(first + thread % BLOCK_N, N - 1).to(tl.int64)
+    size: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    address = w_ptr.to(tl.int64) + row * (K * size) + thread // BLOCK_N * share
+    ask: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(ask, "=r,l,r", [address, tl.full([_MATRIX_THREADS], share, tl.int32)], tl.int32, False, 1)
+
+
+@kernel
+def _matrix_kernel(
+    x_ptr, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, M, x_stride, y_stride,
+    N: tl.constexpr, K: tl.constexpr, MP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL and AHEAD > 0:
+        _ask_for_rows(w_ptr, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, AHEAD)
+    wait_for_previous(PDL)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, MP)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, MP], tl.float32)
+    w_at = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    x_at = x_ptr + m[None, :] * x_stride + k[:, None]
+    n_mask = (n < N)[:, None]
+    m_mask = (m < M)[None, :]
+    for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K != 0:
+            k_live = k < K - at
+            w = tl.load(w_at + at, mask=n_mask & k_live[None, :], other=0.0)
+            x = tl.load(x_at + at, mask=m_mask & k_live[:, None], other=0.0)
+        else:
+            if N % BLOCK_N == 0:
+                w = tl.load(w_at + at)
+            else:
+                w = tl.load(w_at + at, mask=n_mask, other=0.0)
+            x = tl.load(x_at + at, mask=m_mask, other=0.0)
+        acc = tl.dot(w, x, acc)
+    if FP8:
+        acc = acc * tl.load(scale_ptr + n, mask=n < N, other=0.0)[:, None]
+        acc = acc * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
+    if BIAS:
+        acc = acc + tl.load(bias_ptr + n, mask=n < N, other=0.0)[:, None].to(tl.float32)
+    y_at = y_ptr + m[None, :] * y_stride + n[:, None]
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=n_mask & m_mask)
+
+
+def _ahead(row_bytes: int, block_n: int) -> int:
+    """Bytes of each row to ask for: as many for each thread, in units of 16."""
+    bytes_each = min(_AHEAD, row_bytes)
+    return 0 if interpreted() or row_bytes % 16 or bytes_each * block_n % (16 * 128) else bytes_each
+
+
+def _matrix_tiles(padded_rows: int, fp8: bool, shared: int) -> tuple[int, int, int]:
+    """(BLOCK_N, BLOCK_K, stages), all with 4 warps: what a search on an H100 found for the shapes of an 8B model, less
+    deep where shared memory is small."""
+    return 64, 256 if fp8 else 128, min(6, (shared - 1024) // (256 * (64 + padded_rows)))
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    wide_offset: float | None = None,
+    gate: str | None = None,
+    residual: torch.Tensor | None = None,
+    in_order: bool = False,
+    tiles: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
+    [M, N] in x's dtype.
+
+    norm: (weight [K], eps) of an RMS norm of x before the product; `wide_offset` as in pointwise.fused.rms_norm.
+    gate: this activation of the first half of the outputs times the second, [M, N / 2].
+    residual: [M, N], to which the product is added in place; it is the result.
+    in_order: the next kernel is not started before all older results are there, and may read those without waiting.
+    """
+    rows, inner = x.shape
+    assert rows <= VECTOR_ROWS
+    out_features = weight.shape[0] // (1 if gate is None else 2)
+    y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device) if residual is None else residual
+    norm_weight, eps = (None, 0.0) if norm is None else norm
+    product = Product(weight.shape[0], inner, weight.element_size(), gate is not None, norm is not None)
+    padded = triton.next_power_of_2(rows)
+    block_n, block_k, warps = tiles or vector_tiles(product, padded, target_of(x.device))
+    _vector_kernel(
+        (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
+        x.stride(0), y.stride(0), eps, wide_offset or 0.0, N=out_features, K=inner,
+        ROWS=padded, BLOCK_N=block_n, BLOCK_K=block_k, GATE=gate, IN_ORDER=in_order, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def few_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    x_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    tiles: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    """Up to 128 rows: x [M, K] (rows may be strided), weight [N, K], bias [N] -> [M, N] in `dtype` or x's.
+
+    x and weight have the same dtype; fp8 ones have a scale each, x_scale [M] and scale [N].
+    """
+    rows, inner = x.shape
+    out_features = weight.shape[0]
+    fp8 = weight.element_size() == 1
+    y = torch.empty(rows, out_features, dtype=dtype or x.dtype, device=x.device)
+    padded = max(16, triton.next_power_of_2(rows))
+    block_n, block_k, stages = tiles or _matrix_tiles(padded, fp8, shared_memory(x.device))
+    _matrix_kernel(
+        (triton.cdiv(out_features, block_n),), x, weight, x_scale, scale, bias, y, rows, x.stride(0), y.stride(0),
+        N=out_features, K=inner, MP=padded, BLOCK_N=block_n, BLOCK_K=block_k,
+        FP8=fp8, BIAS=bias is not None, STAGES=stages, AHEAD=_ahead(inner * weight.element_size(), block_n),
+        num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    return y

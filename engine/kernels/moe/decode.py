@@ -1,0 +1,328 @@
+"""A sparse block for one to four tokens, in three kernels. A step of one sequence is bound by reading weights, and each
+kernel more costs as much as ten megabytes of them.
+
+    route    norm, router, choice of experts;  beside it the first products of the MLP that every token goes through
+    gate_up  the first products of the chosen experts
+    down     the second products of both, weighted and summed, onto the residual
+
+That MLP is the shared expert of Qwen3.5 (times a sigmoid, and part of the sum), or the dense MLP of Gemma 4 (a result
+of its own), or there is none.
+
+The choice (moe.top_k) is made by the last of the router's programs to arrive, while the others are at work on
+the MLP: were it made anew by every program that needs it, one stream would be 2 % slower. `down` knows
+the experts before `gate_up` is done, and has their weights on the way by then.
+
+The products stream weights through their programs (gemm.weight_stream). Nothing is added atomically, and no token's
+result depends on others.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.gemm.e4m3 import widened
+from engine.kernels.gemm.weight_stream import block, first_blocks, halves, times_rows, within_threads
+from engine.kernels.moe.router import route_kernel
+from engine.kernels.moe.tiles import FewTiles, Shape, few_tiles
+from engine.kernels.moe.top_k import MOST_EXPERTS
+from engine.kernels.pointwise.gate import activated
+from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
+
+
+class Beside(NamedTuple):
+    """The weights of an MLP that every token goes through, beside its experts."""
+
+    gate_up: torch.Tensor  # [2 J, H], gate above up
+    gate_up_scale: torch.Tensor | None  # [2 J] of fp8 weights
+    down: torch.Tensor  # [H, J]
+    down_scale: torch.Tensor | None  # [H]
+    factor: torch.Tensor | None = None  # [1, H]: the MLP counts sigmoid(x factorᵀ); else it is a result of its own
+
+
+class Norm(NamedTuple):
+    """An RMS norm that is still to come; `offset` as in pointwise.fused.rms_norm."""
+
+    weight: torch.Tensor  # [H]
+    eps: float
+    offset: float | None
+
+
+@kernel
+def _gate_up_kernel(
+    x_ptr, w_ptr, scale_ptr, experts_ptr, h_ptr, x_stride,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # In this order: the next kernel starts when this one has seen the results of the first, and may read them at once.
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = tl.program_id(0)  # neighbours read the same rows of different experts, or of one: then from the cache
+    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    half = tl.arange(0, 2)[:, None, None]
+    row = half * N + n[None, :, None]
+    live = (n < N)[None, :, None] & (half >= 0)
+    at = w_ptr + expert * (2 * N * K) + (row * K + tl.arange(0, BLOCK_K)[None, None, :])
+    blocks = first_blocks(at, live, K, BLOCK_K, DEPTH)
+    if SCALED:
+        scale_at = scale_ptr + expert * (2 * N) + n
+        gate_scale = tl.load(scale_at, mask=n < N, other=0.0)
+        up_scale = tl.load(scale_at + N, mask=n < N, other=0.0)
+    x_at = x_ptr + pair // TOP_K * x_stride
+    y = times_rows(blocks, at, live, x_at, None, 1, x_stride, 0.0, 0.0, K, 1, BLOCK_K, DEPTH, "")
+    gate, up = halves(y[0])
+    if SCALED:
+        gate = gate * gate_scale
+        up = up * up_scale
+    tl.store(h_ptr + pair * N + n, (activated(gate, GATE) * up).to(h_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _experts_down(
+    h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, token, n,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Σ_j weight[j] · (h[j] W_e[j]ᵀ) of rows n of the chosen experts' weights, float32. Waits for h."""
+    j = tl.arange(0, KP)
+    k = tl.arange(0, BLOCK_K)
+    chosen = j < TOP_K
+    # Older than the previous kernel's results (see there). Read past the first-level cache, which may hold what stood
+    # there before.
+    expert = tl.load(experts_ptr + token * TOP_K + j, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
+    weight = tl.load(weights_ptr + token * STRIDE + j, mask=chosen, other=0.0, cache_modifier=".cg")
+    at = (w_ptr + expert * (N * K))[None, :, None] + (n[:, None, None] * K + k[None, None, :])
+    live = chosen[None, :, None] & (n < N)[:, None, None]
+    blocks = first_blocks(at, live, K, BLOCK_K, DEPTH)
+    if SCALED:
+        scale_at = (scale_ptr + expert * N)[None, :] + n[:, None]
+        scale = tl.load(scale_at, mask=chosen[None, :] & (n < N)[:, None], other=0.0)
+    wait_for_previous(PDL)
+    PART: tl.constexpr = 128 // blocks[0].dtype.primitive_bitwidth
+    h_at = h_ptr + (token * TOP_K + j)[:, None] * K + k[None, :]
+    sums = tl.zeros([n.shape[0], KP, BLOCK_K // PART], tl.float32)
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        if (i + DEPTH) * BLOCK_K < K:
+            blocks = blocks + (block(at, live, i + DEPTH, K, BLOCK_K),)  # noqa: RUF005
+        inside = chosen[:, None] & (k < K - i * BLOCK_K)[None, :]
+        h = tl.load(h_at + i * BLOCK_K, mask=inside, other=0.0).to(tl.float32)
+        sums += within_threads(widened(blocks[i], tl.float32) * h[None, :, :], PART)
+    y = tl.sum(sums, 2)
+    if SCALED:
+        y = y * scale
+    return tl.sum(tl.where(chosen[None, :], y * weight[None, :], 0.0), 1)
+
+
+@triton.jit
+def _beside_down(
+    h_ptr, w_ptr, scale_ptr, M, n, N: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """The other MLP's second product, rows n of its weight with each row of h: a tuple of [len(n)] float32.
+
+    It comes before the wait, so h is read past the first-level cache.
+    """
+    at = w_ptr + n[None, :, None] * J + tl.arange(0, BLOCK_J)[None, None, :]
+    live = (n < N)[None, :, None]
+    blocks = first_blocks(at, live, J, BLOCK_J, DEPTH_J)
+    if SCALED:
+        scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+    y = times_rows(blocks, at, live, h_ptr, None, M, J, 0.0, 0.0, J, ROWS, BLOCK_J, DEPTH_J, ".cg")
+    results = ()
+    for m in tl.static_range(ROWS):
+        of_row = tl.sum(y[m], 0)
+        if SCALED:
+            of_row = of_row * scale
+        results = results + (of_row,)  # noqa: RUF005
+    return results
+
+
+@triton.jit
+def _beside_out(
+    h_ptr, w_ptr, scale_ptr, out_ptr, M, N: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    y = _beside_down(h_ptr, w_ptr, scale_ptr, M, n, N, J, ROWS, BLOCK_J, DEPTH_J, SCALED)
+    wait_for_previous(PDL)
+    for m in tl.static_range(ROWS):
+        tl.store(out_ptr + m * N + n, y[m].to(out_ptr.dtype.element_ty), mask=(n < N) & (m < M))
+
+
+@kernel
+def _down_kernel(
+    h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, beside_h_ptr, beside_ptr, beside_scale_ptr, out_ptr,
+    residual_ptr, beside_out_ptr, M,
+    N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, FACTOR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, BESIDE_SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # The other MLP's h is older than the previous kernel's results, as the choice of experts is. Its result has
+    # programs and an output of its own, or (with a factor) is a part of the sum.
+    APART: tl.constexpr = 0 if beside_out_ptr is None else (N + BLOCK_O - 1) // BLOCK_O
+    if tl.program_id(0) < APART:
+        if beside_out_ptr is not None:
+            _beside_out(
+                beside_h_ptr, beside_ptr, beside_scale_ptr, beside_out_ptr, M, N, J, ROWS, BLOCK_O, BLOCK_J, DEPTH_J,
+                BESIDE_SCALED, PDL,
+            )
+    else:
+        BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+        STRIDE: tl.constexpr = TOP_K + 1 if FACTOR else TOP_K
+        token = (tl.program_id(0) - APART) // BLOCKS
+        n = (tl.program_id(0) - APART) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+        dtype = out_ptr.dtype.element_ty
+        if FACTOR:
+            beside = _beside_down(
+                beside_h_ptr + token * J, beside_ptr, beside_scale_ptr, 1, n, N, J, 1, BLOCK_J, DEPTH_J, BESIDE_SCALED
+            )
+            factor = tl.load(weights_ptr + token * STRIDE + TOP_K, cache_modifier=".cg")
+        y = _experts_down(
+            h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, token, n, N, K, TOP_K, KP, STRIDE, BLOCK_K, DEPTH,
+            SCALED, PDL,
+        )
+        y = y.to(dtype)  # rounded where kernels of their own would round
+        if FACTOR:
+            y = (y.to(tl.float32) + factor * beside[0].to(dtype).to(tl.float32)).to(dtype)
+        at = token * N + n
+        if residual_ptr is not None:  # it is the output too: each program adds to its own part
+            y = (y.to(tl.float32) + tl.load(residual_ptr + at, mask=n < N, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(out_ptr + at, y, mask=n < N)
+
+
+# -- the way through them ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """How many of the router's programs are done: zero between launches, the last one sees to it."""
+    return torch.zeros(4, dtype=torch.int32, device=device)
+
+
+def sparse_block(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    scale13: torch.Tensor | None = None,
+    scale2: torch.Tensor | None = None,
+    *,
+    top_k: int,
+    renormalize: bool = True,
+    expert_scale: torch.Tensor | None = None,
+    gate: str = "silu",
+    norm: Norm | None = None,
+    for_router: torch.Tensor | None = None,
+    beside: Beside | None = None,
+    for_beside: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    tiles: FewTiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [T, H], T up to 4 -> Σ_j weight_j · expert_j(x) [T, H], and the result of an MLP `beside` that has no factor.
+
+    Router [E, H], experts' weights, `renormalize`, `expert_scale`, `gate` and `residual` as in moe.experts. All read x,
+    or what is given `for_router` and `for_beside`; with `norm` x is normalised first, and then for all. Rows of inputs
+    may be strided.
+    """
+    (tokens, hidden), num_experts = x.shape, w2.shape[0]
+    device, dtype = x.device, x.dtype
+    with_factor = beside is not None and beside.factor is not None
+    width = 0 if beside is None else beside.down.shape[1]
+    if tiles is None:
+        shape = Shape(num_experts, top_k, hidden, w2.shape[2], w2.element_size())
+        tiles = few_tiles(shape, tokens, width, target_of(device))
+    of_router, of_beside = x if for_router is None else for_router, x if for_beside is None else for_beside
+    assert norm is None or (for_router is None and for_beside is None)
+    assert num_experts <= MOST_EXPERTS
+    rows = triton.next_power_of_2(tokens)
+    columns = num_experts + with_factor
+
+    logits = torch.empty(tokens, columns, dtype=dtype, device=device)
+    weights = torch.empty(tokens, top_k + with_factor, dtype=torch.float32, device=device)
+    experts = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
+    normed = None if norm is None else torch.empty(tokens, hidden, dtype=dtype, device=device)
+    beside_h = None if beside is None else torch.empty(tokens, width, dtype=dtype, device=device)
+    out = torch.empty(tokens, hidden, dtype=dtype, device=device) if residual is None else residual
+    assert out.is_contiguous()
+    gate_up, gate_up_scale, down, down_scale, factor = (None,) * 5 if beside is None else beside
+    apart = torch.empty_like(out) if beside is not None and not with_factor else None
+
+    weight, eps, offset = (None, 0.0, None) if norm is None else norm
+    first = tiles.beside_gate_up
+    programs = triton.cdiv(columns, tiles.router.block_n) + (normed is not None)
+    if beside is not None:
+        programs += triton.cdiv(width, first.block_n)
+    route_kernel(
+        (programs,), of_router, weight, router, factor, expert_scale, of_beside, gate_up, gate_up_scale, logits,
+        _arrivals(device), weights, experts, normed, beside_h, tokens, of_router.stride(0), of_beside.stride(0), eps,
+        offset or 0.0, E=num_experts, EP=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        KP=triton.next_power_of_2(top_k), COLUMNS=columns, H=hidden, HP=triton.next_power_of_2(hidden), J=width,
+        ROWS=rows, BLOCK_E=tiles.router.block_n, BLOCK_H=tiles.router.block_k, BLOCK_N=first.block_n,
+        BLOCK_K=first.block_k, DEPTH=first.depth, RENORMALIZE=renormalize, SCALED=gate_up_scale is not None,
+        GATE=gate, num_warps=first.warps,
+    )  # fmt: skip
+    routed = _experts(
+        x if normed is None else normed, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles,
+        (beside_h, down, down_scale, apart),
+    )  # fmt: skip
+    return routed, apart
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    scale13: torch.Tensor | None,
+    scale2: torch.Tensor | None,
+    gate: str,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    tiles: FewTiles | None = None,
+) -> torch.Tensor:
+    """moe.experts.routed_experts for few tokens: the last two kernels alone."""
+    if tiles is None:
+        shape = Shape(w2.shape[0], experts.shape[1], w2.shape[1], w2.shape[2], w2.element_size())
+        tiles = few_tiles(shape, x.shape[0], 0, target_of(x.device))
+    return _experts(x, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles, (None,) * 4)
+
+
+def _experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    stacks: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    gate: str,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    tiles: FewTiles,
+    beside: tuple[torch.Tensor | None, ...],
+) -> torch.Tensor:
+    (tokens, top_k), (w13, w2, scale13, scale2), (beside_h, down, down_scale, apart) = experts.shape, stacks, beside
+    _, hidden, inner = w2.shape
+    first, second, third = tiles.gate_up, tiles.down, tiles.beside_down
+    h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
+    _gate_up_kernel(
+        (tokens * top_k, triton.cdiv(inner, first.block_n)), x, w13, scale13, experts, h, x.stride(0),
+        N=inner, K=hidden, TOP_K=top_k, BLOCK_N=first.block_n, BLOCK_K=first.block_k, DEPTH=first.depth,
+        SCALED=scale13 is not None, GATE=gate, num_warps=first.warps,
+    )  # fmt: skip
+    programs, rows = tokens * triton.cdiv(hidden, second.block_n), 1
+    if apart is not None:
+        programs += triton.cdiv(hidden, third.block_n)
+        rows = triton.next_power_of_2(tokens)
+    _down_kernel(
+        (programs,), h, w2, scale2, weights, experts, beside_h, down, down_scale, out, residual, apart, tokens,
+        N=hidden, K=inner, J=0 if down is None else down.shape[1], TOP_K=top_k, KP=triton.next_power_of_2(top_k),
+        FACTOR=down is not None and apart is None, ROWS=rows, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
+        DEPTH=second.depth, BLOCK_O=third.block_n, BLOCK_J=third.block_k, DEPTH_J=third.depth,
+        SCALED=scale2 is not None, BESIDE_SCALED=down_scale is not None, num_warps=second.warps,
+    )  # fmt: skip
+    return out

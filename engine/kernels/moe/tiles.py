@@ -1,0 +1,212 @@
+"""How the kernels of moe.experts and moe.decode cut their work, by the shape of a layer and the tokens of a step.
+
+What `python -m engine.bench moe --search` found, or for one token `gemv --search`, is in tuned.json (other GPUs:
+target.py); other shapes go by rule. Plain Python, so that whoever prepares a model knows the tiles without a
+GPU.
+"""
+
+import functools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.kernels.runtime.gpu_target import Target, tuned_file
+
+VECTOR_TOKENS = 4  # up to here each token reads its experts for itself: moe.decode
+_BLOCK_ROWS = (16, 32, 64, 128)
+_TUNED = Path(__file__).with_name("tuned.json")
+
+
+class Shape(NamedTuple):
+    """Of a layer's experts."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
+    widened: bool = False  # fp8 weights meet 16-bit activations on the matrix units: the GPU has none for fp8
+
+    @property
+    def x_itemsize(self) -> int:
+        """Bytes of an activation on the matrix units."""
+        return 2 if self.widened else self.itemsize
+
+
+class MatrixTiles(NamedTuple):
+    """A program multiplies BLOCK_N rows of a weight (twice as many with a gate) with a block of an expert's tokens."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """For more than VECTOR_TOKENS tokens. `rows`: tokens of a block."""
+
+    rows: int
+    gate_up: MatrixTiles
+    down: MatrixTiles
+
+
+class StreamTiles(NamedTuple):
+    """A program multiplies BLOCK_N rows of a weight (twice as many with a gate, as many of each expert in `down`) by
+    BLOCK_K columns at a time, and has DEPTH such blocks on their way."""
+
+    block_n: int
+    block_k: int
+    depth: int
+    warps: int
+
+
+class FewTiles(NamedTuple):
+    """For the kernels of moe.decode. The first two of these run in one, and so do the last two: they have the same
+    number of warps."""
+
+    router: StreamTiles  # of which all blocks are on their way at once, whatever its depth
+    beside_gate_up: StreamTiles
+    gate_up: StreamTiles
+    down: StreamTiles
+    beside_down: StreamTiles  # its block_n counts only where that MLP has an output of its own
+
+
+def tiles_for(shape: Shape, tokens: int, shared: int, gpu: Target | None = None) -> Tiles:
+    """For more than VECTOR_TOKENS tokens. `shared`: bytes of shared memory that a program may have."""
+    for most, tiles in _measured(gpu).get((*shape, None), ()):
+        if tokens <= most and shared_bytes(tiles, shape) <= shared:
+            return tiles
+    rows = block_rows(shape, tokens)
+    return Tiles(rows, matrix(shape, rows, shared, gate=True), matrix(shape, rows, shared, gate=False))
+
+
+def few_tiles(shape: Shape, tokens: int, beside: int = 0, gpu: Target | None = None) -> FewTiles:
+    """For up to VECTOR_TOKENS tokens. `beside`: width of the MLP beside the experts, in the same dtype.
+
+    By rule 64 to 128 bytes of a weight a thread are on their way, in rows of 256 bytes or more, and programs are so
+    many that the memory is never idle. (Of 26B-A4B and 35B-A3B that was measured, in the decode step of one sequence:
+    the experts' first products like rows of 1,024 bytes.)
+    """
+    for most, tiles in _measured(gpu).get((*shape, beside), ()):
+        if tokens <= most:
+            return tiles
+    whole = _power_of_two(shape.hidden)  # a router's weight has two bytes
+    row, short_row = 512 // shape.itemsize, max(128, 2048 // _power_of_two(shape.top_k)) // shape.itemsize
+    wide = beside > 1024
+    return FewTiles(
+        router=StreamTiles(2, whole if whole <= 2048 else 1024, 1, 4),
+        beside_gate_up=StreamTiles(8 if wide else 4, row, 3, 4),
+        gate_up=StreamTiles(2, 2 * row, 2, 1),
+        down=StreamTiles(4, min(short_row, _power_of_two(shape.inner)), 3, 4),
+        beside_down=StreamTiles(16, 256 // shape.itemsize, 4, 4) if wide else StreamTiles(16, row, 2, 4),
+    )
+
+
+def all_kinds(shape: Shape, most: int, shared: int, gpu: Target | None = None) -> list[int]:
+    """Numbers of tokens, up to `most`, that stand for all: one for each set of kernels that a step may need."""
+    seen, found = set(), []
+    for tokens in range(1, most + 1):
+        pairs = tokens * shape.top_k
+        if tokens <= VECTOR_TOKENS:
+            kind = _power_of_two(tokens)
+        else:
+            kind = tiles_for(shape, tokens, shared, gpu), chunk_size(pairs), pairs <= chunk_size(pairs)
+        if kind not in seen:
+            seen.add(kind)
+            found.append(tokens)
+    return found
+
+
+def chunk_size(pairs: int) -> int:
+    """Pairs that a program sorts by expert."""
+    return 128 if pairs <= 8192 else 512
+
+
+def block_rows(shape: Shape, tokens: int) -> int:
+    """Half as many again as an expert has on average: few experts then need a second block, which reads it again."""
+    wanted = 1.5 * tokens * shape.top_k / shape.num_experts
+    return next((rows for rows in _BLOCK_ROWS if rows >= wanted), _BLOCK_ROWS[-1])
+
+
+def max_blocks(pairs: int, num_experts: int, rows: int) -> int:
+    """The most blocks that `pairs` (token, expert) pairs can make, however they fall on the experts."""
+    return (pairs + min(pairs, num_experts) * (rows - 1)) // rows
+
+
+def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
+    """Few rows: deep pipelines, two programs on a multiprocessor. Many: large tiles, for the arithmetic."""
+    inner, outputs = (shape.hidden, shape.inner) if gate else (shape.inner, shape.hidden)
+    weights = 2 if gate else 1
+    large = rows == 128 and outputs % 128 == 0 and shared > 128 << 10
+    block_n = 128 if large else 64
+    widest = (256 if rows <= 32 else 128) // shape.x_itemsize
+    block_k = next((b for b in (widest, widest // 2) if inner % b == 0), widest // 2)
+    room = shared - 1024 if large else shared // 2 - 1024
+    stage = (weights * block_n * shape.itemsize + rows * shape.x_itemsize) * block_k
+    return MatrixTiles(block_n, block_k, 8 if large else 4, max(2, min(6, room // stage)))
+
+
+def shared_bytes(tiles: Tiles, shape: Shape) -> int:
+    """An upper bound."""
+    each, x_each = shape.itemsize, tiles.rows * shape.x_itemsize
+    gate_up, down = tiles.gate_up, tiles.down
+    return 1024 + max(
+        (2 * gate_up.block_n * each + x_each) * gate_up.block_k * gate_up.stages,
+        (down.block_n * each + x_each) * down.block_k * down.stages,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+# -- what was measured ------------------------------------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """The best tiles of a shape for up to so many tokens; `beside` is None for more than VECTOR_TOKENS."""
+
+    shape: Shape
+    beside: int | None
+    tokens: int
+    tiles: Tiles | FewTiles
+
+    def as_json(self) -> dict[str, Any]:
+        shape = self.shape if self.shape.widened else self.shape[:-1]
+        return {"shape": shape, "beside": self.beside, "tokens": self.tokens, "tiles": self.tiles._asdict()}
+
+
+def write_measured(path: Path, found: Iterable[Measured]) -> None:
+    """As tuned.json has them, a line each: those in `path` and these, which count where both have some."""
+    entries = {} if not path.exists() else {_key(entry): entry for entry in _read(path)}
+    entries |= {_key(entry): entry for entry in found}
+    lines = ",\n".join(json.dumps(entries[key].as_json()) for key in sorted(entries, key=str))
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def _key(entry: Measured) -> tuple[int | None, ...]:
+    return *entry.shape, entry.beside, entry.tokens
+
+
+def _read(path: Path) -> list[Measured]:
+    entries = []
+    for raw in json.loads(path.read_text(encoding="utf-8")):
+        tiles: Tiles | FewTiles
+        if raw["beside"] is None:
+            rows, gate_up, down = (raw["tiles"][name] for name in Tiles._fields)
+            tiles = Tiles(rows, MatrixTiles(*gate_up), MatrixTiles(*down))
+        else:
+            tiles = FewTiles(*[StreamTiles(*raw["tiles"][name]) for name in FewTiles._fields])
+        entries.append(Measured(Shape(*raw["shape"]), raw["beside"], raw["tokens"], tiles))
+    return entries
+
+
+@functools.cache
+def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
+    """(shape, beside) -> (most tokens, tiles), in order of tokens. On `gpu`, or on the one most like it: its tiles are
+    taken where they fit."""
+    table: dict[tuple[int | None, ...], list[tuple[int, Any]]] = {}
+    for entry in sorted(_read(tuned_file(_TUNED, gpu)), key=lambda entry: entry.tokens):
+        table.setdefault((*entry.shape, entry.beside), []).append((entry.tokens, entry.tiles))
+    return table

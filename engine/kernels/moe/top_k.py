@@ -1,0 +1,90 @@
+"""The choice of one token's experts from the router's logits, within one program that others wait for.
+
+Experts are told apart, and put in order, by keys:
+
+    16-bit logits   int32   sortable bits of the logit (19) | EP - 1 - expert (13)
+    float32         int64   sortable bits of the logit (32) | EP - 1 - expert (32)
+
+so the largest key is the largest logit, of equal ones the first expert's, and holds both. Sortable: as signed integers
+in the order of the numbers. A logit as float32 has 13 zeros behind it if it was bf16 or float16. A warp finds the
+largest of its 32-bit integers by one instruction; of 64-bit ones by ten.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.kernels.pointwise.gate import sigmoid
+
+_LOW = tl.constexpr(0x1FFF)  # of a key's 32 bits: the expert
+MOST_EXPERTS = 1 << 13
+
+
+@triton.jit
+def _keys(logits, e, E: tl.constexpr, EP: tl.constexpr):
+    bits = (logits.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0, which equals it
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    if logits.dtype.primitive_bitwidth == 16:
+        return tl.where(e < E, (bits & ~_LOW) | (EP - 1 - e), -0x80000000)
+    else:
+        return tl.where(e < E, (bits.to(tl.int64) << 32) | (EP - 1 - e), -0x8000000000000000)
+
+
+@triton.jit
+def _largest(keys):
+    """The largest key, and the keys without it."""
+    best = tl.max(keys, 0)
+    lowest: tl.constexpr = -0x80000000 if keys.dtype.primitive_bitwidth == 32 else -0x8000000000000000
+    return best, tl.where(keys == best, lowest, keys)
+
+
+@triton.jit
+def _expert(key, E: tl.constexpr, EP: tl.constexpr):
+    """Whatever the logits were, NaN too: an expert that exists."""
+    low = key & _LOW if key.dtype.primitive_bitwidth == 32 else (key & 0x7FFFFFFF).to(tl.int32)
+    return tl.minimum(tl.maximum(EP - 1 - low, 0), E - 1)
+
+
+@triton.jit
+def _logit(key):
+    bits = key & ~_LOW if key.dtype.primitive_bitwidth == 32 else (key >> 32).to(tl.int32)
+    negative = bits ^ 0x7FFFFFFF
+    if key.dtype.primitive_bitwidth == 32:
+        negative = negative & ~_LOW
+    return tl.where(bits < 0, negative, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def all_experts(
+    logits_ptr, expert_scale_ptr, E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """The TOP_K experts with the largest of logits [E], and their weights, as moe.experts.choose_experts gives them:
+    two [KP], int32 and float32, of which those behind TOP_K mean nothing.
+
+    Logits are read past the first-level cache: other programs of this launch wrote them."""
+    e = tl.arange(0, EP)
+    j = tl.arange(0, KP)
+    logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
+    keys = _keys(logits, e, E, EP)
+    first, keys = _largest(keys)
+    chosen = tl.where(j == 0, first, first)  # [KP] of the keys' type
+    for i in tl.static_range(1, TOP_K):
+        best, keys = _largest(keys)
+        chosen = tl.where(j == i, best, chosen)
+    highest = _logit(first)
+    total = tl.sum(tl.exp(logits.to(tl.float32) - highest), 0)
+    weights = tl.where(j < TOP_K, tl.exp(_logit(chosen) - highest) / total, 0.0)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, 0)
+    weights = tl.where(total == total, weights, float("nan"))
+    experts = _expert(chosen, E, EP)
+    if expert_scale_ptr is not None:
+        weights = weights * tl.load(expert_scale_ptr + experts).to(tl.float32)
+    return experts, weights
+
+
+@triton.jit
+def weight_beside(logits_ptr, E: tl.constexpr):
+    """The sigmoid of the logit behind the experts', rounded as theirs are."""
+    factor = tl.load(logits_ptr + E, cache_modifier=".cg")
+    return sigmoid(factor.to(tl.float32)).to(factor.dtype).to(tl.float32)

@@ -1,0 +1,288 @@
+"""The small steps between matrix products, each one pass over its data: norm + residual, gate, RoPE + KV write.
+
+The first two can give their result in fp8, for a matrix product in fp8. It is then the fp8 form of the very numbers
+that they would have given: rounded to the activation's dtype first.
+"""
+
+from typing import Literal, overload
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.gemm.e4m3 import narrowed
+from engine.kernels.gemm.quantize import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
+from engine.kernels.pointwise.gate import activated
+from engine.kernels.runtime.launcher import kernel, wait_for_previous
+
+
+@triton.jit
+def add_rows(x, y):
+    """x + y, two rows of blocks, in float32 and rounded to x's dtype."""
+    result = ()
+    for i in tl.static_range(len(x)):
+        result = result + ((x[i].to(tl.float32) + y[i].to(tl.float32)).to(x[i].dtype),)  # noqa: RUF005
+    return result
+
+
+@triton.jit
+def normed_row(x, weight, eps, offset, N: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The norm of a row of blocks, as rms_norm has it."""
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(len(x)):
+        squares += x[i].to(tl.float32) * x[i].to(tl.float32)
+    scale = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    result = ()
+    for i in tl.static_range(len(x)):
+        scaled = x[i].to(tl.float32) * scale
+        if WIDE:
+            result = result + ((scaled * (weight[i].to(tl.float32) + offset)).to(x[i].dtype),)  # noqa: RUF005
+        else:
+            result = result + (scaled.to(x[i].dtype) * weight[i],)  # noqa: RUF005
+    return result
+
+
+@kernel
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, plain_ptr, x_stride, eps, offset,
+    N: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    weight = load_row(weight_ptr, N, BLOCK)
+    wait_for_previous(PDL)
+    x = load_row(x_ptr + row * x_stride, N, BLOCK)
+    if residual_ptr is not None:
+        # The sum is rounded to the residual's dtype before the statistics, as it is stored.
+        x = add_rows(x, load_row(residual_ptr + row * N, N, BLOCK))
+        store_row(x, residual_ptr + row * N, N, BLOCK)
+    y = normed_row(x, weight, eps, offset, N, BLOCK, WIDE)
+    if scale_ptr is not None:
+        store_row_as_fp8(y, out_ptr + row * N, scale_ptr + row, N, BLOCK)
+        if plain_ptr is not None:
+            store_row(y, plain_ptr + row * N, N, BLOCK)
+    else:
+        store_row(y, out_ptr + row * N, N, BLOCK)
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
+    *, wide_offset: float | None = None, quantize: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
+    *, wide_offset: float | None = None, quantize: Literal[True], plain: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    wide_offset: float | None = None,
+    quantize: bool = False,
+    plain: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H].
+
+    With `wide_offset`: (offset + w) * norm(x), in float32 and rounded once. With `quantize`: (e4m3 [T, H], scale [T]),
+    see gemm.quantize; `plain` [T, H] then takes what was quantised.
+    """
+    rows, size = x.shape
+    block, warps = blocks_for(size)
+    scale = None
+    if quantize:
+        out, scale = empty_rows(rows, size, x.device)
+    else:
+        out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    _rms_norm_kernel(
+        (rows,), x, residual, weight, out, scale, plain, x.stride(0), eps, wide_offset or 0.0,
+        N=size, BLOCK=block, WIDE=wide_offset is not None, num_warps=warps,
+    )  # fmt: skip
+    return out if scale is None else (out, scale)
+
+
+@triton.jit
+def _gated(gate, up, KIND: tl.constexpr):
+    return activated(gate.to(tl.float32), KIND).to(up.dtype) * up
+
+
+@kernel
+def _gate_mul_kernel(
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_stride + i, mask=i < N, other=0.0)
+    up = tl.load(up_ptr + row * up_stride + i, mask=i < N, other=0.0)
+    tl.store(out_ptr + row * N + i, _gated(gate, up, KIND), mask=i < N)
+
+
+@kernel
+def _gate_mul_fp8_kernel(
+    gate_ptr, up_ptr, out_ptr, scale_ptr, gate_stride, up_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    gate = load_row(gate_ptr + row * gate_stride, N, BLOCK)
+    up = load_row(up_ptr + row * up_stride, N, BLOCK)
+    y = ()
+    for at in tl.static_range(len(gate)):
+        y = y + (_gated(gate[at], up[at], KIND),)  # noqa: RUF005
+    store_row_as_fp8(y, out_ptr + row * N, scale_ptr + row, N, BLOCK)
+
+
+@overload
+def gate_mul(
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def gate_mul(
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: Literal[True]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def gate_mul(
+    gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """act(gate) * up, both [T, N] with rows that may be strided -> [T, N]; with `quantize` (e4m3 [T, N], scale [T]),
+    see gemm.quantize."""
+    rows, size = gate.shape
+    strides = gate.stride(0), up.stride(0)
+    if quantize:  # the scale needs the whole row: one program each
+        quantized, scale = empty_rows(rows, size, gate.device)
+        block, warps = blocks_for(size)
+        _gate_mul_fp8_kernel(
+            (rows,), gate, up, quantized, scale, *strides, N=size, BLOCK=block, KIND=kind, num_warps=warps
+        )
+        return quantized, scale
+    out = torch.empty(rows, size, dtype=gate.dtype, device=gate.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _gate_mul_kernel(
+        (rows, triton.cdiv(size, block)), gate, up, out, *strides, N=size, BLOCK=block, KIND=kind, num_warps=4
+    )
+    return out
+
+
+@kernel
+def _softcap_kernel(x_ptr, out_ptr, x_stride, cap, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + i, mask=i < N, other=0.0).to(tl.float32)
+    e = tl.exp2(x * (2.8853900817779268 / cap))  # exp(2 x / cap); tanh(y) = 1 - 2 / (exp(2 y) + 1)
+    tl.store(out_ptr + row * N + i, cap * (1 - 2 / (e + 1)), mask=i < N)
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) of [S, N], rows may be strided -> float32 [S, N]. To 1e-5 of the cap."""
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=torch.float32, device=x.device)
+    block = min(2048, triton.next_power_of_2(size))
+    _softcap_kernel((rows, triton.cdiv(size, block)), x, out, x.stride(0), cap, N=size, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def saturated(x):
+    """x within e4m3's range; NaN stays NaN, so that a broken model does not look sound."""
+    return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+
+
+@kernel
+def _rope_write_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr,
+    qkv_stride, stride_page, stride_token, stride_head, eps, inv_k_scale, inv_v_scale,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    FP8: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    # A program takes HEADS heads of a token, as two tiles [HEADS, D / 2]: the halves that rotate into each other.
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    half = tl.arange(0, HALF)[None, :]
+    inside = half < D // 2
+    mask = (head < HQ + 2 * HKV) & inside
+    base = qkv_ptr + token * qkv_stride + head * D + half
+    first = tl.load(base, mask=mask, other=0.0)
+    second = tl.load(base + D // 2, mask=mask, other=0.0)
+    dtype = first.dtype
+    is_q = head < HQ
+    is_v = head >= HQ + HKV
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        q_first = tl.load(q_norm_ptr + half, mask=inside, other=0.0)
+        q_second = tl.load(q_norm_ptr + D // 2 + half, mask=inside, other=0.0)
+        k_first = tl.load(k_norm_ptr + half, mask=inside, other=0.0)
+        k_second = tl.load(k_norm_ptr + D // 2 + half, mask=inside, other=0.0)
+        a = ((a * scale).to(dtype) * tl.where(is_q, q_first, k_first)).to(tl.float32)
+        b = ((b * scale).to(dtype) * tl.where(is_q, q_second, k_second)).to(tl.float32)
+    position = tl.load(positions_ptr + token)
+    cos = tl.load(cos_ptr + position * (D // 2) + half, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * (D // 2) + half, mask=inside, other=0.0).to(tl.float32)
+    first = tl.where(is_v, first, (a * cos - b * sin).to(dtype))
+    second = tl.where(is_v, second, (b * cos + a * sin).to(dtype))
+    tl.store(base, first, mask=mask & ~is_v)
+    tl.store(base + D // 2, second, mask=mask & ~is_v)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    at = (slot // PAGE) * stride_page + (slot % PAGE) * stride_token + half
+    k_at = at + (head - HQ) * stride_head
+    v_at = at + (head - HQ - HKV) * stride_head
+    cache_type = k_ptr.dtype.element_ty
+    is_k = mask & (head >= HQ) & (head < HQ + HKV)
+    is_v = mask & is_v
+    if FP8:
+        inv = tl.where(head < HQ + HKV, inv_k_scale, inv_v_scale)
+        stored_first = narrowed(saturated(first.to(tl.float32) * inv), cache_type)
+        stored_second = narrowed(saturated(second.to(tl.float32) * inv), cache_type)
+    else:
+        stored_first = first.to(cache_type)
+        stored_second = second.to(cache_type)
+    tl.store(k_ptr + k_at, stored_first, mask=is_k)
+    tl.store(k_ptr + k_at + D // 2, stored_second, mask=is_k)
+    tl.store(v_ptr + v_at, stored_first, mask=is_v)
+    tl.store(v_ptr + v_at + D // 2, stored_second, mask=is_v)
+
+
+def rope_and_write_kv(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    heads: int = 0,
+) -> torch.Tensor:
+    """Normalise (optionally) and rotate q and k in place; write k and v to the cache.
+
+    qkv [T, (Hq + 2 Hkv) D]; cos, sin [max_len, 1, D/2] float32; positions, slots [T]. Returns q [T, Hq, D], a view.
+    q_norm and k_norm [D] come together or not at all. An fp8 cache gets k / k_scale and v / v_scale, at most ±448;
+    other caches want scales of 1. `heads` of a program, 8 or 16: else the number of tokens decides.
+    """
+    kv_heads, dim = k_cache.shape[2:]
+    tokens = qkv.shape[0]
+    heads = heads or (8 if tokens <= 64 else 16)  # few tokens: more, smaller programs
+    _rope_write_kernel(
+        (tokens, triton.cdiv(num_heads + 2 * kv_heads, heads)), qkv, cos, sin, positions, slots, q_norm, k_norm,
+        k_cache, v_cache, qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        eps, 1 / k_scale, 1 / v_scale,
+        HQ=num_heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), PAGE=k_cache.shape[1],
+        NORM=q_norm is not None, FP8=k_cache.element_size() == 1, HEADS=heads, num_warps=heads // 4,
+    )  # fmt: skip
+    return qkv[:, : num_heads * dim].view(tokens, num_heads, dim)

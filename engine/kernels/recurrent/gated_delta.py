@@ -1,0 +1,414 @@
+"""Gated DeltaNet on a GPU; engine/kernels/recurrent/reference.py has the formulas, and the twins.
+
+A sequence with one new token takes one kernel, bound by reading and writing its state once. Longer ones go in chunks:
+
+    plan_chunks     once a step: which tokens make a chunk
+    conv            causal convolution, silu, norm of q and k               [a chunk, a head]
+    keep inputs     the convolution's newest inputs into the ring           [a sequence, channels]
+    solve           U and W, what each token would write and what it reads  [a chunk, a value head]
+    run chunks      one by one: outputs, and the state for the next         [a sequence, a value head, part of V]
+
+Key and value dimensions are powers of two, from 16 on.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.pointwise.gate import sigmoid, softplus
+from engine.kernels.recurrent.chunk_solve import solve_kernel
+from engine.kernels.recurrent.reference import CHUNK
+from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
+
+_FEW_SEQUENCES = 16  # up to here a state is cut finer, so that all multiprocessors have a part
+
+
+@triton.jit
+def _unit(x):
+    """Rows of x [n, D] divided by their length."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def _conv_newest(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr, CACHE: tl.constexpr):
+    """The convolution at `position` of the channels c, with silu; x_at has that position's own inputs."""
+    x = tl.load(x_at + c, cache_modifier=CACHE)
+    y = x.to(tl.float32) * tl.load(weight_ptr + c * W + W - 1).to(tl.float32)
+    for j in tl.static_range(W - 1):  # position - (W - 1) + j, modulo W
+        row = (position + 1 + j) % W
+        live = (c >= 0) & (position + j >= W - 1)
+        past = tl.load(ring_at + row * stride_row + c, mask=live, other=0.0, cache_modifier=CACHE)
+        y += past.to(tl.float32) * tl.load(weight_ptr + c * W + j).to(tl.float32)
+    return x, (y * sigmoid(y)).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _conv_newest_once(
+    x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr
+):
+    """The same by the sum of a tile [ROWS, len(c)], which nobody computes twice.
+
+    Loads of single numbers are made by every thread that needs the result: for a value, all that have its row of the
+    state. For q and k those threads are few, and load eight numbers at a time.
+    """
+    j = tl.arange(0, ROWS)[:, None]
+    past = ring_at + (position + 1 + j) % W * stride_row + c[None, :]
+    live = (j < W) & (position + j >= W - 1)
+    x = tl.load(tl.where(j == W - 1, x_at + c[None, :], past), mask=live, other=0.0, cache_modifier=CACHE)
+    y = tl.sum(x.to(tl.float32) * tl.load(weight_ptr + c[None, :] * W + j, mask=live, other=0.0).to(tl.float32), 0)
+    return (y * sigmoid(y)).to(x.dtype).to(tl.float32)
+
+
+@kernel
+def _decode_kernel(
+    x_ptr, ba_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr,
+    state_ptr, ring_ptr, out_ptr, x_stride, ba_stride, state_stride, ring_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # EARLY: the kernel before this one has started it when all but `ba` was there, which is all that is waited for.
+    # What this multiprocessor's own cache holds may be older.
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    PARTS: tl.constexpr = V // BLOCK_V
+    C: tl.constexpr = 2 * HK * K + HV * V
+    sequence = tl.program_id(1)
+    head = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    decay = -tl.exp(tl.load(a_log_ptr + head))
+    dt_bias = tl.load(dt_bias_ptr + head)
+    k_range = tl.arange(0, K)
+    v_range = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = head * V + v_range
+    q_channel = head // (HV // HK) * K + k_range
+    k_channel = q_channel + HK * K
+    v_channel = 2 * HK * K + row
+    if not EARLY:
+        wait_for_previous(PDL)
+    token = sequence.to(tl.int64)
+    count = 1
+    if MIXED:
+        token = tl.load(q_starts_ptr + sequence).to(tl.int64)
+        count = tl.load(counts_ptr + sequence).to(tl.int32)
+    if count == 1:
+        position = tl.load(positions_ptr + token, cache_modifier=CACHE)
+        slot = tl.load(slots_ptr + sequence, cache_modifier=CACHE).to(tl.int64)
+        state_at = state_ptr + slot * state_stride + row[:, None] * K + k_range[None, :]
+        live = (row >= 0)[:, None] & (position > 0)
+        state = tl.load(state_at, mask=live, other=0.0, cache_modifier=CACHE).to(tl.float32)
+
+        x_at = x_ptr + token * x_stride
+        ring_at = ring_ptr + slot * ring_stride
+        q_in, q = _conv_newest(x_at, ring_at, weight_ptr, q_channel, position, C, W, CACHE)
+        k_in, k = _conv_newest(x_at, ring_at, weight_ptr, k_channel, position, C, W, CACHE)
+        v = _conv_newest_once(x_at, ring_at, weight_ptr, v_channel, position, C, W, ROWS, CACHE)
+        v_in = tl.load(x_at + v_channel, cache_modifier=CACHE)
+        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * K**-0.5)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        if EARLY:
+            wait_for_previous(PDL)
+        # The row of this position: nobody reads it in this step.
+        newest = ring_at + (position % W) * C
+        tl.store(newest + v_channel, v_in)
+        first = (part == 0) & (head % (HV // HK) == 0)
+        tl.store(newest + q_channel, q_in, mask=(k_range >= 0) & first)
+        tl.store(newest + k_channel, k_in, mask=(k_range >= 0) & first)
+
+        beta = sigmoid(tl.load(ba_ptr + token * ba_stride + head).to(tl.float32))
+        a = tl.load(ba_ptr + token * ba_stride + HV + head).to(tl.float32)
+        state = state * tl.exp(decay * softplus(a + dt_bias))
+        delta = (v - tl.sum(state * k[None, :], 1)) * beta
+        state = state + delta[:, None] * k[None, :]
+        out = tl.sum(state * q[None, :], 1)
+        tl.store(state_at, state.to(state_ptr.dtype.element_ty))
+        tl.store(out_ptr + token * (HV * V) + row, out.to(out_ptr.dtype.element_ty))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Heads and dimensions of a layer."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"HK": self.key_heads, "HV": self.value_heads, "K": self.key_dim, "V": self.value_dim}
+
+
+def decode(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    conv_weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    state: torch.Tensor,
+    conv_state: torch.Tensor,
+    shape: DeltaShape,
+    out: torch.Tensor,
+    *,
+    q_starts: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    early: bool = False,
+    block_v: int | None = None,
+    num_warps: int = 4,
+) -> None:
+    """Sequences with one new token: from the inputs of the convolution to the rule's output; moves both states on.
+
+    qkv [T, C] and ba [T, 2 HV] may be columns of wider rows; conv_weight [C, W]; a_log, dt_bias [HV] float32;
+    positions [T], slots [B]; out [T, HV, V]. Token i belongs to sequence i, or with `q_starts` and `counts` [B] to any:
+    then sequences with more than one token are left to `prefill`.
+
+    early: the kernel before this one makes `ba`, and starts the next when all that is older is there. It counts without
+    `counts`: else the kernel before is another.
+    """
+    _check(conv_weight, state, conv_state, out)
+    batch = slots.shape[0]
+    width = conv_weight.shape[1]
+    block_v = block_v or min(shape.value_dim, 32 if batch <= _FEW_SEQUENCES else 256 // state.element_size())
+    _decode_kernel(
+        (shape.value_heads * (shape.value_dim // block_v), batch), qkv, ba, conv_weight, a_log, dt_bias, positions,
+        slots, q_starts, counts, state, conv_state, out, qkv.stride(0), ba.stride(0), state.stride(0),
+        conv_state.stride(0),
+        **shape.constants, W=width, ROWS=triton.next_power_of_2(width), BLOCK_V=block_v, MIXED=counts is not None,
+        EARLY=early and counts is None, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def _check(conv_weight: torch.Tensor, state: torch.Tensor, conv_state: torch.Tensor, out: torch.Tensor) -> None:
+    """Only slots may lie apart in memory."""
+    assert conv_weight.is_contiguous()
+    assert state[0].is_contiguous()
+    assert conv_state[0].is_contiguous()
+    assert out.is_contiguous()
+
+
+# -- several new tokens of a sequence ---------------------------------------------------------------------------------
+
+
+@kernel
+def _plan_kernel(counts_ptr, chunks_ptr, B, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
+    chunk = tl.program_id(0)
+    before = 0  # chunks of the sequences of earlier blocks
+    sequence = 0
+    first = 0
+    for at in range(0, B, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        counts = tl.load(counts_ptr + i, mask=i < B, other=0).to(tl.int32)
+        chunks = tl.where(counts > 1, (counts + SIZE - 1) // SIZE, 0)
+        ends = before + tl.cumsum(chunks, 0)
+        mine = (ends - chunks <= chunk) & (chunk < ends)
+        sequence += tl.sum(tl.where(mine, i, 0), 0)
+        first += tl.sum(tl.where(mine, chunk - ends + chunks, 0), 0)
+        before += tl.sum(chunks, 0)
+    tl.store(chunks_ptr + chunk * 2, sequence)
+    tl.store(chunks_ptr + chunk * 2 + 1, tl.where(chunk < before, first * SIZE, 1 << 30))
+
+
+def num_chunks(counts: Iterable[int]) -> int:
+    """Chunks of a step whose sequences have so many tokens; sequences with one token have none."""
+    return sum(-(-count // CHUNK) for count in counts if count > 1)
+
+
+def plan_chunks(counts: torch.Tensor, total: int) -> torch.Tensor:
+    """[total, 2] int32: each chunk's sequence, and its first token among the sequence's tokens of the step.
+
+    `counts` [B] tokens of each sequence, of which the host need only know num_chunks, the `total`. Where the total is
+    larger, the last chunks lie behind all tokens.
+    """
+    chunks = torch.empty(total, 2, dtype=torch.int32, device=counts.device)
+    _plan_kernel((total,), counts, chunks, counts.shape[0], SIZE=CHUNK, BLOCK=256, num_warps=4)
+    return chunks
+
+
+@kernel
+def _conv_kernel(
+    x_ptr, weight_ptr, ring_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr, chunks_ptr, out_ptr,
+    x_stride, ring_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A chunk's tokens and K channels: a head of q or k, whose norm is taken too, or as many channels of v."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    head = tl.program_id(0)
+    c = head * K + tl.arange(0, K)
+    wait_for_previous(PDL)
+    sequence = tl.load(chunks_ptr + tl.program_id(1) * 2)
+    first = tl.load(chunks_ptr + tl.program_id(1) * 2 + 1)
+    q_start = tl.load(q_starts_ptr + sequence).to(tl.int64)
+    start = tl.load(positions_ptr + q_start)
+    count = tl.load(counts_ptr + sequence)
+    t = first + tl.arange(0, SIZE)
+    live = (t < count)[:, None]
+    x_at = x_ptr + (q_start + t)[:, None] * x_stride + c[None, :]
+    x = tl.load(x_at, mask=live, other=0.0)
+    y = x.to(tl.float32) * tl.load(weight_ptr + c * W + W - 1).to(tl.float32)[None, :]
+    for j in tl.static_range(W - 1):
+        back = W - 1 - j
+        past = tl.load(x_at - back * x_stride, mask=live & (t >= back)[:, None], other=0.0).to(tl.float32)
+        if first == 0:  # what came before this step is in the ring
+            at = start + t - back
+            ring_at = ring_ptr + tl.load(slots_ptr + sequence).to(tl.int64) * ring_stride
+            ring_at = ring_at + ((at + W) % W)[:, None] * C + c[None, :]
+            past += tl.load(ring_at, mask=((t < back) & (at >= 0))[:, None], other=0.0).to(tl.float32)
+        y += past * tl.load(weight_ptr + c * W + j).to(tl.float32)[None, :]
+    y = (y * sigmoid(y)).to(x.dtype).to(tl.float32)
+    if head < 2 * HK:
+        y = _unit(y)
+        if head < HK:
+            y = y * K**-0.5
+    tl.store(out_ptr + (q_start + t)[:, None] * C + c[None, :], y.to(x.dtype), mask=live)
+
+
+@kernel
+def _keep_inputs_kernel(
+    x_ptr, ring_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr, C, x_stride, ring_stride,
+    W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    sequence = tl.program_id(1)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(counts_ptr + sequence)
+    if count > 1:
+        q_start = tl.load(q_starts_ptr + sequence).to(tl.int64)
+        start = tl.load(positions_ptr + q_start)
+        ring_at = ring_ptr + tl.load(slots_ptr + sequence).to(tl.int64) * ring_stride + c
+        for j in tl.static_range(W):
+            t = count - 1 - j
+            live = (c < C) & (t >= 0)
+            x = tl.load(x_ptr + (q_start + t) * x_stride + c, mask=live, other=0.0)
+            tl.store(ring_at + ((start + t) % W) * C, x, mask=live)
+
+
+@kernel
+def _run_chunks_kernel(
+    qkv_ptr, positions_ptr, slots_ptr, q_starts_ptr, counts_ptr, u_ptr, w_ptr, total_ptr, state_ptr, out_ptr,
+    state_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The state goes from chunk to chunk transposed, [K, BLOCK_V]: as all products but its own increment want it."""
+    PARTS: tl.constexpr = V // BLOCK_V
+    C: tl.constexpr = 2 * HK * K + HV * V
+    sequence = tl.program_id(1)
+    head = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    wait_for_previous(PDL)
+    count = tl.load(counts_ptr + sequence).to(tl.int32)
+    if count > 1:
+        q_start = tl.load(q_starts_ptr + sequence).to(tl.int64)
+        slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        i = tl.arange(0, SIZE)
+        row = i[:, None]
+        visible = row >= i[None, :]  # rows behind the last token may hold anything: only their own outputs see it
+        k_range = tl.arange(0, K)[None, :]
+        v_range = part * BLOCK_V + tl.arange(0, BLOCK_V)
+        state_row = (head * V + v_range)[:, None]
+        state_at = state_ptr + slot * state_stride + state_row * K + k_range
+        started = tl.load(positions_ptr + q_start) > 0
+        state = tl.trans(tl.load(state_at, mask=(state_row >= 0) & started, other=0.0).to(tl.float32))
+        # Rows are counted from a chunk's first: their distances are then known when this is compiled.
+        q_at = qkv_ptr + q_start * C + (head // (HV // HK)) * K
+        w_at = w_ptr + (q_start * HV + head) * K
+        u_at = u_ptr + (q_start * HV + head) * V
+        out_at = out_ptr + (q_start * HV + head) * V
+        total_at = total_ptr + q_start * HV + head
+        for first in range(0, count, SIZE):
+            live = i < count - first
+            chunk = tl.cast(first, tl.int64)
+            w = tl.load(w_at + chunk * (HV * K) + (row * (HV * K) + k_range), mask=live[:, None], other=0.0)
+            q = tl.load(q_at + chunk * C + (row * C + k_range), mask=live[:, None], other=0.0)
+            k = tl.load(q_at + chunk * C + HK * K + (row * C + k_range), mask=live[:, None], other=0.0)
+            u = tl.load(u_at + chunk * (HV * V) + (row * (HV * V) + v_range[None, :]), mask=live[:, None], other=0.0)
+            total = tl.load(total_at + chunk * HV + i * HV, mask=live, other=0.0)
+            at_end = tl.load(total_at + (chunk + tl.minimum(SIZE, count - first) - 1) * HV)
+
+            before = state.to(w.dtype)
+            delta = u.to(tl.float32) - tl.dot(w, before, input_precision="tf32x3")
+            products = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+            out = tl.dot(q, before, input_precision="tf32x3") * tl.exp(total)[:, None]
+            since = tl.exp(tl.where(visible, total[:, None] - total[None, :], 0.0))
+            scores = tl.where(visible, products * since, 0.0).to(w.dtype)
+            out = tl.dot(scores, delta.to(w.dtype), out, input_precision="tf32x3")
+            delta = (delta * tl.exp(at_end - total)[:, None]).to(w.dtype)
+            state = tl.dot(tl.trans(k), delta, state * tl.exp(at_end), input_precision="tf32x3")
+            new = out_at + chunk * (HV * V) + (row * (HV * V) + v_range[None, :])
+            tl.store(new, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
+        tl.store(state_at, tl.trans(state).to(state_ptr.dtype.element_ty))
+
+
+def prefill(
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    conv_weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    state: torch.Tensor,
+    conv_state: torch.Tensor,
+    shape: DeltaShape,
+    out: torch.Tensor,
+    *,
+    q_starts: torch.Tensor,
+    counts: torch.Tensor,
+    chunks: torch.Tensor,
+    solve: Mapping[str, int] | None = None,
+    run_chunks: Mapping[str, int] | None = None,
+) -> None:
+    """`decode` for sequences with more than one new token, in `chunks` (see plan_chunks); others are left to it.
+
+    `solve` and `run_chunks` replace what solve_options and run_options choose.
+    """
+    _check(conv_weight, state, conv_state, out)
+    key_dim, value_dim, heads = shape.key_dim, shape.value_dim, shape.value_heads
+    tokens, channels = qkv.shape
+    assert heads * value_dim % key_dim == 0, "the convolution's programs take K channels each"
+    options, width = {**shape.constants, "SIZE": CHUNK}, conv_weight.shape[1]
+    batch, num = slots.shape[0], chunks.shape[0]
+    of_sequence = q_starts, counts
+    mixed = torch.empty(tokens, channels, dtype=qkv.dtype, device=qkv.device)
+    _conv_kernel(
+        (channels // key_dim, num), qkv, conv_weight, conv_state, positions, slots, *of_sequence, chunks, mixed,
+        qkv.stride(0), conv_state.stride(0), **options, W=width, num_warps=8,
+    )  # fmt: skip
+    _keep_inputs_kernel(
+        (triton.cdiv(channels, 1024), batch), qkv, conv_state, positions, slots, *of_sequence, channels,
+        qkv.stride(0), conv_state.stride(0), W=width, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    u = torch.empty(tokens, heads, value_dim, dtype=qkv.dtype, device=qkv.device)
+    w = torch.empty(tokens, heads, key_dim, dtype=qkv.dtype, device=qkv.device)
+    total = torch.empty(tokens, heads, dtype=torch.float32, device=qkv.device)
+    solve_kernel(
+        (heads, num), mixed, ba, a_log, dt_bias, *of_sequence, chunks, u, w, total, ba.stride(0),
+        **options, **(solve or solve_options(shape)),
+    )  # fmt: skip
+    chosen = run_chunks or run_options(shape, qkv.dtype, target_of(qkv.device).multiprocessors)
+    _run_chunks_kernel(
+        (heads * (value_dim // chosen["BLOCK_V"]), batch), mixed, positions, slots, *of_sequence, u, w, total, state,
+        out, state.stride(0), **options, **chosen,
+    )  # fmt: skip
+
+
+def solve_options(shape: DeltaShape) -> dict[str, int]:
+    return {"BLOCK_K": min(32, shape.key_dim), "BLOCK_V": min(32, shape.value_dim), "num_warps": 1, "num_stages": 1}
+
+
+def run_options(shape: DeltaShape, dtype: torch.dtype, multiprocessors: int) -> dict[str, int]:
+    """A long prompt has as many programs as there are parts of states, whose chunks come one after the other. Half the
+    part takes about two thirds of the time, where each still has a multiprocessor of its own: two that share one would
+    wait for their inputs, which all parts of a head read.
+
+    Nothing here depends on the step: a variant more would have to be compiled before the first request.
+    """
+    if dtype.itemsize == 4:  # no room for the next chunk beside this one
+        return {"BLOCK_V": min(32, shape.value_dim), "num_warps": 4, "num_stages": 1}
+    fine = shape.value_heads * (shape.value_dim // 32) <= multiprocessors
+    return {"BLOCK_V": min(32 if fine else 64, shape.value_dim), "num_warps": 4, "num_stages": 2}

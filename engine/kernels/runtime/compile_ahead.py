@@ -1,0 +1,139 @@
+"""Compiles kernels in several processes, before they are first needed.
+
+One after the other in one process, the kernels of a model take 15 seconds; most of it is Python, so threads help
+little. What the processes leave in Triton's cache this one finds there (launcher.py's source_key says what that takes).
+
+What was compiled for a set of jobs is remembered by a file in the cache: the next start compiles nothing.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import triton
+
+from engine.kernels.runtime import compile_pool
+from engine.kernels.runtime.cache_dir import use_cache_dir
+from engine.kernels.runtime.launcher import Job, source_key
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 5
+_WORTH_A_POOL = 4  # fewer jobs are compiled sooner than a process has started
+# These first: the last one decides when all is done. (Seconds for sm_90 on one core: 3, 2.5, 1.5, 1; others below 0.7.)
+_LONGEST = ("solve_kernel", "_mixed_kernel", "_decode_kernel", "_filter_kernel")
+
+
+def compile_ahead(jobs: Iterable[Job], capability: tuple[int, int]) -> int:
+    """Have every variant in Triton's cache. Returns how many were given to the pool: 0 if they were there already.
+
+    A variant that cannot be compiled is left to its first use, which reports the error where it matters.
+    """
+    compilation = Compilation(capability)
+    compilation.seal(jobs)
+    compilation.finish()
+    return compilation.count
+
+
+class Work(NamedTuple):
+    """What compiling took, for whoever wants to make it shorter."""
+
+    jobs: int
+    guessed: int  # of those that were needed, given to the processes before that was known
+    ready: float  # when the first was begun, and when the last one was done, on the clock of time.monotonic()
+    done: float
+    seconds: float  # of all processes
+    slowest: dict[str, float]  # the kernels that took longest, and their seconds
+
+
+class Compilation:
+    """A set of jobs under way. Once it is sealed, `count` of them were not at hand."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.count = 0
+        self.work: Work | None = None  # once it is finished, if there was any
+        self._capability = capability
+        self._jobs: set[Job] = set()
+        self._given: set[str] = set()
+        self._guessed = 0
+        self._pool = compile_pool.take() if compile_pool.is_under_way() else None
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        """More of them; compiled at once where a pool was started early."""
+        self._jobs |= set(jobs)
+        if self._pool is not None:
+            self._submit(self._pool)
+
+    def seal(self, jobs: Iterable[Job] = ()) -> None:
+        """The last of them."""
+        self._jobs |= set(jobs)
+        lines = {line_of(job, self._capability) for job in self._jobs}
+        self._done = use_cache_dir() / f"atoll-{_digest(self._jobs, lines)}.done"
+        alone = len(os.sched_getaffinity(0)) < 2
+        self.count = 0 if len(lines) < _WORTH_A_POOL or alone or self._done.exists() else len(lines)
+        if self.count:
+            self._pool = self._pool or compile_pool.take()
+            self._submit(self._pool)
+            self._pool.seal()
+        elif self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def wait(self, jobs: Iterable[Job]) -> None:
+        """Until these are compiled, or known not to be."""
+        if self._pool is not None:
+            self._pool.wait(line_of(job, self._capability) for job in jobs)
+
+    def finish(self) -> None:
+        if self._pool is None:
+            return
+        errors = self._pool.wait(self._given)
+        self._pool.close()
+        self.work = _work(self._pool, self._guessed)
+        self._pool = None
+        if errors:
+            log.warning(
+                "%d of %d kernels could not be compiled ahead; each is tried again when it is first needed, and 'atoll "
+                "doctor' tests all. The first error: %s", len(errors), self.count, next(iter(errors.values())),
+            )  # fmt: skip
+        else:
+            self._done.touch(mode=0o600)
+
+    def _submit(self, pool: compile_pool.CompilePool) -> None:
+        new = {line_of(job, self._capability) for job in self._jobs} - self._given
+        self._given |= new
+        self._guessed += len(new) - pool.submit(longest_first(new))
+
+
+def _work(pool: compile_pool.CompilePool, guessed: int) -> Work | None:
+    if pool.ready is None:
+        return None
+    slowest = sorted(pool.seconds.items(), key=lambda each: each[1])[-_SHOWN:]
+    names = {json.loads(line)["name"]: seconds for line, seconds in slowest}
+    return Work(len(pool.seconds), guessed, pool.ready, pool.last, round(sum(pool.seconds.values()), 2), names)
+
+
+def line_of(job: Job, capability: tuple[int, int]) -> str:
+    return compile_pool.job_line(
+        job.kernel.jit.fn.__module__, job.kernel.name, job.types, dict(job.constants), job.num_warps, job.num_stages,
+        capability,
+    )  # fmt: skip
+
+
+def longest_first(lines: Iterable[str]) -> list[str]:
+    """The order to compile in."""
+    return sorted(lines, key=lambda line: (_rank(line), line))
+
+
+def _rank(line: str) -> int:
+    name = json.loads(line)["name"]
+    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
+
+
+def _digest(jobs: Iterable[Job], lines: Iterable[str]) -> str:
+    """Changes with the variants, the kernels' source and Triton."""
+    sources = sorted({source_key(job.kernel) for job in jobs})
+    return hashlib.sha256("\n".join([triton.__version__, *sources, *sorted(lines)]).encode()).hexdigest()[:24]

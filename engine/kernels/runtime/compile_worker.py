@@ -1,0 +1,112 @@
+"""The process behind compile_pool.py: jobs come in, one JSON object a line; out goes [number, error or null, seconds].
+
+Loads Triton and our kernels, without PyTorch (torch_stub.py), then forks for job after job: what is loaded is there for
+every fork at once, in memory that they share. A job that has come is compiled while others are still on their way.
+Needs no GPU and never touches one.
+"""
+
+import importlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import engine.kernels
+from engine.kernels.runtime import torch_stub
+
+_PACKAGE = "engine.kernels."
+_WITH_TORCH = "--with-torch"
+_MOST_FORKS = 16  # each takes up to 140 MB of memory of its own while it works, 90 of them for the assembler
+_LONGEST_JOB = 1 << 16  # bytes
+_LONGEST_ANSWER = 500  # characters; a pipe takes an answer whole, however many write
+
+
+def main() -> None:
+    _load()
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever a compiler prints is no answer
+    give, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each fork takes a whole job at a time
+    worker, most, forks = os.getpid(), min(_MOST_FORKS, len(os.sched_getaffinity(0))), 0
+    with suppress(OSError):  # no fork lives any more: the jobs that are left have no answer
+        for number, job in enumerate(sys.stdin):
+            if forks < most:
+                forks += 1
+                if os.fork() == 0:
+                    give.close()
+                    _work(take, answers, worker)
+                    os._exit(0)
+                if forks == most:
+                    take.close()
+            give.send(f"{number} {job}".encode())
+    give.close()
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def _load() -> None:
+    """All that compiling needs. Where that cannot be without PyTorch, this process begins anew, with it."""
+    with_torch = _WITH_TORCH in sys.argv
+    if not with_torch:
+        torch_stub.stand_in()
+    try:
+        from engine.kernels.runtime.launcher import load_compiler
+
+        reads = threading.Thread(target=load_compiler)  # nearly all of it without Python's lock
+        reads.start()
+        for name in _modules_with_kernels():
+            importlib.import_module(name)
+    except Exception as error:
+        if with_torch:
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"Kernels cannot be imported without PyTorch ({reason}): their compiler loads it.\n")
+        sys.stderr.flush()
+        os.execv(sys.executable, [*sys.orig_argv, _WITH_TORCH])  # noqa: S606
+    reads.join()
+
+
+def _modules_with_kernels() -> Iterator[str]:
+    """The modules of engine/kernels that are written in Triton, this room's own apart."""
+    root = Path(engine.kernels.__path__[0])
+    for path in sorted(root.glob("*/*.py")):
+        if path.parent.name != "runtime" and b"\nimport triton\n" in path.read_bytes():
+            yield f"{_PACKAGE}{path.parent.name}.{path.stem}"
+
+
+def _work(jobs: socket.socket, answers: int, worker: int) -> None:
+    while (job := jobs.recv(_LONGEST_JOB)) and os.getppid() == worker:
+        number, _, job = job.decode().partition(" ")
+        error, began = None, time.monotonic()
+        try:
+            _compile(json.loads(job))
+        except Exception as reason:  # one kernel's error must not end the others
+            error = " ".join(f"{type(reason).__name__}: {reason}".split())[:_LONGEST_ANSWER]
+        seconds = round(time.monotonic() - began, 3)
+        try:
+            os.write(answers, (json.dumps([int(number), error, seconds]) + "\n").encode("ascii"))
+        except OSError:
+            return  # nobody waits any more
+
+
+def _compile(job: dict) -> None:
+    from engine.kernels.runtime.launcher import Kernel, compile_for
+
+    if not job["module"].startswith(_PACKAGE):
+        raise ValueError(f"{job['module']} is no module of kernels")
+    kernel = getattr(importlib.import_module(job["module"]), job["name"])
+    assert isinstance(kernel, Kernel)
+    compile_for(
+        kernel, tuple(job["types"]), job["constants"], job["num_warps"], job["num_stages"], tuple(job["capability"])
+    )
+
+
+if __name__ == "__main__":
+    main()

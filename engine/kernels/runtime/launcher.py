@@ -1,0 +1,322 @@
+"""Compiles and starts Triton kernels without a C compiler, and without Triton's per-launch Python.
+
+Triton itself builds C stubs at run time, for the driver's functions and for each kernel's signature; a server in a
+closed network has no compiler for them. Here the kernel is compiled to machine code by Triton (its assembler comes with
+it), and started through the CUDA driver's own functions.
+
+    @kernel
+    def add(x_ptr, y_ptr, n, BLOCK: tl.constexpr): ...
+
+    add((triton.cdiv(n, 256),), x, y, n, BLOCK=256, num_warps=4)
+
+With TRITON_INTERPRET=1 the same call runs in Triton's interpreter, on CPU tensors.
+
+Kernels follow one another by programmatic dependent launch: a kernel may start while the one before it still runs, and
+its first line waits for that one's results. What the start of a kernel costs is hidden so, and what it reads of weights
+may even come before the wait:
+
+    @kernel
+    def scale(x_ptr, w_ptr, y_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+        w = tl.load(w_ptr)          # nothing on the device ever writes it
+        wait_for_previous(PDL)
+        x = tl.load(x_ptr + ...)
+
+Every program of every kernel with a PDL constant must wait, before it returns too: only so does waiting for the last
+kernel mean waiting for all before it. The launcher sets PDL where the GPU can do it (compute capability 9.0 or newer).
+
+Before compute capability 8.9 Triton knows no e4m3 numbers: kernels get them as bytes there (gemm.e4m3).
+"""
+
+import ctypes
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITCallable
+
+from engine.kernels.runtime.cache_dir import use_cache_dir
+from engine.kernels.runtime.gpu_target import FP8_CAPABILITY, INTERPRETER, PDL_CAPABILITY, Target
+
+# What stands between source and machine code, and the lines that instructions came from, are for readers: without them
+# the machine code is the same, a kernel's file a third as large, and compiling takes a tenth less. To look: =0.
+os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
+
+_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+_MAX_DYNAMIC_SHARED_SIZE = 8   # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_SHARED_LIMIT = 48 << 10
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
+_AS_BYTES = {"*fp8e4nv": "*u8", "*fp8e4nv!": "*u8!"}
+
+_POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+_SLOTS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint64 * 8)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class KernelError(RuntimeError):
+    """The CUDA driver refused a kernel."""
+
+
+class Kernel:
+    """A Triton function with its compiled variants, one for each set of types, alignments and constants."""
+
+    def __init__(self, function: Callable) -> None:
+        self.jit = triton.jit(function)
+        self.name = function.__name__
+        constant = {p.name: "constexpr" in str(p.annotation) for p in inspect.signature(function).parameters.values()}
+        self.arguments = [name for name in constant if not constant[name]]
+        self.constants = [name for name in constant if constant[name] and name != "PDL"]
+        self.pdl = "PDL" in constant
+        # Alignment matters for strides. Counts change all the time, and each variant would be compiled anew.
+        self._is_stride = ["stride" in name for name in self.arguments]
+        self._variants: dict[tuple, _Variant] = {}
+
+    def __call__(
+        self, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
+    ) -> None:
+        if _INTERPRET:
+            self.jit[grid](*args, **constants, **({"PDL": False} if self.pdl else {}))
+            return
+        types = tuple([_type_of(a, s) for a, s in zip(args, self._is_stride, strict=True)])
+        if _recorded is not None:
+            _recorded.add(Job(self, types, tuple(constants.items()), num_warps, num_stages))
+            return
+        key = (types, num_warps, num_stages, *[constants[name] for name in self.constants])
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = self._variants[key] = self._compile(types, constants, num_warps, num_stages)
+        variant.launch(grid, args)
+
+    def _compile(self, types: tuple, constants: dict[str, Any], num_warps: int, num_stages: int) -> "_Variant":
+        use_cache_dir()
+        capability = torch.cuda.get_device_capability()
+        binary = compile_for(self, types, constants, num_warps, num_stages, capability)
+        pdl = self.pdl and capability >= PDL_CAPABILITY
+        return _Variant(self.name, binary, [t for t in types if t is not None], pdl)
+
+
+class Job(NamedTuple):
+    """A variant to compile."""
+
+    kernel: Kernel
+    types: tuple[str | None, ...]
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int
+
+
+_recorded: set[Job] | None = None
+_recorded_for: Target | None = None
+
+
+@contextmanager
+def recording(target: Target | None = None) -> Iterator[set[Job]]:
+    """Kernels that are called meanwhile are not started, only noted: what a step needs, without running it.
+
+    With `target`, what it needs there: that GPU need not be here, and tensors may be a CPU's.
+    """
+    global _recorded, _recorded_for
+    assert _recorded is None, "recordings do not nest"
+    _recorded, _recorded_for = set(), target
+    try:
+        yield _recorded
+    finally:
+        _recorded = _recorded_for = None
+
+
+def target_of(device: torch.device) -> Target:
+    """The GPU that kernels on `device` are for."""
+    return _recorded_for or _target_of(device)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Shared memory that one program may have, in bytes."""
+    return target_of(device).shared_memory
+
+
+@functools.cache
+def _target_of(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    return Target((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return _INTERPRET
+
+
+def kernel(function: Callable) -> Kernel:
+    """Decorator: a Triton function that is started as `f(grid, *arguments, num_warps=, num_stages=, **constants)`."""
+    return Kernel(function)
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Let the next kernel start when it likes, and wait until the results of the previous one are visible."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def compile_for(
+    kernel: Kernel,
+    types: tuple,
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+    capability: tuple[int, int],
+) -> Any:
+    """Triton's compiled kernel (from its cache if it is there) for a card of `capability`; needs no GPU."""
+    assert len(types) == len(kernel.arguments), f"{kernel.name} takes {kernel.arguments}"
+    assert set(constants) == set(kernel.constants), f"{kernel.name} has the constants {kernel.constants}"
+    pdl = kernel.pdl and capability >= PDL_CAPABILITY
+    signature, values, attributes = {}, dict(constants), {}
+    if kernel.pdl:
+        values["PDL"] = pdl
+    by_name = dict(zip(kernel.arguments, types, strict=True))
+    for index, parameter in enumerate(kernel.jit.params):
+        kind = by_name.get(parameter.name)
+        if capability < FP8_CAPABILITY:
+            kind = _AS_BYTES.get(kind or "", kind)
+        if kind is None:
+            signature[parameter.name] = "constexpr"
+            values.setdefault(parameter.name, None)
+            continue
+        signature[parameter.name] = kind.removesuffix("!")
+        if kind.endswith("!"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source_key(kernel)
+    source = ASTSource(fn=kernel.jit, signature=signature, constexprs=values, attrs=attributes)
+    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
+    return triton.compile(source, target=target, options=options)
+
+
+def load_compiler() -> None:
+    """What Triton does before a process's first kernel: it hashes its own library, 400 MB, for the names in its cache.
+
+    Half a second, without Python's lock: best spent beside something else, or before a process forks.
+    """
+    triton_key()
+
+
+def source_key(kernel: Kernel) -> str:
+    """Changes with the source of the kernel, of the functions it calls, and with the constants they use.
+
+    The same in every process, unlike Triton's own key (3.6, DependenciesFinder._update_hash): that one holds a callee's
+    constants only if the callee's key was known before, so it depends on which kernels came first, and what one process
+    left in the cache another would not find. Here callees come first.
+    """
+    return _settled(kernel.jit)
+
+
+def _settled(function: Any) -> str:
+    for name in function.fn.__code__.co_names:
+        callee = function.fn.__globals__.get(name, getattr(tl, name, None))
+        if isinstance(callee, JITCallable) and callee is not function:
+            _settled(callee)
+    return function.cache_key
+
+
+def _type_of(value: Any, is_stride: bool) -> str | None:
+    """Triton's name of a run-time argument's type; '!' marks a multiple of 16, which allows wide loads."""
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype] + "!" if value.data_ptr() % 16 == 0 else _POINTERS[value.dtype]
+    if isinstance(value, int):
+        name = "i32" if -(2**31) <= value < 2**31 else "i64"
+        return name + "!" if is_stride and value % 16 == 0 else name
+    return None if value is None else "fp32"
+
+
+class _Variant:
+    """Loaded machine code and the memory its arguments are passed in."""
+
+    def __init__(self, name: str, binary: Any, types: list[str], pdl: bool) -> None:
+        meta = binary.metadata
+        if meta.global_scratch_size:
+            raise KernelError(f"{name}: kernels with scratch memory are not supported.")
+        driver = _driver()
+        self._binary = binary.asm["cubin"]  # the driver may read it lazily
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuModuleLoadData(ctypes.byref(module), self._binary), name)
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, meta.name.encode()), name)
+        if meta.shared > _STATIC_SHARED_LIMIT:
+            _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE, meta.shared), name)
+        self.name = name
+        self._slots = [_SLOTS.get(t.removesuffix("!"), ctypes.c_uint64)() for t in types]
+        self._is_pointer = [t.startswith("*") for t in types]
+        # Two hidden parameters come last: global and profile scratch.
+        hidden = [ctypes.c_uint64(0), ctypes.c_uint64(0)]
+        every = [*self._slots, *hidden]
+        self._keep = hidden
+        self._argv = (ctypes.c_void_p * len(every))(*[ctypes.addressof(s) for s in every])
+        self._config = _LaunchConfig(block=(ctypes.c_uint * 3)(32 * meta.num_warps, 1, 1), shared=meta.shared)
+        if pdl:
+            self._attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
+            self._attribute.value[0] = 1
+            self._config.attributes = ctypes.pointer(self._attribute)
+            self._config.count = 1
+        self._config_ref = ctypes.byref(self._config)
+        self._launch = driver.cuLaunchKernelEx
+        self._device = torch.cuda.current_device()
+
+    def launch(self, grid: tuple[int, ...], args: tuple) -> None:
+        slots = self._slots
+        at = 0
+        for value in args:
+            if value is None:
+                continue
+            slots[at].value = value.data_ptr() if self._is_pointer[at] else value
+            at += 1
+        config = self._config
+        config.grid[0] = grid[0]
+        config.grid[1] = grid[1] if len(grid) > 1 else 1
+        config.grid[2] = grid[2] if len(grid) > 2 else 1
+        config.stream = torch._C._cuda_getCurrentRawStream(self._device)
+        result = self._launch(self._config_ref, self._function, self._argv, None)
+        if result:
+            _check(result, self.name)
+
+
+_loaded: ctypes.CDLL | None = None
+
+
+def _driver() -> ctypes.CDLL:
+    global _loaded
+    if _loaded is None:
+        torch.cuda.current_stream()  # torch makes the context
+        _loaded = ctypes.CDLL("libcuda.so.1")
+        _loaded.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return _loaded
+
+
+def _check(result: int, name: str) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        raise KernelError(f"{name}: the CUDA driver says: {(text.value or b'unknown error').decode()} ({result}).")

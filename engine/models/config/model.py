@@ -1,0 +1,151 @@
+"""config.json and generation_config.json, read and checked before anything is allocated."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.config.fields import get_field, get_size
+from engine.models.config.gemma import DEFAULTS as GEMMA
+from engine.models.config.rope import read_rope
+
+_MAX_JSON_BYTES = 16 << 20
+_DTYPES = ("bfloat16", "float16", "float32")
+
+# Architectures whose layers differ from each other -> what a field means that is left out. Their own modules read
+# rope, windows and activation from `raw`; of the fields here, `rope` and `sliding_window` are empty.
+_LAYERED: dict[str, dict[str, Any]] = {**GEMMA}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size; ModelError names the file and the reason."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB; this is no model configuration.")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist.", "A model directory holds config.json, *.safetensors and "
+                         "tokenizer.json.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object.")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The fields of config.json that a decoder of the Llama kind needs; `raw` has the rest."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    dtype: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    sliding_window: int | None
+    eos_token_ids: tuple[int, ...] = ()
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "ModelConfig":
+        raw = read_json(model_dir / "config.json")
+        generation = model_dir / "generation_config.json"
+        return cls.parse(raw, read_json(generation) if generation.exists() else {})
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
+        """Raises ModelError with the field's name for anything missing, of the wrong kind, or contradictory."""
+        if "auto_map" in raw:
+            raise ModelError("config.json asks for code from the model's repository (auto_map); Atoll runs none.")
+        if raw.get("quantization_config"):
+            method = get_field(raw["quantization_config"], "quant_method", str, "an unnamed method")
+            raise ModelError(f"config.json: the weights are quantised ({method}); this version loads unquantised ones.")
+        architectures = raw.get("architectures")
+        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+            raise ModelError("config.json: 'architectures' must name the model class.")
+        layered = architectures[0] in _LAYERED
+        raw = _LAYERED.get(architectures[0], {}) | _text_fields(raw)
+        hidden, heads = get_size(raw, "hidden_size"), get_size(raw, "num_attention_heads")
+        kv_heads = get_size(raw, "num_key_value_heads", heads)
+        head_dim = get_size(raw, "head_dim", hidden // heads)
+        if heads % kv_heads:
+            raise ModelError(f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
+                             f"({kv_heads}).")
+        if head_dim % 2:
+            raise ModelError(f"config.json: head_dim ({head_dim}) must be even.")
+        if not layered and raw.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise ModelError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported (silu is).")
+        dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+        if dtype not in _DTYPES:
+            raise ModelError(f"config.json: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
+        return cls(
+            architecture=architectures[0],
+            vocab_size=get_size(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=get_size(raw, "intermediate_size", raw.get("moe_intermediate_size")),
+            num_layers=get_size(raw, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=get_size(raw, "max_position_embeddings"),
+            rms_norm_eps=get_field(raw, "rms_norm_eps", float, 1e-6),
+            rope={} if layered else read_rope(raw),
+            dtype=dtype,
+            tie_word_embeddings=get_field(raw, "tie_word_embeddings", bool, False),
+            attention_bias=get_field(raw, "attention_bias", bool, False),
+            mlp_bias=get_field(raw, "mlp_bias", bool, False),
+            sliding_window=None if layered else _window(raw),
+            eos_token_ids=_eos(raw, generation or {}),
+            raw=raw,
+        )
+
+
+def _text_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a multimodal model's language model (`text_config`) as if they stood at the top."""
+    text = raw.get("text_config")
+    if text is None:
+        return raw
+    if not isinstance(text, dict):
+        raise ModelError("config.json: text_config must be an object.")
+    whole = {name: value for name, value in raw.items() if not name.endswith("_config")}
+    decided = {name for name in ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
+               if whole.get(name) is not None}
+    return whole | {name: value for name, value in text.items() if name not in decided}
+
+
+def _window(raw: dict[str, Any]) -> int | None:
+    """The sliding window that every layer has, or None. Layers that differ in it are refused."""
+    if raw.get("sliding_window") is None or not raw.get("use_sliding_window", True):
+        return None
+    window, num_layers = get_size(raw, "sliding_window"), get_size(raw, "num_hidden_layers")
+    kinds = raw.get("layer_types")
+    if kinds is None and "max_window_layers" in raw:  # Qwen2: the layers from this one on have the window
+        full = min(get_field(raw, "max_window_layers", int), num_layers)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
+    if not isinstance(kinds, list) or not kinds:
+        return window
+    if any(kind != kinds[0] for kind in kinds) or kinds[0] not in ("full_attention", "sliding_attention"):
+        raise ModelError("config.json: layers with and without a sliding window in one model (use_sliding_window, "
+                         "max_window_layers, layer_types) are not supported.")
+    return window if kinds[0] == "sliding_attention" else None
+
+
+def _eos(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    """End tokens of both files: generation_config.json often knows more of them than config.json."""
+    ids: list[int] = []
+    for source in (generation.get("eos_token_id"), raw.get("eos_token_id")):
+        ids += source if isinstance(source, list) else [] if source is None else [source]
+    if any(not isinstance(i, int) or i < 0 for i in ids):
+        raise ModelError("config.json: eos_token_id must be a token id or a list of them.")
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,236 @@
+"""Weights into a model, one module at a time: memory, values, then the module's final form, and on to the next.
+
+A model is built without memory (its parameters are on the `meta` device). Only the module that is being filled holds
+weights in two forms, so a model that is quantised while it loads needs its quantised size and a little.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from engine.errors import ModelError
+from engine.layers.embed import Embedding
+from engine.layers.linear import Linear
+from engine.layers.moe import ExpertLinear
+from engine.layers.weight_memory import for_good, weight_pool
+from engine.models.base import CausalLM, Weights
+from engine.models.loading.checkpoint import TensorInfo, check_checkpoint
+from engine.models.loading.reader import Reader, read_into
+
+log = logging.getLogger(__name__)
+Progress = Callable[[str, int, int], None]
+_CPU = torch.device("cpu")
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_RANDOM_BLOCK = (8 << 20) + 1  # numbers; no multiple of a row, so that rows differ
+
+
+def quantize(model: CausalLM, method: str) -> None:
+    """Before loading: have the products of the decoder layers quantised (`method`: "fp8"). The output head is not."""
+    for module in model.modules():
+        if isinstance(module, Linear | ExpertLinear) and module.quantizable:
+            module.quantization = method
+
+
+def compute_in(model: CausalLM, dtype: torch.dtype) -> None:
+    """Before loading, on a CPU: have activations and products in `dtype`. Weights are still rounded to the model's."""
+    model.compute_dtype = dtype
+    for module in model.modules():
+        if isinstance(module, Linear | ExpertLinear | Embedding):
+            module.compute_dtype = dtype
+
+
+def load_weights(
+    model: CausalLM, model_dir: Path, progress: Progress | None = None, device: torch.device = _CPU
+) -> None:
+    """Fill `model` on `device`. Raises ModelError naming the first tensor that is missing, unexpected or misshapen."""
+    tensors = check_checkpoint(model_dir)
+    model.adapt(tensors)
+    _check_names(model, model_dir, tensors)
+    order, in_place = _order(model), _in_place(model)
+    total, done = sum(tensors[name].num_bytes for name in order), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress("loading weights", done, total)
+
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            copy = _read_files(stack, tensors, [name for name in order if name not in in_place], device)
+        else:
+            copy = _map_files(stack, tensors)
+
+        def fill(name: str, target: torch.Tensor) -> None:
+            if name in in_place:
+                read_into(tensors[name], target, advance)
+            else:
+                copy(name, target)
+                advance(tensors[name].num_bytes)
+
+        _materialize(model, device, fill)
+
+
+def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -> None:
+    """Random weights in the real shapes (load_format="dummy"): benchmarks and sizing without a checkpoint."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    in_place = _in_place(model)
+
+    def fill(name: str, target: torch.Tensor) -> None:
+        if name.endswith(("norm.weight", "layer_scalar")):
+            target.fill_(1)
+        elif name in in_place:
+            _fill_with_copies(target, seed)
+        else:
+            target.normal_(0, 0.02, generator=generator)
+
+    _materialize(model, device, fill)
+
+
+def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo]) -> None:
+    wanted = model.weights()
+    skipped: dict[str, list[str]] = {}
+    for name in tensors:
+        if name not in wanted and model.ignores(name):
+            skipped.setdefault(".".join(name.split(".")[:2]), []).append(name)
+    for part, names in sorted(skipped.items()):
+        log.info("Not loaded, as the model has no use for it: %s%s of %s.", names[0], _and_more(names), part)
+    if missing := [name for name in wanted if name not in tensors]:
+        raise ModelError(f"The checkpoint {model_dir} lacks tensor {missing[0]}{_and_more(missing)}.")
+    if unexpected := [name for name in tensors if name not in wanted and not model.ignores(name)]:
+        raise ModelError(f"The checkpoint {model_dir} holds tensor {unexpected[0]}{_and_more(unexpected)}, which this "
+                         "architecture does not have.")
+    for name, target in wanted.items():
+        if tensors[name].shape != tuple(target.shape):
+            raise ModelError(f"Tensor {name} has shape {list(tensors[name].shape)} in the checkpoint; config.json "
+                             f"implies {list(target.shape)}.")
+        if tensors[name].dtype not in _PLAIN:  # it stands for numbers only together with a scale
+            raise ModelError(f"Tensor {name} is {tensors[name].dtype} in the checkpoint, and no scale is beside it.",
+                             "Use the checkpoint in bfloat16: --quantization fp8 quantises it while it loads.")
+
+
+def _read_files(
+    stack: ExitStack, tensors: dict[str, TensorInfo], order: list[str], device: torch.device
+) -> Callable[[str, torch.Tensor], None]:
+    reader = stack.enter_context(Reader([tensors[name] for name in order], device))
+    return lambda _name, target: reader.copy_to(target)
+
+
+def _map_files(stack: ExitStack, tensors: dict[str, TensorInfo]) -> Callable[[str, torch.Tensor], None]:
+    files = {s: stack.enter_context(safe_open(s, framework="pt")) for s in {t.shard for t in tensors.values()}}
+    return lambda name, target: target.copy_(files[tensors[name].shard].get_tensor(name))  # type: ignore[func-returns-value]
+
+
+def _in_place(model: CausalLM) -> set[str]:
+    """Names of what has memory before it is loaded: tables that stay on the host (Embedding.keep_on_host)."""
+    return {name for name, target in model.weights().items() if not target.is_meta}
+
+
+def _fill_with_copies(target: torch.Tensor, seed: int) -> None:
+    """One block of random numbers after the other, all equal: so many of a table's on a CPU would take a minute."""
+    flat = target.view(-1)
+    block = torch.empty(min(_RANDOM_BLOCK, flat.numel()), dtype=target.dtype)
+    block.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+    whole = flat.numel() // block.numel() * block.numel()
+    flat[:whole].view(-1, block.numel()).copy_(block)
+    flat[whole:].copy_(block[: flat.numel() - whole])
+
+
+def _materialize(model: CausalLM, device: torch.device, fill: Callable[[str, torch.Tensor], None]) -> None:
+    """Give every parameter memory on `device` and let `fill(checkpoint name, target)` set its parts, module by module.
+
+    A parameter that has memory already is filled where it is; one that two modules share stays shared. Buffers (tables
+    that constructors compute) move to the device.
+    """
+    parts = _parts(model.weights())
+    with weight_pool(device) as model.weight_pool:
+        _materialize_all(model, device, fill, parts)
+
+
+def _materialize_all(
+    model: CausalLM,
+    device: torch.device,
+    fill: Callable[[str, torch.Tensor], None],
+    parts: dict[int, list[tuple[str, torch.Tensor]]],
+) -> None:
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    shared: dict[int, nn.Parameter] = {}
+    for module in _children_first(model):
+        stays = getattr(module, "quantization", None) is None
+        for key, empty in module._parameters.items():
+            if empty is None:
+                continue
+            parameter = shared.get(id(empty))
+            if parameter is None:
+                memory = _memory(empty, device, stays=stays) if empty.is_meta else empty
+                parameter = nn.Parameter(memory, requires_grad=False)
+                for name, part in parts[id(empty)]:
+                    fill(name, parameter.as_strided(part.shape, part.stride(), part.storage_offset()))
+                if uses[id(empty)] > 1:
+                    shared[id(empty)] = parameter
+            setattr(module, key, parameter)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                setattr(module, key, buffer.to(device))
+        _finalize(module)
+        if model.compute_dtype is not None:
+            _widen(module, model.compute_dtype)
+
+
+def _widen(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters that take part in computation: not tables, and not what a product has packed."""
+    if isinstance(module, Embedding) or (isinstance(module, Linear | ExpertLinear) and module.packed_bytes):
+        return
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.dtype != dtype:
+            setattr(module, key, nn.Parameter(parameter.to(dtype), requires_grad=False))
+
+
+def _memory(empty: torch.Tensor, device: torch.device, *, stays: bool) -> torch.Tensor:
+    """Not `empty_like`: of a meta tensor that imports a symbolic algebra library, a second or more of every start."""
+    with for_good() if stays else nullcontext():
+        return torch.empty_strided(empty.shape, empty.stride(), dtype=empty.dtype, device=device)
+
+
+def _order(model: CausalLM) -> list[str]:
+    """Checkpoint names in the order in which `_materialize` fills them."""
+    parts, seen = _parts(model.weights()), {}
+    for module in _children_first(model):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                seen.setdefault(id(parameter), [name for name, _ in parts[id(parameter)]])
+    return [name for names in seen.values() for name in names]
+
+
+def _parts(weights: Weights) -> dict[int, list[tuple[str, torch.Tensor]]]:
+    """id of a parameter -> the checkpoint tensors it is made of. The views keep the parameter (and its id) alive."""
+    parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, view in weights.items():
+        parts.setdefault(id(view if view._base is None else view._base), []).append((name, view))
+    return parts
+
+
+def _children_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _children_first(child, seen)
+    yield module
+
+
+def _finalize(module: nn.Module) -> None:
+    settle = getattr(module, "finalize", None)
+    if settle is not None:
+        settle()
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

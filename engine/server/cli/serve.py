@@ -1,0 +1,112 @@
+"""`atoll serve`: check everything, start the engine process, and be its gateway and supervisor.
+
+Exit status: 0 stopped, 2 a flag cannot be honoured, 11 the model's files are damaged, 40 the engine does not stay up,
+130 interrupted twice, 1 a defect.
+"""
+
+import logging
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+from typing import NoReturn
+
+from engine.errors import ConfigError, ModelError, complain
+from engine.server.cli.args import ServeOptions, parse_serve
+from engine.server.http.auth import KeyFile
+from engine.server.http.exposure import check_exposure, is_loopback
+from engine.server.http.listening import BACKLOG, bind_tcp, check_tls
+from engine.server.ipc import framing
+from engine.server.process import logs
+
+log = logging.getLogger("atoll.serve")
+
+EXIT_CONFIG = 2
+EXIT_MODEL = 11
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `atoll serve`; returns the exit status."""
+    started = time.monotonic()
+    try:
+        options = parse_serve(argv)
+        logs.setup(options.log_format, options.log_level)
+        for note in options.notes:
+            log.warning("%s", note)
+        check_exposure(options.host, options.uds, options.ssl_certfile is not None, options.allow_plain_http)
+        _check_model(options)
+        check_tls(options.ssl_certfile, options.ssl_keyfile)
+        if options.api_key_file is not None:
+            KeyFile(options.api_key_file)  # raises for a file that cannot be used
+        listener = _bind(options)
+    except ConfigError as error:
+        complain("atoll serve", error)
+        return EXIT_CONFIG
+    except ModelError as error:
+        complain("atoll serve", error)
+        return EXIT_MODEL
+    _warn_if_open(options)
+
+    from engine.server.process.supervisor import EngineChild, runtime_directory
+
+    signal.signal(signal.SIGTERM, _leave)  # until the event loop takes the signals over
+    with runtime_directory() as directory:
+        engine = EngineChild(options, directory / "engine.sock")
+        try:
+            engine.spawn()  # it imports and loads while we import and bind
+            from engine.server.gateway.http_server import run_http
+
+            return run_http(options, listener, engine, base_url(options), started)
+        except KeyboardInterrupt:  # before the event loop handles signals
+            return EXIT_INTERRUPTED
+        finally:
+            engine.kill()
+            listener.close()
+            if options.uds is not None:
+                options.uds.unlink(missing_ok=True)
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _check_model(options: ServeOptions) -> None:
+    """Name what is missing or damaged before anything starts. Raises ModelError."""
+    from engine.models.config.model import ModelConfig
+    from engine.models.loading.checkpoint import check_checkpoint
+
+    if options.engine.load_format == "dummy" and options.engine.model.is_dir():
+        ModelConfig.load(options.engine.model)
+    else:
+        check_checkpoint(options.engine.model)
+
+
+def _bind(options: ServeOptions) -> socket.socket:
+    """The listening socket, bound before the engine starts: a taken port is known at once. Raises ConfigError."""
+    if options.uds is not None:
+        return framing.listen(options.uds, shared_with_group=True, backlog=BACKLOG)
+    listener = bind_tcp(options.host, options.port)
+    options.port = listener.getsockname()[1]  # --port 0 took a free one
+    return listener
+
+
+def _warn_if_open(options: ServeOptions) -> None:
+    if options.api_key_file is None and options.uds is None and not is_loopback(options.host):
+        log.warning("ANYONE WHO REACHES %s:%d CAN USE THIS SERVICE: it has no API keys (--api-key-file)",
+                    options.host, options.port)
+
+
+def base_url(options: ServeOptions) -> str:
+    """What a client on this machine puts into `base_url`, without the closing /v1."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)  # noqa: S104
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return f"{'https' if options.ssl_certfile else 'http'}://{host}:{options.port}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

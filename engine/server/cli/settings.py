@@ -1,0 +1,73 @@
+"""The settings file of a server, as its services read it::
+
+    [gateway]                 # flags of `atoll gateway`
+    [gateway.limits]          # bounds of the endpoint: engine.server.cli.limit_settings
+    [engine]                  # flags of every engine
+    [models.chat]             # the engine atoll-engine@chat; what stands here wins over [engine]
+    model = "/var/lib/atoll/models/…/model"
+
+Each key is a long flag without its dashes, so that one set of rules reads the line and the file.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.server.cli.flag_parser import LIMITS, read_toml, table_argv
+
+_INSTANCE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+# "0", "GPU-5d1c…", "MIG-…": what CUDA_VISIBLE_DEVICES takes, one at a time
+_GPU = re.compile(r"\d{1,3}|(GPU|MIG)-[0-9a-fA-F/-]{4,64}")
+
+
+def model_names(path: Path) -> list[str]:
+    """The models of the file, in its order. Raises ConfigError."""
+    models = _table(read_toml(path), "models", path)
+    for name, table in models.items():
+        if not _INSTANCE.fullmatch(name) or not isinstance(table, dict):
+            raise ConfigError(f"{path}: [models.{name[:80]}] is no model's table.", "--config",
+                              "Names have 1 to 63 of a-z 0-9 . _ -, beginning with a letter or a digit.")
+    return list(models)
+
+
+def engine_argv_of(name: str, path: Path) -> list[str]:
+    """The flags of one model's engine. Raises ConfigError."""
+    if name not in model_names(path):
+        raise ConfigError(f"{path} has no [models.{name[:80]}].", "--model",
+                          f"It has: {', '.join(model_names(path)) or 'none'}.")
+    content = read_toml(path)
+    merged = {"served-model-name": name, **_keys(_table(content, "engine", path)), **_keys(content["models"][name])}
+    if not merged.get("model"):
+        raise ConfigError(f"{path}: [models.{name}] does not say its model, the directory of the weights.", "--model")
+    return table_argv(merged, f"{path}, [models.{name}]")
+
+
+def gateway_argv_of(path: Path) -> list[str]:
+    """The flags of the gateway; none if the file says nothing of it. Raises ConfigError."""
+    table = _table(read_toml(path), "gateway", path)
+    return table_argv({key: value for key, value in table.items() if key != LIMITS}, f"{path}, [gateway]")
+
+
+def check_gpus(gpus: list[str]) -> str:
+    """The value of CUDA_VISIBLE_DEVICES for indices or UUIDs, as they were given. Raises ConfigError."""
+    wanted = [part for gpu in gpus for part in gpu.split(",")]
+    for gpu in wanted:
+        if not _GPU.fullmatch(gpu):
+            raise ConfigError(f"--gpus {gpu[:80]!r} is neither an index nor a UUID of a GPU.", "--gpus",
+                              "nvidia-smi -L lists both.")
+    if len(set(wanted)) < len(wanted):
+        raise ConfigError("--gpus names a GPU twice.", "--gpus")
+    return ",".join(wanted)
+
+
+def _table(content: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
+    table = content.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {name} must be a table, [{name}].", "--config")
+    return table
+
+
+def _keys(table: dict[str, Any]) -> dict[str, Any]:
+    """With one spelling, so that a model's max_model_len wins over the engine's max-model-len."""
+    return {key.replace("_", "-"): value for key, value in table.items()}

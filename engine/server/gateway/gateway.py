@@ -1,0 +1,211 @@
+"""`atoll gateway`: one HTTP endpoint in front of the engines of a server, each of which starts and fails by itself.
+
+A request goes to the engine that its `model` names. An engine that restarts is a 503 with Retry-After for its own model
+only; the gateway finds the new process on the same socket path. Exit status: 0 stopped, 2 a setting cannot be honoured,
+11 no model's files can be read, 1 a defect.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from engine.errors import AtollError, ConfigError, ModelError, complain
+from engine.server.cli.args import model_config
+from engine.server.cli.gateway_args import GatewayOptions, parse_gateway
+from engine.server.cli.settings import model_names
+from engine.server.http import credentials
+from engine.server.http.listening import bind_tcp, check_tls, inherited_sockets, is_local, url_of
+from engine.server.ipc.client import EngineClient
+from engine.server.ipc.framing import PeerPolicy
+from engine.server.openai.serving import ServedModel
+from engine.server.process import logs
+from engine.server.process.exit import leave
+from engine.server.process.notify import Notifier
+
+log = logging.getLogger("atoll.gateway")
+
+EXIT_CONFIG = 2
+EXIT_MODEL = 11
+EXIT_INTERRUPTED = 130
+_STATES = {"connecting": "not running", "dead": "down", "stalled": "does not answer"}  # of a client, in plain words
+STATUS_SECONDS = 1.0  # between two looks at the engines; also how often the watchdog is fed
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `atoll gateway`; returns the exit status."""
+    try:
+        options = parse_gateway(argv)
+        if options.publish is not None and options.to is not None:
+            credentials.publish(options.publish, options.to, options.user)
+            return 0
+        logs.setup(options.log_format, options.log_level)
+        check_tls(*_tls(options))
+        if options.check:
+            return _check(options)
+        keys = _keys(options)
+        sockets = inherited_sockets() or [bind_tcp(options.host, options.port)]
+        _refuse_exposure(options, sockets)
+        models, broken = load_models(options)
+    except ConfigError as error:
+        complain("atoll gateway", error)
+        return EXIT_CONFIG
+    except ModelError as error:
+        complain("atoll gateway", error)
+        return EXIT_MODEL
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(_serve(options, sockets, keys, models, broken))
+    return leave(status)
+
+
+def _check(options: GatewayOptions) -> int:
+    """Load what serving needs, without a socket; 0 if every model can be served."""
+    from engine.server.http import metrics  # noqa: F401
+
+    _, broken = load_models(options)
+    return EXIT_MODEL if broken else 0
+
+
+def load_models(options: GatewayOptions) -> tuple[dict[str, ServedModel], dict[str, str]]:
+    """(every served name and its model, instances that cannot be served and why). One bad model spares the others.
+
+    Raises ConfigError if no model is configured, and the first model's error if none can be served.
+    """
+    policy = PeerPolicy.parse([], options.allow_group)
+    models: dict[str, ServedModel] = {}
+    broken: dict[str, str] = {}
+    errors: list[AtollError] = []
+    for instance in model_names(options.config):
+        try:
+            config = model_config(instance, options.config)
+            taken = [name for name in config.served_model_name if name in models]
+            if taken:
+                raise ConfigError(f"[models.{instance}] uses the name {taken[0]!r} of another model.",
+                                  "--served-model-name")
+            client = EngineClient(options.engines / instance / "engine.sock", policy=policy)
+            model = ServedModel.load(config.model_name, config.model, client)
+        except (ConfigError, ModelError) as error:
+            log.error("%s is not served: %s", instance, error)
+            broken[instance] = error.message
+            errors.append(error)
+        else:
+            models.update(dict.fromkeys(config.served_model_name, model))
+    if errors and not models:
+        raise errors[0]
+    if not models:
+        raise ConfigError(f"{options.config} names no model: it has no [models.NAME].", "--config")
+    return models, broken
+
+
+def _keys(options: GatewayOptions) -> credentials.GatewayKeys | None:
+    if options.api_key_file is None:
+        return None
+    published = options.credentials / credentials.KEYS if options.credentials else None
+    return credentials.GatewayKeys(options.api_key_file, published)
+
+
+def _tls(options: GatewayOptions) -> tuple[Path | None, Path | None]:
+    """(certificate, key) as they are to be read now; one file may hold both."""
+    if options.ssl_certfile is None or options.ssl_keyfile is None:
+        return None, None
+    published = options.credentials / credentials.TLS_KEY if options.credentials else None
+    key = credentials.newest(options.ssl_keyfile, published)
+    return key if options.ssl_certfile == options.ssl_keyfile else options.ssl_certfile, key
+
+
+def _refuse_exposure(options: GatewayOptions, sockets: list[socket.socket]) -> None:
+    """Raises ConfigError for a socket that other machines reach without TLS or without keys."""
+    missing = [flag for flag, given in (("--ssl-certfile and --ssl-keyfile", options.ssl_certfile),
+                                        ("--api-key-file", options.api_key_file)) if given is None]
+    for sock in sockets:
+        if missing and not is_local(sock):
+            raise ConfigError(
+                f"{url_of(sock, tls=False).partition('://')[2]} can be reached by other machines, which takes TLS and "
+                f"API keys: {' and '.join(missing)} missing.", "--host", "Listen on 127.0.0.1, or give both.")
+
+
+async def _serve(options: GatewayOptions, sockets: list[socket.socket], keys: credentials.GatewayKeys | None,
+                 models: dict[str, ServedModel], broken: dict[str, str]) -> int:
+    from engine.server.gateway.app import create_app
+    from engine.server.gateway.http_server import make_server
+    from engine.server.http.metrics import Metrics
+
+    limits = options.limits
+    certificate, key = _tls(options)
+    app = create_app(models, auth=keys, limits=limits, allowed_origins=options.allowed_origins, broken=broken,
+                     metrics=Metrics({name: model.client for name, model in models.items()}))
+    server = make_server(
+        app, limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
+        ssl_certfile=certificate, ssl_keyfile=key)
+    notifier = Notifier()
+    loop, interrupts = asyncio.get_running_loop(), 0
+
+    def on_stop(name: str) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        server.should_exit = True
+        server.force_exit = interrupts > 1
+        notifier.stopping("finishing running requests")
+        log.info("%s: finishing running requests, at most %.0f s", name, options.shutdown_timeout)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_stop, number.name)
+    loop.add_signal_handler(signal.SIGHUP, lambda: _reload(options, server.config.ssl, keys))
+
+    narrator = asyncio.create_task(_narrate(server, notifier, options, sockets, models, broken))
+    try:
+        await server.serve(sockets=sockets)
+    finally:
+        narrator.cancel()
+    if not server.started and not interrupts:
+        log.error("the gateway did not start")
+        return 1
+    log.info("stopped")
+    return EXIT_INTERRUPTED if interrupts > 1 else 0
+
+
+def _reload(options: GatewayOptions, context: ssl.SSLContext | None, keys: credentials.GatewayKeys | None) -> None:
+    """SIGHUP: certificate and keys anew, for new connections. What cannot be used leaves the present one in force."""
+    try:
+        certificate, key = _tls(options)
+        check_tls(certificate, key)  # in a context of its own: half a pair must not get into the live one
+        if context is not None and certificate is not None:
+            context.load_cert_chain(certificate, key, password=lambda: "")
+    except (ConfigError, OSError) as error:
+        log.error("reload: the certificate in use stays: %s", error)
+    if keys is not None:
+        keys.check("")  # reads the file if it changed
+    log.info("reloaded certificate and keys")
+
+
+def _summary(models: dict[str, ServedModel], broken: dict[str, str]) -> str:
+    """One line for `systemctl status`: each model once."""
+    words = []
+    for model in {id(model): model for model in models.values()}.values():
+        client = model.client
+        state = client.state if client.state != "ready" or client.healthy() else "stalled"
+        words.append(f"{model.name} {client.progress or _STATES.get(state, state)}")
+    return "; ".join([*words, *(f"{name} not served" for name in broken)])
+
+
+async def _narrate(server: uvicorn.Server, notifier: Notifier, options: GatewayOptions,
+                   sockets: list[socket.socket], models: dict[str, ServedModel], broken: dict[str, str]) -> None:
+    """Ready when the port answers: each engine's health is its own. Then feed the watchdog: this loop turns."""
+    while not server.started:
+        await asyncio.sleep(0.02)
+    urls = [f"{url_of(sock, tls=options.ssl_certfile is not None)}/v1" for sock in sockets]
+    said = _summary(models, broken)
+    notifier.ready(said)
+    log.info("ready", extra={"fields": {"urls": urls, "models": list(models)}})
+    while True:
+        notifier.watchdog()
+        await asyncio.sleep(STATUS_SECONDS)
+        if (now := _summary(models, broken)) != said:
+            said = now
+            notifier.status(said)
+            log.info("engines: %s", said)

@@ -1,0 +1,50 @@
+"""One log line for each HTTP exchange: who, what, status, how long. No query strings, headers, prompts or keys."""
+
+import logging
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.server.http.errors import shortened
+
+log = logging.getLogger("atoll.access")
+
+QUIET_PATHS = frozenset({"/health", "/livez", "/metrics", "/version"})  # probes: worth a line only when debugging
+
+
+class AccessLog:
+    """Pure ASGI, outermost: it also sees what the other layers refuse, and streams to their last byte."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status, complete = time.monotonic(), 0, False
+
+        async def watched(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body":
+                complete = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            caller = scope.get("caller")
+            fields = {
+                "status": status,
+                "ms": round((time.monotonic() - started) * 1000),
+                "client": (scope.get("client") or ("unix",))[0],
+                "request_id": caller.request_id if caller else "",
+            }
+            if caller and caller.key_id:
+                fields["key"] = caller.key_id
+            if not complete:
+                fields["incomplete"] = True  # the client left, or the answer broke off
+            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+            log.log(level, "%s %s", scope["method"], shortened(scope["path"]), extra={"fields": fields})

@@ -1,0 +1,94 @@
+"""Reading a request body: bounded in size and time, JSON only, straight into a typed request."""
+
+import asyncio
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from engine.server.http.errors import ApiError, from_validation, invalid, shortened
+from engine.server.http.limits import Limits
+from engine.server.openai.refused_fields import check_fields
+
+T = TypeVar("T")
+_SURROGATE = re.compile(  # an escaped half without its other half
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+
+
+async def read_request(request: Request, kind: type[T], limits: Limits) -> T:
+    """The body as `kind`. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
+    _check_content_type(request)
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            body = await _read(request, limits)
+    except TimeoutError:
+        raise ApiError(
+            408, f"The request body did not arrive within {limits.body_seconds:g} seconds.", code="request_timeout",
+            headers={"Connection": "close"},
+        ) from None
+    return parse(body, kind, refuse_unknown=limits.refuse_unknown_fields)
+
+
+def parse(body: bytes | bytearray, kind: type[T], *, refuse_unknown: bool = True) -> T:
+    """JSON text as `kind`. Raises ApiError 400."""
+    try:
+        raw = msgspec.json.decode(body)
+    except msgspec.ValidationError:  # of untyped JSON only this
+        raise invalid("A number in the request body is out of range.") from None
+    except msgspec.DecodeError as error:
+        if not body.strip():
+            raise invalid("The request body is empty; send a JSON object.") from None
+        if _SURROGATE.search(body):
+            raise invalid("The request body is not valid Unicode: it holds half of a surrogate pair.") from None
+        raise invalid(f"The request body is not valid JSON: {shortened(str(error))}.") from None
+    except UnicodeDecodeError as error:
+        raise invalid(f"The request body is not valid UTF-8 (byte {error.start}).") from None
+    except RecursionError:
+        raise invalid("The request body is nested too deeply.") from None
+    if not isinstance(raw, dict):
+        raise invalid("The request body must be a JSON object.")
+    check_fields(raw, kind, refuse_unknown=refuse_unknown)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _check_content_type(request: Request) -> None:
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise ApiError(415, "Send JSON: set the header Content-Type: application/json.", code="unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise ApiError(415, "Send the body uncompressed: Content-Encoding is not supported.",
+                       code="unsupported_media_type")
+
+
+async def _read(request: Request, limits: Limits) -> bytearray:
+    """Never holds more than the bound: what exceeds it is dropped as it comes, so that the sender reads our answer."""
+    too_large = ApiError(
+        413, f"The request body is larger than {limits.max_body_bytes} bytes.", code="request_too_large",
+        headers={"Connection": "close"},
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limits.max_discarded_bytes:
+        raise too_large
+    body = bytearray()
+    size, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(chunk)
+        if size > limits.max_body_bytes:
+            body.clear()
+            if size > limits.max_discarded_bytes:
+                raise too_large
+        else:
+            body += chunk
+    if size > limits.max_body_bytes:
+        raise too_large
+    return body

@@ -1,0 +1,232 @@
+"""Accepting connections, and the books about them: how many there are, in all and per address, and who makes room.
+
+    accept ──► room? ──► TLS handshake ──► headers ──► request ──► idle ──► headers …
+               │         └───────── may be closed ──┘  protected   └ may be closed
+
+At its bounds the server closes the connection that has waited longest without a request (those that showed a key come
+last) and takes the new one. So a crowd of silent connections displaces itself, and a client that asks for something is
+served. Only when every connection is at work is a new one refused: with a 503 while few are being refused, without a
+word beyond that.
+
+We accept by ourselves because asyncio's servers tell a protocol nothing before TLS is agreed: neither who is there, nor
+that somebody was there and left.
+"""
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import resource
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from engine.server.http.limits import Limits
+
+log = logging.getLogger("atoll.server")
+
+RESERVED_DESCRIPTORS = 256  # for everything but clients: engines' sockets, files, refusals under way
+MAX_REFUSALS = 64           # connections that are told at once why they are refused
+REFUSAL_SECONDS = 2.0       # for the TLS handshake of one that is only told that
+_ACCEPTS_A_TURN = 64        # then other work of the event loop gets its turn
+_NO_DESCRIPTORS_SECONDS = 0.5
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Connection:
+    """One accepted connection. `close` ends it at once, whatever it is doing."""
+
+    __slots__ = ("address", "close", "refused")
+
+    def __init__(self, address: str | None, *, refused: bool = False) -> None:
+        self.address = address  # None: a Unix socket
+        self.refused = refused
+        self.close: Callable[[], object] = lambda: None
+
+
+class Connections:
+    """The open connections of one server."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._most = limits.max_connections
+        self._open: set[Connection] = set()
+        self._per_address: Counter[str] = Counter()
+        self._strangers: dict[Connection, None] = {}  # without a request, longest first: no key was shown yet
+        self._idle: dict[Connection, None] = {}       # the same of those whose last request had a valid key
+        self._refusals = 0
+        # Those whose request is on its way: accepted, or headers begun. A server that ends and drops one of these loses
+        # a request that no other server can see.
+        self.arriving: set[Any] = set()
+        self.ended = False  # nobody is heard out any more
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def fit_descriptors(self) -> None:
+        """Allow this process as many descriptors as it may have, and take no more connections than leave a reserve."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+                soft = hard
+            except (OSError, ValueError) as error:
+                log.warning("the limit of open files stays at %d: %s", soft, error)
+        if soft == resource.RLIM_INFINITY:
+            return
+        room = max(1, soft - RESERVED_DESCRIPTORS)
+        if room < self._most:
+            log.warning("at most %d connections instead of %d: this process may open %d files", room, self._most, soft)
+            self._most = room
+
+    def admit(self, address: str | None) -> Connection | None:
+        """Take a new connection, if need be instead of one that waits. The result may be `refused`: to be told so and
+        closed. None: close it without a word."""
+        room = len(self._open) < self._most or self._displace(None)
+        most = self._limits.max_connections_per_address
+        if room and address is not None and most and self._per_address[address] >= most:
+            room = self._displace(address)
+        if not room:
+            if self._refusals >= MAX_REFUSALS:
+                return None
+            self._refusals += 1
+            return Connection(address, refused=True)
+        connection = Connection(address)
+        self._open.add(connection)
+        self._strangers[connection] = None
+        if address is not None:
+            self._per_address[address] += 1
+        return connection
+
+    def working(self, connection: Connection) -> None:
+        """Its request has arrived: it is not closed to make room."""
+        self._strangers.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def waits(self, connection: Connection, *, known: bool) -> None:
+        """It has been answered, and its next request has not come. `known`: the last one had a valid key."""
+        if connection in self._open:
+            (self._idle if known else self._strangers)[connection] = None
+
+    def gone(self, connection: Connection) -> None:
+        """It is closed. Once is enough, twice does no harm."""
+        if connection.refused:
+            connection.refused = False
+            self._refusals -= 1
+        if connection not in self._open:
+            return
+        self._open.discard(connection)
+        self.working(connection)
+        if connection.address is not None:
+            self._per_address[connection.address] -= 1
+            if not self._per_address[connection.address]:
+                del self._per_address[connection.address]
+
+    def _displace(self, address: str | None) -> bool:
+        """Close the connection (of that address) that has waited longest; whether there was one."""
+        waiting = chain(self._strangers, self._idle)
+        longest = next((c for c in waiting if address is None or c.address == address), None)
+        if longest is None:
+            return False
+        self.gone(longest)
+        longest.close()
+        return True
+
+
+class Acceptor:
+    """Accepts from one listening socket. Has the methods of `asyncio.Server` that uvicorn calls."""
+
+    def __init__(self, listener: socket.socket, connections: Connections, limits: Limits,
+                 make_protocol: Callable[[], Any], context: ssl.SSLContext | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener, self._connections, self._limits = listener, connections, limits
+        self._make_protocol, self._context = make_protocol, context
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._resume: asyncio.TimerHandle | None = None
+        listener.setblocking(False)
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    @property
+    def handshaking(self) -> bool:
+        """Whether somebody is between being accepted and having agreed on TLS."""
+        return bool(self._handshakes)
+
+    def close(self) -> None:
+        """Leave the port. Who has been accepted stays."""
+        if self._resume is not None:
+            self._resume.cancel()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+
+    async def wait_closed(self) -> None:
+        """Drop whom the handshake still keeps."""
+        for task in self._handshakes:
+            task.cancel()
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_A_TURN):
+            try:
+                peer, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._pause(error)
+                    return
+                continue  # it left while it waited to be accepted
+            peer.setblocking(False)
+            connection = self._connections.admit(address_group(peer.family, address))
+            if connection is None:
+                peer.close()
+                continue
+            task = self._loop.create_task(self._begin(peer, connection))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _begin(self, peer: socket.socket, connection: Connection) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connection.close = task.cancel
+
+        def protocol() -> Any:
+            made = self._make_protocol()
+            made.connection = connection
+            return made
+
+        seconds = REFUSAL_SECONDS if connection.refused else self._limits.handshake_seconds
+        tls = self._context is not None
+        try:
+            await self._loop.connect_accepted_socket(
+                protocol, peer, ssl=self._context, ssl_handshake_timeout=seconds if tls else None,
+                ssl_shutdown_timeout=self._limits.linger_seconds if tls else None,
+            )
+        except BaseException as error:
+            self._connections.gone(connection)
+            peer.close()
+            if not isinstance(error, OSError | asyncio.CancelledError):  # ssl.SSLError and timeouts are OSErrors
+                raise
+
+    def _pause(self, error: OSError) -> None:
+        """The machine has no descriptors left: who waits in the kernel's queue waits there a moment longer."""
+        log.error("cannot accept connections for a moment: %s", error.strerror)
+        self._loop.remove_reader(self._listener.fileno())
+        self._resume = self._loop.call_later(
+            _NO_DESCRIPTORS_SECONDS, lambda: self._loop.add_reader(self._listener.fileno(), self._accept)
+        )
+
+
+def address_group(family: int, address: Any) -> str | None:
+    """What counts as one address: an IPv4 address, or the /64 that one IPv6 host commands. None for a Unix socket."""
+    if family == socket.AF_INET:
+        return address[0]
+    if family != socket.AF_INET6:
+        return None
+    parsed = ipaddress.IPv6Address(address[0].partition("%")[0])
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((parsed, 64), strict=False))

@@ -1,0 +1,95 @@
+"""Errors as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}`` with a fitting status."""
+
+import re
+
+import msgspec
+from starlette.responses import Response
+
+from engine.errors import AtollError, EngineDeadError, InvalidRequestError
+from engine.server.http.limits import MAX_ECHO_CHARACTERS
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An error reply. `param` is the dotted path of the field, `code` a word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+        self.detail = ErrorDetail(shortened(message, 4 * MAX_ECHO_CHARACTERS), type, param and shortened(param), code)
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorReply(self.detail))
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
+
+
+def shortened(text: str, limit: int = MAX_ECHO_CHARACTERS) -> str:
+    """At most `limit` characters, without control characters (they could forge lines of a log or a terminal)."""
+    text = "".join(c if c.isprintable() else " " for c in text[: limit + 1])
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def overloaded(message: str, retry_after: int, *, status: int = 503, code: str = "overloaded") -> ApiError:
+    kind = "rate_limit_error" if status == 429 else "server_error"
+    return ApiError(status, message, type=kind, code=code, headers={"Retry-After": str(retry_after)})
+
+
+def internal(message: str = "The server met an internal error; its log has the details.") -> ApiError:
+    return ApiError(500, message, type="server_error", code="internal_error")
+
+
+def from_exception(error: Exception) -> ApiError:
+    """The reply for any exception of the layers below."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return invalid(str(error), error.param, error.code)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), type="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
+    if isinstance(error, AtollError):
+        return ApiError(500, str(error), type="server_error", code="internal_error")
+    return internal()
+
+
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<where>.*))?$", re.DOTALL)
+
+
+def from_validation(error: msgspec.ValidationError) -> ApiError:
+    """``Expected `int`, got `str` - at `$.messages[0].role` `` → a 400 with param ``messages.0.role``."""
+    match = _PATH.match(str(error))
+    what, where = (match["what"], match["where"]) if match else (str(error), None)
+    param = None
+    if where:
+        path = where.replace("`key` in", "").strip().strip("`").removeprefix("$")
+        param = re.sub(r"\[(\d+)\]", r".\1", path).replace("[...]", ".*").strip(".") or None
+    if missing := re.match(r"Object missing required field `(\w+)`", what):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return invalid(f"{param} is required.", param)
+    what = shortened(what.replace("`", "'"))
+    return invalid(f"{param}: {what}" if param else f"The request body is not valid: {what}", param)

@@ -1,0 +1,270 @@
+"""The gateway's end of the engine's socket: token ids in, `StepOutput`s out, and an honest word on its health."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+from engine.core.request import EngineRequest, EngineStats, StepOutput
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.server.ipc import messages as m
+from engine.server.ipc.framing import FrameError, FrameReader, PeerCredentials, PeerPolicy, frame
+
+log = logging.getLogger("atoll.client")
+
+BACKOFF_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to connect; the last one repeats
+PING_SECONDS = 5.0         # of silence before the engine is asked whether its loop turns
+STALL_SECONDS = 60.0       # without a step while there is work, or without the Pong, before it counts as unhealthy
+READ_BYTES = 256 << 10
+
+
+class EngineClient:
+    """One engine process behind a Unix socket. Reconnects by itself, also to an engine that was restarted.
+
+    `state` is "connecting", "loading", "ready" or "dead" (it was there and is gone; attempts go on). `info` is None
+    until the engine is ready, and is kept while it restarts. `progress` says in words what loading is at.
+    `on_step` is called with (previous, present) stats for every frame of outputs, for metrics.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        name: str = "gateway",
+        policy: PeerPolicy | None = None,
+        stall_seconds: float = STALL_SECONDS,
+        on_step: Callable[[EngineStats, EngineStats], None] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.info: m.EngineInfo | None = None
+        self.stats = EngineStats()
+        self.state = "connecting"
+        self.progress = ""
+        self.last_error = ""   # the engine's own last words, or why the connection failed
+        self.restarts = 0      # times a ready engine was lost
+        self.on_step = on_step
+        self._name = name
+        self._policy = policy or PeerPolicy()
+        self._stall_seconds = stall_seconds
+        self._streams: dict[str, _Stream] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._heard = 0.0       # monotonic time of the last frame
+        self._asked = 0.0       # monotonic time of the unanswered ping; 0: nothing is owed
+        self._progressed = 0.0  # monotonic time when the step counter last moved, or work began
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to connect, in the background. Returns at once; `wait_ready` waits."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="engine-client")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        self._lost("The gateway is stopping.")
+
+    async def wait_ready(self, timeout: float | None = None) -> m.EngineInfo:
+        """Raises TimeoutError."""
+        async with asyncio.timeout(timeout):
+            while self.state != "ready" or self.info is None:
+                self._changed.clear()
+                await self._changed.wait()
+            return self.info
+
+    def healthy(self) -> bool:
+        """Ready (so a real token came from the device), connected, and the scheduler loop turns while it owes us."""
+        connected = self._writer is not None and not self._writer.is_closing()
+        return self.state == "ready" and connected and not self.stalled()
+
+    def stalled(self, seconds: float | None = None) -> bool:
+        """A ready engine whose loop has not turned for that long (`stall_seconds`) while it owes a step or a Pong."""
+        limit, now = seconds or self._stall_seconds, time.monotonic()
+        if self.state != "ready":
+            return False
+        if self._asked and now - self._asked > limit:
+            return True
+        busy = bool(self._streams) or self.stats.num_running > 0
+        return busy and now - self._progressed > limit
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[StepOutput, None]:
+        """Submit `request` and yield its outputs; the last has a `finish_reason`.
+
+        Closing the iterator early aborts the request in the engine. Raises EngineDeadError (not ready, or lost on the
+        way) and InvalidRequestError (the engine would never serve it).
+        """
+        if self.state != "ready":
+            raise EngineDeadError(self._not_ready())
+        key = request.request_id
+        if key in self._streams:
+            raise InvalidRequestError(f"The request id {key} is already in flight.", "request_id")
+        if not self._streams:
+            self._progressed = time.monotonic()  # idle until now: the clock of progress starts with this work
+        stream = self._streams[key] = _Stream()
+        finished = False
+        try:
+            self._send(m.Submit(request))
+            while not finished:
+                output = await stream.next()
+                finished = output.finish_reason is not None
+                yield output
+        except (EngineDeadError, InvalidRequestError):
+            finished = True
+            raise
+        finally:
+            self._streams.pop(key, None)
+            if not finished:
+                self._send(m.Abort([key]))
+
+    # -- below: the connection
+
+    async def _run(self) -> None:
+        attempt = 0
+        while True:
+            try:
+                await self._connection()
+                attempt = 0
+            except (OSError, FrameError, m.MessageError) as error:
+                if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                    log.warning("engine connection: %s", error)
+                self.last_error = self.last_error or str(error)
+            if self.state in ("ready", "loading"):
+                attempt = 0
+            self._lost(self.last_error or "The engine process closed its connection.")
+            await asyncio.sleep(BACKOFF_SECONDS[min(attempt, len(BACKOFF_SECONDS) - 1)])
+            attempt += 1
+
+    async def _connection(self) -> None:
+        """One connection, from connect to its end."""
+        reader, writer = await asyncio.open_unix_connection(str(self.path), limit=READ_BYTES)
+        try:
+            sock: socket.socket = writer.get_extra_info("socket")
+            peer = PeerCredentials.of(sock)
+            if not self._policy.allows(peer):
+                raise FrameError(f"{self.path} is served by uid {peer.uid}, which is not allowed")
+            self._writer = writer
+            self._asked = 0.0
+            self.last_error = ""
+            self._send(m.Hello(m.PROTOCOL, self._name))
+            frames = FrameReader(m.MAX_EVENT_BYTES)
+            pinger = asyncio.create_task(self._ping())
+            try:
+                while data := await reader.read(READ_BYTES):
+                    self._heard = time.monotonic()
+                    for payload in frames.feed(data):
+                        self._handle(m.decode_event(payload))
+            finally:
+                pinger.cancel()
+        finally:
+            self._writer = None
+            writer.close()
+
+    async def _ping(self) -> None:
+        """Silence is not health: ask the loop itself, and remember since when it has owed the answer."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if not self._asked and time.monotonic() - self._heard >= PING_SECONDS:
+                self._asked = time.monotonic()
+                self._send(m.Ping())
+
+    def _handle(self, event: m.AnyEvent) -> None:
+        match event:
+            case m.Outputs():
+                self._advance(event.stats)
+                for output in event.outputs:
+                    if stream := self._streams.get(output.request_id):
+                        stream.put(output)
+            case m.Pong():
+                self._advance(event.stats)
+            case m.Rejected():
+                if stream := self._streams.get(event.request_id):
+                    stream.fail(InvalidRequestError(event.message, event.param, event.code))
+            case m.Welcome():
+                if event.protocol != m.PROTOCOL:
+                    raise m.MessageError(f"the engine speaks protocol {event.protocol}, this gateway {m.PROTOCOL}")
+                self._become("loading")
+            case m.Progress():
+                self.progress = str(event)
+                self._become("loading")
+            case m.Ready():
+                self.info, self.stats, self.progress = event.info, event.stats, ""
+                self._progressed = time.monotonic()
+                self._become("ready")
+            case m.Goodbye():
+                self.last_error, self.progress = f"{event.reason} {event.hint}".strip(), ""
+                self._become("dead")
+
+    def _advance(self, stats: EngineStats) -> None:
+        before, self.stats = self.stats, stats
+        self._asked = 0.0  # whatever it sent, its loop turned: the Pong may come behind the outputs
+        if stats.steps != before.steps or not before.num_running:
+            self._progressed = time.monotonic()
+        if self.on_step is not None:
+            self.on_step(before, stats)
+
+    def _send(self, message: m.Command) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(m.encode(message)))
+
+    def _become(self, state: str) -> None:
+        if state != self.state:
+            log.debug("engine %s -> %s", self.state, state)
+        self.state = state
+        self._changed.set()
+
+    def _lost(self, why: str) -> None:
+        if self.state == "ready":
+            self.restarts += 1
+        self.progress = ""
+        if self.state != "connecting":
+            self._become("dead")
+        self.stats.num_running = self.stats.num_waiting = self.stats.pages_in_use = 0
+        self.stats.kv_usage = 0.0
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(f"The engine stopped while it worked on this request: {why}"))
+
+    def _not_ready(self) -> str:
+        if self.state == "dead":
+            return f"The engine is down: {self.last_error or 'no reason known'}"
+        return f"The model is still loading{f' ({self.progress})' if self.progress else ''}."
+
+
+class _Stream:
+    """Outputs of one request on their way to its coroutine. Unbounded: the request's own max_tokens bounds it."""
+
+    __slots__ = ("_error", "_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[StepOutput] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: StepOutput) -> None:
+        self._items.append(output)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._wake()
+
+    async def next(self) -> StepOutput:
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._items.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,121 @@
+"""What the generating endpoints share: checks, prefix-cache salts, and work that stops when its client leaves."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from engine.errors import InvalidRequestError
+from engine.server.http.errors import ApiError
+from engine.server.http.limits import Limits
+from engine.server.ipc.messages import EngineInfo
+from engine.server.openai.replies import to_json
+from engine.server.openai.schema import SamplingFields
+from engine.server.openai.serving import Caller, Gateway
+from engine.server.openai.sse import EventStream
+
+T = TypeVar("T")
+
+
+def gateway_of(request: Request) -> Gateway:
+    return request.app.state.gateway
+
+
+def caller_of(request: Request) -> Caller:
+    return request.scope["caller"]
+
+
+def json_reply(reply: Any) -> Response:
+    return Response(to_json(reply), media_type="application/json")
+
+
+def new_id(prefix: str) -> tuple[str, int]:
+    """(response id, created)."""
+    return f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+
+
+def check_common(request: SamplingFields, limits: Limits) -> None:
+    """Refuse what no generating endpoint does. Raises InvalidRequestError."""
+    form = request.response_format
+    if form is not None and form.type == "json_schema" and form.json_schema is None:
+        raise InvalidRequestError("response_format.json_schema is required.", "response_format.json_schema")
+    if form is not None and form.type != "text":
+        raise InvalidRequestError(
+            f"response_format {form.type!r} is not supported by this server yet; ask for JSON in the prompt and use "
+            "type 'text'.", "response_format",
+        )
+    if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
+        raise InvalidRequestError("spaces_between_special_tokens: special tokens are joined as the tokenizer joins "
+                                  "them; leave it out.", "spaces_between_special_tokens")
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError("prompt_logprobs is not available in a stream; set stream to false.",
+                                  "prompt_logprobs")
+    for name in ("model", "cache_salt"):
+        if len(getattr(request, name) or "") > limits.max_name_characters:
+            raise InvalidRequestError(f"{name} may have {limits.max_name_characters} characters.", name)
+
+
+def cache_salt(request: SamplingFields, caller: Caller, gateway: Gateway) -> str:
+    """What keeps the prefixes of this request apart from those of other tenants, and of other salts of its own."""
+    salt = request.cache_salt or ""
+    if caller.key is None or not gateway.limits.isolate_prefix_cache:
+        return salt
+    return gateway.tenant_salt(caller.key.tenant, salt)
+
+
+def priority_of(request: SamplingFields, caller: Caller, info: EngineInfo) -> int:
+    """Raises ApiError 403 (the key may not choose) and InvalidRequestError (the engine would ignore it)."""
+    priority = request.priority or 0
+    if priority and caller.key is not None and not caller.key.allows("priority"):
+        raise ApiError(403, "priority: this API key lacks the scope 'priority'.", type="permission_error",
+                       param="priority", code="insufficient_scope")
+    if priority and info.scheduling_policy != "priority":
+        raise InvalidRequestError(
+            "priority: this model serves requests in the order of their arrival; leave it out, or have the engine "
+            "started with --scheduling-policy priority.", "priority",
+        )
+    return priority
+
+
+async def admitted(request: Request, answer: Callable[[Request, ExitStack], Awaitable[Any]]) -> Any:
+    """`answer`, counted as work in progress before a byte of the body is read: a full server parses nothing.
+
+    The count lasts until `admission` closes, which a stream takes over. Raises ApiError 503 and 429.
+    """
+    with ExitStack() as admission:
+        admission.enter_context(gateway_of(request).admitted(caller_of(request)))
+        return await answer(request, admission)
+
+
+async def stream_reply(events: AsyncIterator[bytes], limits: Limits, admission: ExitStack) -> Any:
+    """An event stream that holds `admission` until its last byte."""
+    stream = EventStream(events, limits, on_end=admission.pop_all().close)
+    await stream.prime()
+    return stream
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled (and so aborted in the engine) when the client goes away.
+
+    Raises ClientDisconnect. Call it only after the body has been read.
+    """
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for pending in (task, gone):
+            pending.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

@@ -1,0 +1,160 @@
+"""One API request as engine requests: fanned out into choices, turned into text, counted, and aborted together."""
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from engine.core.params import SamplingParams
+from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
+from engine.errors import AtollError, EngineDeadError
+from engine.server.http.metrics import Metrics
+from engine.server.openai.replies import PromptTokensDetails, Usage
+from engine.server.openai.serving import ServedModel
+from engine.text.detok import Detokenizer
+
+log = logging.getLogger("atoll.server")
+
+T = TypeVar("T")
+_MERGE_AHEAD = 4  # outputs a choice may be ahead of the writer before its reading pauses
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one step added to one choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # characters of the choice's text before each token
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None         # STOP or LENGTH
+    stop_reason: int | str | None = None
+
+
+class Generation:
+    """Iterate over it once. Closing the iterator aborts what is unfinished. `usage` counts what was yielded so far.
+
+    Choice `i` of prompt `p` has index ``p * n + i`` and, with a seed, the seed ``seed + i``.
+    """
+
+    def __init__(self, model: ServedModel, metrics: Metrics, prompts: Sequence[list[int]], params: SamplingParams, *,
+                 priority: int = 0, cache_salt: str = "") -> None:
+        self.prompts = prompts
+        self.params = params
+        self._model, self._metrics = model, metrics
+        self._priority, self._cache_salt = priority, cache_salt
+        self._id = uuid.uuid4().hex
+        self._completion_tokens = 0
+        self._cached = [0] * len(prompts)
+
+    @property
+    def usage(self) -> Usage:
+        prompt, completion = sum(map(len, self.prompts)), self._completion_tokens
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(sum(self._cached)))
+
+    async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+        n = self.params.n
+        choices = [self._choice(p * n + i, p, i) for p in range(len(self.prompts)) for i in range(n)]
+        stream: Any = choices[0] if len(choices) == 1 else merge(choices)
+        try:
+            async for delta in stream:
+                self._completion_tokens += len(delta.token_ids)
+                yield delta
+        finally:
+            await stream.aclose()
+
+    async def _choice(self, index: int, prompt: int, child: int) -> AsyncIterator[ChoiceDelta]:
+        params, prompt_ids = self.params, self.prompts[prompt]
+        seed = None if params.seed is None else _child_seed(params.seed, child)
+        request = EngineRequest(  # stop strings are found here; the engine never sees text
+            f"{self._id}-{index}", prompt_ids, dataclasses.replace(params, n=1, seed=seed, stop=[]),
+            self._priority, self._cache_salt,
+        )
+        detokenizer = Detokenizer(self._model.tokenizer, params)
+        tracker = self._metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
+        outputs = self._model.client.generate(request)
+        try:
+            async for output in outputs:
+                tracker.on_output(output)
+                if output.new_token_ids and not child:
+                    self._cached[prompt] = max(self._cached[prompt], output.num_cached_tokens)
+                delta = self._delta(index, output, detokenizer)
+                if delta.finish_reason is not None:
+                    tracker.finish(delta.finish_reason)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+            raise EngineDeadError("The engine ended the answer without a reason.")
+        except EngineDeadError:
+            tracker.finish(FinishReason.ERROR)
+            raise
+        finally:
+            tracker.finish(FinishReason.ABORT)
+            await outputs.aclose()  # type: ignore[attr-defined]
+
+    def _delta(self, index: int, output: StepOutput, detokenizer: Detokenizer) -> ChoiceDelta:
+        reason = output.finish_reason
+        if reason is FinishReason.ERROR:
+            # What went wrong is the whole step's, and so may speak of others' requests: it is for the operator only.
+            log.error("the engine failed on %s: %s", output.request_id, output.error)
+            raise AtollError("The engine failed on this request; the server's log says why.")
+        if reason is FinishReason.ABORT:
+            raise EngineDeadError("The engine gave this request up; it is stopping or restarting.")
+        text = detokenizer.push(
+            output.new_token_ids, reason is not None, stop_token=reason is FinishReason.STOP
+        )
+        used = text.num_tokens
+        return ChoiceDelta(
+            index,
+            text.text,
+            output.new_token_ids[:used],
+            text.offsets,
+            output.logprobs[:used] if output.logprobs is not None else None,
+            output.prompt_logprobs,
+            FinishReason.STOP if text.stopped else reason,
+            text.stop_string if text.stopped else output.stop_reason,
+        )
+
+
+async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:
+    """Items of all streams as they come. The first exception ends the merge; closing it closes every stream."""
+    queue: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue(_MERGE_AHEAD * len(streams))
+
+    async def pump(stream: AsyncIterator[T]) -> None:
+        error: BaseException | None = None
+        try:
+            async for item in stream:
+                await queue.put((item, None))
+        except Exception as caught:
+            error = caught
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+        await queue.put((None, error))
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:  # a task cancelled before its first step never entered its stream
+            await stream.aclose()  # type: ignore[attr-defined]
+
+
+def _child_seed(seed: int, child: int) -> int:
+    """Seeds of sibling choices differ; the sum stays within the range that SamplingParams allows."""
+    return seed + child if seed + child < 2**64 else seed + child - 2**64

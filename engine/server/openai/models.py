@@ -1,0 +1,83 @@
+"""`/v1/models`, `/tokenize` and `/detokenize`: what is served, and how it cuts text."""
+
+from contextlib import ExitStack
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import InvalidRequestError
+from engine.server.http.body import read_request
+from engine.server.openai import replies as r
+from engine.server.openai.chat import chat_prompt, check_chat_size, check_content
+from engine.server.openai.endpoint import admitted, gateway_of, json_reply
+from engine.server.openai.sampling import check_length_before_encoding
+from engine.server.openai.schema import DetokenizeRequest, TokenizeRequest
+from engine.server.openai.serving import ServedModel
+
+
+async def list_models(request: Request) -> Response:
+    models = gateway_of(request).models
+    return json_reply(r.ModelList("list", [_card(name, model) for name, model in models.items()]))
+
+
+async def get_model(request: Request) -> Response:
+    name = request.path_params["id"]
+    return json_reply(_card(name, gateway_of(request).model(name or "?")))
+
+
+async def tokenize(request: Request) -> Response:
+    return await admitted(request, _tokenize)
+
+
+async def _tokenize(request: Request, _: ExitStack) -> Response:
+    gateway = gateway_of(request)
+    body = await read_request(request, TokenizeRequest, gateway.limits)
+    model = gateway.model(body.model)
+    info = model.ready(gateway.limits)
+    check_chat_size(body, gateway.limits)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("Send either prompt or messages.", "prompt")
+    _check_form(body)
+    if body.prompt is not None:
+        check_length_before_encoding(len(body.prompt), model.tokenizer.longest_token, info.max_model_len, "prompt")
+        special = body.add_special_tokens if body.add_special_tokens is not None else True
+        tokens = await gateway.off_loop(model.tokenizer.encode_text, body.prompt, special)
+    else:
+        if not body.messages:
+            raise InvalidRequestError("messages must not be empty.", "messages")
+        check_content(body.messages)
+        tokens = await chat_prompt(gateway, model, info, body)
+    texts = [model.tokenizer.token_text(i) for i in tokens] if body.return_token_strs else None
+    return json_reply(r.TokenizeReply(len(tokens), info.max_model_len, tokens, texts))
+
+
+def _check_form(body: TokenizeRequest) -> None:
+    """Refuse the fields of the other form: a prompt has no template, and a template adds its own special tokens.
+
+    Raises InvalidRequestError.
+    """
+    if body.messages is not None and body.add_special_tokens:
+        raise InvalidRequestError("add_special_tokens: the chat template adds them; leave it out.",
+                                  "add_special_tokens")
+    for name in ("tools", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt",
+                 "continue_final_message"):
+        if body.prompt is not None and getattr(body, name):
+            raise InvalidRequestError(f"{name} belongs to messages, not to a prompt.", name)
+
+
+async def detokenize(request: Request) -> Response:
+    return await admitted(request, _detokenize)
+
+
+async def _detokenize(request: Request, _: ExitStack) -> Response:
+    gateway = gateway_of(request)
+    body = await read_request(request, DetokenizeRequest, gateway.limits)
+    model = gateway.model(body.model)
+    if any(i >= model.tokenizer.vocab_size for i in body.tokens):
+        raise InvalidRequestError(f"tokens must be below {model.tokenizer.vocab_size}.", "tokens")
+    text = await gateway.off_loop(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_reply(r.DetokenizeReply(text))
+
+
+def _card(name: str, model: ServedModel) -> r.ModelCard:
+    return r.ModelCard(name, "model", model.created, "atoll", model.name, model.max_model_len)

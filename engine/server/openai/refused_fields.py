@@ -1,0 +1,190 @@
+"""Every field that clients send and `schema` does not declare: harmless, or refused by name.
+
+A field is refused unless it is known to leave the answer as it is: a dropped field is a wrong answer that nobody
+notices. docs/en/api.md lists the same names for clients.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from engine.server.http.errors import ApiError, invalid, shortened
+from engine.server.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+
+# Accepted with any value: none of them has a say in the answer.
+HARMLESS = {
+    "user": "a name of the end user, for the provider's own records",
+    "safety_identifier": "the same, under its newer name",
+    "metadata": "labels of stored answers; nothing is stored",
+    "prediction": "a guess at the answer that may save time and changes no token",
+    "prompt_cache_key": "routes alike prompts to one machine; there is one",
+    "prompt_cache_options": "how long prompts stay cached; memory decides",
+    "prompt_cache_retention": "the same, under its older name",
+    "session_id": "routes a conversation to one machine; there is one",
+    "parallel_tool_calls": "whether one answer may hold several tool calls; it holds none",
+    "stream_interval": "how many tokens an event of a stream collects; the text is the same",
+    "truncation_side": "which end truncate_prompt_tokens cuts; that one is refused",
+    "return_mm_kwargs": "about images; requests with images are refused",
+    "return_token_offsets": "vLLM ignores it here too",
+}
+
+_THINKING = "thinking cannot be limited; leave it out, or switch thinking off with chat_template_kwargs"
+_CONSTRAINT = "it does not constrain the output"
+_STORE = "it stores no answers"
+_TOOLS = "use tools, with a model and version that support them"
+
+# Refused, with what to do instead, unless the value asks for nothing.
+REFUSED = {
+    # OpenAI
+    "audio": "it produces text only",
+    "best_of": "ask for n choices and pick one",
+    "function_call": _TOOLS,
+    "functions": _TOOLS,
+    "modalities": "it produces text only",
+    "moderation": "it has no moderation model",
+    "service_tier": "it has one tier",
+    "store": _STORE,
+    "suffix": "it completes at the end only",
+    "verbosity": "say in the prompt how long the answer should be",
+    "web_search_options": "it has no Internet",
+    # limits and switches of thinking
+    "enable_thinking": 'send {"chat_template_kwargs": {"enable_thinking": …}}',
+    "include_reasoning": "reasoning is part of the text",
+    "max_thinking_tokens": _THINKING,
+    "reasoning": _THINKING,
+    "reasoning_budget": _THINKING,
+    "separate_reasoning": "reasoning is part of the text",
+    "think": 'send {"chat_template_kwargs": {"enable_thinking": …}}',
+    "thinking": _THINKING,
+    "thinking_budget": _THINKING,
+    "thinking_budget_tokens": _THINKING,
+    "thinking_token_budget": _THINKING,
+    # vLLM
+    "allowed_token_ids": "raise or lower tokens with logit_bias",
+    "bad_words": "lower tokens with logit_bias",
+    "chat_template": "the template is the model's own",
+    "documents": "put documents into the messages",
+    "ec_transfer_params": "its cache is not shared between machines",
+    "guided_choice": _CONSTRAINT,
+    "guided_decoding_backend": _CONSTRAINT,
+    "guided_grammar": _CONSTRAINT,
+    "guided_json": _CONSTRAINT,
+    "guided_regex": _CONSTRAINT,
+    "guided_whitespace_pattern": _CONSTRAINT,
+    "kv_transfer_params": "its cache is not shared between machines",
+    "length_penalty": "it is for beam search, which this server does not have",
+    "logprob_token_ids": "use top_logprobs",
+    "media_io_kwargs": "it takes text only",
+    "mm_processor_kwargs": "it takes text only",
+    "prompt_embeds": "it takes text or token ids",
+    "repetition_detection": "use repetition_penalty or frequency_penalty",
+    "request_id": "send the header X-Request-Id",
+    "return_prompt_text": "use return_token_ids and /detokenize",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "routed_experts_prompt_start": "it does not report experts",
+    "structured_outputs": _CONSTRAINT,
+    "truncate_prompt_tokens": "shorten the prompt before sending it",
+    "use_beam_search": "it samples",
+    "vllm_xargs": "it loads no extensions",
+    "watermarking": "it does not mark its output",
+    # other servers
+    "custom_logit_processor": "it runs no code from a request",
+    "ebnf": _CONSTRAINT,
+    "format": "send response_format",
+    "grammar": _CONSTRAINT,
+    "json_schema": "send response_format",
+    "lora_path": "it has no adapters",
+    "max_new_tokens": "send max_tokens",
+    "n_predict": "send max_tokens",
+    "options": "send the options as fields of the request",
+    "regex": _CONSTRAINT,
+}
+
+# Values of refused fields that ask for nothing. Null always does.
+_NOTHING: tuple[Any, ...] = (False, "", [], {})
+_ALSO_NOTHING: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "function_call": ("none",),
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "routed_experts_prompt_start": (0,),
+    "service_tier": ("auto", "default"),
+    "thinking_budget": (-1,),
+    "thinking_token_budget": (-1,),
+    "verbosity": ("medium",),
+}
+# Here false switches off what is otherwise on, so only these values ask for nothing.
+_SWITCHES: dict[str, tuple[Any, ...]] = {"enable_thinking": (), "include_reasoning": (True,), "think": ()}
+
+# Of a message, these would change the prompt; what else a message carries (ids, annotations) does not.
+NOT_IN_MESSAGES = {
+    "audio": "messages are text",
+    "function_call": "use tool_calls",
+    "partial": "send continue_final_message",
+    "prefix": "send continue_final_message",
+}
+
+_DECLARED: dict[type, frozenset[str]] = {
+    kind: frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+}
+_GENERATING = (ChatRequest, CompletionRequest)
+_OF_A_GENERATION = _DECLARED[ChatRequest] | _DECLARED[CompletionRequest]
+
+
+def check_fields(body: dict[str, Any], kind: type, *, refuse_unknown: bool = True) -> None:
+    """Raises ApiError 400 naming the first field of `body` that asks for something and would be dropped.
+
+    With `refuse_unknown` False, fields that nobody knows pass; those that are known to matter never do.
+    """
+    declared = _DECLARED[kind]
+    for name, value in body.items():
+        if name in declared or value is None or name in HARMLESS:
+            continue
+        if name in REFUSED:
+            if not _asks_for_nothing(name, value):
+                raise invalid(f"{name} is not supported by this server: {REFUSED[name]}.", name)
+        elif name in _OF_A_GENERATION:
+            # Counting the tokens of a whole request is what /tokenize is for: sampling does not change them.
+            if kind in _GENERATING and not _asks_for_nothing(name, value):
+                raise invalid(f"{name} is not a field of this endpoint{_nearest(name, declared)}.", name,
+                              "unknown_parameter")
+        elif refuse_unknown:
+            raise _unknown(name, "", declared)
+    if refuse_unknown and isinstance(options := body.get("stream_options"), dict):
+        for name in options.keys() - _DECLARED[StreamOptions]:
+            if options[name] is not None:
+                raise _unknown(name, "stream_options.", _DECLARED[StreamOptions])
+    _check_messages(body.get("messages"))
+
+
+def _check_messages(messages: Any) -> None:
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        for name in NOT_IN_MESSAGES if isinstance(message, dict) else ():
+            if message.get(name) is not None and message[name] is not False:
+                raise invalid(f"messages.{i}.{name} is not supported by this server: {NOT_IN_MESSAGES[name]}.",
+                              f"messages.{i}.{name}")
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    """Compares types too: Python's 0 and 1 equal false and true."""
+    values = _SWITCHES.get(name, (*_NOTHING, *_ALSO_NOTHING.get(name, ())))
+    return value is None or any(type(value) is type(nothing) and value == nothing for nothing in values)
+
+
+def _unknown(name: str, where: str, known: Iterable[str]) -> ApiError:
+    param = f"{where}{shortened(name, 64)}"
+    return invalid(f"{param} is not a field that this server knows{_nearest(name, known)}.", param, "unknown_parameter")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7) if len(name) <= 64 else []
+    return f"; did you mean {near[0]}?" if near else ""

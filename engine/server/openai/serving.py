@@ -1,0 +1,157 @@
+"""What the gateway serves: models with their engines, and the shared state of all requests."""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.server.http.auth import ApiKey, KeyFile
+from engine.server.http.errors import ApiError, invalid, overloaded, shortened
+from engine.server.http.limits import Limits
+from engine.server.http.metrics import Metrics
+from engine.server.ipc.client import EngineClient
+from engine.server.ipc.messages import EngineInfo
+from engine.server.openai.sampling import sampling_defaults
+from engine.text.tokenizer import TextTokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """One engine and the text layer of its model. `defaults` are sampling defaults from generation_config.json, used
+    where a request is silent."""
+
+    name: str
+    client: EngineClient
+    tokenizer: TextTokenizer
+    defaults: dict[str, float | int] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def load(
+        cls, name: str, directory: Path | str, client: EngineClient, *, vendor_defaults: bool = True
+    ) -> "ServedModel":
+        """With what the model's directory says of text, template and (if wanted) sampling. Raises ModelError."""
+        defaults = sampling_defaults(directory) if vendor_defaults else {}
+        return cls(name, client, TextTokenizer.load(directory), defaults)
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self.client.info.max_model_len if self.client.info else None
+
+    def ready(self, limits: Limits) -> EngineInfo:
+        """The engine's facts. Raises ApiError 503 while it cannot take a request."""
+        client = self.client
+        if client.info is not None and client.state == "ready":
+            if client.stats.num_waiting >= limits.max_waiting:
+                raise overloaded("Too many requests are waiting for this model; try again.", limits.retry_after_seconds)
+            return client.info
+        if client.state == "dead":
+            raise overloaded(
+                "The engine of this model is down and will be restarted.", limits.retry_after_seconds,
+                code="engine_unavailable",
+            )
+        progress = f" ({shortened(client.progress)})" if client.progress else ""
+        what = "The model is still loading" if client.state == "loading" else "This model's engine does not run yet"
+        raise overloaded(f"{what}{progress}; try again.", limits.retry_after_seconds, code="model_loading")
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who sent a request: set by the middleware, read by the endpoints."""
+
+    request_id: str
+    key: ApiKey | None = None
+
+    @property
+    def key_id(self) -> str:
+        return self.key.id if self.key else ""
+
+
+class Gateway:
+    """State that all requests share. `models` maps every served name (aliases too) to its model."""
+
+    def __init__(self, models: dict[str, ServedModel], *, limits: Limits, metrics: Metrics,
+                 keys: KeyFile | None = None, version: str = "", broken: Mapping[str, str] | None = None) -> None:
+        if not models:
+            raise ValueError("a gateway needs at least one model")
+        self.models = models
+        self.limits = limits
+        self.metrics = metrics
+        self.keys = keys
+        self.version = version
+        self.broken = dict(broken or {})  # names that are configured and cannot be served, and why
+        self._text = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
+        self._in_flight: Counter[str] = Counter()
+        self._salt_key = secrets.token_bytes(32)
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        """Each engine once, however many names it has."""
+        return list({id(model.client): model.client for model in self.models.values()}.values())
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model of that name; without a name the only one. Raises ApiError 404 or 400."""
+        if not name:
+            if len(self.clients) == 1:
+                return next(iter(self.models.values()))
+            raise invalid(f"model is required: this server serves {', '.join(self.models)}.", "model")
+        model = self.models.get(name)
+        if model is None and name in self.broken:
+            raise overloaded(f"The model {shortened(name)!r} is not served at the moment; its operator knows why from "
+                             "the log.", self.limits.retry_after_seconds, code="model_unavailable")
+        if model is None:
+            raise ApiError(
+                404, f"The model {shortened(name)!r} does not exist; see /v1/models.", param="model",
+                code="model_not_found",
+            )
+        return model
+
+    @contextmanager
+    def admitted(self, caller: Caller) -> Iterator[None]:
+        """Count a generating request while it lasts. Raises ApiError 503 (server full) or 429 (key's share used up)."""
+        limits, key = self.limits, caller.key_id
+        if self._in_flight.total() >= limits.max_in_flight:
+            raise overloaded("The server is working on as many requests as it takes; try again.",
+                             limits.retry_after_seconds)
+        if key and limits.max_in_flight_per_key and self._in_flight[key] >= limits.max_in_flight_per_key:
+            raise overloaded(
+                f"This key may have {limits.max_in_flight_per_key} requests in flight; wait for one to end.",
+                limits.retry_after_seconds, status=429, code="rate_limit_exceeded",
+            )
+        self._in_flight[key] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[key] -= 1
+            if not self._in_flight[key]:
+                del self._in_flight[key]
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight.total()
+
+    def tenant_salt(self, tenant: str, salt: str) -> str:
+        """A salt for the prefix cache: no other tenant can name it, whatever it sends as `cache_salt`."""
+        return hashlib.blake2b(f"{tenant}\0{salt}".encode(), digest_size=16, key=self._salt_key).hexdigest()
+
+    async def off_loop(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run CPU-bound text work in a thread, so that a long prompt never stalls other streams."""
+        return await asyncio.get_running_loop().run_in_executor(self._text, lambda: function(*args, **kwargs))
+
+    async def start(self) -> None:
+        for client in self.clients:
+            await client.start()
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        self._text.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,381 @@
+"""The engine process: one thread that turns the scheduler loop and, between two steps, talks on a Unix socket.
+
+    python -m engine.server.process.engine_process --uds /run/atoll/engine.sock --model /models/llama [engine flags]
+
+It has no network, sees token ids and never text, and is meant to run as a unit of `Type=notify` with a watchdog that
+only this loop feeds. Exit status: 0 stopped, 2 a flag cannot be honoured, 11 the model's files are damaged, 1 a defect.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.params import SamplingParams
+from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
+from engine.errors import AtollError, ConfigError, InvalidRequestError, ModelError, complain
+from engine.server.ipc import messages as m
+from engine.server.ipc.server import Connected, Connection, Disconnected, Incoming, IpcServer
+from engine.server.process.heartbeat import Pulse
+from engine.server.process.notify import Notifier
+
+if TYPE_CHECKING:
+    from engine.server.cli.args import EngineOptions
+
+log = logging.getLogger("atoll.engine")
+
+EXIT_CONFIG = 2
+EXIT_MODEL = 11
+IDLE_SECONDS = 30.0       # longest block in `poll` when idle; the watchdog may ask for less
+DRAIN_SECONDS = 10.0      # what SIGTERM leaves to running requests
+PROGRESS_SECONDS = 0.1    # between two progress messages
+FAREWELL_SECONDS = 5.0    # that last words wait for a gateway: it starts beside us, and may not have come yet
+LOAD_PATIENCE_SECONDS = 300.0  # silence while loading that systemd accepts: a cold import, one large kernel
+WARMUP_TOKENS = 3
+MAX_IDLE_TURNS = 8
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+class Core(Protocol):
+    """The part of `EngineCore` that a process needs."""
+
+    def add_request(self, request: EngineRequest) -> None: ...
+    def abort(self, request_ids: list[str]) -> None: ...
+    def step(self) -> list[StepOutput]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    def info(self) -> dict: ...
+
+
+class EngineService:
+    """A core and its clients. `load` then `run`; both turn the same socket, so clients see the loading too."""
+
+    def __init__(self, server: IpcServer, notifier: Notifier, *, watchdog: float = 0.0) -> None:
+        self._server = server
+        self._notifier = notifier
+        self._watchdog = watchdog  # seconds from readiness on; 0: as systemd said
+        self._core: Core | None = None
+        self._info: m.EngineInfo | None = None
+        self._progress = m.Progress("starting")
+        self._progress_sent = 0.0
+        self._owners: dict[str, tuple[Connection, str]] = {}  # engine-wide request id -> (client, its own id)
+        self._stop_at: float | None = None                    # monotonic deadline of the drain; None: serving
+        self._silent = False                                  # systemd is not told of the stop
+        self._idle_told = True                                # clients know the stats of the present idle state
+
+    def stop(self, *, silently: bool = False) -> None:
+        """Begin to drain (from a signal handler or the loop): no new requests, running ones get a little time.
+
+        `silently`: another process is the service's main one now, and speaks to systemd.
+        """
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + DRAIN_SECONDS
+            self._silent = silently
+
+    def load(self, build: Callable[[ProgressCallback], Core], started: float) -> None:
+        """Build the core, make it produce real tokens, and only then be ready."""
+        self.progress("starting", 0, 0)
+        core = build(self.progress)
+        self.progress("warm-up", 0, 0)
+        _warm_up(core)
+        gc.collect()
+        gc.freeze()  # weights and tables live for ever: no collection needs to look at them again
+        facts = {**core.info(), "pid": os.getpid(), "load_seconds": round(time.monotonic() - started, 3)}
+        info = msgspec.convert(facts, m.EngineInfo)
+        self._core, self._info = core, info
+        self._server.broadcast(m.Ready(info, core.stats()))
+        if self._watchdog:
+            self._notifier.set_watchdog(self._watchdog)
+        self._notifier.ready(f"serving {info.model_names[0]}, {info.max_model_len} tokens of context")
+        log.info("ready", extra={"fields": {"seconds": info.load_seconds, "device": info.device,
+                                            "max_model_len": info.max_model_len, "pages": info.num_pages}})
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """What `build_engine` calls while it loads; also keeps clients answered and systemd patient."""
+        changed = stage != self._progress.stage
+        now = time.monotonic()
+        if not changed and done < total and now - self._progress_sent < PROGRESS_SECONDS:
+            return
+        if changed:
+            log.info("%s", stage)  # the journal tells what a start spent its time on
+        self._progress, self._progress_sent = m.Progress(stage, done, total), now
+        self._notifier.loading(str(self._progress), LOAD_PATIENCE_SECONDS)
+        self._notifier.watchdog()
+        self._server.broadcast(self._progress)
+        self._serve(self._server.poll(0))
+
+    def run(self) -> None:
+        """Serve until told to stop. An error that `EngineCore` could not confine to requests comes out of here."""
+        assert self._core is not None, "load first"
+        core, server = self._core, self._server
+        pause = min(IDLE_SECONDS, self._notifier.watchdog_seconds / 3 or IDLE_SECONDS)
+        pulse = Pulse(self._notifier)
+        told_stopping = False
+        idle_turns = 0  # steps in a row that moved nothing: waiting must not become spinning
+        while True:
+            if core.has_work():
+                timeout = 0 if idle_turns < MAX_IDLE_TURNS else 0.001
+            else:
+                timeout = pause if self._stop_at is None else 0  # told to stop while the model loaded: do not sleep
+            self._serve(server.poll(timeout))
+            if core.has_work():
+                steps, failures = core.stats().steps, core.stats().step_failures
+                outputs = core.step()
+                self._send_outputs(outputs, core)
+                self._idle_told = False
+                stats = core.stats()
+                moved = bool(outputs) or stats.steps != steps
+                pulse.worked(moved=moved, failed=stats.step_failures != failures, succeeded=stats.steps != steps)
+                idle_turns = 0 if moved else idle_turns + 1
+            if pulse.doubtful and not core.has_work():
+                log.error("steps fail one after another; asking the device for a token")
+                _warm_up(core)  # raises if none comes: this process ends, and a new one gets the device afresh
+                pulse.proved()
+            if not core.has_work() and not self._idle_told:
+                self._idle_told = True  # aborts and ends change gauges without an output for everyone
+                server.broadcast(m.Outputs([], core.stats()))
+            pulse.beat(idle=not core.has_work())
+            if self._stop_at is not None:
+                if not told_stopping:
+                    told_stopping = True
+                    if not self._silent:
+                        self._notifier.stopping("draining")
+                    server.broadcast(m.Goodbye("The engine is stopping."))
+                if not core.has_work() or time.monotonic() > self._stop_at:
+                    return
+
+    def farewell(self, reason: str, hint: str = "", *, patience: float = 0.0) -> None:
+        """Last words to all clients before a non-zero exit, also to those that came while we were busy. If there is
+        none yet, the first one may take `patience` seconds to come."""
+        for _ in range(2):  # accept, then read their Hello
+            self._serve(self._server.poll(0))
+        deadline = time.monotonic() + patience
+        while not self._server.clients and (left := deadline - time.monotonic()) > 0:
+            self._serve(self._server.poll(left))
+        self._server.broadcast(m.Goodbye(reason, hint, fatal=True))
+        self._server.close()
+
+    def _serve(self, incoming: list[Incoming]) -> None:
+        for connection, what in incoming:
+            match what:
+                case Connected():
+                    self._server.send(connection, self._present_state())
+                case Disconnected():
+                    self._abort([key for key, owner in self._owners.items() if owner[0] is connection])
+                case m.Submit():
+                    self._submit(connection, what.request)
+                case m.Abort():
+                    self._abort([_key(connection, request_id) for request_id in what.request_ids])
+                case m.Ping():
+                    stats = self._core.stats() if self._core else EngineStats()
+                    self._server.send(connection, m.Pong(what.nonce, stats))
+
+    def _present_state(self) -> m.Event:
+        if self._core is None or self._info is None:
+            return self._progress
+        return m.Ready(self._info, self._core.stats())
+
+    def _submit(self, connection: Connection, request: EngineRequest) -> None:
+        own_id = request.request_id
+        key = request.request_id = _key(connection, own_id)
+        if self._core is None or self._stop_at is not None:
+            return self._refuse(connection, own_id, "The engine is not serving at the moment.")
+        try:
+            self._core.add_request(request)
+        except InvalidRequestError as error:
+            self._server.send(connection, m.Rejected(own_id, error.message, error.param, error.code))
+        except Exception as error:  # a defect in the check of one request must not end the others
+            log.exception("a request could not be added")
+            self._refuse(connection, own_id, f"{type(error).__name__} while the request was added.")
+        else:
+            self._owners[key] = (connection, own_id)
+        return None
+
+    def _refuse(self, connection: Connection, request_id: str, why: str) -> None:
+        stats = self._core.stats() if self._core else EngineStats()
+        output = StepOutput(request_id, finish_reason=FinishReason.ERROR, error=why)
+        self._server.send(connection, m.Outputs([output], stats))
+
+    def _abort(self, keys: list[str]) -> None:
+        keys = [key for key in keys if self._owners.pop(key, None)]
+        if keys and self._core is not None:
+            self._core.abort(keys)
+            self._idle_told = False
+
+    def _send_outputs(self, outputs: list[StepOutput], core: Core) -> None:
+        """One frame a client: all its outputs of this step, under the ids that it knows."""
+        frames: dict[Connection, list[StepOutput]] = {}
+        for output in outputs:
+            key = output.request_id
+            if (owner := self._owners.get(key)) is None:
+                continue  # aborted while the step ran
+            connection, output.request_id = owner
+            if output.finish_reason is not None:
+                del self._owners[key]
+            frames.setdefault(connection, []).append(output)
+        for connection, mine in frames.items():
+            self._server.send(connection, m.Outputs(mine, core.stats()))
+
+
+def _key(connection: Connection, request_id: str) -> str:
+    """Clients choose their ids freely; the connection's number keeps two gateways apart."""
+    return f"{connection.number}:{request_id}"
+
+
+def _warm_up(core: Core) -> None:
+    """Generate a few real tokens through the whole path. Raises RuntimeError if none comes."""
+    params = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
+    core.add_request(EngineRequest("warm-up", [0], params))
+    tokens = 0
+    while core.has_work():
+        for output in core.step():
+            tokens += len(output.new_token_ids)
+            if output.error:
+                raise RuntimeError(f"The first step on this device failed: {output.error}")
+    if not tokens:
+        raise RuntimeError("The engine loaded, but no token came out of it.")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the process that started us dies; there is nothing to save without it."""
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before we asked
+        os._exit(1)
+
+
+def go_offline() -> None:
+    """No library may look for a network. The unit has none at all; this is for everybody else."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1",
+                      HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1")
+
+
+@contextlib.contextmanager
+def signals(service: EngineService, server: IpcServer, *, under_parent: bool) -> Iterator[Callable[[], None]]:
+    """SIGTERM (and Ctrl-C, unless a parent handles it) drains; while loading it ends the process at once. A successor
+    ends us by SIGINT: then systemd listens to it, and not to us.
+
+    Yields a function to call when loading is over.
+    """
+    loading = True
+
+    def on_stop(signum: int, _: FrameType | None) -> None:
+        if loading:
+            raise SystemExit(0)
+        service.stop(silently=signum == signal.SIGINT)
+
+    def loaded() -> None:
+        nonlocal loading
+        loading = False
+
+    signal.signal(signal.SIGTERM, on_stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if under_parent else on_stop)
+    signal.set_wakeup_fd(server.wake_fd, warn_on_full_buffer=False)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a supervisor asks a stalled loop where it hangs
+    try:
+        yield loaded
+    finally:
+        signal.set_wakeup_fd(-1)
+
+
+def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, started: float) -> int:
+    """Load and serve until stopped; returns the exit status."""
+    service = EngineService(server, notifier, watchdog=options.watchdog)
+
+    def build(progress: ProgressCallback) -> Core:
+        progress("importing torch", 0, 0)
+        from engine.worker.build import build_engine
+
+        return build_engine(options.engine, progress)
+
+    patience = FAREWELL_SECONDS if options.parent_pid else 0.0
+    with signals(service, server, under_parent=bool(options.parent_pid)) as loaded:
+        try:
+            service.load(build, started)
+            loaded()
+            service.run()
+        except AtollError as error:
+            log.error("%s", error)
+            complain("atoll engine", error, logged=True)
+            service.farewell(error.message, error.hint, patience=patience)
+            return _status_of(error)
+        except Exception as error:
+            log.exception("the engine cannot go on")
+            defect = f"The engine met a defect: {type(error).__name__}."
+            service.farewell(defect, "Its log holds the traceback.", patience=patience)
+            return 1
+    server.close()
+    log.info("stopped")
+    return 0
+
+
+def prepare(config: EngineConfig) -> int:
+    """Everything of a start that needs neither the device nor the socket; 0, or the exit status it would end with."""
+    from engine.worker.build import prepare as prepare_worker
+
+    try:
+        prepare_worker(config)
+    except AtollError as error:
+        log.error("%s", error)
+        complain("atoll engine", error, logged=True)
+        return _status_of(error)
+    return 0
+
+
+def _status_of(error: AtollError) -> int:
+    return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_MODEL if isinstance(error, ModelError) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    started = time.monotonic()
+    faulthandler.enable()
+    go_offline()
+    from engine.server.cli.args import parse_engine
+    from engine.server.ipc.framing import PeerPolicy, listen
+    from engine.server.process import logs
+    from engine.server.process.exit import leave
+    from engine.server.process.takeover import take_over
+
+    try:
+        options = parse_engine(sys.argv[1:] if argv is None else argv)
+        logs.setup(options.log_format, options.log_level)
+        if options.parent_pid:
+            die_with_parent(options.parent_pid)
+        if options.gpus:  # before any library asks for the devices
+            os.environ["CUDA_VISIBLE_DEVICES"] = options.gpus
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the indices of nvidia-smi
+        policy = PeerPolicy.parse(options.allow_user, options.allow_group)
+        if options.check:
+            return prepare(options.engine)
+        notifier = Notifier()
+        if options.take_over:
+            take_over(options.take_over, lambda: prepare(options.engine), notifier)
+            notifier.set_watchdog(LOAD_PATIENCE_SECONDS)
+            started = time.monotonic()
+        shared = bool(options.allow_user or options.allow_group)
+        server = IpcServer(listen(options.uds, shared_with_group=shared), policy, pid=os.getpid())
+    except ConfigError as error:
+        complain("atoll engine", error)
+        return EXIT_CONFIG
+    try:
+        status = serve(options, server, notifier, started=started)
+    finally:
+        options.uds.unlink(missing_ok=True)
+    return leave(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""A new engine takes over from the one that serves, and makes ready all that it can while that one still answers.
+
+    systemctl reload → ExecReload → atoll engine … --take-over OLD         OLD serves
+                                      └ forks the successor, which imports its libraries and checks settings and model
+                                      ┌ "prepared"
+                                      tells systemd whose the service now is, says "go", and ends
+                                        └ the successor ends OLD, waits until the kernel has freed all of it, loads
+
+So nobody waits for imports, and settings or files that cannot serve end the successor instead of the service. systemd
+starts both under the unit's own sandbox, and stays the parent of whichever is the main process.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from engine.server.process.notify import Notifier
+
+log = logging.getLogger("atoll.engine")
+
+DRAIN_SECONDS = 40.0   # for the running requests of the old engine, which gives them less; then it is killed
+EXIT_FAILED = 1
+
+
+def take_over(predecessor: int, prepare: Callable[[], int], notifier: Notifier) -> None:
+    """Returns in the successor when `predecessor` (a process id) is gone. The process that called it never returns.
+
+    `prepare` runs in the successor while the other still serves. It returns 0, or the exit status with which the
+    reload fails; the predecessor then goes on as if nothing had been asked.
+    """
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child:
+        theirs.close()
+        os.waitpid(child, 0)
+        os._exit(_hand_over(ours, predecessor, notifier))
+    if os.fork():
+        os._exit(0)  # so that process 1 is the successor's parent, and is told when it ends
+    ours.close()
+    try:
+        old = os.pidfd_open(predecessor)
+        status = prepare()
+    except ProcessLookupError:
+        log.error("the engine to take over from, process %d, is not there", predecessor)
+        status = EXIT_FAILED
+    except BaseException:
+        log.exception("the new engine cannot be prepared")
+        status = EXIT_FAILED
+    told = b""
+    with contextlib.suppress(OSError):  # what systemd started was ended meanwhile: the service is not for this one
+        theirs.sendall(f"{status} {os.getpid()}\n".encode())
+        told = theirs.recv(1)
+    if status or told != b"g":
+        os._exit(status or EXIT_FAILED)
+    theirs.close()
+    _end(old)
+
+
+def _hand_over(successor: socket.socket, predecessor: int, notifier: Notifier) -> int:
+    """What systemd started: waits for the successor's word, and gives it the service. Returns the exit status."""
+    with successor, successor.makefile() as lines:
+        said = lines.readline().split()
+        status, pid = map(int, said) if len(said) == 2 else (EXIT_FAILED, 0)
+        if status:
+            log.error("the new engine was not prepared; process %d serves on", predecessor)
+            return status
+        notifier.hand_over(pid)
+        successor.sendall(b"g")
+    return 0
+
+
+def _end(process: int) -> None:
+    """SIGINT, patience, SIGKILL. The descriptor is readable when nothing of the process is left, on the device too."""
+    began = time.monotonic()
+    for number, patience in ((signal.SIGINT, DRAIN_SECONDS), (signal.SIGKILL, DRAIN_SECONDS)):
+        try:
+            signal.pidfd_send_signal(process, number)
+        except ProcessLookupError:
+            break
+        if select.select([process], [], [], patience)[0]:
+            break
+    os.close(process)
+    log.info("took over", extra={"fields": {"waited": round(time.monotonic() - began, 3)}})

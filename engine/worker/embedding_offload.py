@@ -1,0 +1,95 @@
+"""Which tables stay in host memory, where a GPU reads the rows that it needs: --per-layer-embeddings.
+
+Gemma 4 E2B and E4B look a row up, for each token, in a table of 4.7 and 5.6 GB, half of all their weights. On the host
+it leaves that much more GPU memory for pages; a row of 20 KB takes the bus less than half a microsecond.
+
+    keep_tables   before loading: is there room on the host?    else they stay on the GPU, and the log says why
+    lock_tables   after loading: page-lock them for the GPU     else they move there, if they fit
+"""
+
+import logging
+
+import torch
+from torch import nn
+
+from engine.config import EngineConfig
+from engine.core.kv.planner import gib
+from engine.errors import ConfigError, OutOfMemoryPlanError
+from engine.kernels.runtime.host_memory import HostMemoryError, lock
+from engine.models.base import CausalLM
+from engine.worker.host import host_memory
+from engine.worker.memory import host_bytes
+
+log = logging.getLogger(__name__)
+
+FLAG = "--per-layer-embeddings"
+_RESERVE = 4 << 30  # for the rest of the engine (PyTorch, CUDA, compilers at work) and of the machine
+_WAYS = f"Free host memory (a unit's MemoryMax= counts too), or use {FLAG} gpu."
+
+
+def keep_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> None:
+    """Give the tables host memory, if that is asked for, or possible and worth it. Raises ConfigError for
+    `--per-layer-embeddings host` where it is impossible."""
+    wanted, tables = config.per_layer_embeddings, model.lookup_tables()
+    if not tables:
+        if wanted != "auto":
+            log.info("%s %s changes nothing: the model has no such embeddings.", FLAG, wanted)
+        return
+    if wanted == "gpu" or (wanted == "auto" and _shares_memory(device)):
+        return
+    size = sum(table.weight.nbytes for table in tables)
+    problem = _lack_of_memory(size)
+    try:
+        for table in tables if problem is None else ():
+            table.keep_on_host()
+    except HostMemoryError as error:
+        problem = str(error)
+    if problem is None:
+        return
+    if wanted == "host":
+        raise ConfigError(f"{FLAG} host: {gib(size)} cannot be kept in host memory: {problem}.", FLAG, _WAYS)
+    log.warning("Per-layer embeddings take %s of the GPU's memory: on the host, %s.", gib(size), problem)
+
+
+def lock_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> None:
+    """Make the tables that were kept on the host readable for the GPU; where that fails, move them there.
+
+    Raises ConfigError if they were asked to stay, OutOfMemoryPlanError if they do not fit.
+    """
+    size = host_bytes(model)
+    try:
+        for table in model.lookup_tables():
+            if table.on_host:
+                lock(table.weight)
+        return
+    except HostMemoryError as error:
+        reason = str(error)
+    if config.per_layer_embeddings == "host":
+        raise ConfigError(f"{FLAG} host: {gib(size)} of host memory cannot be locked for {device}: {reason}.", FLAG,
+                          f"Use {FLAG} gpu, or leave the flag out.")  # fmt: skip
+    log.warning("Per-layer embeddings take %s of the GPU's memory: the host's cannot be locked, %s.", gib(size), reason)
+    try:
+        for table in model.lookup_tables():
+            if table.on_host:
+                table.weight = nn.Parameter(table.weight.to(device), requires_grad=False)
+                table.on_host = False
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device)
+        raise OutOfMemoryPlanError(
+            f"The per-layer embeddings ({gib(size)}) fit nowhere: host memory cannot be locked for the GPU ({reason}), "
+            f"and {gib(free)} of the {gib(total)} on {device} are free.", FLAG,
+            "Free memory on the GPU, or have the driver's fault looked at (atoll doctor).",
+        ) from None  # fmt: skip
+
+
+def _lack_of_memory(size: int) -> str | None:
+    """Why a table of so many bytes should not be on the host."""
+    _, available = host_memory()
+    if available >= size + _RESERVE:
+        return None
+    return f"{gib(available)} are available, and {gib(size)} with {gib(_RESERVE)} to spare are needed"
+
+
+def _shares_memory(device: torch.device) -> bool:
+    """Whether the GPU's memory is the host's: then nothing is saved."""
+    return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))

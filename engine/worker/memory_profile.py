@@ -1,0 +1,159 @@
+"""What steps take of a GPU, measured before the pages are allocated.
+
+    a runner with the real number of rows, and one page that all of them share
+      |- every kernel compiled (prepare.py)
+      |- the largest step, then the largest decode step, sampled with every option;
+      |    then small ones of a prompt                                                  -> peak
+      |- some graphs, the largest among them                                           -> pool, bytes a record
+      '- freed again
+
+What is compiled and loaded here is needed later anyway, so little start-up time is spent on measuring.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from engine.core.batch import RowInit, ScheduledSeq, StepPlan
+from engine.core.kv.spec import CacheSpec
+from engine.core.params import MAX_LOGPROBS, SamplingParams
+from engine.models.base import CausalLM
+from engine.worker.cache import Cache
+from engine.worker.cuda_graphs import DecodeGraphs, Graphs, Key, MixedGraphs, graph_sizes
+from engine.worker.device_runner import DeviceRunner
+from engine.worker.memory import StepNeeds
+from engine.worker.warmup import prepare
+
+_PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
+_GRANULE = 2 << 20      # the driver takes memory in pieces: what was measured may have filled up one begun before
+_PROBES = 8             # the graphs of a batch of this size (1, 2, 4, 8) stand for all: the last for the largest
+
+
+@torch.inference_mode()
+def measure_steps(
+    model: CausalLM,
+    spec: CacheSpec,
+    kv_dtype: torch.dtype,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    device: torch.device,
+    *,
+    graphs: bool,
+) -> StepNeeds:
+    """`model` has its weights, no pages are there. Ends with all of the measurement's own memory given back.
+
+    Raises torch.OutOfMemoryError if a step does not fit beside the weights.
+    """
+    count = min(max_num_seqs, max_num_tokens)
+    lengths = _lengths(max_num_tokens, count, model.max_model_len - 1)
+    longest = max(lengths)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    runner = DeviceRunner(
+        model, spec, num_rows=max_num_seqs + 1, max_model_len=longest + 2, max_num_tokens=max_num_tokens,
+        device=device,
+    )  # fmt: skip
+    cache = Cache(spec, 1, kv_dtype, device)
+    runner.bind_cache(cache)
+    # Few sequences have kernels of their own; and where a step has no more tokens than sequences, the largest decodes.
+    small = [[2]] if longest > 1 else [[2], [2, *[1] * (count - 2)]]
+    steps = [*_largest_steps(lengths), *(_largest_steps(prompts)[0] for prompts in small)]
+    prepare(runner, count, (plan for plan in steps if plan.num_tokens > len(plan.seqs)))
+    torch.cuda.empty_cache()
+    ours = torch.cuda.memory_allocated(device) - before
+    buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_tables.nbytes
+
+    reserved = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for plan in steps:
+        runner.collect(runner.launch(plan))
+    runner.warm_up()
+    probes = _spread(graph_sizes(count)) if graphs else {}
+    for size in probes.values():
+        runner._decode(size)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    # What is still there is the libraries' and stays (cuBLAS workspaces): it is in use, and no part of a step.
+    stays = torch.cuda.memory_reserved(device) - reserved
+    if graphs:
+        _first_graph(device)
+        torch.cuda.empty_cache()
+    in_use = _in_use(device) - ours
+    for_graphs = _measure_graphs(runner, probes, graph_sizes(count), device) if graphs else 0
+
+    for layer in runner.attention_layers:
+        del layer.k_cache, layer.v_cache
+    del runner, cache
+    torch.cuda.empty_cache()
+    return StepNeeds(peak - reserved - stays, for_graphs, buffers, in_use)
+
+
+def _lengths(num_tokens: int, count: int, limit: int) -> list[int]:
+    """`count` prompts of `num_tokens` in all, at most `limit` each: few long ones, and the rest of one token."""
+    lengths, left = [], num_tokens
+    for others in reversed(range(count)):
+        lengths.append(min(limit, left - others))
+        left -= lengths[-1]
+    return lengths
+
+
+def _largest_steps(lengths: list[int]) -> list[StepPlan]:
+    """Prompts of these lengths in one step; then one token more of each. Nobody has pages: all is written to page 0."""
+    params = SamplingParams(top_p=0.9, presence_penalty=0.1, logprobs=MAX_LOGPROBS, max_tokens=None)
+    inits = [RowInit(i + 1, [0] * n, min(n, _PROMPT_LOGPROBS + 1), params, i, ()) for i, n in enumerate(lengths)]
+    prompts = [
+        ScheduledSeq(str(i), i, i + 1, 0, n, samples=True, prompt_logprobs=None if i else MAX_LOGPROBS)
+        for i, n in enumerate(lengths)
+    ]
+    decodes = [ScheduledSeq(str(i), i, i + 1, n, 1, samples=True) for i, n in enumerate(lengths)]
+    return [StepPlan(0, prompts, inits), StepPlan(1, decodes)]
+
+
+def _first_graph(device: torch.device) -> None:
+    """For a process's first graph the driver takes 70 MiB, once: no part of what each one takes."""
+    graph, word = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
+    with torch.cuda.graph(graph):
+        word += 1
+    graph.replay()
+    torch.cuda.synchronize(device)
+
+
+def _measure_graphs(runner: DeviceRunner, probes: dict[int, int], sizes: list[int], device: torch.device) -> int:
+    """Bytes that all graphs will take, from a few of them.
+
+    Their pool is what the largest needs, which the others share, and each one's hidden states; the driver's records are
+    about equal for all sizes of decode steps, as all have the same kernels, and for all shapes of mixed ones.
+    """
+    in_use, reserved = _in_use(device), torch.cuda.memory_reserved(device)
+    shapes = runner.mixed_shapes()
+    mixed = MixedGraphs(runner.mixed_of, runner.fill_mixed, shapes[-1:])
+    mixed_records = _records(mixed, shapes[-1:], device, in_use, reserved)
+    runner.staging.device_words.zero_()
+    decode = DecodeGraphs(lambda turn: runner._decode(probes[turn]), max(probes), mixed.pool)
+    decode_records = _records(decode, probes, device, in_use + mixed_records, reserved)
+    pool = torch.cuda.memory_reserved(device) - reserved
+    rows = sum(sizes) - sum(set(probes.values())) + sum(s.singles + s.tokens for s in shapes[:-1])
+    hidden = rows * runner.model.config.hidden_size * runner.dtype.itemsize
+    of_mixed, of_decode = mixed_records + _GRANULE, -(-(decode_records + _GRANULE) // len(probes))
+    return pool + hidden + of_mixed * len(shapes) + of_decode * len(sizes)
+
+
+def _records(graphs: Graphs[Key], keys: Iterable[Key], device: torch.device, in_use: int, reserved: int) -> int:
+    """Bytes that the driver took for them, beyond what was in use and what the pool has grown by."""
+    for key in keys:
+        graphs.replay(key)  # a record is loaded when it first runs
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return max(0, _in_use(device) - in_use - (torch.cuda.memory_reserved(device) - reserved))
+
+
+def _spread(sizes: list[int]) -> dict[int, int]:
+    """Sizes to probe, from the smallest to the largest, by the batch size in whose place each is recorded."""
+    turns = graph_sizes(_PROBES)
+    return {turn: sizes[(len(sizes) - 1) * i // (len(turns) - 1)] for i, turn in enumerate(turns)}
+
+
+def _in_use(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

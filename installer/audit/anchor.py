@@ -1,0 +1,74 @@
+"""The head of the audit log in systemd's journal, where changing the log's file does not change it.
+
+Whoever is root can also damage the journal, or stop it: an anchor makes a change show that did not also reach there,
+and a journal that is forwarded to another machine, or a head on paper, makes it show for good.
+"""
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from installer.audit.log import Head
+
+SOCKET = Path("/run/systemd/journal/socket")
+JOURNALCTL = "journalctl"
+MESSAGE_ID = "5d0ab6d1b7b64b3f9c3e1c0f7a8e2d94"  # of every anchor: journalctl MESSAGE_ID=...
+MOST = 10_000   # anchors that are compared: the newest
+_SECONDS = 20.0
+_NOTICE = "5"
+
+
+def send(path: Path, head: "Head", event: str) -> bool:
+    """Tell journald the head; whether it took it. Without a journald the log stays as good as its chain."""
+    fields = {
+        "MESSAGE": f"{event} {head}",
+        "MESSAGE_ID": MESSAGE_ID, "PRIORITY": _NOTICE, "SYSLOG_IDENTIFIER": "atoll-audit",
+        "ATOLL_AUDIT_PATH": str(path.absolute()), "ATOLL_AUDIT_COUNT": str(head.count), "ATOLL_AUDIT_HEAD": head.hash,
+    }  # fmt: skip
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(2.0)
+            sender.sendto(b"".join(_field(name, value) for name, value in fields.items()), str(SOCKET))
+    except OSError:
+        return False
+    return True
+
+
+def _field(name: str, value: str) -> bytes:
+    """A field of journald's native protocol; the length makes newlines in a value harmless."""
+    data = value.encode(errors="replace")
+    return name.encode() + b"\n" + len(data).to_bytes(8, "little") + data + b"\n"
+
+
+def sent(path: Path) -> "list[Head] | None":
+    """The anchors of this log that journald holds, oldest first; None where they cannot be read.
+
+    Only those that the log's owner sent: journald itself notes the sender's user.
+    """
+    from installer.audit.log import Head
+
+    try:
+        owner = os.stat(path if path.exists() else path.parent).st_uid
+        done = subprocess.run(
+            [JOURNALCTL, "--no-pager", "--quiet", "--output=json", f"--lines={MOST}",
+             "--output-fields=ATOLL_AUDIT_COUNT,ATOLL_AUDIT_HEAD", f"MESSAGE_ID={MESSAGE_ID}", f"_UID={owner}",
+             f"ATOLL_AUDIT_PATH={path.absolute()}"],
+            capture_output=True, timeout=_SECONDS, check=False, env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode and not done.stdout:
+        return None
+    found = []
+    for line in done.stdout.splitlines():
+        try:
+            entry = json.loads(line)
+            head = Head(int(entry["ATOLL_AUDIT_COUNT"]), str(entry["ATOLL_AUDIT_HEAD"]))
+            found = [*found, head] if head.count else []  # `uninstall --purge` ends a log: the next begins at nothing
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

@@ -1,0 +1,151 @@
+"""The audit log: who accepted, waived or changed what. Hash-chained, so that an edit or a missing record shows.
+
+Each line holds the hash of the line before it. The chain alone proves order and completeness up to its last record: a
+log that was cut short, or written anew from some record on, is a sound chain too. So the head (how many records, and
+the last one's hash) is also kept outside: each append sends it to journald (audit_anchor.py), the support bundle
+carries it, and `atoll audit show` prints it to be written down. `atoll audit verify` compares.
+
+Power cuts: a record counts once its line is complete and synced; only then its head is sent on. A torn last line was
+never told to anybody as done, and the next append removes it.
+"""
+
+import errno
+import fcntl
+import getpass
+import hashlib
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from installer.audit import anchor
+from installer.base import fs
+from installer.base.i18n import t
+
+GENESIS = "0" * 64
+MAX_LOG = 64 << 20  # bytes; about 200,000 records
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What tells one state of the log from every other: its number of records, and the hash of the last."""
+
+    count: int
+    hash: str  # GENESIS for an empty log; of an anchor that a person wrote down, the first digits
+
+    def __str__(self) -> str:
+        return f"{self.hash}:{self.count}"
+
+
+def operator() -> dict[str, str | int]:
+    """The person at the keyboard, as far as the system knows."""
+    try:
+        name = os.environ.get("SUDO_USER") or getpass.getuser()
+    except (KeyError, OSError):
+        name = str(os.getuid())
+    return {"user": name, "uid": os.getuid(), "host": socket.gethostname()}
+
+
+def _hash(record: dict[str, Any]) -> str:
+    body = {key: value for key, value in record.items() if key != "hash"}
+    text = json.dumps(body, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """All records, and the first thing that is wrong with the chain (None: intact)."""
+    records, broken = chain(path)
+    if broken is None:
+        return records, None
+    return records, t("The audit log {path} does not follow its hash chain at line {number}.", path=path,
+                      number=broken)
+
+
+def chain(path: Path) -> tuple[list[dict[str, Any]], int | None]:
+    """The records up to the first line that breaks the chain, and that line's number (None: intact). A torn last line
+    is passed over; a file that is not there holds no records. Raises OSError."""
+    records: list[dict[str, Any]] = []
+    previous = GENESIS
+    for number, line in enumerate(_lines(path), start=1):
+        record = parse(line)
+        if record is None or record["prev"] != previous:
+            return records, number
+        records.append(record)
+        previous = record["hash"]
+    return records, None
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The record of a line whose own hash holds, or None. The very text counts: no other spelling of the same JSON."""
+    try:
+        record = json.loads(line)
+        good = record["hash"] == _hash(record) and isinstance(record["prev"], str) and _text(record) == line
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return record if good else None
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The complete lines."""
+    try:
+        data, info = fs.read_regular(path, MAX_LOG)
+    except FileNotFoundError:
+        return []
+    if info.st_size > MAX_LOG:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return data.split(b"\n")[:-1]
+
+
+def _text(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode()
+
+
+def append(path: Path, event: str, **data: Any) -> Head:
+    """Add one record, durably, and send the new head to journald; returns it.
+
+    A line torn by a power cut is dropped first; a broken chain is continued, not hidden: the new record then links to
+    the last line as it stands, and `read` keeps reporting the break.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # an operator may revoke a key while an install is at work
+        content = os.pread(fd, os.fstat(fd).st_size, 0)
+        whole = content.rfind(b"\n") + 1
+        if whole != len(content):
+            os.ftruncate(fd, whole)
+        lines = content[:whole].split(b"\n")[:-1]
+        previous = GENESIS
+        if lines:
+            try:
+                previous = str(json.loads(lines[-1])["hash"])
+            except (ValueError, KeyError, TypeError):
+                previous = hashlib.sha256(lines[-1]).hexdigest()
+        record: dict[str, Any] = {
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "event": event,
+            "who": operator(),
+            **data,
+            "prev": previous,
+        }
+        record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))  # names of odd bytes
+        record["hash"] = _hash(record)
+        os.write(fd, _text(record) + b"\n")
+        os.fsync(fd)
+        fs.fsync_dir(path.parent)
+        head = Head(len(lines) + 1, record["hash"])
+        anchor.send(path, head, event)  # while locked: anchors are in the order of the records
+        return head
+    finally:
+        os.close(fd)
+
+
+def head(path: Path) -> Head:
+    """The head of the log as it stands. Raises OSError."""
+    lines = _lines(path)
+    if not lines:
+        return Head(0, GENESIS)
+    record = parse(lines[-1])
+    return Head(len(lines), record["hash"] if record else hashlib.sha256(lines[-1]).hexdigest())

@@ -1,0 +1,251 @@
+"""Words for people, in English and Korean, from one gettext catalogue (installer/locale).
+
+A `Text` (offline_bundle/text.py) *is* its English wording, so it can be logged, compared and formatted like any string,
+and it remembers what it was made of, so a front end can show the same sentence in another language when it is printed.
+
+    seen = t("{port} is in use by {who}", port=8443, who=t("process {pid}", pid=812))
+    str(seen)          # English, for logs and for exceptions
+    told(seen, "ko")   # Korean, parts included
+
+Only what a person reads on a terminal is told in his language; journals, logs and the audit log stay English.
+"""
+
+import gettext
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache
+from pathlib import Path
+from string import Formatter
+from typing import Any, TextIO
+
+from offline_bundle.text import Text, joined, plain, reason, t
+
+__all__ = [
+    "CHOSEN", "LANGUAGES", "Text", "foreign", "joined", "language_of", "libraries_in", "looked_up", "plain", "reason",
+    "retold", "speaking", "t", "told",
+]  # fmt: skip
+
+LANGUAGES = ("en", "ko")
+DOMAIN = "atoll"
+LOCALE_DIR = Path(__file__).parents[1] / "locale"
+CHOSEN = "ATOLL_LANG"  # what --lang said, also for the programs that this one starts
+
+
+def told(value: Any, language: str) -> Any:
+    """`value` in `language` if it is a Text, or an exception that says one; else as it is.
+
+    Where there is no translation it is English.
+    """
+    if language == "en":
+        return value
+    if isinstance(value, BaseException):
+        return _exception(value, language)
+    if not isinstance(value, Text):
+        return value
+    if value.parts is not None:
+        return value.source.join(told(part, language) for part in value.parts)
+    params = {name: told(param, language) for name, param in value.params.items()}
+    try:
+        return _particles(_catalogue(language).gettext(value.source).format(**params))
+    except (KeyError, IndexError, ValueError):  # a translation with other placeholders must not hide the fact
+        return str(value)
+
+
+def _exception(error: BaseException, language: str) -> str:
+    """As `str(error)` would say it: an error of ours its message and hint, any other its first argument."""
+    message, hint = getattr(error, "message", None), getattr(error, "hint", "")
+    if message is not None:
+        return f"{told(message, language)} {told(hint, language)}".strip()
+    if isinstance(error, OSError):
+        return str(told(reason(error), language))
+    first = error.args[0] if len(error.args) == 1 else None
+    return told(first, language) if isinstance(first, Text) else str(error)
+
+
+def language_of(environment: Mapping[str, str] | None = None) -> str:
+    """The language to speak: what --lang said, else what the system is set to, as gettext reads it, if it can be shown.
+
+    The Linux console (TERM=linux) draws no Hangul, and a stream in ASCII cannot carry it: both get English. So does
+    systemd's journal, which a unit may write to where the whole system is set to Korean.
+    """
+    asked = os.environ if environment is None else environment
+    if asked.get(CHOSEN) in LANGUAGES:
+        return asked[CHOSEN]
+    system = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := asked.get(name))), "")
+    if not system.lower().startswith("ko") or asked.get("TERM") == "linux":
+        return "en"
+    if environment is not None:
+        return "ko"
+    streams = (sys.stdout, sys.stderr)
+    return "en" if any(map(_is_journal, streams)) or not all(map(_carries_hangul, streams)) else "ko"
+
+
+@contextmanager
+def speaking(language: str | None) -> Iterator[None]:
+    """For the duration of the block `language` was asked for, here and in programs that are started; None: nothing."""
+    before = os.environ.get(CHOSEN)
+    try:
+        if language is not None:
+            os.environ[CHOSEN] = language
+        yield
+    finally:
+        if language is not None:
+            os.environ.pop(CHOSEN)
+            if before is not None:
+                os.environ[CHOSEN] = before
+
+
+def _is_journal(stream: TextIO | None) -> bool:
+    """Whether it is the one that systemd has connected to its journal ($JOURNAL_STREAM is device:inode)."""
+    with suppress(OSError, ValueError, AttributeError):
+        info = os.fstat(stream.fileno())  # type: ignore[union-attr]
+        return os.environ.get("JOURNAL_STREAM") == f"{info.st_dev}:{info.st_ino}"
+    return False
+
+
+def _carries_hangul(stream: TextIO | None) -> bool:
+    try:
+        "한글".encode(getattr(stream, "encoding", None) or "utf-8")
+        return True
+    except (UnicodeEncodeError, LookupError):
+        return False
+
+
+def looked_up(source: str, language: str) -> str:
+    """The words of `source` in `language`, nothing filled in; `source` itself where there is no translation."""
+    return _catalogue(language).gettext(source)
+
+
+def foreign(source: str) -> str:
+    """Marks what another program says, for the catalogue."""
+    return source
+
+
+def retold(said: str) -> str:
+    """A sentence that was written down in English (a journal's, another program's), as one that can be told again.
+
+    It is recognised by the catalogue's own wording; what is not known stays as it is. So are sentences that follow one
+    another, if each is known, and the terms of a sum or list.
+    """
+    if isinstance(said, Text) or not said:
+        return said
+    reading = _recognised(said)
+    return said if reading is None else reading[0]
+
+
+_JOINTS = (re.compile(r"(?<=[.?]) "), re.compile(r" \+ "), re.compile("; "))
+_MOST_JOINTS = 12  # of one kind; what has more is no message
+
+
+@lru_cache(maxsize=512)
+def _recognised(said: str) -> tuple[Text, int] | None:
+    """The reading that leaves the fewest letters to values that nobody knows, and how many these are; of several such
+    readings the most specific."""
+    if source := _fixed().get(said):
+        return t(source), 0
+    readings = [*_as_one(said), *_in_two(said)]
+    return min(readings, key=lambda reading: reading[1], default=None)
+
+
+def _as_one(said: str) -> Iterator[tuple[Text, int]]:
+    for source, shape in _shapes():
+        if found := shape.fullmatch(said):
+            values = {name: _recognised(value) or (_Said(value), _letters(value))
+                      for name, value in found.groupdict().items()}
+            yield t(source, **{name: value for name, (value, _) in values.items()}), sum(n for _, n in values.values())
+
+
+def _in_two(said: str) -> Iterator[tuple[Text, int]]:
+    for joint in _JOINTS:
+        cuts = list(joint.finditer(said))
+        for cut in cuts if len(cuts) <= _MOST_JOINTS else ():
+            first = _recognised(said[: cut.start()])
+            if first is not None and (rest := _recognised(said[cut.end() :])) is not None:
+                yield joined([first[0], rest[0]], cut[0]), first[1] + rest[1]
+
+
+def _letters(text: str) -> int:
+    return len(re.findall("[A-Za-z]", text))
+
+
+class _Said(str):
+    """A value that was formatted before."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+@cache
+def _fixed() -> dict[str, str]:
+    """What the sentences and words without placeholders say, and they themselves; short single words may be names."""
+    plain = [source for source in _sources("ko") if all(name is None for _, name, *_ in Formatter().parse(source))]
+    return {source.format(): source for source in plain if " " in source or _letters(source) >= 5}
+
+
+@cache
+def _shapes() -> list[tuple[str, re.Pattern[str]]]:
+    """Every other sentence as a pattern; those with little but placeholders would match anything."""
+    known = []
+    for source in _sources("ko"):
+        parts = list(Formatter().parse(source))
+        words = sum(_letters(literal) for literal, *_ in parts)
+        names = [name for _, name, *_ in parts if name is not None]
+        apart = all(text for text, name, *_ in parts[1:] if name is not None)
+        distinct = len(names) == len(set(names)) and all(name.isidentifier() for name in names)
+        if names and words >= 5 and apart and distinct:
+            pattern = "".join(re.escape(text) + (f"(?P<{name}>.+?)" if name else "") for text, name, *_ in parts)
+            known.append((words, source, re.compile(pattern, re.DOTALL)))
+    return [(source, shape) for _, source, shape in sorted(known, key=lambda each: -each[0])]
+
+
+@contextmanager
+def libraries_in(language: str) -> Iterator[None]:
+    """Have click and typer, which ask gettext, say their words ("Usage", "No such option") from our catalogue."""
+    before = os.environ.get("LANGUAGE")
+    gettext.bindtextdomain(DOMAIN, str(LOCALE_DIR))
+    gettext.textdomain(DOMAIN)
+    os.environ["LANGUAGE"] = language
+    try:
+        yield
+    finally:
+        gettext.textdomain("messages")
+        os.environ.pop("LANGUAGE")
+        if before is not None:
+            os.environ["LANGUAGE"] = before
+
+
+def _sources(language: str) -> list[str]:
+    return [source for source in getattr(_catalogue(language), "_catalog", {}) if source]
+
+
+@cache
+def _catalogue(language: str) -> gettext.NullTranslations:
+    return gettext.translation(DOMAIN, LOCALE_DIR, [language], fallback=True)
+
+
+# -- Korean particles: which form follows depends on whether the word before ends in a consonant ----------------------
+
+_PARTICLE = re.compile(r"([가-힣0-9])(['\"`)\]]?)(이\(가\)|을\(를\)|은\(는\)|와\(과\)|\(으\)로)")
+_FORMS = {"이(가)": ("이", "가"), "을(를)": ("을", "를"), "은(는)": ("은", "는"), "와(과)": ("과", "와"),
+          "(으)로": ("으로", "로")}  # fmt: skip
+_DIGITS_WITH_END = "013678"  # 영 일 삼 육 칠 팔
+_ENDS_IN_L = "178"           # 일 칠 팔: 로 follows, as after a vowel
+
+
+def _particles(text: str) -> str:
+    """'8443이(가)' → '8443이'. What ends in a letter of another alphabet keeps both: nobody knows how it is read."""
+    return _PARTICLE.sub(_fitting, text)
+
+
+def _fitting(found: re.Match[str]) -> str:
+    last, closing, particle = found.groups()
+    tail = (ord(last) - 0xAC00) % 28 if last >= "가" else 0
+    closed = tail != 0 or last in _DIGITS_WITH_END
+    if particle == "(으)로" and (tail == 8 or last in _ENDS_IN_L):
+        closed = False
+    return last + closing + _FORMS[particle][0 if closed else 1]

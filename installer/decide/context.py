@@ -1,0 +1,125 @@
+"""What the steps of one run share: the operator's options, the tools, and the facts found on the way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from installer.access.api_keys import NewKey
+from installer.access.licence import Approval
+from installer.base.errors import InstallError
+from installer.base.journal import History, Journal
+from installer.base.layout import Layout
+from installer.decide.frontend import Frontend
+from installer.decide.options import InstallOptions, ModelChoice
+from installer.decide.plan import Plan
+from installer.preflight import CheckRecord
+from installer.release.config import Endpoint
+from installer.release.release import Release
+from installer.release.snapshots import Snapshot
+from installer.service.service import ServiceManager
+from installer.service.smoke_test import SmokeResult
+from installer.service.units import UnitFile
+from installer.tls.certificates import Pair
+from offline_bundle.errors import BundleError
+from offline_bundle.model.manifest import BundleManifest
+from offline_bundle.signing.keys import Keyring
+
+
+@dataclass(slots=True)
+class Model:
+    """One model that shall run when the install is done."""
+
+    instance: str                         # its name in the API, and of its unit
+    choice: ModelChoice
+    source: Path                          # where the verified bytes are: the medium, or the store
+    manifest: BundleManifest
+    digest: str
+    key_fingerprint: str
+    kept: bool = False                    # it runs already, and nobody brought another bundle for it
+    in_store: bool = False
+    approval: Approval | None = None      # of its licence, given in this run
+
+    def facts(self) -> dict[str, Any]:
+        """What a release and the journal say of it."""
+        return {
+            "instance": self.instance,
+            "name": self.manifest.name,
+            "version": self.manifest.version,
+            "sequence": self.manifest.sequence,
+            "digest": self.digest,
+            "key_fingerprint": self.key_fingerprint,
+            "spdx": self.manifest.license.spdx,
+        }
+
+
+@dataclass(slots=True)
+class Context:
+    """Filled in by the steps in their order; each step reads only what an earlier one has set."""
+
+    options: InstallOptions
+    layout: Layout
+    frontend: Frontend
+    service: ServiceManager
+    release_command: tuple[str, ...]
+    journal: Journal
+    before: History                       # as the journal told it when this run began
+    seen: int = 0                         # how many records it had then
+    kind: str = "install"                 # or "rollback": what a switch that stays open was meant to be
+
+    # discover
+    trusted_keys: Keyring = field(default_factory=lambda: Keyring(()))    # may vouch for what is brought
+    kept_keys: Keyring = field(default_factory=lambda: Keyring(()))       # may vouch for what is installed already
+    base_config: str | None = None        # the settings that stand, or stood before an interrupted switch
+    endpoint: Endpoint = field(default_factory=lambda: Endpoint("127.0.0.1", 0))
+    own_pids: frozenset[int] = frozenset()
+    tls_names: list[str] = field(default_factory=list)    # what the certificate shall hold; none: plain HTTP
+    tls_import: Pair | None = None                        # the customer's, checked
+    # verify
+    models: list[Model] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)      # instances that will no longer run
+    downgrades: list[dict[str, Any]] = field(default_factory=list)
+    release: Release | None = None
+    config_text: str = ""
+    units: list[UnitFile] = field(default_factory=list)   # system form: every file that systemd reads
+    # preflight, plan
+    checks: list[CheckRecord] = field(default_factory=list)
+    plan: Plan | None = None
+    # units, switch, start, smoke
+    new_key: NewKey | None = None         # the operator's, made by this run
+    smoke_key: NewKey | None = None
+    smoke: SmokeResult | None = None      # of the first model
+    startup_s: float | None = None        # from the start of the processes to the first token of an engine
+    downtime_s: float | None = None       # from the end of the old service to that; None: nothing ran before
+
+    @property
+    def history(self) -> History:
+        """As the journal tells it now."""
+        return History(self.journal.records)
+
+    @property
+    def names(self) -> list[str]:
+        """The instances that shall run."""
+        return [model.instance for model in self.models]
+
+    def snapshot(self) -> Snapshot:
+        """What the way back to this release will need."""
+        return Snapshot(self.config_text, self.units, self.names)
+
+    def model_dir(self, model: Model) -> Path:
+        """The directory that its engine loads."""
+        return self.layout.models / model.digest / "model"
+
+    def target(self) -> Release:
+        """The release that this run leads to; a bug if asked for before `verify`."""
+        assert self.release is not None
+        return self.release
+
+
+Step = Callable[[Context], str]
+"""Does one step and returns one line about it. Raises InstallError, BundleError or OSError; run again, it converges."""
+
+
+def as_install_error(error: BundleError, changed: str) -> InstallError:
+    """A refusal by `offline_bundle`, in the installer's terms."""
+    return InstallError(error.message, exit_code=error.exit_code, changed=changed, hint=error.hint)

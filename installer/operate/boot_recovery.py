@@ -1,0 +1,95 @@
+"""`atoll settle`, at boot and before any engine: an upgrade that a power cut interrupted is taken back.
+
+Between switch and commit the new release has not proved that it serves. The machine would boot it all the same, with
+nobody there; so the release that had proved itself is put back first. Services start afterwards in any case, whatever
+comes of it here: an unproven release is better than none.
+"""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+
+from installer.audit import log
+from installer.base.errors import ExitCode, InstallError
+from installer.base.journal import History, Journal, intact
+from installer.base.layout import Layout
+from installer.base.lock import InstallLock
+from installer.base.recovery_mark import unmark
+from installer.decide.context import Context
+from installer.decide.frontend import Unattended
+from installer.decide.options import InstallOptions
+from installer.release import config, release
+from installer.service import units
+from installer.service.systemd import SystemdService
+from installer.steps.activate import drop_private_keys
+from installer.steps.undo import put_back
+
+REASON = "The power was cut, or the machine stopped, before the new release had proved itself."
+
+
+def settle(layout: Layout, *, service: SystemdService | None = None) -> str:
+    """Put the proven release back if a switch to another was cut off; a sentence about what was done.
+
+    Nothing is started or waited for: the boot goes on to that. Raises InstallError, OSError: what cannot be put back.
+    """
+    service = service or SystemdService(layout)
+    try:
+        with InstallLock(layout.lock, "settle"):
+            return _settle(layout, service)
+    except InstallError as error:
+        if error.exit_code != ExitCode.BUSY:
+            raise
+        return "An install is at work: it knows its own way back."
+
+
+def _settle(layout: Layout, service: SystemdService) -> str:
+    history = History(intact(layout.journal))
+    opened, committed = history.open_switch, history.committed
+    if opened is None:
+        unmark(layout)
+        return "No install was cut off."
+    if committed is None or opened["previous"] is None:
+        return "A first install was cut off: there is no release before it. Run the same install again."
+    if service.pids() - {1}:  # process 1 holds the port
+        return "The service runs already: it is left as it is. To go back: atoll start"
+    previous = opened["previous"]
+    if not (layout.releases / previous / "bin/atoll").is_file():
+        raise InstallError(f"The release before, {previous}, is not on the disk any more.", exit_code=ExitCode.IO)
+    listened = config.read_text(layout.units / units.SOCKET)
+    journal = Journal(f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-settle", intact(layout.journal))
+    journal.open(layout.journal)
+    try:
+        context = Context(InstallOptions(prefix=layout.prefix), layout, Unattended(), service, (), journal, history)
+        put_back(context, opened)
+        drop_private_keys(context)
+        facts = {"to": previous, "cut_off": opened["to"], "kind": opened.get("kind", "install")}
+        journal.add("rolled-back", reason=REASON, **facts)
+        log.append(layout.audit, "rolled-back", reason=REASON, **facts)
+        unmark(layout)
+    finally:
+        journal.close()
+    if config.read_text(layout.units / units.SOCKET) != listened:
+        service.reopen()
+    with contextlib.suppress(InstallError):  # what the boot began goes on; this adds what the old release has more
+        service.start()
+    return f"The upgrade to {opened['to']} was cut off before it had proved itself. {previous} was put back."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `atoll settle`; returns the exit status."""
+    purpose = (
+        "Put the proven release back after an upgrade that a power cut interrupted. atoll-settle.service runs it at "
+        "boot, before the engines; while the machine runs, `atoll start` does the same."
+    )
+    argparse.ArgumentParser(prog="atoll settle", description=purpose).parse_args(argv)
+    layout = Layout.server()
+    try:
+        print(settle(layout), file=sys.stderr)
+    except (InstallError, OSError) as error:
+        why, live = getattr(error, "message", str(error)), release.live(layout)
+        print(f"The proven release could not be put back: {why}", file=sys.stderr)
+        print(f"The boot goes on with {live}. To try again: atoll start", file=sys.stderr)
+        return int(getattr(error, "exit_code", ExitCode.IO))
+    return 0

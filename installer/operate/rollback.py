@@ -1,0 +1,152 @@
+"""`atoll rollback`: back to the release before, from what is on the disk. No medium is needed.
+
+The same steps as an install's second half, towards what the release before had run with; so it may be killed anywhere,
+and a release that does not answer any more is itself taken back. Run twice, it leads to where one was.
+"""
+
+import contextlib
+from typing import Any
+
+import tomlkit
+
+from installer.access import vendor_keys
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import joined, t
+from installer.base.layout import Layout
+from installer.base.lock import ignore_hangup
+from installer.decide.context import Context
+from installer.decide.frontend import Frontend
+from installer.decide.models import stored
+from installer.decide.options import InstallOptions, ModelChoice
+from installer.operate.install import InstallResult, Run
+from installer.operate.lifecycle import history_of
+from installer.release import config, migrate, release, snapshots
+from installer.release.release import Release
+from installer.service.service import ServiceManager, service_for
+from installer.steps.inspect import refuse_revoked
+from installer.steps.undo import roll_back
+from installer.tls import endpoint as tls_endpoint
+
+# What an install decides; everything else in the settings is the operator's and stays as it is now.
+_OURS = ("host", "port", "model", "served-model-name", "api-key-file", "ssl-certfile", "ssl-keyfile")
+
+
+class Rollback(Run):
+    """One way back. `dry_run` in the options only looks."""
+
+    purpose = "rollback"
+
+    def __init__(
+        self, options: InstallOptions, frontend: Frontend, *, layout: Layout, service: ServiceManager | None = None
+    ) -> None:
+        super().__init__(options, frontend, layout, service or service_for(layout))
+
+    def _run(self) -> InstallResult:
+        history_of(self.layout)
+        with contextlib.ExitStack() as stack:
+            if not self.options.dry_run:
+                stack.enter_context(self._lock())
+            context = self._context()
+            stack.callback(context.journal.close)
+            context.kind = "rollback"
+            if not self.options.dry_run:
+                context.journal.open(self.layout.journal)
+                ignore_hangup()
+            opened = context.before.open_switch
+            if opened is not None and opened.get("kind", "install") == "install":
+                return self._undo(context)
+            self._steps(context, (("discover", _discover), ("verify", _verify)))
+            if self.options.dry_run:
+                return self._result(context, "dry-run")
+            self._activate(context)
+            return self._result(context, "rolled-back")
+
+    def _undo(self, context: Context) -> InstallResult:
+        """An install was cut off behind its switch: the way back is to what had proved itself before it."""
+        committed = context.before.committed
+        if committed is None:
+            raise _nothing(t("The install that was cut off was the first one."))
+        _prepare(context, committed["release"], committed.get("snapshot"))
+        if self.options.dry_run:
+            return self._result(context, "dry-run")
+        outcome = roll_back(context, InstallError(t("An install was cut off."), exit_code=ExitCode.OK))
+        if outcome.exit_code != ExitCode.OK:
+            raise outcome
+        return self._result(context, "rolled-back")
+
+
+def _discover(context: Context) -> str:
+    """Which release, and that it is still whole."""
+    committed = context.before.committed
+    if committed is None:
+        raise _nothing(t("No release has been committed here."))
+    if committed.get("previous") is None:
+        raise _nothing(t("The release that runs is the first one."))
+    _prepare(context, committed["previous"], committed.get("previous_snapshot"))
+    return f"{committed['release']} -> {context.target().name}"
+
+
+def _prepare(context: Context, name: str, snapshot: str | None) -> None:
+    layout = context.layout
+    info = release.read_info(layout, name)
+    if not info or not (layout.releases / name / "bin/atoll").is_file():
+        raise _nothing(t("The release {name} is not on the disk any more.", name=name))
+    context.release = Release(name, info, "")
+    context.trusted_keys = context.kept_keys = vendor_keys.keyring(layout)
+    saved = snapshots.load(layout, snapshot) if snapshot else snapshots.Snapshot(None, [], [])
+    context.units = saved.units
+    context.own_pids = context.service.pids()
+    opened = context.before.open_switch
+    base = layout.config if opened is None or not opened["had_config"] else layout.config_backup
+    context.base_config = config.read_text(base)
+    context.models = [
+        stored(context, facts, ModelChoice(name=facts["instance"])) for facts in release.bundles_of(info)
+    ]
+    context.config_text = _settings(context, saved.settings)
+    context.endpoint = config.endpoint(context.config_text, layout.config, system=layout.system)
+
+
+def _verify(context: Context) -> str:
+    """The models were checked when they were found. The code's key may have been revoked since, and the certificate
+    has to hold the names that it is asked for."""
+    refuse_revoked(context)
+    if context.endpoint.certificate is not None:
+        context.tls_names = tls_endpoint.wanted_names(context.endpoint.host)
+    names = [f"{model.manifest.name} {model.manifest.version}" for model in context.models]
+    return t("{names} in the store, signature and seals hold", names=joined(names))
+
+
+def _settings(context: Context, saved: str | None) -> str:
+    """The operator's settings of today with what an install decides as the release before had it.
+
+    Settings of another form than today's are taken as they were: the code of then reads no other.
+    """
+    layout, now = context.layout, context.base_config
+    if saved is None:
+        (model,) = context.models  # 0.1 kept no snapshot, and knew only prefixes
+        values = {"model": str(context.model_dir(model)), "served-model-name": model.instance}
+        return config.render(now, values, layout.config)
+    document: Any = tomlkit.parse(saved)
+    if now is None or migrate.version_of(document) != migrate.version_of(tomlkit.parse(now)):
+        return saved
+    if not layout.system:
+        return config.render(now, _ours(document.get("serve", {})), layout.config)
+    tables = document.get("models", {}).unwrap()
+    here = config.parse(now, layout.config, "models")
+    models = {name: _ours(table) if name in here else table for name, table in tables.items()}
+    return config.render_server(now, _ours(document.get("gateway", {})), models, layout.config)
+
+
+def _ours(table: Any) -> dict[str, Any]:
+    values = table.unwrap() if hasattr(table, "unwrap") else table
+    return {key: value for key, value in values.items() if key in _OURS}
+
+
+def _nothing(why: str) -> InstallError:
+    return InstallError(
+        t("There is no release to go back to."),
+        exit_code=ExitCode.USAGE,
+        why=why,
+        changed=t("Nothing was changed."),
+        hint=t("Install the one that you want from its medium: atoll install MEDIUM"),
+    )

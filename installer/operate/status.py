@@ -1,0 +1,392 @@
+"""One screen about an installation: what it is, whether it serves, who allowed it, what is wrong and what to do next.
+
+Reads only; holds no lock. As another user than the installation's owner it tells what it can and lists what it could
+not see.
+"""
+
+import calendar
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from installer.access import api_keys, licence, vendor_keys
+from installer.audit import anchor, check
+from installer.base import fs, lock
+from installer.base.exposure import check_exposure
+from installer.base.i18n import retold, t
+from installer.base.journal import History, Replay, replay
+from installer.base.layout import Layout
+from installer.base.recovery_mark import went_back
+from installer.operate import deep_verify as deep
+from installer.operate.findings import Findings
+from installer.operate.lifecycle import history_of
+from installer.release import config, release
+from installer.service import unit_state
+from installer.service.service import PrefixService, ServiceManager
+from installer.service.smoke_test import health
+from installer.service.unit_state import UnitState
+from installer.tls import endpoint as tls_endpoint
+
+VERIFY_DAYS = 15       # a weekly check that did not run twice
+KEY_DAYS = 14          # before a key's end, its holder should have a new one
+_FEW_BYTES = 2 << 30
+
+Facts = dict[str, Any]
+
+
+def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
+    """All facts, ready for JSON. `state` is serving, starting, stopped, failed, interrupted, busy, not-installed or
+    unknown (this user may not see); `healthy` says that it serves and nothing is wrong.
+
+    Raises InstallError (usage) where nothing of ours is.
+    """
+    found = Findings()
+    log, history = _history(layout, found)
+    committed = _committed(layout, history)
+    bundles = release.bundles_of(committed)
+    endpoint = found.look(t("the settings"), lambda: config.standing(layout), None)
+    settings = found.look(t("the settings"), lambda: _settings(layout), {})
+    running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
+    answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, t("not running"))
+    holder = lock.holder(layout.lock)
+    state = _state(history, committed, running, answers, busy=holder is not None)
+    _tell_state(layout, state, running, said, units, history, found)
+    recovery = _recovery(log, state, found)
+    verified = _last_verify(layout, log, committed, found)
+    trusted = found.look(t("the trusted keys"), lambda: _trust(layout, committed, found), None)
+    certificate = _certificate(layout, endpoint, found)
+    facts = {
+        "state": state,
+        "form": "system" if layout.system else "prefix",
+        "prefix": str(layout.prefix),
+        "busy": holder,
+        "release": {
+            "live": release.live(layout),
+            "committed": committed.get("release"),
+            "at": committed.get("at"),
+            "previous": committed.get("previous"),
+            "atoll": release.read_info(layout, str(committed.get("release"))).get("atoll"),
+        },
+        "recovery": recovery,
+        "model": _model(bundles[0]) if bundles else _model({}),
+        "models": [_model(bundle) for bundle in bundles],
+        "licences": found.look(t("the licences' approvals"), lambda: _licences(layout, bundles), []),
+        "endpoint": f"{endpoint.url}/v1" if endpoint and committed else None,
+        "endpoints": _endpoints(endpoint, certificate) if endpoint and committed else [],
+        "units": [unit.to_json() for unit in units],
+        "service": {name: running[name] for name in ("phase", "pid", "uptime_s", "restarts", "last_exit")},
+        "health": {"ok": answers, "said": said},
+        "smoke": committed.get("smoke"),
+        "gpu": _gpu(settings, found),
+        "last_verify": verified,
+        "trust": trusted,
+        "certificate": certificate,
+        "keys": found.look(t("the API keys"), lambda: _keys(layout, found, serving=bool(committed)), []),
+        "disk": found.look(t("the disk"), lambda: _disk(layout, found), None),
+    }
+    healthy = state == "serving" and found.healthy  # now that everything was looked at
+    return {**facts, "healthy": healthy, "problems": found.to_json(), "unseen": list(dict.fromkeys(found.unseen))}
+
+
+def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
+    log = found.look(t("the install journal"), lambda: replay(layout.journal), Replay())
+    if not log.records and release.live(layout) is None and "the install journal" not in found.unseen:
+        history_of(layout)  # says that there is no installation
+    if log.damaged_lines:
+        line = log.damaged_lines[0]
+        found.error(t("The install journal is damaged at line {line}.", line=line), "atoll journal repair")
+    anchors = (anchor.sent(layout.audit) or []) if layout.system else []
+    verdict = found.look(t("the audit log"), lambda: check.check(layout.audit, anchors), None)
+    if verdict is not None and verdict.message:
+        found.error(verdict.message, "atoll audit verify")
+    return log, History(log.records)
+
+
+def _committed(layout: Layout, history: History) -> Facts:
+    """The release that counts, as the journal says; to a user who cannot read that, as `current` and the release do."""
+    if history.committed is not None or history.last_run is not None:
+        return history.committed or {}
+    name = release.live(layout)
+    return {**release.read_info(layout, name), "release": name} if name else {}
+
+
+def _settings(layout: Layout) -> Facts:
+    """Every table of atoll.toml that says how it runs: {"serve" or "gateway": …, "models": {name: …}}."""
+    text = config.read_text(layout.config) or ""
+    if not layout.system:
+        return {"serve": config.parse(text, layout.config), "models": {}}
+    return {"gateway": config.parse(text, layout.config, "gateway"),
+            "models": config.model_tables(text, layout.config)}
+
+
+def _running(
+    layout: Layout, service: ServiceManager | None, models: list[str], settings: Facts, found: Findings
+) -> tuple[Facts, list[UnitState]]:
+    """How the service runs: phase (running, starting, restarting, stopped, failed, dead), and its units if it has."""
+    if layout.system and service is None:
+        gpu = any(table.get("device") != "cpu" for table in settings.get("models", {}).values()) or not settings
+        units = found.look(t("the units"), lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
+        return _from_units(units), units
+    if layout.run.exists() and not os.access(layout.run, os.X_OK):
+        found.unseen.append(t("the service's process"))
+        return {"phase": "unknown", "up": True, "pid": None, "uptime_s": None, "restarts": 0, "last_exit": None}, []
+    state = (service or PrefixService(layout)).state()
+    up_for = int(time.time() - state.since) if state.since and state.up else None
+    return {
+        "phase": state.phase, "up": state.up, "pid": state.pid, "uptime_s": up_for, "restarts": state.restarts,
+        "last_exit": state.last_exit,
+    }, []
+
+
+def _from_units(units: list[UnitState]) -> Facts:
+    """The services that must run for an answer, as one."""
+    ours = [u for u in units if u.name.startswith(("atoll-gateway.service", "atoll-engine@"))]
+    gateway = next((u for u in ours if u.name.startswith("atoll-gateway")), None)
+    phases = {unit.active for unit in ours}
+    if "failed" in phases:
+        phase = "failed"
+    elif phases and phases <= {"active"}:
+        phase = "running"
+    elif phases & {"activating", "reloading", "active"}:
+        phase = "restarting" if any(u.sub == "auto-restart" for u in ours) else "starting"
+    else:
+        phase = "stopped"
+    began = gateway.since if gateway and gateway.active == "active" else None
+    failed = next((u for u in ours if u.failed), None)
+    return {
+        "phase": phase,
+        "up": bool(phases & {"active", "activating", "reloading"}),
+        "pid": gateway.pid if gateway else None,
+        "uptime_s": int(unit_state.seconds_since_boot() - began) if began else None,
+        "restarts": sum(unit.restarts for unit in ours),
+        "last_exit": failed.exit_status if failed else None,
+    }
+
+
+def _state(history: History, committed: Facts, running: Facts, healthy: bool, *, busy: bool) -> str:
+    if history.open_switch is not None:
+        return "busy" if busy else "interrupted"
+    if not committed:
+        return "busy" if busy else "not-installed"
+    if healthy:
+        return "serving"
+    if running["phase"] in ("failed", "dead"):
+        return "failed"
+    if running["phase"] == "unknown":
+        return "unknown"
+    return "starting" if running["up"] else "stopped"
+
+
+def _tell_state(
+    layout: Layout, state: str, running: Facts, said: str, units: list[UnitState], history: History, found: Findings
+) -> None:
+    where = "" if layout.system else f" --prefix {layout.prefix}"
+    failed = [unit for unit in units if unit.failed]
+    for unit in failed:
+        short = unit.name.removeprefix("atoll-").removesuffix(".service")
+        why = unit.result
+        if unit.exit_status:
+            why = t("{result}, exit status {code}", result=unit.result, code=unit.exit_status)
+        found.error(t("{unit} has failed ({why}).", unit=unit.name, why=why), f"atoll logs --unit {short}")
+    if state == "interrupted":
+        back = t("Run the same install again, or go back: {command}", command=f"atoll start{where}")
+        found.error(t("An install was cut off."), back)
+    elif state == "failed" and not failed:
+        code = "?" if running["last_exit"] is None else running["last_exit"]
+        message = t("The service has ended (exit status {code}).", code=code)
+        found.error(message, f"atoll logs{where}; atoll start{where}")
+    elif state == "starting" and running["phase"] == "running":
+        found.error(t("The service runs but is not ready: {said}.", said=said), f"atoll logs{where}")
+    if history.last_failure is not None:
+        failure = history.last_failure
+        found.warn(
+            t("The last install failed in step {step} at {at}: {error}", step=failure["step"], at=failure["at"],
+              error=retold(failure["error"])),
+            t("Correct it and run the same install again."),
+        )
+
+
+def _recovery(log: Replay, state: str, found: Findings) -> Facts | None:
+    """What the last boot put back, until something is installed: an upgrade that a power cut interrupted."""
+    record = went_back(log.records)
+    if record is None or state in ("interrupted", "busy"):
+        return None
+    if record.get("kind") == "rollback":
+        again = "atoll rollback"
+    else:
+        again = t("Insert the medium and run the upgrade again: atoll upgrade MEDIUM")
+    found.warn(
+        t("The switch to {new} was cut off before that release had proved itself, by a power cut or a crash. At boot, "
+          "at {at}, the release before was put back: {old}.", new=record["cut_off"], at=record["at"], old=record["to"]),
+        again,
+    )  # fmt: skip
+    return {"at": record["at"], "cut_off": record["cut_off"], "put_back": record["to"], "next": again}
+
+
+def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings) -> Facts | None:
+    """The last time that every byte was read: by `atoll verify`, or else by the install."""
+    record = found.look(t("the last verification"), lambda: _read_verify(layout), None)
+    installed = next((r for r in reversed(log.records) if r["event"] == "done" and r.get("step") == "verify"), None)
+    if record is None:
+        if "the last verification" in found.unseen:
+            return None
+        at = (installed or committed).get("at")
+        if at and _age_days(at) > VERIFY_DAYS:
+            found.warn(t("Nothing was verified since the install at {at}.", at=at), "atoll verify")
+        if installed is None:
+            return None
+        return {"at": at, "by": "install", "outcome": "good", "exit_code": 0, "detail": installed["detail"]}
+    if record["outcome"] == "bad":
+        for target in (target for target in record["targets"] if target.get("exit_code")):
+            message = t("Verification of {at}: {error}", at=record["finished"], error=retold(target["error"]))
+            found.error(message, retold(target.get("hint", "")))
+    elif record["outcome"] == "interrupted":
+        found.warn(t("The verification begun at {at} was cut off.", at=record["started"]), "atoll verify")
+    elif _age_days(record["finished"]) > VERIFY_DAYS:
+        found.warn(t("The last verification was {days} days ago.", days=_age_days(record["finished"])), "atoll verify")
+    count = len(record["targets"])
+    detail = t("{count} parts, {size:.2f} GiB in {seconds:.0f} s", count=count, size=record["bytes"] / 2**30,
+               seconds=record["seconds"])
+    return {"at": record["finished"], "by": "verify", "outcome": record["outcome"], "exit_code": record["exit_code"],
+            "detail": detail}
+
+
+def _trust(layout: Layout, committed: Facts, found: Findings) -> Facts:
+    """The keys that count, and what of this release was signed by one that no longer does."""
+    gone = vendor_keys.revoked(layout)
+    info = release.read_info(layout, str(committed.get("release")))
+    for what, fingerprint in vendor_keys.signed_by(info).items():
+        if fingerprint in gone:
+            found.error(
+                t("{what} is signed by the key {key}…, which was revoked here: {why}.", what=what,
+                  key=fingerprint[:16], why=vendor_keys.why_revoked(layout, fingerprint)),
+                t("Replace it by one that the vendor's new key has signed: atoll install MEDIUM --trust-key NEW.pub"),
+            )
+    keys_here = vendor_keys.entries(layout)
+    for entry in keys_here:
+        if entry.problem:
+            tell = found.warn if entry.path.is_symlink() else found.error  # links do not count
+            tell(t("The trusted key {path} cannot be used: {problem}", path=entry.path, problem=entry.problem),
+                 f"atoll trust remove {entry.path.name}")  # fmt: skip
+    good = [entry.fingerprint for entry in keys_here if entry.fingerprint and entry.fingerprint not in gone]
+    return {"trusted": good, "revoked": sorted(gone)}
+
+
+def _read_verify(layout: Layout) -> Facts | None:
+    os.stat(layout.state)
+    if not os.access(layout.state, os.X_OK):
+        raise PermissionError
+    return deep.last(layout)
+
+
+def _certificate(layout: Layout, endpoint: config.Endpoint | None, found: Findings) -> Facts | None:
+    facts = tls_endpoint.facts(layout)
+    if endpoint is None or endpoint.certificate is None:
+        if endpoint is not None and not layout.system:
+            path, text = layout.config, config.read_text(layout.config) or ""
+            found.look(t("the settings"), lambda: check_exposure(config.parse(text, path), path), None)
+        return facts
+    if facts is None:
+        found.error(t("The certificate {path} is missing.", path=layout.server_cert), "atoll tls renew")
+        return None
+    fix = "atoll tls renew" if facts["source"] == "local" else "atoll tls import --cert FILE --key FILE"
+    if facts["days_left"] < 0:
+        found.error(t("The certificate expired at {at}: clients refuse it.", at=facts["not_after"]), fix)
+    elif facts["days_left"] < tls_endpoint.RENEW_DAYS:
+        days, at = facts["days_left"], facts["not_after"]
+        found.warn(t("The certificate ends in {days} days, at {at}.", days=days, at=at), fix)
+    if facts["ca"] and facts["ca"]["days_left"] < 3 * tls_endpoint.RENEW_DAYS:
+        days = facts["ca"]["days_left"]
+        found.warn(t("The local authority ends in {days} days.", days=days), "atoll tls renew --new-ca")
+    return facts
+
+
+def _keys(layout: Layout, found: Findings, *, serving: bool) -> list[Facts]:
+    if not layout.api_keys.exists() and not os.access(layout.credentials, os.X_OK) and layout.credentials.exists():
+        raise PermissionError
+    entries = api_keys.people(layout.api_keys)
+    active = [entry for entry in entries if api_keys.state(entry) == "active"]
+    if serving and not any({"serve", "admin"} & set(api_keys.scopes_of(entry)) for entry in active):
+        found.error(t("No active API key is left: nobody can use the endpoint."), "atoll apikey new --name NAME")
+    for entry in active:
+        left = api_keys.seconds_left(entry)
+        if left is not None and left < KEY_DAYS * 86400:
+            days, name = int(left // 86400), entry.get("name", "")
+            found.warn(
+                t("The API key {id} ({name}) ends in {days} days.", id=entry["id"], name=name, days=days),
+                t("atoll apikey new --name NAME, give it out, then revoke the old one"),
+            )
+    return [
+        {**{name: entry.get(name) for name in ("id", "name", "created", "expires")},
+         "scopes": api_keys.scopes_of(entry), "state": api_keys.state(entry)}
+        for entry in entries if api_keys.state(entry) != "revoked"
+    ]
+
+
+def _licences(layout: Layout, bundles: list[Facts]) -> list[Facts]:
+    if not os.access(layout.state, os.X_OK) and layout.state.exists():
+        raise PermissionError
+    digests = {bundle.get("digest") for bundle in bundles}
+    fields = ("spdx", "sha256", "how", "who", "when", "bundle_digest")
+    approvals = licence.load_approvals(layout.approvals)
+    return [{name: entry.get(name) for name in fields} for entry in approvals if entry.get("bundle_digest") in digests]
+
+
+def _gpu(settings: Facts, found: Findings) -> Facts | None:
+    """What the driver says; None where every engine runs on the CPU, or no driver is there."""
+    tables = list(settings.get("models", {}).values()) or [settings.get("serve", {})]
+    if all(table.get("device") == "cpu" for table in tables):
+        return None
+    from installer.gpu import collect
+
+    facts = collect()
+    if not facts.answered:
+        if any(Path("/dev").glob("nvidia[0-9]*")):
+            message = t("The GPU does not answer: {why}.", why=facts.nvml_error)
+            found.error(message, "nvidia-smi; atoll logs --unit gpu-ready")
+        return None
+    for gpu in facts.gpus:
+        if gpu.ecc_uncorrected:
+            found.error(
+                t("{gpu} has {count} uncorrected memory errors.", gpu=gpu.label, count=gpu.ecc_uncorrected),
+                t("Reboot, then atoll preflight"),
+            )
+        if gpu.remap_failed:
+            found.error(t("{gpu} can no longer replace bad memory.", gpu=gpu.label), t("Have the GPU replaced."))
+    return facts.to_json()
+
+
+def _model(bundle: Facts) -> Facts:
+    return {name: bundle.get(name) for name in ("instance", "name", "version", "sequence", "digest", "key_fingerprint")}
+
+
+def _endpoints(endpoint: config.Endpoint, certificate: Facts | None) -> list[str]:
+    """What clients on other machines type, for an endpoint that they can reach."""
+    if certificate is None or endpoint.host not in ("0.0.0.0", "::", ""):  # noqa: S104
+        return []
+    names = [name for name in certificate["names"] if name not in ("localhost", "127.0.0.1", "::1")]
+    return [f"https://{f'[{name}]' if ':' in name else name}:{endpoint.port}/v1" for name in names]
+
+
+def _disk(layout: Layout, found: Findings) -> Facts:
+    space = os.statvfs(layout.lib if layout.lib.exists() else layout.prefix)
+    free = space.f_bavail * space.f_frsize
+    if free < _FEW_BYTES:
+        message = t("Only {free} GiB of disk are free below {path}.", free=f"{free / 2**30:.1f}", path=layout.lib)
+        found.warn(message, f"df -h {layout.lib}")
+    return {
+        "models_bytes": fs.tree_size(layout.models),
+        "logs_bytes": fs.tree_size(layout.log_dir),
+        "cache_bytes": fs.tree_size(layout.cache),
+        "free_bytes": free,
+    }
+
+
+def _age_days(at: str) -> int:
+    with contextlib.suppress(ValueError):
+        return int((time.time() - calendar.timegm(time.strptime(at, "%Y-%m-%dT%H:%M:%SZ"))) // 86400)
+    return 0
+
+

@@ -1,0 +1,131 @@
+"""`etc/atoll/atoll.toml`: the operator's file. We set the few keys that an install decides and leave the rest alone.
+
+    schema_version = 2
+    [serve]            prefix form: the flags of `atoll serve`
+    [gateway]          system form: the flags of `atoll gateway`
+    [gateway.limits]   … and the bounds of its endpoint ([serve.limits] in the prefix form)
+    [engine]           … of every engine
+    [models.NAME]      … of the engine atoll-engine@NAME; wins over [engine]
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.release import migrate
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000          # of a prefix
+SERVER_HOST, SERVER_PORT = "0.0.0.0", 8443              # noqa: S104  # of a server: it has TLS and keys
+
+_HEADER = """\
+# Settings of `atoll serve`; every long flag may stand here without its dashes.
+# An install changes only: model, served-model-name, host, port, api-key-file. Restart to apply: atoll stop; atoll start
+"""
+_SERVER_HEADER = """\
+# Settings of this server. Every long flag may stand here without its dashes: of `atoll gateway` in [gateway], of every
+# engine in [engine], of one engine in [models.NAME]. An install changes only what it decides. To apply: atoll restart
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the service listens. `certificate`: the one that it must show; None: it speaks plain HTTP."""
+
+    host: str
+    port: int
+    certificate: Path | None = None
+
+    @property
+    def connect_host(self) -> str:
+        """An address that reaches it from this machine."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)  # noqa: S104
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
+        return f"{'https' if self.certificate else 'http'}://{host}:{self.port}"
+
+
+def read_text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def parse(text: str, path: Path, table: str = "serve") -> dict[str, Any]:
+    """One table, empty if absent. Raises InstallError (usage) for a file that cannot be parsed."""
+    found = migrate.document(text, path).unwrap().get(table, {})
+    return found if isinstance(found, dict) else {}
+
+
+def endpoint(text: str | None, path: Path, *, system: bool = False) -> Endpoint:
+    """The address in the settings, or the defaults of this form."""
+    table = parse(text, path, "gateway" if system else "serve") if text else {}
+    port = table.get("port", SERVER_PORT if system else DEFAULT_PORT)
+    if type(port) is not int or not 1 <= port <= 65535:
+        raise InstallError(
+            t("The port {port!r} in {path} is not a number from 1 to 65535.", port=port, path=path),
+            exit_code=ExitCode.USAGE,
+            changed=t("Nothing was changed."),
+            hint=t("Correct it, then run this again."),
+        )
+    certificate = path.parent / "tls/server.crt" if system or table.get("ssl-certfile") else None
+    return Endpoint(str(table.get("host", SERVER_HOST if system else DEFAULT_HOST)), port, certificate)
+
+
+def standing(layout: Layout) -> Endpoint:
+    """Where what is installed listens."""
+    return endpoint(read_text(layout.config), layout.config, system=layout.system)
+
+
+def render(base: str | None, values: dict[str, Any], path: Path) -> str:
+    """Prefix form: `base`, in today's form, with `values` set in [serve]; comments, order and other keys stay.
+
+    The same input gives the same bytes.
+    """
+    text, _ = migrate.migrate(base if base is not None else _HEADER, path)
+    document = tomlkit.parse(text)
+    _set(document, "serve", values)
+    return tomlkit.dumps(document)
+
+
+def render_server(
+    base: str | None, gateway: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], path: Path
+) -> str:
+    """System form: as `render`, for [gateway] and one [models.NAME] for each of `models`; other models go."""
+    text, _ = migrate.migrate(base if base is not None else _SERVER_HEADER, path)
+    document = tomlkit.parse(text)
+    _set(document, "gateway", gateway)
+    if "models" not in document:
+        document["models"] = tomlkit.table(is_super_table=True)
+    tables: Any = document["models"]
+    for name in [name for name in tables if name not in models]:
+        del tables[name]
+    for name, values in models.items():
+        _set(tables, name, values)
+    return tomlkit.dumps(document)
+
+
+def model_tables(text: str | None, path: Path) -> dict[str, dict[str, Any]]:
+    """[models.NAME] of every model, with what [engine] says for all of them."""
+    if not text:
+        return {}
+    common = parse(text, path, "engine")
+    found = parse(text, path, "models")
+    return {name: {**common, **table} for name, table in found.items() if isinstance(table, dict)}
+
+
+def _set(document: Any, name: str, values: Mapping[str, Any]) -> None:
+    if name not in document:
+        document[name] = tomlkit.table()
+    table = document[name]
+    for key, value in values.items():
+        if table.get(key) != value:
+            table[key] = value

@@ -1,0 +1,46 @@
+"""Waiting for a service that starts, with its own words as the progress line."""
+
+import time
+
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.decide.frontend import Frontend
+from installer.release.config import Endpoint
+from installer.service.service import ServiceManager, readable
+from installer.service.smoke_test import health
+
+
+def wait_ready(
+    service: ServiceManager, endpoint: Endpoint, layout: Layout, frontend: Frontend, timeout: float
+) -> None:
+    """Until /health says 200: a token has come from the engine. Raises InstallError (40).
+
+    Ends early when the service dies: a crash at the start is not worth waiting for.
+    """
+    began = time.monotonic()
+    while True:
+        good, said = health(endpoint)
+        waited = time.monotonic() - began
+        state = service.state()
+        if state.phase in ("failed", "dead", "stopped") or state.restarts:
+            status = "" if state.last_exit is None else t(" (exit status {last_exit})", last_exit=state.last_exit)
+            raise unhealthy(service, layout, t("The service ended while it was starting{status}.", status=status))
+        if good:
+            return
+        if waited > timeout:
+            raise unhealthy(service, layout, t("The service was not ready after {timeout:.0f} s: {said}.",
+                                               timeout=timeout, said=said))
+        line = readable(next(iter(service.log_tail(1)), said)).partition("\n")[0]
+        frontend.progress(t("starting: {line}", line=line[:80]), int(waited), 0)
+        time.sleep(0.1 if waited < 5 else 0.5)
+
+
+def unhealthy(service: ServiceManager, layout: Layout, message: str) -> InstallError:
+    """The error of a service that does not serve, with the end of its log."""
+    return InstallError(
+        message,
+        exit_code=ExitCode.UNHEALTHY,
+        hint=t("The log says why: {log_hint}", log_hint=layout.log_hint),
+        log_tail=[part for line in service.log_tail(20) for part in readable(line).splitlines()],
+    )

@@ -1,0 +1,21 @@
+"""Telling the running gateway that its keys or its certificate have changed."""
+
+from installer.base.errors import InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.service import units
+from installer.service.service import service_for
+
+
+def reload_gateway(layout: Layout) -> str | None:
+    """Make the gateway use the new files; returns what is left to do, in words, or None if all is done.
+
+    Under systemd a reload hands it new copies and no connection breaks. In the prefix form it reads the key file by
+    itself; a new certificate takes a restart there.
+    """
+    try:
+        service_for(layout).reload_keys()
+    except (InstallError, OSError):
+        return t("The running gateway could not be told. Restart it: systemctl restart {GATEWAY}",
+                 GATEWAY=units.GATEWAY)
+    return None

@@ -1,0 +1,270 @@
+"""Compiles every kernel of a model's layers for a GPU that need not be here.
+
+    python compile_all.py MAJOR MINOR SHARED MULTIPROCESSORS [PROCESSES]
+
+SHARED: bytes of shared memory that a program may have. Prints a line of JSON for each variant: the kernel, its
+constants, the shared memory that it takes, and the bytes of a thread's numbers that found no register. Run by
+test_triton_compile.py in a process of its own, without the interpreter.
+"""
+
+import json
+import struct
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+
+from engine.kernels.attention import chunks as attention_chunks
+from engine.kernels.attention import decode as attention_decode
+from engine.kernels.attention import heads as attention_heads
+from engine.kernels.gemm import batch_invariant, quantize, small_batch, triton_scaled
+from engine.kernels.moe import decode as moe_decode
+from engine.kernels.moe import experts as moe_experts
+from engine.kernels.pointwise import fused, gated_norm, host_rows
+from engine.kernels.pointwise import post_norm as pointwise_post_norm
+from engine.kernels.recurrent import gated_delta
+from engine.kernels.runtime import compile_ahead, launcher
+from engine.kernels.runtime.gpu_target import Target
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def zeros(*shape, dtype=BF16):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def numbers(*shape):
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def attend(dim, group, cache, *, batch=4, **options):
+    q, kv = zeros(batch, group, dim), zeros(2, 16, 1, dim, dtype=cache)
+    n, table = numbers(batch), numbers(batch, 4)
+    options = {"scale": 0.1, **options}
+    attention_decode.decode(q, kv, kv, n, n, table, torch.empty_like(q), splits=4, **options)
+    if batch > attention_decode.SMALL_BATCH:
+        return
+    block_q = attention_chunks.query_rows(dim, q.device) // group
+    own, tiles = q[:, :1], numbers(4, 2)
+    attention_chunks.mixed(
+        q, own, own, kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
+    )
+    if cache == FP8 and not launcher.target_of(q.device).fp8_units:
+        return  # --batch-invariant is refused
+    block_q = batch_invariant.tile_tokens(group)
+    batch_invariant.attention(
+        q, (own, own), kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
+    )
+
+
+def rope(dim, cache, norm):
+    kv, angle = zeros(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, dim // 2)
+    weight = zeros(dim) if norm else None
+    fused.rope_and_write_kv(
+        zeros(3, 8 * dim), angle, angle, numbers(3).long(), numbers(3).long(), kv, kv, 4, q_norm=weight, k_norm=weight
+    )
+
+
+def heads(dim, cache, pairs, distance, **options):
+    kv, angle, weight = zeros(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, pairs), zeros(dim)
+    i = numbers(3).long()
+    attention_heads.heads_and_write_kv(
+        zeros(3, 8 * dim), angle, angle, distance, i, i, kv, kv, 4, q_norm=weight, k_norm=weight, **options
+    )
+
+
+def post_norm(size, following, **options):
+    x, weight = zeros(3, size), zeros(size)
+    branch = (weight, x, weight) if following > 1 else None
+    pointwise_post_norm.post_norm(
+        x, weight, x, [weight] * following, 1e-6, 0.0, branch=branch, scalar=zeros(1), **options
+    )
+
+
+def experts(num_experts, top_k, hidden, inner, dtype, tokens, **options):
+    w13, w2 = zeros(num_experts, 2 * inner, hidden, dtype=dtype), zeros(num_experts, hidden, inner, dtype=dtype)
+    scales = [torch.zeros(w.shape[:2]) for w in (w13, w2)] if dtype == FP8 else []
+    routing = moe_experts.choose_experts(zeros(tokens, num_experts), top_k)
+    moe_experts.routed_experts(zeros(tokens, hidden), *routing, w13, w2, *scales, **options)
+
+
+def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, factor, **options):
+    def weight(*shape):
+        return zeros(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
+
+    (w13, scale13), (w2, scale2) = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
+    x, beside = zeros(tokens, hidden), None
+    if width:
+        extra = zeros(1, hidden) if factor else None
+        beside = moe_decode.Beside(*weight(2 * width, hidden), *weight(hidden, width), extra)
+    if factor:
+        options |= {"norm": moe_decode.Norm(zeros(hidden), 1e-6, 1.0), "residual": x}
+    moe_decode.sparse_block(
+        x, zeros(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, beside=beside, **options
+    )
+
+
+def delta():
+    shape = gated_delta.DeltaShape(16, 48, 128, 128)
+    qkv, ba, conv = zeros(70, 16384)[:, :10240], zeros(70, 96), zeros(10240, 4)
+    heads, i = torch.zeros(48), numbers(70).long()
+    states = torch.zeros(3, 48, 128, 128), zeros(3, 4, 10240)
+    arguments = qkv, ba, conv, heads, heads, i, i[:2], *states, shape, zeros(70, 48, 128)
+    gated_delta.decode(*arguments)
+    gated_delta.decode(*arguments, early=True)
+    mixed = {"q_starts": i[:2], "counts": i[:2]}
+    gated_delta.decode(*arguments, **mixed, block_v=64)
+    gated_delta.prefill(*arguments, **mixed, chunks=gated_delta.plan_chunks(i[:2], 2))
+    gated_norm.gated_rms_norm(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
+
+
+def run_all(gpu):
+    delta()
+    attend(64, 3, BF16)
+    attend(80, 7, BF16, window=100, softcap=30.0)
+    attend(128, 4, BF16)
+    attend(128, 4, BF16, batch=64)
+    attend(256, 2, BF16)
+    attend(256, 2, BF16, batch=64)
+    attend(512, 8, BF16)
+    rope(128, BF16, norm=True)
+    rope(96, BF16, norm=False)
+    heads(256, BF16, 32, 32, offset=1.0)
+    heads(512, BF16, 64, 256, v_norm=True, k_eq_v=True, keep=True)
+    heads(512, BF16, 64, 256, own_kv=False)
+    small_batch.gemv(zeros(1, 1024), zeros(96, 1024))
+    small_batch.gemv(zeros(4, 960), zeros(100, 960), None, zeros(100), gate="silu")
+    small_batch.gemv(zeros(1, 4096), zeros(24576, 4096), norm=(zeros(4096), 1e-6), gate="silu")
+    small_batch.gemv(zeros(2, 5376), zeros(512, 5376), norm=(zeros(5376), 1e-6), wide_offset=1.0, gate="gelu_tanh")
+    small_batch.gemv(zeros(2, 3072), zeros(1024, 3072), residual=zeros(2, 1024))
+    small_batch.gemv(zeros(1, 5120), zeros(96, 5120), norm=(zeros(5120), 1e-6), in_order=True)
+    small_batch.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
+    batch_invariant.product(zeros(40, 960), zeros(100, 960), zeros(100))
+    batch_invariant.product(zeros(40, 960, dtype=torch.float32), zeros(100, 960, dtype=torch.float32))
+    small_batch.few_rows(zeros(128, 4096), zeros(4096, 4096))
+    fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
+    fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
+    fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu")
+    fused.softcap(zeros(3, 262144), 30.0)
+    host_rows.gather_rows(zeros(4, 8960), numbers(3).long(), 16.0)
+    post_norm(5376, 1)
+    post_norm(2816, 3)
+    experts(4, 2, 2048, 768, BF16, 2)
+    experts(4, 2, 2816, 704, BF16, 9, gate="gelu_tanh")
+    experts(4, 2, 2048, 768, BF16, 4100)
+    sparse_block(8, 2, 2048, 512, 512, BF16, 1, factor=True)
+    sparse_block(8, 2, 2048, 768, 0, BF16, 2, factor=False)
+    with_fp8_weights(gpu.fp8_units)
+    if gpu.fp8_units:
+        with_fp8_activations()
+
+
+def with_fp8_weights(units):
+    """And with a KV cache in fp8. `units`: what meets such weights on matrix units is fp8, too."""
+    sparse_block(8, 4, 2048, 512, 512, FP8, 1, factor=True)
+    sparse_block(8, 4, 2816, 704, 2112, FP8, 4, factor=False, gate="gelu_tanh", expert_scale=zeros(8))
+    experts(4, 2, 2048, 512, FP8, 2)
+    experts(4, 2, 2048, 512, FP8, 9)
+    experts(4, 2, 2816, 704, FP8, 300)
+    experts(128, 8, 2816, 704, FP8, 64)  # of a shape that was measured
+    attend(128, 4, FP8)
+    attend(128, 4, FP8, batch=64)
+    attend(256, 7, FP8, window=100)
+    attend(512, 8, FP8)
+    rope(80, FP8, norm=True)
+    heads(256, FP8, 128, 128, v_norm=True, keep=True)
+    small_batch.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
+    norm = zeros(4096), 1e-6
+    small_batch.gemv(zeros(1, 4096), zeros(24576, 4096, dtype=FP8), torch.zeros(24576), norm=norm, gate="silu")
+    weight, scale = zeros(4096, 4096, dtype=FP8), torch.zeros(4096)
+    for rows in (8, 32, 64, 4096):
+        if units:
+            x, x_scale = zeros(rows, 4096, dtype=FP8), torch.zeros(rows)
+            triton_scaled.scaled_product(x, weight, scale, x_scale=x_scale, dtype=BF16)
+        else:
+            triton_scaled.scaled_product(zeros(rows, 4096), weight, scale)
+    if not units:
+        triton_scaled.scaled_product(zeros(300, 976), zeros(112, 976, dtype=FP8), torch.zeros(112), zeros(112))
+
+
+def with_fp8_activations():
+    both = torch.zeros(64), torch.zeros(100)
+    batch_invariant.product(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), scales=both, dtype=BF16)
+    scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
+    small_batch.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
+    quantize.quantize_rows(zeros(3, 960))
+    quantize.quantize_rows(zeros(3, 6144))
+    post_norm(5376, 1, quantize=True)
+    post_norm(1536, 0, quantize=True)
+    post_norm(2816, 3, quantize=True)
+    fused.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
+    fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
+    fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
+    gated_norm.gated_rms_norm_to_fp8(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
+    norm = zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096)
+    fused.rms_norm(*norm, quantize=True)
+    fused.gate_mul(*zeros(3, 24576).chunk(2, -1), "silu", quantize=True)
+
+
+def stack_bytes(cubin):
+    """The most local memory of a thread in this machine code: what ptxas found no register for.
+
+    ELF64: each section `.nv.info*` is a list of attributes; EIATTR_FRAME_SIZE (0x11) has a function and its bytes.
+    """
+    sections, size, count, names = struct.unpack_from("<Q", cubin, 0x28)[0], *struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(count)]
+    most = 0
+    for name, _, _, _, offset, length in headers:
+        at = headers[names][4] + name
+        if not cubin[at : cubin.index(b"\0", at)].startswith(b".nv.info"):
+            continue
+        here = offset
+        while here < offset + length:
+            form, attribute, value = struct.unpack_from("<BBH", cubin, here)
+            if form == 4:  # followed by `value` bytes
+                if attribute == 0x11:
+                    most = max(most, struct.unpack_from("<I", cubin, here + 8)[0])
+                here += value
+            here += 4
+    return most
+
+
+def compiled(job, capability):
+    binary = launcher.compile_for(
+        job.kernel, job.types, dict(job.constants), job.num_warps, job.num_stages, capability
+    )
+    return {
+        "kernel": job.kernel.name, "constants": dict(job.constants), "shared": binary.metadata.shared,
+        "stack": stack_bytes(binary.asm["cubin"]), "scratch": binary.metadata.global_scratch_size,
+    }  # fmt: skip
+
+
+_jobs: list = []  # children find it here: kernels cannot be pickled
+
+
+def _compiled(index, capability):
+    return compiled(_jobs[index], capability)
+
+
+def main(major, minor, shared, multiprocessors, processes=1):
+    gpu = Target((major, minor), shared, multiprocessors)
+    with launcher.recording(gpu) as found:
+        run_all(gpu)
+    ranks = {line: i for i, line in enumerate(compile_ahead.longest_first(
+        {compile_ahead.line_of(job, gpu.capability) for job in found}
+    ))}  # fmt: skip
+    _jobs[:] = sorted(found, key=lambda job: ranks[compile_ahead.line_of(job, gpu.capability)])
+    launcher.load_compiler()
+    if processes == 1:
+        results = (compiled(job, gpu.capability) for job in _jobs)
+        print(*map(json.dumps, results), sep="\n")
+        return
+    torch.set_num_threads(1)
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+        given = [pool.submit(_compiled, index, gpu.capability) for index in range(len(_jobs))]
+        print(*(json.dumps(each.result()) for each in given), sep="\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

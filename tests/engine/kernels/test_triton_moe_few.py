@@ -1,0 +1,158 @@
+"""A sparse block for few tokens, in three kernels, against its parts one by one: in the interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.kernels import reference
+from engine.kernels.moe import decode as moe_decode
+from engine.kernels.moe.decode import Beside, Norm, sparse_block
+from engine.kernels.moe.tiles import FewTiles, StreamTiles
+
+FP8 = torch.float8_e4m3fn
+SMALL = FewTiles(
+    StreamTiles(2, 32, 0, 4), StreamTiles(4, 32, 2, 4), StreamTiles(4, 32, 2, 1), StreamTiles(8, 32, 2, 4),
+    StreamTiles(16, 16, 2, 4),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def weight(*shape, dtype):
+    """[.., N, K] in a dtype; of fp8 ones with their scales."""
+    values = torch.randn(*shape) / shape[-1] ** 0.5
+    if dtype != FP8:
+        return values.to(dtype), None
+    quantized, scale = reference.quantize_rows(values.flatten(0, -2))
+    return quantized.view(shape), scale.view(shape[:-1])
+
+
+def block(num_experts, hidden, inner, width, dtype, *, factor):
+    """Weights, as sparse_block takes them."""
+    plain = torch.float32 if dtype == FP8 else dtype
+    w13, scale13 = weight(num_experts, 2 * inner, hidden, dtype=dtype)
+    w2, scale2 = weight(num_experts, hidden, inner, dtype=dtype)
+    beside = None
+    if width:
+        first, second = weight(2 * width, hidden, dtype=dtype), weight(hidden, width, dtype=dtype)
+        beside = Beside(*first, *second, weight(1, hidden, dtype=plain)[0] if factor else None)
+    router, _ = weight(num_experts, hidden, dtype=plain)
+    router *= 3
+    return {"router": router, "w13": w13, "w2": w2, "scale13": scale13, "scale2": scale2, "beside": beside}
+
+
+def twin(
+    x, router, w13, w2, scale13=None, scale2=None, *, top_k, renormalize=True, expert_scale=None, gate="silu",
+    norm=None, for_router=None, beside=None, for_beside=None, residual=None,
+):  # fmt: skip
+    if norm is not None:
+        x = reference.rms_norm(x, norm.weight, norm.eps, wide_offset=norm.offset)
+    of_router, of_beside = (x if other is None else other for other in (for_router, for_beside))
+    routing = reference.choose_experts(
+        reference.gemv(of_router, router), top_k, renormalize=renormalize, expert_scale=expert_scale
+    )
+    y = reference.routed_experts(x, *routing, w13, w2, scale13, scale2, gate=gate)
+    apart = None
+    if beside is not None:
+        h = reference.gemv(of_beside, beside.gate_up, beside.gate_up_scale, gate=gate)
+        apart = reference.gemv(h, beside.down, beside.down_scale)
+        if beside.factor is not None:
+            y = y + reference.gemv(of_router, beside.factor).sigmoid() * apart
+            apart = None
+    return y if residual is None else residual.add_(y), apart
+
+
+def compare(x, tol, **options):
+    residual = options.pop("residual", None)
+    twin_x, kept = x.clone(), None if residual is None else residual.clone()
+    tiles = options.pop("tiles", None)
+    ours, apart = sparse_block(x, **options, residual=residual, tiles=tiles)
+    theirs, twin_apart = twin(twin_x, **options, residual=kept)
+    assert theirs.abs().mean() > 0.05
+    torch.testing.assert_close(ours, theirs, rtol=tol, atol=tol)
+    assert (apart is None) == (twin_apart is None)
+    if twin_apart is not None:
+        torch.testing.assert_close(apart, twin_apart, rtol=tol, atol=tol)
+    if residual is not None:
+        assert ours is residual
+    assert moe_decode._arrivals(x.device).sum() == 0, "the next launch finds no arrivals"
+
+
+DTYPES = [(torch.float32, 1e-5), (torch.float16, 5e-3), (FP8, 1e-4)]
+
+
+@pytest.mark.parametrize("dtype, tol", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_experts_alone(tokens, dtype, tol):
+    x = torch.randn(tokens, 96 + 16).to(torch.float32 if dtype == FP8 else dtype)[:, :96]
+    compare(x, tol, **block(6, 96, 40, 0, dtype, factor=False), top_k=3, tiles=SMALL)
+
+
+@pytest.mark.parametrize("dtype, tol", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_shared_expert_onto_the_residual(tokens, dtype, tol):
+    """Qwen3.5: the residual stream passes its norm on the way in, and takes the result."""
+    plain = torch.float32 if dtype == FP8 else dtype
+    residual = torch.randn(tokens, 80).to(plain) * 2
+    norm = Norm(torch.rand(80).to(plain) - 0.5, 1e-6, 1.0)
+    weights = block(10, 80, 48, 56, dtype, factor=True)
+    compare(residual.clone(), tol, **weights, top_k=4, norm=norm, residual=residual, tiles=SMALL)
+    compare(residual, tol, **weights, top_k=4, norm=norm, residual=residual, tiles=SMALL)  # one and the same
+
+
+@pytest.mark.parametrize("dtype, tol", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_dense_mlp_beside(tokens, dtype, tol):
+    """Gemma 4: three inputs, two results, a factor for each expert."""
+    plain = torch.float32 if dtype == FP8 else dtype
+    x, for_router, for_beside = torch.randn(3, tokens, 88).to(plain)
+    compare(
+        x, tol, **block(8, 88, 36, 100, dtype, factor=False), top_k=2, gate="gelu_tanh", for_router=for_router,
+        for_beside=for_beside, expert_scale=torch.rand(8) + 0.5, tiles=SMALL,
+    )
+
+
+@pytest.mark.parametrize("wide_offset", [None, 0.0, 1.0])
+def test_norms_and_weights_as_they_are(wide_offset):
+    x, norm = torch.randn(2, 64) * 3, Norm(torch.randn(64), 1e-5, wide_offset)
+    compare(x, 1e-5, **block(5, 64, 32, 0, torch.float32, factor=False), top_k=5, norm=norm, renormalize=False)
+
+
+def test_tiles_of_the_rule():
+    x = torch.randn(2, 320)
+    compare(x, 1e-5, **block(4, 320, 272, 72, FP8, factor=True), top_k=3)
+    compare(x, 1e-5, **block(4, 320, 272, 600, FP8, factor=False), top_k=2)
+
+
+def test_each_token_as_if_it_were_alone():
+    x = torch.randn(4, 96)
+    weights = block(12, 96, 40, 56, torch.float32, factor=True)
+    together, _ = sparse_block(x, **weights, top_k=3)
+    for i in range(4):
+        alone, _ = sparse_block(x[i : i + 1], **weights, top_k=3)
+        assert torch.equal(alone[0], together[i])
+
+
+def test_a_broken_token_spoils_no_other():
+    x = torch.randn(3, 64)
+    weights = block(8, 64, 32, 48, torch.float32, factor=True)
+    before, _ = sparse_block(x, **weights, top_k=2)
+    x[1] = float("nan")
+    after, _ = sparse_block(x, **weights, top_k=2)
+    assert after[1].isnan().all()
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+
+
+def test_equal_experts_are_chosen_in_order():
+    """All scores the same: the first experts, each with the same weight."""
+    weights = block(6, 64, 32, 0, torch.float32, factor=False)
+    weights["router"].zero_()
+    x = torch.randn(1, 64)
+    ours, _ = sparse_block(x, **weights, top_k=2)
+    routing = torch.full((1, 2), 0.5), torch.tensor([[0, 1]], dtype=torch.int32)
+    expected = reference.routed_experts(x, *routing, weights["w13"], weights["w2"])
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)

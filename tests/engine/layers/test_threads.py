@@ -1,0 +1,22 @@
+"""Thread counts are the calling thread's own, and are given back."""
+
+import threading
+
+import torch
+
+from engine.kernels.runtime.cpu_threads import num_threads
+
+
+def test_the_callers_number_comes_back_and_other_threads_keep_theirs() -> None:
+    before = torch.get_num_threads()
+    elsewhere: list[int] = []
+    with num_threads(before + 3):
+        assert torch.get_num_threads() == before + 3
+        with num_threads(1):
+            assert torch.get_num_threads() == 1
+            thread = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+        assert torch.get_num_threads() == before + 3
+    assert torch.get_num_threads() == before
+    assert elsewhere == [before]

@@ -1,0 +1,113 @@
+"""The names and numbers of /metrics: vLLM's names, closed label sets, and values that follow the requests."""
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.core.params import SamplingParams
+from engine.core.request import EngineStats, FinishReason, RequestTimes, StepOutput
+from engine.server.http.metrics import Metrics, one_two_five
+from engine.server.ipc.client import EngineClient
+
+VLLM_NAMES = {
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens",
+    "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions",
+    "vllm:prompt_tokens_cached", "vllm:request_success", "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds", "vllm:request_time_per_output_token_seconds",
+    "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds", "vllm:request_inference_time_seconds", "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens", "vllm:iteration_tokens_total", "vllm:request_params_n",
+    "vllm:request_params_max_tokens", "http_requests",
+}
+
+
+@pytest.fixture
+def client() -> EngineClient:
+    return EngineClient("/nonexistent")
+
+
+@pytest.fixture
+def metrics(client: EngineClient) -> Metrics:
+    return Metrics({"llama": client, "alias": client})
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """(sample name, the label that tells samples apart) → value."""
+    body, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    out = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("engine", "model_name")}
+            out[sample.name, ",".join(labels.values())] = sample.value
+    return out
+
+
+def test_every_name_of_vllm_is_there_from_the_start(metrics: Metrics) -> None:
+    families = {f.name for f in text_string_to_metric_families(metrics.render()[0].decode())}
+    assert families >= VLLM_NAMES
+    got = samples(metrics)
+    for reason in ("stop", "length", "abort", "error"):
+        assert got["vllm:request_success_total", reason] == 0
+
+
+def test_a_request_is_counted_once_under_its_models_first_name(metrics: Metrics) -> None:
+    tracker = metrics.track("alias", prompt_tokens=40, params=SamplingParams(max_tokens=100, n=2))
+    tracker.on_output(StepOutput("r", [1], num_cached_tokens=32))
+    tracker.on_output(StepOutput("r", [2, 3]))
+    tracker.on_output(StepOutput("r", [4], finish_reason=FinishReason.LENGTH, times=RequestTimes(10, 11, 13, 17)))
+    tracker.finish(FinishReason.ABORT)  # a `finally` of the caller changes nothing
+    got = samples(metrics)
+    assert got["vllm:request_success_total", "length"] == 1
+    assert got["vllm:request_success_total", "abort"] == 0
+    assert got["vllm:time_to_first_token_seconds_count", ""] == 1
+    assert got["vllm:inter_token_latency_seconds_count", ""] == 2
+    assert got["vllm:request_generation_tokens_sum", ""] == 4
+    assert got["vllm:request_prompt_tokens_sum", ""] == 40
+    assert got["vllm:prompt_tokens_cached_total", ""] == 32
+    assert got["vllm:request_params_max_tokens_sum", ""] == 100
+    assert got["vllm:request_queue_time_seconds_sum", ""] == 1
+    assert got["vllm:request_prefill_time_seconds_sum", ""] == 2
+    assert got["vllm:request_decode_time_seconds_sum", ""] == 4
+    assert got["vllm:request_inference_time_seconds_sum", ""] == 6
+    assert set(re.findall(r'model_name="([^"]*)"', metrics.render()[0].decode())) == {"llama"}
+
+
+def test_a_stop_string_found_by_the_gateway_counts_as_stop(metrics: Metrics) -> None:
+    tracker = metrics.track("llama", prompt_tokens=3, params=SamplingParams())
+    tracker.on_output(StepOutput("r", [1]))
+    tracker.finish("stop")
+    tracker.on_output(StepOutput("r", finish_reason=FinishReason.ABORT))
+    assert samples(metrics)["vllm:request_success_total", "stop"] == 1
+    assert samples(metrics)["vllm:request_success_total", "abort"] == 0
+
+
+def test_what_clients_send_never_becomes_a_label(metrics: Metrics) -> None:
+    metrics.track('evil"\n{}', prompt_tokens=1, params=SamplingParams()).finish()
+    metrics.http_request("/v1/models/{id}", "EVIL", 404, 0.1)
+    text = metrics.render()[0].decode()
+    assert "vil" not in text
+    assert 'model_name="unknown"' in text
+    assert 'http_requests_total{handler="/v1/models/{id}",method="unknown",status="4xx"} 1.0' in text
+
+
+def test_gauges_and_counters_follow_the_engine(metrics: Metrics, client: EngineClient) -> None:
+    before = client.stats
+    client._advance(EngineStats(num_running=3, num_waiting=2, pages_total=10, pages_in_use=4, kv_usage=0.4, steps=2,
+                                prompt_tokens=30, generation_tokens=10, prefix_queries=30, prefix_hits=16))
+    assert before is not client.stats
+    got = samples(metrics)
+    assert got["vllm:num_requests_running", ""] == 3
+    assert got["vllm:num_requests_waiting", ""] == 2
+    assert got["vllm:kv_cache_usage_perc", ""] == 0.4
+    assert got["vllm:prompt_tokens_total", ""] == 30
+    assert got["vllm:prefix_cache_hits_total", ""] == 16
+    assert got["vllm:iteration_tokens_total_count", ""] == 1
+    assert got["vllm:iteration_tokens_total_sum", ""] == 20  # 40 tokens in 2 steps
+    assert got["atoll:engine_up", ""] == 0
+
+
+def test_buckets_of_token_counts() -> None:
+    assert one_two_five(1000) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+    assert one_two_five(300)[-1] == 200

@@ -1,0 +1,62 @@
+"""The OpenAPI document is truthful: requests generated from it get only replies that it declares."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+from gateways import RunningServer
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from engine.server.gateway.openapi import openapi_document
+
+CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
+schema = schemathesis.openapi.from_dict(openapi_document("0", authenticated=False))
+
+
+@schema.parametrize()
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_replies_are_those_declared(case: schemathesis.Case, tiny_server: RunningServer) -> None:
+    if isinstance(case.body, dict):  # keep answers short: the subject is the surface
+        for name in ("max_tokens", "max_completion_tokens"):
+            if isinstance(case.body.get(name), int) and not isinstance(case.body[name], bool):
+                case.body[name] = min(case.body[name], 4)
+        if case.body.get("max_tokens") is None and "messages" in case.body:
+            case.body["max_tokens"] = 4
+        if isinstance(case.body.get("model"), str) and len(case.body["model"]) % 2:
+            case.body["model"] = "tiny"
+    case.call_and_validate(base_url=tiny_server.url, checks=list(CHECKS))
+
+
+def test_the_document_is_served_and_names_every_route(tiny_server: RunningServer) -> None:
+    document = httpx.get(f"{tiny_server.url}/openapi.json").json()
+    assert set(document["paths"]) == {
+        "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{id}", "/tokenize", "/detokenize",
+        "/health", "/livez", "/version", "/metrics",
+    }  # fmt: skip
+    chat = document["paths"]["/v1/chat/completions"]["post"]
+    assert set(chat["responses"]) == {"200", "400", "404", "408", "413", "415", "429", "500", "503"}
+    assert "text/event-stream" in chat["responses"]["200"]["content"]
+
+
+def test_with_keys_the_document_declares_401_and_the_scheme() -> None:
+    document = openapi_document("1", authenticated=True)
+    assert "401" in document["paths"]["/v1/models"]["get"]["responses"]
+    assert "401" not in document["paths"]["/health"]["get"]["responses"]
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+
+
+@pytest.mark.parametrize("module", ["torch", "transformers", "numpy"])
+def test_the_gateway_does_not_import(module: str) -> None:
+    """Ready in seconds, and small: the gateway holds no tensor library and no second schema library."""
+    import subprocess
+    import sys
+
+    program = f"import sys; from engine.server.gateway import app, http_server; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[4], check=False).returncode == 0
