@@ -457,8 +457,8 @@ def test_it_comes_back_after_a_reboot_and_leaves_in_order(server: Server):
     assert not machine.connects.outbound()
     machine.run(SERVICE % "assert s.stop()\nassert not s.stop()\nassert s.state().phase == \"stopped\"").check()
     assert server.curl("/livez")[0] == 0
-    machine.run(SERVICE % "s.remove_units()\nfrom installer import units\nunits.remove(units.owned_files(s.layout))\n"
-                          "s.reload()\ns.remove_users()").check()
+    machine.run(SERVICE % "s.remove_units()\nfrom installer.service import units\n"
+                          "units.remove(units.owned_files(s.layout))\ns.reload()\ns.remove_users()").check()
     left = machine.run("for list in list-unit-files 'list-units --all'; do systemctl $list 'atoll*' --no-legend; done; "
                        "getent passwd atoll-engine atoll-gateway; getent group atoll-api; ls /run/atoll/engine").out
     assert left == ""

@@ -29,18 +29,18 @@ SECONDS = 10.0
 # A self-test of two checks, whose first one goes wrong the second time: the first time only compiles.
 BROKEN = """
 import sys, torch
-from engine.kernels import pointwise.fused
+from engine.kernels.pointwise import fused
 from engine.selftest import checks, run
 from engine.selftest.report import Tally, print_line
 
-original, calls = pointwise.fused.gate_mul, []
+original, calls = fused.gate_mul, []
 def broken(*args, **options):
     calls.append(1)
     if len(calls) > 1:
         {deed}
     return original(*args, **options)
 
-pointwise.fused.gate_mul = broken
+fused.gate_mul = broken
 only = [check for check in checks.CHECKS if check.name in ("gate", "step inputs")]
 sys.exit(run.run_checks(Tally(print_line), torch.device("cuda"), torch.bfloat16, with_fp8=False, only=only))
 """

@@ -61,7 +61,7 @@ def _load() -> None:
 
         reads = threading.Thread(target=load_compiler)  # nearly all of it without Python's lock
         reads.start()
-        for name in _modules_with_kernels():
+        for name in kernel_modules():
             importlib.import_module(name)
     except Exception as error:
         if with_torch:
@@ -73,12 +73,12 @@ def _load() -> None:
     reads.join()
 
 
-def _modules_with_kernels() -> Iterator[str]:
+def kernel_modules() -> Iterator[str]:
     """The modules of engine/kernels that are written in Triton, this room's own apart."""
-    root = Path(engine.kernels.__path__[0])
-    for path in sorted(root.glob("*/*.py")):
-        if path.parent.name != "runtime" and b"\nimport triton\n" in path.read_bytes():
-            yield f"{_PACKAGE}{path.parent.name}.{path.stem}"
+    for root in engine.kernels.__path__:
+        for path in sorted(Path(root).glob("*/*.py")):
+            if path.parent.name != "runtime" and b"\nimport triton" in path.read_bytes():
+                yield f"{_PACKAGE}{path.parent.name}.{path.stem}"
 
 
 def _work(jobs: socket.socket, answers: int, worker: int) -> None:

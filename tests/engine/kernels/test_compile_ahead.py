@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import json, os, sys, time
 import torch
-from engine.kernels import compile_ahead, compile_pool, launch, pointwise.fused, gemm.small_batch
+from engine.kernels.gemm import small_batch
+from engine.kernels.pointwise import fused
+from engine.kernels.runtime import compile_ahead, compile_pool, launcher
 from engine.kernels.runtime.cache_dir import use_cache_dir
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -34,12 +36,12 @@ def counted(command, **options):
 compile_pool.subprocess.Popen = counted
 
 def jobs():
-    with launch.recording() as found:
+    with launcher.recording() as found:
         for size in (1024, 2048, 4096):
-            pointwise.fused.rms_norm(meta(3, size), meta(size), 1e-6)
-        pointwise.fused.gate_mul(meta(3, 1536), meta(3, 1536), "silu")
-        gemm.small_batch.gemv(meta(1, 1024), meta(96, 1024))
-        gemm.small_batch.gemv(meta(1, 1024), meta(96, 1024))
+            fused.rms_norm(meta(3, size), meta(size), 1e-6)
+        fused.gate_mul(meta(3, 1536), meta(3, 1536), "silu")
+        small_batch.gemv(meta(1, 1024), meta(96, 1024))
+        small_batch.gemv(meta(1, 1024), meta(96, 1024))
     return found
 
 found = jobs()
@@ -57,10 +59,10 @@ report["lines of source"] = any(b".debug_line" in open(path, "rb").read() for pa
 
 # What the workers left is what this process would compile: nothing is compiled once more.
 for job in found:
-    launch.compile_for(job.kernel, job.types, dict(job.constants), job.num_warps, job.num_stages, (9, 0))
+    launcher.compile_for(job.kernel, job.types, dict(job.constants), job.num_warps, job.num_stages, (9, 0))
 report["compiled here"] = len(list(use_cache_dir().rglob("*.cubin"))) - len(kernels)
 
-bad = [launch.Job(job.kernel, job.types[:-1], job.constants, job.num_warps, job.num_stages) for job in found]
+bad = [launcher.Job(job.kernel, job.types[:-1], job.constants, job.num_warps, job.num_stages) for job in found]
 compile_ahead.compile_ahead(bad, (9, 0))
 report["done files"] = len(list(use_cache_dir().glob("atoll-*.done")))
 print(json.dumps(report))
@@ -99,9 +101,9 @@ def test_a_worker_answers_each_job_and_takes_only_our_kernels(tmp_path):
 
 LOADED = """
 import sys
-from engine.kernels import compile_worker
+from engine.kernels.runtime import compile_worker
 compile_worker._load()
-assert any(name.startswith("engine.kernels.triton_") for name in sys.modules)
+assert "engine.kernels.attention.decode" in sys.modules
 print(sorted({line.split()[-1].rpartition("/")[2] for line in open("/proc/self/maps") if "/libtorch" in line}))
 """
 
@@ -138,9 +140,10 @@ runpy.run_module("engine.kernels.runtime.compile_worker", run_name="__main__")
 
 
 def test_a_worker_loads_pytorch_for_kernels_that_need_it(tmp_path):
-    (tmp_path / "triton_odd.py").write_text(ODD)
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/fill.py").write_text(ODD)
     job = {
-        "module": "engine.kernels.triton_odd", "name": "fill", "types": ["*fp32!"], "constants": {"VALUE": 2},
+        "module": "engine.kernels.odd.fill", "name": "fill", "types": ["*fp32!"], "constants": {"VALUE": 2},
         "num_warps": 1, "num_stages": 1, "capability": [9, 0],
     }  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -169,7 +172,7 @@ def test_the_stand_in_has_names_and_nothing_else():
 
 POOL = """
 import os, signal, sys, time
-from engine.kernels import compile_pool
+from engine.kernels.runtime import compile_pool
 assert "torch" not in sys.modules
 pool = compile_pool.CompilePool()
 pool.submit(['{"module": "os"}', '{"module": "sys"}'])
@@ -194,7 +197,7 @@ def test_every_job_gets_an_answer_even_from_a_pool_that_died(what, error, tmp_pa
 
 LEFT = """
 import json, os, sys
-from engine.kernels import compile_pool
+from engine.kernels.runtime import compile_pool
 pool = compile_pool.CompilePool()
 jobs = [json.dumps({"module": "os", "number": i}) for i in range(20_000)]
 pool.submit(jobs)
@@ -223,14 +226,14 @@ def test_what_is_left_when_a_pool_closes_is_not_worked_on(tmp_path):
 
 
 KEYS = """
-import hashlib, importlib, pkgutil, random, sys
-import engine.kernels
+import hashlib, importlib, random, sys
+from engine.kernels.runtime.compile_worker import kernel_modules
 from engine.kernels.runtime.launcher import Kernel, source_key
 kernels = []
-for module in pkgutil.iter_modules(engine.kernels.__path__, "engine.kernels."):
-    if ".triton_" in module.name:
-        kernels += [v for v in vars(importlib.import_module(module.name)).values() if isinstance(v, Kernel)]
+for name in kernel_modules():
+    kernels += [v for v in vars(importlib.import_module(name)).values() if isinstance(v, Kernel)]
 random.Random(int(sys.argv[1])).shuffle(kernels)
+assert len(kernels) > 20
 print(hashlib.sha256(str(sorted((k.name, source_key(k)) for k in kernels)).encode()).hexdigest())
 """
 
@@ -251,7 +254,7 @@ def test_a_kernel_has_the_same_key_whichever_came_first():
 CHECKS = """
 import sys, time, torch
 began = time.monotonic()
-from engine.kernels import compile_pool
+from engine.kernels.runtime import compile_pool
 from engine.kernels.runtime.cache_dir import use_cache_dir
 from engine.selftest import run
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
@@ -288,7 +291,7 @@ def test_the_self_tests_kernels_are_there_when_their_checks_run(tmp_path):
 
 GUESSED = """
 import sys, torch
-from engine.kernels import compile_pool
+from engine.kernels.runtime import compile_pool
 from engine.selftest import jobs, run
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 names = ("norm", "gate", "softcap", "quantise", "gate to fp8")

@@ -312,7 +312,7 @@ import sys, torch
 from pathlib import Path
 from engine.config import EngineConfig
 from engine.models.loading.loader import load_weights
-from engine.worker import host_tables
+from engine.worker import embedding_offload
 sys.path.insert(0, sys.argv[1])
 from test_host_tables import empty_model
 
@@ -320,9 +320,9 @@ def peak():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 
 model = empty_model(Path(sys.argv[2]))
-host_tables._shares_memory = lambda _: False
-host_tables._RESERVE = 0
-host_tables.keep_tables(model, EngineConfig(Path(), per_layer_embeddings="host"), torch.device("cuda", 0))
+embedding_offload._shares_memory = lambda _: False
+embedding_offload._RESERVE = 0
+embedding_offload.keep_tables(model, EngineConfig(Path(), per_layer_embeddings="host"), torch.device("cuda", 0))
 before = peak()
 load_weights(model, Path(sys.argv[2]))
 print(peak() - before)

@@ -193,13 +193,13 @@ def test_lost_or_changed_public_copies_are_made_again(layout: Layout) -> None:
 
 _LOOP = """
 import sys
-from installer import tls
 from installer.base.layout import Layout
+from installer.tls import endpoint
 layout = Layout.at(sys.argv[1])
 names = {names!r}
 print("ready", flush=True)
 while True:
-    tls.renew(layout, names, new_ca=True)
+    endpoint.renew(layout, names, new_ca=True)
 """
 
 

@@ -44,7 +44,7 @@ def test_a_wheel_is_put_together_again_from_an_installed_one(own_wheel: Path, tm
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, own_wheel]
     subprocess.run(pip, check=True)
-    script = "import sys; sys.path.insert(0, sys.argv[1]); from offline_bundle import runtime_wheels as w; "
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from offline_bundle.runtime import wheels as w; "
     script += "from pathlib import Path; assert w.checkout() is None; w._repack(Path(sys.argv[2]))"
     done = subprocess.run([sys.executable, "-P", "-c", script, site, tmp_path], cwd="/", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -21,9 +21,9 @@ FACTS |= {"digest": "0" * 64, "key_fingerprint": "1" * 64}
 STAGE = """
 import json, sys
 from pathlib import Path
-from installer import release
-from installer.release.code_tree import upgrade_command
 from installer.base.layout import Layout
+from installer.release import release
+from installer.release.code_tree import upgrade_command
 layout = Layout.at(sys.argv[1])
 made = release.Release.of([json.loads(sys.argv[2])])
 changes = [made.stage(layout), made.stage(layout)]
