@@ -42,7 +42,7 @@ def test_help_imports_nothing_heavy():
         "sorted(n for n in sys.modules if n.startswith(('installer.', 'offline_bundle.'))))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    words = ["installer.base.errors", "installer.base.i18n", "installer.base.layout", "offline_bundle.text"]
+    words = ["installer.base", "installer.base.errors", "installer.base.i18n", "installer.base.layout", "offline_bundle.text"]
     assert result.stdout.strip() == f"[] {words}", result.stdout + result.stderr
 
 
@@ -66,9 +66,9 @@ def test_version():
 def test_serve_gets_its_arguments_untouched(monkeypatch: pytest.MonkeyPatch):
     """Within the tree too (a test or a completion script), `serve` parses its own flags, --help included."""
     seen: list[list[str]] = []
-    import engine.server.cli.serve
+    from engine.server.cli import serve
 
-    monkeypatch.setattr(engine.server.cli, "main", lambda argv: seen.append(argv) or 3)
+    monkeypatch.setattr(serve, "main", lambda argv: seen.append(argv) or 3)
     result = CliRunner().invoke(tree.app, ["serve", "some/model", "--port", "1", "--help"])
     assert (result.exit_code, seen) == (3, [["some/model", "--port", "1", "--help"]])
 

@@ -113,7 +113,7 @@ def tree(installed: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_changes_of_a_tree_are_found(tree: Path) -> None:
-    flip(tree / "lib/installer/machine.py")
+    flip(tree / "lib/installer/operate/install.py")
     (tree / "lib/installer/extra.py").write_text("")
     (tree / "lib/installer/lock.py").unlink()
     replace(tree / "start.py", b"")
@@ -132,17 +132,17 @@ def test_changes_of_a_tree_are_found(tree: Path) -> None:
 
 def test_a_changed_list_does_not_hide_a_changed_file(tree: Path) -> None:
     """Whoever changes code can change files.json with it; the vendor's own list still tells."""
-    flip(tree / "lib/installer/machine.py")
+    flip(tree / "lib/installer/operate/install.py")
     (tree / "lib/evil.py").write_text("")
     replace(tree / "share/docs/en/install.md", b"Use no key.")
     replace(tree / "start.py", (tree / "start.py").read_bytes() + b"import evil\n")
     listed = json.loads((tree / "files.json").read_bytes())
-    for name in ("lib/installer/machine.py", "lib/evil.py", "share/docs/en/install.md", "start.py"):
+    for name in ("lib/installer/operate/install.py", "lib/evil.py", "share/docs/en/install.md", "start.py"):
         data = (tree / name).read_bytes()
         listed["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
     replace(tree / "files.json", json.dumps(listed).encode())
     compiled = f"lib/installer/__pycache__/machine.{sys.implementation.cache_tag}.pyc"
-    changed = ["lib/evil.py", compiled, "lib/installer/machine.py", "share/docs/en/install.md", "start.py"]
+    changed = ["lib/evil.py", compiled, "lib/installer/operate/install.py", "share/docs/en/install.md", "start.py"]
     assert verify_code(tree) == changed
     signed = next(tree.glob("share/requirements/cp*.json"))
     flip(signed)
@@ -192,13 +192,13 @@ def test_the_check_does_not_run_the_bytecode_that_it_checks(tree: Path, bare: Pa
 
 def test_bytecode_is_made_again_from_verified_sources(tree: Path) -> None:
     cached = planted(tree, "installer/base/lock.py", "print('planted')")
-    Path(importlib.util.cache_from_source(str(tree / "lib/installer/plan.py"))).unlink()
+    Path(importlib.util.cache_from_source(str(tree / "lib/installer/decide/plan.py"))).unlink()
     (tree / "lib/sitecustomize.pyc").write_bytes(b"x")
     assert rebuild_bytecode(tree) == 2
     assert verify_code(tree) == []
     assert b"planted" not in cached.read_bytes()
-    assert Path(importlib.util.cache_from_source(str(tree / "lib/installer/plan.py"))).is_file()
-    flip(tree / "lib/installer/machine.py")
+    assert Path(importlib.util.cache_from_source(str(tree / "lib/installer/decide/plan.py"))).is_file()
+    flip(tree / "lib/installer/operate/install.py")
     with pytest.raises(InstallError, match="machine") as caught:
         rebuild_bytecode(tree)
     assert caught.value.exit_code == 11
