@@ -113,9 +113,9 @@ def tree(installed: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_changes_of_a_tree_are_found(tree: Path) -> None:
-    flip(tree / "lib/installer/operate/install.py")
-    (tree / "lib/installer/extra.py").write_text("")
-    (tree / "lib/installer/lock.py").unlink()
+    flip(tree / "lib/installer/base/journal.py")
+    (tree / "lib/installer/base/extra.py").write_text("")
+    (tree / "lib/installer/base/lock.py").unlink()
     replace(tree / "start.py", b"")
     replace(tree / "bin/atoll", (tree / "bin/atoll").read_bytes().replace(b"-I -S -B", b"-B"))
     (tree / "bin/other").symlink_to("atoll")
@@ -123,9 +123,10 @@ def test_changes_of_a_tree_are_found(tree: Path) -> None:
     (tree / "lib/installer/preflight/gpu.py").unlink()
     os.mkfifo(tree / "lib/installer/preflight/gpu.py")
     compiled = f"__pycache__/{{}}.{sys.implementation.cache_tag}.pyc"
-    expected = ["bin/atoll", "bin/other", *(f"lib/installer/{n}.py" for n in ("extra", "lock", "machine")), "start.py"]
+    expected = ["bin/atoll", "bin/other", "start.py"]
+    expected += [f"lib/installer/base/{name}.py" for name in ("extra", "journal", "lock")]
     expected += ["lib/pipe.py", "lib/installer/preflight/gpu.py"]
-    expected += [f"lib/installer/{compiled.format(name)}" for name in ("lock", "machine", "preflight/gpu")[:2]]
+    expected += [f"lib/installer/base/{compiled.format(name)}" for name in ("journal", "lock")]
     expected += [f"lib/installer/preflight/{compiled.format('gpu')}"]  # bytecode of a source that does not hold
     assert verify_code(tree) == sorted(expected)
 
@@ -141,7 +142,7 @@ def test_a_changed_list_does_not_hide_a_changed_file(tree: Path) -> None:
         data = (tree / name).read_bytes()
         listed["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
     replace(tree / "files.json", json.dumps(listed).encode())
-    compiled = f"lib/installer/__pycache__/machine.{sys.implementation.cache_tag}.pyc"
+    compiled = f"lib/installer/operate/__pycache__/install.{sys.implementation.cache_tag}.pyc"
     changed = ["lib/evil.py", compiled, "lib/installer/operate/install.py", "share/docs/en/install.md", "start.py"]
     assert verify_code(tree) == changed
     signed = next(tree.glob("share/requirements/cp*.json"))
@@ -199,7 +200,7 @@ def test_bytecode_is_made_again_from_verified_sources(tree: Path) -> None:
     assert b"planted" not in cached.read_bytes()
     assert Path(importlib.util.cache_from_source(str(tree / "lib/installer/decide/plan.py"))).is_file()
     flip(tree / "lib/installer/operate/install.py")
-    with pytest.raises(InstallError, match="machine") as caught:
+    with pytest.raises(InstallError, match=r"operate/install\.py") as caught:
         rebuild_bytecode(tree)
     assert caught.value.exit_code == 11
 
