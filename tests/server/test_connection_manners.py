@@ -109,7 +109,7 @@ def test_not_reading_protects_no_place(tmp_path: Path):
     running = Running(tmp_path, tls=False, max_connections=2, send_seconds=60.0, header_seconds=60.0)
     try:
         with running.connect(receive=4096) as deaf, running.connect() as busy:
-            deaf.sendall(GET.replace(b"/ ", b"/big "))
+            deaf.sendall(GET.replace(b"/ ", b"/stream "))
             busy.sendall(SLOW)
             until(lambda: any(p.flow.write_paused for p in running.protocols))
             with running.connect() as peer:
