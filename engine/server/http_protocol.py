@@ -24,7 +24,9 @@ from engine.server.errors import ApiError
 from engine.server.limits import Limits
 from engine.server.reader_watch import ReaderWatch
 
-PIECE_BYTES = 4096                # at most so much is parsed at once
+HEADER_PIECE_BYTES = 4096         # at most so much is parsed at once, up to the end of headers
+BODY_PIECE_BYTES = 1024           # less, because behind the end of a body some fifty short requests could stand in it
+SHORTEST_REQUEST_BYTES = 18       # GET / HTTP/1.1: who sends nothing but line ends must not cost a call for each
 WRITE_BUFFER_BYTES = 64 << 10     # uvloop holds eight times as much for TLS, so a slow reader would seem to stand still
 _END_OF_HEADERS = b"\n\r\n"
 
@@ -113,8 +115,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         So a connection holds one waiting request: parsed, the smallest ones take a hundred times their bytes.
         """
         while self._held and not self.pipeline and self._refusal is None and not self._closing:
-            end = self._held.find(_END_OF_HEADERS, 0, PIECE_BYTES)
-            size = PIECE_BYTES if end < 0 else end + len(_END_OF_HEADERS)
+            size = self._piece()
             piece = bytes(self._held[:size])
             del self._held[:size]
             self._parse(piece)
@@ -124,6 +125,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
         elif self.pipeline and len(self.cycle.body) <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()  # uvicorn has paused it: we would not see the peer leave
+
+    def _piece(self) -> int:
+        """How many bytes to parse now: no more than one request, as far as its end can be seen."""
+        if self.cycle is not None and self.cycle.more_body and not self._reading_headers:
+            return BODY_PIECE_BYTES
+        end = self._held.find(_END_OF_HEADERS, SHORTEST_REQUEST_BYTES - len(_END_OF_HEADERS), HEADER_PIECE_BYTES)
+        return HEADER_PIECE_BYTES if end < 0 else end + len(_END_OF_HEADERS)
 
     def _parse(self, data: bytes) -> None:
         super().data_received(data)

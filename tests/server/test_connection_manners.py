@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from connection_kit import BIG, GET, PATIENCE, POST, SLOW, Running, read_all, read_reply, read_until, until
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 WATCHED = b"GET /watched HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -223,6 +224,18 @@ def test_headers_behind_a_request_are_bounded_and_spare_its_answer(running: Runn
         assert replies.startswith(b"HTTP/1.1 200 ")
         assert replies.count(b"HTTP/1.1 ") == 2
         assert b"at last" + b"HTTP/1.1 " + status in replies
+
+
+def test_line_ends_cost_no_call_for_each(running: Running, monkeypatch: pytest.MonkeyPatch):
+    calls, parse = [], HttpToolsProtocol.data_received
+    monkeypatch.setattr(HttpToolsProtocol, "data_received", lambda self, data: (calls.append(0), parse(self, data)))
+    with running.connect() as peer:
+        peer.sendall(POST % (b"/echo", 400_000) + b"\r\n\r\n" * 100_000)
+        assert b"400000 bytes" in read_reply(peer)
+        assert len(calls) < 1000
+        peer.sendall(b"\r\n" * 90_000 + GET)
+        assert b"fine" in read_reply(peer)
+        assert len(calls) < 12_000
 
 
 # -- sending what is no HTTP
