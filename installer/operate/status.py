@@ -6,6 +6,7 @@ not see.
 
 import calendar
 import contextlib
+import json
 import os
 import time
 from pathlib import Path
@@ -24,14 +25,16 @@ from installer.operate.findings import Findings
 from installer.operate.lifecycle import history_of
 from installer.release import config, release
 from installer.service import unit_state
-from installer.service.service import PrefixService, ServiceManager
+from installer.service.service import PrefixService, ServiceManager, tail
 from installer.service.smoke_test import health
 from installer.service.unit_state import UnitState
+from installer.service.units import GATEWAY
 from installer.tls import endpoint as tls_endpoint
 
 VERIFY_DAYS = 15       # a weekly check that did not run twice
 KEY_DAYS = 14          # before a key's end, its holder should have a new one
 _FEW_BYTES = 2 << 30
+_LOG_LINES = 200       # of the service's log, in which its last words are looked for
 
 Facts = dict[str, Any]
 
@@ -50,6 +53,9 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     settings = found.look(t("the settings"), lambda: _settings(layout), {})
     running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
     answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, t("not running"))
+    if said.startswith("HTTP 503"):  # without a key, /health names no model
+        name = str(bundles[0].get("name", "")) if bundles else ""
+        said = (_own_words(units) if layout.system else _last_words(layout, name)) or said
     holder = lock.holder(layout.lock)
     state = _state(history, committed, running, answers, busy=holder is not None)
     _tell_state(layout, state, running, said, units, history, found)
@@ -138,6 +144,26 @@ def _running(
         "phase": state.phase, "up": state.up, "pid": state.pid, "uptime_s": up_for, "restarts": state.restarts,
         "last_exit": state.last_exit,
     }, []
+
+
+def _own_words(units: list[UnitState]) -> str:
+    """What the gateway tells systemd of each model ("chat weights 12.10/60.30 GB; tiny ready"), or else the engines."""
+    gateway = next((unit.status for unit in units if unit.name == GATEWAY and unit.active == "active"), "")
+    engines = [f"{unit.name.partition('@')[2].removesuffix('.service')} {unit.status}" for unit in units
+               if unit.name.startswith("atoll-engine@") and unit.status]  # fmt: skip
+    return gateway or "; ".join(engines)
+
+
+def _last_words(layout: Layout, model: str) -> str:
+    """The last line of the service's log, which its owner may read; the lines of requests say nothing of a start."""
+    for line in reversed(tail(layout.log, _LOG_LINES)):
+        try:
+            entry = json.loads(line)
+            if entry["logger"] != "atoll.access":
+                return f"{model}: {entry['message']}"
+        except (ValueError, KeyError, TypeError):
+            continue  # a line of the supervisor
+    return ""
 
 
 def _from_units(units: list[UnitState]) -> Facts:

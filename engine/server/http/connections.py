@@ -5,14 +5,16 @@
 
 At its bounds the server closes the connection that has waited longest without a request (those that showed a key come
 last) and takes the new one. So a crowd of silent connections displaces itself, and a client that asks for something is
-served. Only when every connection is at work is a new one refused: with a 503 while few are being refused, without a
-word beyond that.
+served. A request whose answer is not read waits for its client like any other. Only when every connection is at work is
+a new one refused: with a 503, or a 429 where only those of its address are, while few are being refused; without a word
+beyond that.
 
 We accept by ourselves because asyncio's servers tell a protocol nothing before TLS is agreed: neither who is there, nor
 that somebody was there and left.
 """
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+from engine.server.http.errors import ApiError, overloaded
 from engine.server.http.limits import Limits
 
 log = logging.getLogger("atoll.server")
@@ -33,6 +36,8 @@ MAX_REFUSALS = 64           # connections that are told at once why they are ref
 REFUSAL_SECONDS = 2.0       # for the TLS handshake of one that is only told that
 _ACCEPTS_A_TURN = 64        # then other work of the event loop gets its turn
 _NO_DESCRIPTORS_SECONDS = 0.5
+_TLS_END_SECONDS = 86400.0  # reader_watch.py ends it far sooner, but never for somebody who still reads
+_KERNEL_BUFFER_BYTES = 64 << 10  # unsent, of one connection: what nobody reads costs no megabytes
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -41,9 +46,9 @@ class Connection:
 
     __slots__ = ("address", "close", "refused")
 
-    def __init__(self, address: str | None, *, refused: bool = False) -> None:
+    def __init__(self, address: str | None, refused: ApiError | None = None) -> None:
         self.address = address  # None: a Unix socket
-        self.refused = refused
+        self.refused = refused  # why it is not heard
         self.close: Callable[[], object] = lambda: None
 
 
@@ -85,15 +90,16 @@ class Connections:
     def admit(self, address: str | None) -> Connection | None:
         """Take a new connection, if need be instead of one that waits. The result may be `refused`: to be told so and
         closed. None: close it without a word."""
-        room = len(self._open) < self._most or self._displace(None)
-        most = self._limits.max_connections_per_address
-        if room and address is not None and most and self._per_address[address] >= most:
-            room = self._displace(address)
-        if not room:
-            if self._refusals >= MAX_REFUSALS:
-                return None
-            self._refusals += 1
-            return Connection(address, refused=True)
+        limits, most = self._limits, self._limits.max_connections_per_address
+        # The address first: whoever has used up a share displaces nobody else.
+        if address is not None and most and self._per_address[address] >= most and not self._displace(address):
+            return self._refuse(address, overloaded(
+                f"Your address may have {most} connections; close one, or wait for an answer to end.",
+                limits.retry_after_seconds, status=429, code="too_many_connections"))
+        if len(self._open) >= self._most and not self._displace(None):
+            return self._refuse(address, overloaded(
+                f"The server is at its limit of connections. Retry in {limits.retry_after_seconds} seconds.",
+                limits.retry_after_seconds, code="too_many_connections"))
         connection = Connection(address)
         self._open.add(connection)
         self._strangers[connection] = None
@@ -101,20 +107,26 @@ class Connections:
             self._per_address[address] += 1
         return connection
 
+    def _refuse(self, address: str | None, why: ApiError) -> Connection | None:
+        if self._refusals >= MAX_REFUSALS:
+            return None
+        self._refusals += 1
+        return Connection(address, why)
+
     def working(self, connection: Connection) -> None:
-        """Its request has arrived: it is not closed to make room."""
+        """Its request has arrived, or its answer is read again: it is not closed to make room."""
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
 
     def waits(self, connection: Connection, *, known: bool) -> None:
-        """It has been answered, and its next request has not come. `known`: the last one had a valid key."""
+        """For its client: to send the next request, or to read. `known`: the last request had a valid key."""
         if connection in self._open:
             (self._idle if known else self._strangers)[connection] = None
 
     def gone(self, connection: Connection) -> None:
         """It is closed. Once is enough, twice does no harm."""
-        if connection.refused:
-            connection.refused = False
+        if connection.refused is not None:
+            connection.refused = None
             self._refusals -= 1
         if connection not in self._open:
             return
@@ -180,6 +192,9 @@ class Acceptor:
                     return
                 continue  # it left while it waited to be accepted
             peer.setblocking(False)
+            if peer.family in (socket.AF_INET, socket.AF_INET6):
+                with contextlib.suppress(OSError):
+                    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _KERNEL_BUFFER_BYTES)
             connection = self._connections.admit(address_group(peer.family, address))
             if connection is None:
                 peer.close()
@@ -198,12 +213,12 @@ class Acceptor:
             made.connection = connection
             return made
 
-        seconds = REFUSAL_SECONDS if connection.refused else self._limits.handshake_seconds
+        seconds = self._limits.handshake_seconds if connection.refused is None else REFUSAL_SECONDS
         tls = self._context is not None
         try:
             await self._loop.connect_accepted_socket(
                 protocol, peer, ssl=self._context, ssl_handshake_timeout=seconds if tls else None,
-                ssl_shutdown_timeout=self._limits.linger_seconds if tls else None,
+                ssl_shutdown_timeout=_TLS_END_SECONDS if tls else None,
             )
         except BaseException as error:
             self._connections.gone(connection)

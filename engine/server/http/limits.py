@@ -18,7 +18,7 @@ class Limits:
     max_header_bytes: int = 32 << 10
     handshake_seconds: float = 10.0      # for TLS, from being accepted on
     idle_seconds: float = 75.0           # between two requests: above that of common proxies, so that they close first
-    linger_seconds: float = 2.0          # in which the unread rest of a refused request is dropped, then closed
+    linger_seconds: float = 2.0          # in which what comes after the last answer is dropped, then closed
 
     # who is let in
     max_connections: int = 4096          # fewer where the process may not open as many files
@@ -43,7 +43,7 @@ class Limits:
     text_threads: int = 2                # that tokenise and render templates
 
     # what is written
-    send_seconds: float = 60.0           # for a client to take one piece of a stream
+    send_seconds: float = 60.0           # for a client to take one piece of a stream, or 8 KiB of another answer
     keep_alive_seconds: float = 15.0     # of silence before a comment is sent on a stream
     first_output_seconds: float = 0.25   # an engine's refusal within that time is an HTTP error, later an error event
     retry_after_seconds: int = 5

@@ -5,21 +5,30 @@ a timer or a request:
 
     headers     header_seconds, from the connection or from a request's first byte
     body        body_seconds (body.py)
-    answer      send_seconds while the peer takes nothing of what is to be written (streams: sse.py)
+    answer      send_seconds while the peer takes nothing of what is to be written (reader_watch.py; streams: sse.py)
     the rest of a body that nobody reads      linger_seconds, then closed
     idle        idle_seconds; bytes that begin no request do not count
+
+Requests that come before the one in front of them is answered wait as bytes, not as requests: the parser sees one at a
+time. What is wrong behind a request (no HTTP, headers that are too large or too slow) is answered after that request.
 """
 
 from asyncio import TimerHandle, Transport
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from engine.server.http.connections import Connection, Connections
-from engine.server.http.errors import ApiError, overloaded
+from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
+from engine.server.http.reader_watch import ReaderWatch
 
-CLOSE_SECONDS = 2.0  # between two looks at a connection that closes; that a peer with nothing left to read gets
+HEADER_PIECE_BYTES = 4096         # at most so much is parsed at once, up to the end of headers
+BODY_PIECE_BYTES = 1024           # less, because behind the end of a body some fifty short requests could stand in it
+SHORTEST_REQUEST_BYTES = 18       # GET / HTTP/1.1: who sends nothing but line ends must not cost a call for each
+WRITE_BUFFER_BYTES = 64 << 10     # uvloop holds eight times as much for TLS, so a slow reader would seem to stand still
+_END_OF_HEADERS = b"\n\r\n"
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -41,20 +50,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unfinished = 0  # bytes that came since the headers began
         self._header_timer: TimerHandle | None = None
         self._linger_timer: TimerHandle | None = None
-        self._unread_timer: TimerHandle | None = None
-        self._discarded = 0   # bytes of a request that nobody reads
-        self._unsent = 0      # bytes in the write buffer when it was last looked at
-        self._unsent_since = 0.0
+        self._reader: ReaderWatch | None = None
+        self._running: RequestResponseCycle | None = None  # the request that was handed to the application last
+        self._held = bytearray()  # what came behind it and is not parsed yet
+        self._refusal: ApiError | None = None  # of what came behind it; to be said when it is answered
+        self._discarded = 0   # bytes that nobody reads
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        self.flow = _Flow(transport, self)
+        self._reader = ReaderWatch(transport, self.loop, self.limits.send_seconds)
         self.connection.close = transport.abort
         if self.connections_open.ended:
             self.shutdown()
             return
-        if self.connection.refused:
-            self._refuse(overloaded("The server has as many connections as it takes.",
-                                    self.limits.retry_after_seconds))
+        if self.connection.refused is not None:
+            self._refuse(self.connection.refused)
             return
         self.connections_open.arriving.add(self)
         self._start_header_timer()  # a connection on which nothing ever comes costs a descriptor
@@ -62,19 +74,66 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
         self._stop_idle_timer()
-        for timer in (self._linger_timer, self._unread_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+        if self._reader is not None:
+            self._reader.stop()
         self.connections_open.arriving.discard(self)
         self.connections_open.gone(self.connection)
+        if self._running is not None:  # uvicorn tells only the request that came last
+            _disconnect(self._running)
+        self.pipeline.clear()
+        self._held.clear()
         super().connection_lost(exc)
 
+    def eof_received(self) -> None:
+        """The transport closes itself now, and sends what it still has."""
+        self.loop.call_soon(self._watch_closing)
+
+    # -- what the peer sends
+
     def data_received(self, data: bytes) -> None:
-        if self._linger_timer is not None:
-            self._discarded += len(data)
-            if self._discarded > self.limits.max_discarded_bytes:
-                self._close()
+        if self._linger_timer is None and self._refusal is None:
+            self._held += data
+            self._parse_held()
             return
+        self._discarded += len(data)
+        if self.crowded:
+            self.flow.pause_reading()
+        elif self._discarded > self.limits.max_discarded_bytes:
+            self._close()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more has come than this connection may hold before its present request is answered."""
+        deaf = self._refusal is not None and self._discarded > self.limits.max_discarded_bytes
+        return deaf or len(self._held) > HIGH_WATER_LIMIT
+
+    def _parse_held(self) -> None:
+        """Give the parser what came, up to the headers of a request that has to wait for the one in front of it.
+
+        So a connection holds one waiting request: parsed, the smallest ones take a hundred times their bytes.
+        """
+        while self._held and not self.pipeline and self._refusal is None and not self._closing:
+            size = self._piece()
+            piece = bytes(self._held[:size])
+            del self._held[:size]
+            self._parse(piece)
+        if self._refusal is not None or self._closing:
+            self._held.clear()
+        if self.crowded:
+            self.flow.pause_reading()
+        elif self.pipeline and len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()  # uvicorn has paused it: we would not see the peer leave
+
+    def _piece(self) -> int:
+        """How many bytes to parse now: no more than one request, as far as its end can be seen."""
+        if self.cycle is not None and self.cycle.more_body and not self._reading_headers:
+            return BODY_PIECE_BYTES
+        end = self._held.find(_END_OF_HEADERS, SHORTEST_REQUEST_BYTES - len(_END_OF_HEADERS), HEADER_PIECE_BYTES)
+        return HEADER_PIECE_BYTES if end < 0 else end + len(_END_OF_HEADERS)
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
         if self._reading_headers:
             # The parser keeps an unfinished header to itself, and reports its size only when it is whole.
@@ -82,7 +141,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._unfinished > self.limits.max_header_bytes:
                 self._header_bytes = self._unfinished
                 self.send_400_response("")
-        if self._reading_headers and self._header_timer is None and not self._closing:
+        if self._reading_headers and self._header_timer is None and self._refusal is None and not self._closing:
             self._start_header_timer()  # a kept-alive connection began its next request
 
     def on_message_begin(self) -> None:
@@ -106,42 +165,70 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.connections_open.arriving.discard(self)
         self.connections_open.working(self.connection)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser takes nothing more of this connection, so it ends with the answer."""
+        self.cycle.keep_alive = False
+
+    # -- what it gets
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Run the application; if it answers before it has read the request's body, the connection closes behind the
         answer, because whoever sends the rest could hold it for ever."""
+        self._running = cycle
+        cycle.transport = _Reply(self)  # type: ignore[assignment]
 
         async def closing(scope: Any, receive: Any, send: Any) -> None:
             async def closing_send(message: Any) -> None:
                 if cycle.more_body and not cycle.response_started:
                     cycle.keep_alive = False
-                    cycle.transport = _Gently(self)  # type: ignore[assignment]
                 await send(message)
 
             await app(scope, receive, closing_send)
 
         super()._start_asgi_task(cycle, closing)
 
+    @property
+    def _busy(self) -> bool:
+        """Whether the application is working on an answer."""
+        running = self._running
+        return running is not None and not running.response_complete and not running.disconnected
+
+    @property
+    def _known(self) -> bool:
+        """Whether the last request came with a valid key."""
+        caller = self._running.scope.get("caller") if self._running is not None else None  # of RequestContext
+        return getattr(caller, "key", None) is not None
+
     def pause_writing(self) -> None:
         """The peer does not read, and what waits for it has become much: it gets a while, not for ever."""
         super().pause_writing()
-        self._await_reading(self.transport.get_write_buffer_size())
-
-    def _await_reading(self, unsent: int) -> None:
-        self._unread_timer = self.loop.call_later(self.limits.send_seconds, self._abort_unless_read, unsent)
-
-    def _abort_unless_read(self, unsent: int) -> None:
-        """Somebody who reads slowly goes on; who took nothing is dropped."""
-        left = self.transport.get_write_buffer_size()
-        if left < unsent:
-            self._await_reading(left)
-        else:
-            self.transport.abort()
+        assert self._reader is not None
+        self._reader.behind()
+        if not self._known:  # not reading must not protect a connection from making room
+            self.connections_open.waits(self.connection, known=False)
 
     def resume_writing(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+        if self._reader is not None:
+            self._reader.caught_up()
+        if self._busy:
+            self.connections_open.working(self.connection)
         super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        if self._closing:
+            self.pipeline.clear()
+            self.connections_open.waits(self.connection, known=False)
+            return
+        known = self._known
+        super().on_response_complete()
+        self._parse_held()
+        if self._busy or self._closing:
+            return
+        if self._reading_headers:  # the next request has begun: it has a timer of its own
+            self._stop_idle_timer()
+        self.connections_open.waits(self.connection, known=known)
+        if self._refusal is not None:
+            self._say(self._refusal)
 
     def _unset_keepalive_if_required(self) -> None:
         """uvicorn stops the idle timer at any byte. Here only a request does: `on_message_begin`."""
@@ -154,6 +241,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         self._close()
 
+    # -- the end
+
     def shutdown(self) -> None:
         """The server ends: close now if idle, after the answer if not."""
         if self._linger_timer is not None:
@@ -161,19 +250,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         super().shutdown()
         self._watch_closing()
-
-    def on_response_complete(self) -> None:
-        if self._linger_timer is not None:
-            self.connections_open.waits(self.connection, known=False)
-            return
-        caller = self.cycle.scope.get("caller")  # of RequestContext, once somebody has looked for a key
-        super().on_response_complete()
-        if self.pipeline and not self.transport.is_closing():
-            self.flow.pause_reading()  # uvicorn has resumed it: requests would queue up without end
-        if self.transport.is_closing():
-            self._watch_closing()
-        elif self.cycle.response_complete:
-            self.connections_open.waits(self.connection, known=getattr(caller, "key", None) is not None)
 
     def send_400_response(self, msg: str) -> None:
         """What cannot be parsed as HTTP, and headers over the limit (the parser reports our exception as its own)."""
@@ -183,18 +259,51 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._refuse(ApiError(400, msg))
 
+    def _refuse(self, error: ApiError) -> None:
+        """Nothing more is read. Requests that came whole are answered first."""
+        if self._closing or self._refusal is not None:
+            return
+        self._stop_header_timer()
+        self.connections_open.arriving.discard(self)
+        broken = self.cycle if self.cycle is not None and self.cycle.more_body and not self._reading_headers else None
+        if broken is not None and broken is not self._running:
+            self.pipeline.clear()  # it waits for its turn, and its body is not what it said
+        elif broken is not None and not broken.response_started:
+            _disconnect(broken)  # the application waits for a body that will not come
+        if self._busy:
+            self._refusal = error
+        else:
+            self._say(error)
+
+    def _say(self, error: ApiError) -> None:
+        body = error.body()
+        headers = {"content-type": "application/json", "connection": "close", "content-length": str(len(body)),
+                   **error.headers}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + lines.encode("latin-1") + b"\r\n" + body)
+        self._linger()
+
     @property
     def _closing(self) -> bool:
         return self._linger_timer is not None or self.transport.is_closing()
 
-    def linger(self) -> None:
+    def end(self) -> None:
+        """The last answer of this connection is written."""
+        if self.cycle.more_body or self._reading_headers or self._held or self.pipeline or self._refusal is not None:
+            self._linger()
+        else:
+            self._close()
+
+    def _linger(self) -> None:
         """Everything is said, but the peer may still be sending. Closed now, its next bytes would be answered with a
         reset, and it might never see what we said: so read and drop them for a moment."""
         if self._closing:
             return
         self._stop_header_timer()
         self._stop_idle_timer()
+        self._held.clear()
         self._linger_timer = self.loop.call_later(self.limits.linger_seconds, self._close)
+        self._discarded, self._refusal = 0, None
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -204,20 +313,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._watch_closing()
 
     def _watch_closing(self) -> None:
-        """A closing transport first sends what it still has, and over TLS awaits the peer's farewell: both for ever,
-        unless somebody looks."""
-        if self.transport.is_closing():
-            self._unsent, self._unsent_since = self.transport.get_write_buffer_size(), self.loop.time()
-            self.loop.call_later(CLOSE_SECONDS, self._abort_if_stuck)
-
-    def _abort_if_stuck(self) -> None:
-        unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
-        if unsent < self._unsent:
-            self._unsent, self._unsent_since = unsent, now
-        if unsent and now - self._unsent_since < self.limits.send_seconds:  # somebody who reads slowly
-            self.loop.call_later(CLOSE_SECONDS, self._abort_if_stuck)
-        else:
-            self.transport.abort()
+        if self._reader is not None and self.transport.is_closing() and self.parser is not None:  # None: it is closed
+            self._reader.closing()
 
     def _count(self, size: int) -> None:
         self._header_bytes += size
@@ -240,28 +337,44 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._close()
 
-    def _refuse(self, error: ApiError) -> None:
-        if self._closing:
-            return
-        body = error.body()
-        headers = {"content-type": "application/json", "connection": "close", "content-length": str(len(body)),
-                   **error.headers}
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self.transport.write(STATUS_LINE[error.status] + lines.encode("latin-1") + b"\r\n" + body)
-        self.linger()
+
+class _Flow(FlowControl):
+    """Reading is paused by the protocol too, and stays so whatever a request asks for."""
+
+    def __init__(self, transport: Transport, protocol: BoundedHttpProtocol) -> None:
+        super().__init__(transport)
+        self._protocol = protocol
+
+    def resume_reading(self) -> None:
+        if not self._protocol.crowded:
+            super().resume_reading()
 
 
-class _Gently:
-    """The transport of a request that is answered before it has been read: closing it lingers."""
+class _Reply:
+    """The transport as one request sees it: the protocol decides how the connection ends, and nothing is written
+    after that."""
 
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
         self._protocol = protocol
+        self.close = protocol.end
 
     def write(self, data: bytes) -> None:
-        self._protocol.transport.write(data)
+        """In pieces: uvloop hands a TLS transport's write to the socket whole, and would count none of it as unread."""
+        if self.is_closing():
+            return
+        if len(data) <= WRITE_BUFFER_BYTES:
+            self._protocol.transport.write(data)
+            return
+        view = memoryview(data)
+        for start in range(0, len(view), WRITE_BUFFER_BYTES):
+            self._protocol.transport.write(view[start : start + WRITE_BUFFER_BYTES])
 
     def is_closing(self) -> bool:
-        return self._protocol.transport.is_closing()
+        return self._protocol._closing
 
-    def close(self) -> None:
-        self._protocol.linger()
+
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Tell the application that nobody waits for its answer."""
+    if not cycle.response_complete:
+        cycle.disconnected = True
+        cycle.message_event.set()

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from engine.core.request import EngineRequest, EngineStats, StepOutput
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import AtollError, EngineDeadError, InvalidRequestError
 from engine.server.ipc import messages as m
 from engine.server.ipc.framing import FrameError, FrameReader, PeerCredentials, PeerPolicy, frame
 
@@ -19,6 +19,9 @@ log = logging.getLogger("atoll.client")
 BACKOFF_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to connect; the last one repeats
 PING_SECONDS = 5.0         # of silence before the engine is asked whether its loop turns
 STALL_SECONDS = 60.0       # without a step while there is work, or without the Pong, before it counts as unhealthy
+DROP_SECONDS = 240.0       # of a stall before the connection is given up; whoever may kill the engine does so sooner
+MAX_UNSENT_BYTES = 64 << 20    # of requests that the engine has not read; then new ones are refused
+MAX_BACKLOG_BYTES = 256 << 20  # of outputs, in about, that clients have not taken; then the one furthest behind is cut
 READ_BYTES = 256 << 10
 
 
@@ -51,6 +54,7 @@ class EngineClient:
         self._policy = policy or PeerPolicy()
         self._stall_seconds = stall_seconds
         self._streams: dict[str, _Stream] = {}
+        self._backlog = _Backlog(self._streams)
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._heard = 0.0       # monotonic time of the last frame
@@ -102,12 +106,14 @@ class EngineClient:
         """
         if self.state != "ready":
             raise EngineDeadError(self._not_ready())
+        if self._unsent() > MAX_UNSENT_BYTES:
+            raise EngineDeadError("The engine does not take requests at the moment.")
         key = request.request_id
         if key in self._streams:
             raise InvalidRequestError(f"The request id {key} is already in flight.", "request_id")
         if not self._streams:
             self._progressed = time.monotonic()  # idle until now: the clock of progress starts with this work
-        stream = self._streams[key] = _Stream()
+        stream = self._streams[key] = _Stream(self._backlog)
         finished = False
         try:
             self._send(m.Submit(request))
@@ -120,6 +126,7 @@ class EngineClient:
             raise
         finally:
             self._streams.pop(key, None)
+            stream.clear()
             if not finished:
                 self._send(m.Abort([key]))
 
@@ -170,6 +177,10 @@ class EngineClient:
         """Silence is not health: ask the loop itself, and remember since when it has owed the answer."""
         while True:
             await asyncio.sleep(PING_SECONDS)
+            if self.stalled(DROP_SECONDS) and self._writer is not None:
+                self.last_error = f"The engine has not answered for {DROP_SECONDS:.0f} s."
+                self._writer.transport.abort()
+                return
             if not self._asked and time.monotonic() - self._heard >= PING_SECONDS:
                 self._asked = time.monotonic()
                 self._send(m.Ping())
@@ -181,6 +192,8 @@ class EngineClient:
                 for output in event.outputs:
                     if stream := self._streams.get(output.request_id):
                         stream.put(output)
+                if slow := self._backlog.cut():
+                    self._send(m.Abort(slow))
             case m.Pong():
                 self._advance(event.stats)
             case m.Rejected():
@@ -213,6 +226,9 @@ class EngineClient:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(m.encode(message)))
 
+    def _unsent(self) -> int:
+        return self._writer.transport.get_write_buffer_size() if self._writer is not None else 0
+
     def _become(self, state: str) -> None:
         if state != self.state:
             log.debug("engine %s -> %s", self.state, state)
@@ -236,23 +252,37 @@ class EngineClient:
         return f"The model is still loading{f' ({self.progress})' if self.progress else ''}."
 
 
+class SlowReaderError(AtollError):
+    """A client took its answer so slowly that it had to be given up."""
+
+
 class _Stream:
-    """Outputs of one request on their way to its coroutine. Unbounded: the request's own max_tokens bounds it."""
+    """Outputs of one request on their way to its coroutine."""
 
-    __slots__ = ("_error", "_items", "_waiter")
+    __slots__ = ("_backlog", "_error", "_items", "_waiter", "bytes")
 
-    def __init__(self) -> None:
-        self._items: deque[StepOutput] = deque()
+    def __init__(self, backlog: "_Backlog") -> None:
+        self.bytes = 0  # of the outputs that wait
+        self._backlog = backlog
+        self._items: deque[tuple[StepOutput, int]] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: StepOutput) -> None:
-        self._items.append(output)
+        if self._error is not None:
+            return
+        size = _size(output)
+        self._items.append((output, size))
+        self._count(size)
         self._wake()
 
     def fail(self, error: Exception) -> None:
         self._error = error
         self._wake()
+
+    def clear(self) -> None:
+        self._items.clear()
+        self._count(-self.bytes)
 
     async def next(self) -> StepOutput:
         while not self._items:
@@ -263,8 +293,42 @@ class _Stream:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._items.popleft()
+        output, size = self._items.popleft()
+        self._count(-size)
+        return output
+
+    def _count(self, size: int) -> None:
+        self.bytes += size
+        self._backlog.bytes += size
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class _Backlog:
+    """What all streams hold together. The engine waits for no client, so outputs of those who read slowly pile up; a
+    slow reader is left alone for as long as there is room."""
+
+    def __init__(self, streams: dict[str, _Stream]) -> None:
+        self.bytes = 0
+        self._streams = streams
+
+    def cut(self) -> list[str]:
+        """Give up the requests furthest behind until the rest fits. Returns their ids, for the engine to end them."""
+        given_up = []
+        while self.bytes > MAX_BACKLOG_BYTES:
+            key, stream = max(self._streams.items(), key=lambda item: item[1].bytes)
+            log.warning("request %s is given up: its client reads too slowly", key)
+            stream.clear()
+            stream.fail(SlowReaderError("The answer was read too slowly, and too much of it was waiting."))
+            given_up.append(key)
+        return given_up
+
+
+def _size(output: StepOutput) -> int:
+    """Bytes of memory, in about."""
+    size = 500 + 32 * len(output.new_token_ids)
+    for position in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
+        size += 200 + 100 * len(position.top) if position is not None else 16
+    return size

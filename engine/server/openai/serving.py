@@ -50,6 +50,9 @@ class ServedModel:
     def ready(self, limits: Limits) -> EngineInfo:
         """The engine's facts. Raises ApiError 503 while it cannot take a request."""
         client = self.client
+        if client.stalled():  # who is let in now would wait for as long as it hangs
+            raise overloaded("The engine of this model does not answer.", limits.retry_after_seconds,
+                             code="engine_unavailable")
         if client.info is not None and client.state == "ready":
             if client.stats.num_waiting >= limits.max_waiting:
                 raise overloaded("Too many requests are waiting for this model; try again.", limits.retry_after_seconds)

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from installer.base.journal import History
 from installer.base.layout import Layout
 from installer.operate.deep_verify import verify
 from installer.operate.findings import Findings
-from installer.operate.status import _from_units, _tell_state, status
+from installer.operate.status import _from_units, _own_words, _tell_state, status
 from installer.service import unit_state
+from installer.service.service import PrefixService, ServiceState
 from installer.tls import certificates as x
 from installer.tls import endpoint as tls_endpoint
 
@@ -241,6 +244,42 @@ def test_units_as_systemd_tells_them() -> None:
     assert gateway.status == "serving chat"
     assert (engine.failed, engine.exit_status, engine.pid, engine.memory, engine.since) == (True, 11, None, None, None)
     assert (timer.active, timer.memory) == ("not-found", None)
+
+
+def test_the_operator_sees_what_loads_although_health_names_no_model(site: Site, bundle: Bundles) -> None:
+    """/health tells nobody without a key, and status has none; the log is its owner's."""
+    site.install(bundle())
+    site.service.stop()
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "Not ready."}}')
+
+    class Up(PrefixService):
+        def state(self) -> ServiceState:
+            return ServiceState("running", os.getpid())
+
+    lines = [{"logger": "atoll.serve", "level": "info", "message": "weights 1.20/4.30 GB"},
+             {"logger": "atoll.access", "level": "info", "message": "GET /v1/models"}]  # fmt: skip
+    site.layout.log.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "supervisor: a line of its own\n")
+    with ThreadingHTTPServer(("127.0.0.1", site.port), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        facts = status(site.layout, service=Up(site.layout))
+        server.shutdown()
+    assert facts["health"] == {"ok": False, "said": "tiny: weights 1.20/4.30 GB"}
+    assert [p["what"] for p in facts["problems"]] == ["The service runs but is not ready: tiny: weights 1.20/4.30 GB."]
+    assert ("health", "bad: tiny: weights 1.20/4.30 GB") in rows({**facts, "engines": {}})
+
+
+def test_on_a_server_the_units_say_what_loads() -> None:
+    text = SHOWN.replace("serving chat", "chat weights 12.10/60.30 GB; tiny ready")
+    units = unit_state.parse(text)
+    assert _own_words(units) == "chat weights 12.10/60.30 GB; tiny ready"
+    engine = SHOWN.replace("StatusText=\n", "StatusText=weights 12.10/60.30 GB\n").replace("active\nSub", "failed\nSub")
+    assert _own_words(unit_state.parse(engine)) == "chat weights 12.10/60.30 GB"
+    assert _own_words([]) == ""
 
 
 def test_the_screen_of_a_server_names_the_failed_unit_and_its_log(tmp_path: Path) -> None:

@@ -267,9 +267,35 @@ async def test_when_all_are_at_work_one_is_told_so(tmp_path: Path, tiny_engine: 
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         told = await reader.read()
         assert b" 503 " in told.splitlines()[0]
-        assert b"retry-after" in told.lower()
+        assert b"retry-after: 5" in told.lower()
+        assert b'"too_many_connections"' in told
         writer.close()
         for other in busy:
+            other[1].close()
+
+
+async def test_an_address_at_its_share_is_told_so_and_displaces_nobody_else(
+    tmp_path: Path, tiny_engine: tuple[Path, Path]
+):
+    body = json.dumps(CHAT | {"max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    key = b"Authorization: Bearer " + KEY.encode() + b"\r\n"
+    request = HEADERS + key + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    bounds = {"max_connections": 3, "max_connections_per_address": 2, "header_seconds": 60.0}
+    with gateway(tmp_path, tiny_engine, **bounds) as server:
+        wires = [await asyncio.open_connection("127.0.0.1", server.port, local_addr=("127.0.0.2", 0)) for _ in range(2)]
+        for reader, writer in wires:
+            writer.write(request)
+            assert b" 200 " in await reader.readline()
+        waiting = await asyncio.open_connection("127.0.0.1", server.port)  # the last place, of another address
+        await asyncio.sleep(0.2)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=("127.0.0.2", 0))
+        told = await reader.read()
+        assert b" 429 " in told.splitlines()[0]
+        assert b"retry-after: 5" in told.lower()
+        assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["type"] == "rate_limit_error"
+        waiting[1].write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in await waiting[0].readline()
+        for other in (*wires, waiting, (reader, writer)):
             other[1].close()
 
 
