@@ -25,17 +25,10 @@ demo-stop:  ## Stop the demo's service (make demo starts it again)
 	@if [ -x $(BIN)/atoll ] && [ -d $(PREFIX) ]; then $(BIN)/atoll stop --prefix $(PREFIX); \
 	else echo 'No demo is installed here.'; fi
 
-# The tests of GPU kernels in Triton's interpreter are half of the work, on one thread: they run beside the others.
-test: $(VENV)/.dev  ## Run every test that needs no GPU
+test: $(VENV)/.dev  ## Run every test that needs no GPU; PYTEST=tests/engine/core for a part
 	@$(BIN)/python -m appliance.demo.model >/dev/null
 ifeq ($(strip $(PYTEST)),)
-	@kernels=$$(mktemp); \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/kernels >"$$kernels" 2>&1 & beside=$$!; \
-	trap 'kill $$beside 2>/dev/null' INT TERM; \
-	$(BIN)/python -m pytest --ignore=tests/engine/kernels; others=$$?; \
-	echo 'Beside them, tests/engine/kernels:'; wait $$beside; status=$$?; \
-	cat "$$kernels"; rm -f "$$kernels"; \
-	[ $$others = 0 ] && [ $$status = 0 ]
+	@$(BIN)/python tests/side_by_side.py
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif

@@ -1,0 +1,82 @@
+"""Runs the tests as several processes side by side, so that both waiting and computing tests fill a small machine.
+
+    python tests/side_by_side.py [PROCESSES]        three if not given
+
+Each part is a pytest of its own, the longest first. A part that passes prints its last line, one that fails everything.
+The exit status is 1 if any part failed.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = "tests/engine/kernels"
+COMPILE = f"{KERNELS}/test_triton_compile.py"
+OF_TRITON = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob("test_triton_*.py"))
+SELFTEST = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob("test_selftest*.py"))
+
+# Parts whose fixtures are dear and shared (engines, bundles, installs) stay whole.
+PARTS = {
+    "installer": ["tests/installer"],
+    "kernels in Triton's interpreter": [path for path in OF_TRITON if path != COMPILE],
+    "kernels compiled for every GPU": [COMPILE],
+    "server": ["tests/engine/server"],
+    "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
+    "kernels' other tests": [KERNELS, *(f"--ignore={path}" for path in (*OF_TRITON, *SELFTEST))],
+    "kernels' self-test": SELFTEST,
+    "bundles": ["tests/offline_bundle"],
+    "engine": ["tests/engine", *(f"--ignore=tests/engine/{name}" for name in
+               ("kernels", "models", "server", "test_oracle.py"))],
+    "appliance": ["tests/appliance", "tests/test_imports.py"],
+}  # fmt: skip
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Triton's interpreter is one thread of Python
+
+
+def main() -> int:
+    processes = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    running: set[subprocess.Popen] = set()
+    lock, stopped, began = threading.Lock(), threading.Event(), time.monotonic()
+
+    def run(name: str) -> bool:
+        environment = os.environ | (ONE_THREAD if name.startswith("kernels") else {})
+        command = [sys.executable, "-m", "pytest", *PARTS[name]]
+        start = time.monotonic()
+        with lock:
+            if stopped.is_set():
+                return False
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            running.add(process)
+        output, _ = process.communicate()
+        with lock:
+            running.discard(process)
+            passed = process.returncode == 0
+            lines = output.strip().splitlines() or [""]
+            print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+            print("\n".join(lines[-1:] if passed else lines), flush=True)
+        return passed
+
+    pool = ThreadPoolExecutor(processes)
+    try:
+        results = list(pool.map(run, PARTS))
+    except KeyboardInterrupt:
+        stopped.set()
+        with lock:
+            for process in running:
+                process.terminate()  # fixtures end what they started
+        pool.shutdown(cancel_futures=True)
+        return 130
+    failed = [name for name, passed in zip(PARTS, results, strict=True) if not passed]
+    print(f"{len(PARTS) - len(failed)} of {len(PARTS)} parts passed in {time.monotonic() - began:.0f} s"
+          + "".join(f"\nFAILED: {name}" for name in failed))  # fmt: skip
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
