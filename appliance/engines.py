@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from installer.base.layout import Layout
-from installer.service.service import tail
+from installer.service.log_file import tail
 
 TIMEOUT = 2.0
 _LOG_LINES = 4000   # of a prefix installation's log, in which its last plan stands

@@ -41,8 +41,6 @@ def layout_for(prefix: Path | None) -> Layout:
 @contextlib.contextmanager
 def told(as_json: bool) -> Iterator[None]:
     """Show errors as they are meant to be read, and leave with their exit code."""
-    from appliance.cli.install_view import print_error
-
     try:
         yield
     except (InstallError, OSError) as error:
@@ -54,6 +52,25 @@ def told(as_json: bool) -> Iterator[None]:
         raise typer.Exit(known.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+def print_error(error: InstallError) -> None:
+    """What happened, the end of the log, why, what was changed, what next: to stderr."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]{spoken(t('error'))}:[/] {escape(spoken(error.message))}")
+    if error.log_tail:
+        console.print(f"  {spoken(t('The last lines of the log:'))}")
+        for line in error.log_tail:
+            console.print(f"    {line}", markup=False)
+    for text in (error.why, error.changed):
+        if text:
+            console.print(f"  {spoken(text)}", markup=False)
+    if error.hint:
+        console.print(f"  {spoken(t('Next: {command}', command=error.hint))}", markup=False)
+    console.print(f"  {spoken(t('(exit code {code})', code=error.exit_code))}", markup=False)
 
 
 def say(text: str = "", *, err: bool = False) -> None:

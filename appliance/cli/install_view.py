@@ -15,7 +15,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from appliance.cli.common import agrees, layout_for, padded, print_json, say, say_rows, spoken
 from appliance.cli.preflight_view import print_checks
 from installer.access.licence import LicenceRequest
-from installer.base.errors import InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.decide.frontend import StepStatus
@@ -231,19 +230,3 @@ def _facts(result: InstallResult, layout: Layout) -> list[tuple[str, str]]:
                        startup=f"{result.startup_s:.1f}")
         rows.append((t("switch"), switch))
     return rows
-
-
-def print_error(error: InstallError) -> None:
-    """What happened, the end of the log, why, what was changed, what next: to stderr."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"[bold red]{spoken(t('error'))}:[/] {escape(spoken(error.message))}")
-    if error.log_tail:
-        console.print(f"  {spoken(t('The last lines of the log:'))}")
-        for line in error.log_tail:
-            console.print(f"    {line}", markup=False)
-    for text in (error.why, error.changed):
-        if text:
-            console.print(f"  {spoken(text)}", markup=False)
-    if error.hint:
-        console.print(f"  {spoken(t('Next: {command}', command=error.hint))}", markup=False)
-    console.print(f"  {spoken(t('(exit code {code})', code=error.exit_code))}", markup=False)

@@ -23,7 +23,7 @@ from installer.preflight import PreflightContext, run_checks
 from installer.preflight.needs import read_needs
 from installer.preflight.report import report, verdict
 from installer.release import config
-from installer.service.service import service_for
+from installer.service.choice import service_for
 
 Device = Literal["auto", "cuda", "cpu"]
 _HELP = """Check whether this machine can be installed on. Changes nothing.

@@ -14,8 +14,8 @@ from installer.base.layout import Layout
 from installer.base.lock import InstallLock
 from installer.operate.lifecycle import history_of
 from installer.release import config
+from installer.service.prefix import PrefixService
 from installer.service.reload import reload_gateway
-from installer.service.service import PrefixService
 from installer.tls import custom as imports
 from installer.tls import endpoint as tls_endpoint
 

@@ -30,7 +30,7 @@ from installer.preflight import PreflightContext, gpu_problems
 from installer.preflight.needs import of_manifests
 from installer.release import config
 from installer.release.replay_guard import last_sequence
-from installer.service.service import PrefixService
+from installer.service.prefix import PrefixService
 from offline_bundle import BundleError, build_bundle, inspect_bundle, verify_bundle
 from offline_bundle.signing.keys import load_public, new_keypair
 

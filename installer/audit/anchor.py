@@ -9,10 +9,8 @@ import os
 import socket
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from installer.audit.log import Head
+from installer.audit.head import Head
 
 SOCKET = Path("/run/systemd/journal/socket")
 JOURNALCTL = "journalctl"
@@ -22,7 +20,7 @@ _SECONDS = 20.0
 _NOTICE = "5"
 
 
-def send(path: Path, head: "Head", event: str) -> bool:
+def send(path: Path, head: Head, event: str) -> bool:
     """Tell journald the head; whether it took it. Without a journald the log stays as good as its chain."""
     fields = {
         "MESSAGE": f"{event} {head}",
@@ -44,13 +42,11 @@ def _field(name: str, value: str) -> bytes:
     return name.encode() + b"\n" + len(data).to_bytes(8, "little") + data + b"\n"
 
 
-def sent(path: Path) -> "list[Head] | None":
+def sent(path: Path) -> list[Head] | None:
     """The anchors of this log that journald holds, oldest first; None where they cannot be read.
 
     Only those that the log's owner sent: journald itself notes the sender's user.
     """
-    from installer.audit.log import Head
-
     try:
         owner = os.stat(path if path.exists() else path.parent).st_uid
         done = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from installer.audit import log
-from installer.audit.log import GENESIS, Head
+from installer.audit.head import GENESIS, Head
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t

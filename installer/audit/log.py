@@ -2,7 +2,7 @@
 
 Each line holds the hash of the line before it. The chain alone proves order and completeness up to its last record: a
 log that was cut short, or written anew from some record on, is a sound chain too. So the head (how many records, and
-the last one's hash) is also kept outside: each append sends it to journald (audit_anchor.py), the support bundle
+the last one's hash) is also kept outside: each append sends it to journald (anchor.py), the support bundle
 carries it, and `atoll audit show` prints it to be written down. `atoll audit verify` compares.
 
 Power cuts: a record counts once its line is complete and synced; only then its head is sent on. A torn last line was
@@ -17,27 +17,15 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from installer.audit import anchor
+from installer.audit.head import GENESIS, Head
 from installer.base import fs
 from installer.base.i18n import t
 
-GENESIS = "0" * 64
 MAX_LOG = 64 << 20  # bytes; about 200,000 records
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What tells one state of the log from every other: its number of records, and the hash of the last."""
-
-    count: int
-    hash: str  # GENESIS for an empty log; of an anchor that a person wrote down, the first digits
-
-    def __str__(self) -> str:
-        return f"{self.hash}:{self.count}"
 
 
 def operator() -> dict[str, str | int]:

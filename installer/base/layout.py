@@ -18,6 +18,11 @@ from pathlib import Path
 from installer.base.i18n import t
 
 
+def code_root() -> Path:
+    """The directory that our packages are imported from."""
+    return Path(__file__).resolve().parents[2]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Every path below one prefix. `system`: run by systemd, as users of its own; else a supervised process."""

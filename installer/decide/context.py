@@ -17,7 +17,7 @@ from installer.preflight import CheckRecord
 from installer.release.config import Endpoint
 from installer.release.release import Release
 from installer.release.snapshots import Snapshot
-from installer.service.service import ServiceManager
+from installer.service.manager import ServiceManager
 from installer.service.smoke_test import SmokeResult
 from installer.service.units import UnitFile
 from installer.tls.certificates import Pair

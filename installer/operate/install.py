@@ -29,7 +29,8 @@ from installer.decide.options import InstallOptions
 from installer.operate.prune import prune
 from installer.release import release
 from installer.release.release import THIS_CODE
-from installer.service.service import ServiceManager, service_for
+from installer.service.choice import service_for
+from installer.service.manager import ServiceManager
 from installer.service.smoke_test import health
 from installer.steps import activate, decide, inspect, stage
 from installer.steps.undo import roll_back

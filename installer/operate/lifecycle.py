@@ -14,8 +14,9 @@ from installer.decide.options import InstallOptions
 from installer.preflight import PreflightContext, judge
 from installer.preflight.network import address, port
 from installer.release import config, release
+from installer.service.choice import service_for
+from installer.service.manager import ServiceManager
 from installer.service.ready import wait_ready
-from installer.service.service import ServiceManager, service_for
 from installer.service.smoke_test import health
 from installer.steps.undo import roll_back
 

@@ -22,7 +22,8 @@ from installer.operate.install import InstallResult, Run
 from installer.operate.lifecycle import history_of
 from installer.release import config, migrate, release, snapshots
 from installer.release.release import Release
-from installer.service.service import ServiceManager, service_for
+from installer.service.choice import service_for
+from installer.service.manager import ServiceManager
 from installer.steps.inspect import refuse_revoked
 from installer.steps.undo import roll_back
 from installer.tls import endpoint as tls_endpoint

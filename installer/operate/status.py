@@ -25,7 +25,9 @@ from installer.operate.findings import Findings
 from installer.operate.lifecycle import history_of
 from installer.release import config, release
 from installer.service import unit_state
-from installer.service.service import PrefixService, ServiceManager, tail
+from installer.service.log_file import tail
+from installer.service.manager import ServiceManager
+from installer.service.prefix import PrefixService
 from installer.service.smoke_test import health
 from installer.service.unit_state import UnitState
 from installer.service.units import GATEWAY

@@ -16,7 +16,8 @@ from installer.base.layout import Layout
 from installer.base.lock import InstallLock
 from installer.operate.lifecycle import history_of
 from installer.service import units
-from installer.service.service import ServiceManager, service_for
+from installer.service.choice import service_for
+from installer.service.manager import ServiceManager
 
 
 @dataclass(slots=True)

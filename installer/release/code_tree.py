@@ -15,8 +15,7 @@ from typing import Any
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
-from installer.base.layout import Layout
-from installer.service.service import code_root
+from installer.base.layout import Layout, code_root
 from offline_bundle.medium.bytecode import bytecode_path, make_bytecode
 from offline_bundle.medium.tree_check import check_tree
 from offline_bundle.medium.tree_tools import tag

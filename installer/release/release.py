@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from installer.base import fs
-from installer.base.layout import Layout
+from installer.base.layout import Layout, code_root
 from installer.release import code_tree
 from installer.release.replay_guard import raise_sequence
-from installer.service.service import code_root
 
 UNKNOWN_VERSION = "0.0.0"  # code that was never installed as a package
 # A checkout has no code tree: its releases run the checkout itself.

@@ -7,7 +7,8 @@ from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.decide.frontend import Frontend
 from installer.release.config import Endpoint
-from installer.service.service import ServiceManager, readable
+from installer.service.log_file import readable
+from installer.service.manager import ServiceManager
 from installer.service.smoke_test import health
 
 

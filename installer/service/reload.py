@@ -4,7 +4,7 @@ from installer.base.errors import InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.service import units
-from installer.service.service import service_for
+from installer.service.choice import service_for
 
 
 def reload_gateway(layout: Layout) -> str | None:

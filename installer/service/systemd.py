@@ -1,4 +1,4 @@
-"""The service of a server installation: the verbs of `installer.service.service`, spoken through systemctl.
+"""The service of a server installation: the verbs of `installer.service.manager`, spoken through systemctl.
 
 Every call has a time limit, and a failure carries the reason that systemd gives and the end of the unit's journal.
 With a layout whose root is not the running system (a tree seen from outside), files are enabled and nothing is started.
@@ -13,7 +13,7 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.service import units
-from installer.service.service import ServiceState, Switched, stop_and_start
+from installer.service.manager import ServiceState, Switched, stop_and_start
 from installer.service.systemctl import Runner, journal, parse_show, run
 
 _PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "MainPID", "NRestarts", "ExecMainCode", "ExecMainStatus",

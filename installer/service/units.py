@@ -14,8 +14,7 @@ from pathlib import Path
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
-from installer.base.layout import Layout
-from installer.service.service import code_root
+from installer.base.layout import Layout, code_root
 
 TARGET = "atoll.target"
 SOCKET = "atoll-gateway.socket"

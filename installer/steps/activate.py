@@ -19,8 +19,8 @@ from installer.preflight.record import gib
 from installer.release import config, migrate, release, snapshots
 from installer.release.replay_guard import raise_sequence
 from installer.service import units
+from installer.service.manager import stop_and_start
 from installer.service.ready import unhealthy, wait_ready
-from installer.service.service import stop_and_start
 from installer.service.smoke_test import SmokeFailure, smoke_test
 from installer.tls import endpoint as tls_endpoint
 

@@ -24,7 +24,8 @@ from installer.preflight import PreflightContext, run_checks
 from installer.preflight.report import report
 from installer.release import config, release
 from installer.service import unit_state, units
-from installer.service.service import service_for, tail
+from installer.service.choice import service_for
+from installer.service.log_file import tail
 from installer.support import logs, redact
 from installer.tls import endpoint as tls_endpoint
 

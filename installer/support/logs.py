@@ -12,8 +12,8 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import reason, t
 from installer.base.layout import Layout
 from installer.service import units
-from installer.service.service import follow as follow_file
-from installer.service.service import tail
+from installer.service.log_file import follow as follow_file
+from installer.service.log_file import tail
 
 _SHORT = {"gateway": units.GATEWAY, "gpu-ready": units.GPU_READY, "verify": units.VERIFY, "target": units.TARGET}
 ALL_UNITS = (units.GATEWAY, "atoll-engine@*.service", units.GPU_READY, units.VERIFY)

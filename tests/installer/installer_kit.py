@@ -14,7 +14,7 @@ from installer.decide.options import InstallOptions
 from installer.decide.plan import Plan
 from installer.operate.install import Installer, InstallResult, key_was_shown
 from installer.operate.rollback import Rollback
-from installer.service.service import PrefixService
+from installer.service.prefix import PrefixService
 
 FAKE_SERVE = Path(__file__).with_name("fake_serve.py")
 

@@ -24,7 +24,7 @@ from installer.decide.options import InstallOptions, ModelChoice
 from installer.operate.install import Installer, InstallResult, key_was_shown
 from installer.operate.rollback import Rollback
 from installer.operate.uninstall import uninstall
-from installer.service.service import ServiceState
+from installer.service.manager import ServiceState
 from installer.service.systemd import SystemdService
 
 FAKE_UNITS = Path(__file__).with_name("fake_units.py")

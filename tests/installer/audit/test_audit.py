@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from installer.audit import anchor, check
 from installer.audit import log as audit_log
-from installer.audit.log import GENESIS, Head
+from installer.audit.head import GENESIS, Head
 from installer.base.errors import InstallError
 
 EVENTS = ["one", "two", "three", "four", "five", "six"]

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from appliance.cli import install as install_command
 from appliance.cli.app import app
-from appliance.cli.common import say_rows
-from appliance.cli.install_view import Terminal, print_error, print_plan, print_result
+from appliance.cli.common import print_error, say_rows
+from appliance.cli.install_view import Terminal, print_plan, print_result
 from appliance.cli.own_parsers import wrapped
 from installer.base.errors import InstallError
 from installer.base.i18n import language_of, t

@@ -23,7 +23,8 @@ from installer.operate.deep_verify import verify
 from installer.operate.findings import Findings
 from installer.operate.status import _from_units, _own_words, _tell_state, status
 from installer.service import unit_state
-from installer.service.service import PrefixService, ServiceState
+from installer.service.manager import ServiceState
+from installer.service.prefix import PrefixService
 from installer.tls import certificates as x
 from installer.tls import endpoint as tls_endpoint
 

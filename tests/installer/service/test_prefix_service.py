@@ -18,7 +18,8 @@ from installer.base.proc import ProcessId, boot_id, start_time
 from installer.operate.lifecycle import start, stop
 from installer.operate.status import status
 from installer.service import prefix_supervisor
-from installer.service.service import PrefixService, follow, service_environment, tail
+from installer.service.log_file import follow, tail
+from installer.service.prefix import PrefixService, service_environment
 
 Bundles = Callable[..., Path]
 

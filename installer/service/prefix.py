@@ -1,4 +1,4 @@
-"""How the service is run: a supervisor process under a prefix, systemd on a server, behind the same few verbs."""
+"""The service of a prefix installation: one supervisor process, which starts `atoll serve`."""
 
 import json
 import os
@@ -6,109 +6,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import CHOSEN, t
-from installer.base.layout import Layout
+from installer.base.layout import Layout, code_root
 from installer.base.proc import ProcessId
+from installer.service.log_file import tail
+from installer.service.manager import ServiceState, Switched, stop_and_start
 
 # What the service may inherit. No proxies, no tokens, no Python paths of the person who typed the command.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _SETTINGS = "ATOLL_LIMITS_"  # limits of the endpoint, see engine/server/cli/limit_settings.py
 
 _BUSY = 75  # exit status of a supervisor that found another one
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceState:
-    """`phase` is running, restarting, failed, stopped or dead (killed without a word)."""
-
-    phase: str
-    pid: int | None = None          # of the service itself, not of its supervisor
-    release: str | None = None
-    since: float | None = None      # Unix seconds
-    restarts: int = 0
-    last_exit: int | None = None
-
-    @property
-    def up(self) -> bool:
-        return self.phase in ("running", "restarting")
-
-
-@dataclass(frozen=True, slots=True)
-class Switched:
-    """When a change of what runs began to be felt, and when it began: seconds of the monotonic clock."""
-
-    silent_from: float      # the first part had stopped, or was about to
-    starting_from: float    # the first new process was started
-
-
-class ServiceManager(Protocol):
-    """What the install steps need from whatever runs the service."""
-
-    def start(self) -> None:
-        """Start the release that `current` points at; returns when its process exists, not when it is ready."""
-        ...
-
-    def stop(self, names: Collection[str] | None = None) -> bool:
-        """Stop it and everything it started, or only these parts (instances, "gateway"); whether anything ran."""
-        ...
-
-    def switch(self, names: Collection[str] | None, timeout: float, *, hand_over: bool = True) -> Switched:
-        """Start these parts anew (None: all), with the shortest silence. Returns when none of the old processes is
-        left. `hand_over` False: none begins before all the old ones have ended. Raises InstallError (40)."""
-        ...
-
-    def apply_units(self, models: Sequence[str]) -> None:
-        """The unit files on the disk are new: make users and directories, reload, enable exactly these instances."""
-        ...
-
-    def remove_units(self) -> None:
-        """Stop and disable everything, before the unit files are removed."""
-        ...
-
-    def reload(self) -> None:
-        """Forget unit files that are no longer there."""
-        ...
-
-    def remove_users(self) -> None:
-        """The users and the group that `apply_units` made."""
-        ...
-
-    def reload_keys(self) -> None:
-        """The file of API keys has changed."""
-        ...
-
-    def state(self) -> ServiceState: ...
-
-    def serving(self) -> dict[str, str]:
-        """Part -> the process that serves in it, by a name that no later process will have. A part that is not ready,
-        or that something is being done to, is not among them."""
-        ...
-
-    def pids(self) -> frozenset[int]:
-        """Every live process of the service: what it holds, a switch will give back."""
-        ...
-
-    def log_tail(self, lines: int) -> list[str]: ...
-
-
-def stop_and_start(service: ServiceManager, names: Collection[str] | None) -> Switched:
-    """The plain way from the old processes to the new ones."""
-    silent_from = time.monotonic()
-    service.stop(names)
-    starting_from = time.monotonic()
-    service.start()
-    return Switched(silent_from, starting_from)
-
-
-def code_root() -> Path:
-    """The directory that our packages are imported from."""
-    return Path(__file__).resolve().parents[2]
 
 
 def service_environment(layout: Layout) -> dict[str, str]:
@@ -256,62 +169,6 @@ class PrefixService:
     def _supervisor(self) -> ProcessId | None:
         leader = self._leader()
         return leader if leader is not None and leader.alive() else None
-
-
-def service_for(layout: Layout) -> ServiceManager:
-    """Whatever runs the service of this installation."""
-    if not layout.system:
-        return PrefixService(layout)
-    from installer.service.systemd import SystemdService
-
-    return SystemdService(layout)
-
-
-def tail(path: Path, lines: int, limit: int = 1 << 20) -> list[str]:
-    """The last lines of a file, reading at most `limit` bytes of it."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - limit))
-            return file.read().decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
-    except OSError:
-        return []
-
-
-def readable(line: str) -> str:
-    """A line of the log for people: the service writes one JSON object a line."""
-    if line.startswith("{"):
-        try:
-            entry = json.loads(line)
-            return f"{entry['level']}: {entry['message']}"
-        except (ValueError, KeyError, TypeError):
-            return line
-    return line
-
-
-def follow(path: Path) -> Iterator[str]:
-    """Lines as they are written from now on, across rotation; ends only with the reader."""
-    file = open(path, "rb")  # noqa: SIM115
-    file.seek(0, os.SEEK_END)
-    rest = b""
-    try:
-        while True:
-            if data := file.read(1 << 16):
-                *lines, rest = (rest + data).split(b"\n")
-                yield from (line.decode(errors="replace") for line in lines)
-                continue
-            time.sleep(0.25)
-            try:
-                now = path.stat()
-            except FileNotFoundError:
-                continue
-            if now.st_ino != os.fstat(file.fileno()).st_ino:
-                file.close()
-                file = open(path, "rb")  # noqa: SIM115
-            elif now.st_size < file.tell():
-                file.seek(0)
-    finally:
-        file.close()
 
 
 def _signal(process: ProcessId, number: int) -> None:

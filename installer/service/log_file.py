@@ -1,0 +1,54 @@
+"""Reading the log that the service writes under a prefix: its end, and its lines as they come."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def tail(path: Path, lines: int, limit: int = 1 << 20) -> list[str]:
+    """The last lines of a file, reading at most `limit` bytes of it."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit))
+            return file.read().decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
+    except OSError:
+        return []
+
+
+def readable(line: str) -> str:
+    """A line of the log for people: the service writes one JSON object a line."""
+    if line.startswith("{"):
+        try:
+            entry = json.loads(line)
+            return f"{entry['level']}: {entry['message']}"
+        except (ValueError, KeyError, TypeError):
+            return line
+    return line
+
+
+def follow(path: Path) -> Iterator[str]:
+    """Lines as they are written from now on, across rotation; ends only with the reader."""
+    file = open(path, "rb")  # noqa: SIM115
+    file.seek(0, os.SEEK_END)
+    rest = b""
+    try:
+        while True:
+            if data := file.read(1 << 16):
+                *lines, rest = (rest + data).split(b"\n")
+                yield from (line.decode(errors="replace") for line in lines)
+                continue
+            time.sleep(0.25)
+            try:
+                now = path.stat()
+            except FileNotFoundError:
+                continue
+            if now.st_ino != os.fstat(file.fileno()).st_ino:
+                file.close()
+                file = open(path, "rb")  # noqa: SIM115
+            elif now.st_size < file.tell():
+                file.seek(0)
+    finally:
+        file.close()

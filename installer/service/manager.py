@@ -1,0 +1,90 @@
+"""The verbs by which the service is run, whatever runs it: a supervisor under a prefix (prefix.py), systemd on a server
+(systemd.py)."""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """`phase` is running, restarting, failed, stopped or dead (killed without a word)."""
+
+    phase: str
+    pid: int | None = None          # of the service itself, not of its supervisor
+    release: str | None = None
+    since: float | None = None      # Unix seconds
+    restarts: int = 0
+    last_exit: int | None = None
+
+    @property
+    def up(self) -> bool:
+        return self.phase in ("running", "restarting")
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """When a change of what runs began to be felt, and when it began: seconds of the monotonic clock."""
+
+    silent_from: float      # the first part had stopped, or was about to
+    starting_from: float    # the first new process was started
+
+
+class ServiceManager(Protocol):
+    """What the install steps need from whatever runs the service."""
+
+    def start(self) -> None:
+        """Start the release that `current` points at; returns when its process exists, not when it is ready."""
+        ...
+
+    def stop(self, names: Collection[str] | None = None) -> bool:
+        """Stop it and everything it started, or only these parts (instances, "gateway"); whether anything ran."""
+        ...
+
+    def switch(self, names: Collection[str] | None, timeout: float, *, hand_over: bool = True) -> Switched:
+        """Start these parts anew (None: all), with the shortest silence. Returns when none of the old processes is
+        left. `hand_over` False: none begins before all the old ones have ended. Raises InstallError (40)."""
+        ...
+
+    def apply_units(self, models: Sequence[str]) -> None:
+        """The unit files on the disk are new: make users and directories, reload, enable exactly these instances."""
+        ...
+
+    def remove_units(self) -> None:
+        """Stop and disable everything, before the unit files are removed."""
+        ...
+
+    def reload(self) -> None:
+        """Forget unit files that are no longer there."""
+        ...
+
+    def remove_users(self) -> None:
+        """The users and the group that `apply_units` made."""
+        ...
+
+    def reload_keys(self) -> None:
+        """The file of API keys has changed."""
+        ...
+
+    def state(self) -> ServiceState: ...
+
+    def serving(self) -> dict[str, str]:
+        """Part -> the process that serves in it, by a name that no later process will have. A part that is not ready,
+        or that something is being done to, is not among them."""
+        ...
+
+    def pids(self) -> frozenset[int]:
+        """Every live process of the service: what it holds, a switch will give back."""
+        ...
+
+    def log_tail(self, lines: int) -> list[str]: ...
+
+
+def stop_and_start(service: ServiceManager, names: Collection[str] | None) -> Switched:
+    """The plain way from the old processes to the new ones."""
+    silent_from = time.monotonic()
+    service.stop(names)
+    starting_from = time.monotonic()
+    service.start()
+    return Switched(silent_from, starting_from)
