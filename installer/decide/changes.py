@@ -10,8 +10,8 @@ from typing import Any
 
 from installer.base.proc import boot_id
 from installer.decide.context import Context
-from installer.release import config, snapshots
-from installer.service import units
+from installer.release import config
+from installer.service import snapshots, units
 
 GATEWAY, SOCKET = "gateway", "socket"
 _CLAIMS = ("device", "gpus", "gpu-memory-utilization", "kv-cache-memory-bytes", "tensor-parallel-size")

@@ -16,9 +16,9 @@ from installer.decide.plan import Plan
 from installer.preflight import CheckRecord
 from installer.release.config import Endpoint
 from installer.release.release import Release
-from installer.release.snapshots import Snapshot
 from installer.service.manager import ServiceManager
 from installer.service.smoke_test import SmokeResult
+from installer.service.snapshots import Snapshot
 from installer.service.units import UnitFile
 from installer.tls.certificates import Pair
 from offline_bundle.errors import BundleError

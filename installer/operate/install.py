@@ -26,13 +26,13 @@ from installer.base.lock import InstallLock, ignore_hangup
 from installer.decide.context import Context, Step, as_install_error
 from installer.decide.frontend import Frontend
 from installer.decide.options import InstallOptions
-from installer.operate.prune import prune
 from installer.release import release
 from installer.release.release import THIS_CODE
 from installer.service.choice import service_for
 from installer.service.manager import ServiceManager
 from installer.service.smoke_test import health
 from installer.steps import activate, decide, inspect, stage
+from installer.steps.prune import prune
 from installer.steps.undo import roll_back
 from offline_bundle.errors import BundleError
 

@@ -16,8 +16,8 @@ from installer.preflight.network import address, port
 from installer.release import config, release
 from installer.service.choice import service_for
 from installer.service.manager import ServiceManager
-from installer.service.ready import wait_ready
 from installer.service.smoke_test import health
+from installer.steps.ready import wait_ready
 from installer.steps.undo import roll_back
 
 

@@ -20,8 +20,9 @@ from installer.decide.models import stored
 from installer.decide.options import InstallOptions, ModelChoice
 from installer.operate.install import InstallResult, Run
 from installer.operate.lifecycle import history_of
-from installer.release import config, migrate, release, snapshots
+from installer.release import config, migrate, release
 from installer.release.release import Release
+from installer.service import snapshots
 from installer.service.choice import service_for
 from installer.service.manager import ServiceManager
 from installer.steps.inspect import refuse_revoked

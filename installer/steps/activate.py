@@ -14,14 +14,14 @@ from installer.base.i18n import joined, t
 from installer.base.recovery_mark import mark, unmark
 from installer.decide import changes
 from installer.decide.context import Context
-from installer.operate.prune import prune
 from installer.preflight.record import gib
-from installer.release import config, migrate, release, snapshots
+from installer.release import config, migrate, release
 from installer.release.replay_guard import raise_sequence
-from installer.service import units
+from installer.service import snapshots, units
 from installer.service.manager import stop_and_start
-from installer.service.ready import unhealthy, wait_ready
 from installer.service.smoke_test import SmokeFailure, smoke_test
+from installer.steps.prune import prune
+from installer.steps.ready import unhealthy, wait_ready
 from installer.tls import endpoint as tls_endpoint
 
 

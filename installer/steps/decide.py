@@ -16,7 +16,8 @@ from installer.preflight.certificate import names_in
 from installer.preflight.lookup_tables import FLAG
 from installer.preflight.needs import of_manifests
 from installer.preflight.record import gib
-from installer.release import config, release, snapshots
+from installer.release import config, release
+from installer.service import snapshots
 from installer.tls import endpoint as tls_endpoint
 
 

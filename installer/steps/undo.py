@@ -14,10 +14,10 @@ from installer.base.i18n import joined, t
 from installer.base.recovery_mark import unmark
 from installer.decide import changes
 from installer.decide.context import Context
-from installer.release import config, snapshots
-from installer.service import units
-from installer.service.ready import wait_ready
+from installer.release import config
+from installer.service import snapshots, units
 from installer.steps.activate import drop_private_keys
+from installer.steps.ready import wait_ready
 from installer.tls import endpoint as tls_endpoint
 
 

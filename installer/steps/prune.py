@@ -8,7 +8,8 @@ from installer.base.errors import InstallError
 from installer.base.layout import Layout
 from installer.decide import changes
 from installer.decide.context import Context
-from installer.release import release, snapshots
+from installer.release import release
+from installer.service import snapshots
 from offline_bundle.errors import BundleError
 from offline_bundle.store.store import remove_model
 
