@@ -19,6 +19,14 @@ from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
 from installer.service.reload import reload_gateway
 
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--file", metavar="FILE", show_default=False,
+        help="A key file of its own, as `atoll serve --api-key-file` reads it; no installation is needed.",
+    ),
+]
+
 app = typer.Typer(
     help="API keys of the endpoint: who may use it, for what, until when. (Keys that sign bundles: atoll keys.)",
     no_args_is_help=True,
@@ -36,6 +44,7 @@ _EXIT_CODES = "Exit codes: 0 ok, 2 usage or nothing installed, 30 the key file i
     "atoll apikey new --name grafana --scope metrics --expires 1y",
     "atoll apikey new --name 'search bot' --group search",
     "atoll apikey new --name batch --expires 2027-01-31 --out /root/batch.key",
+    "atoll apikey new --name laptop --file keys.json      # for: atoll serve MODEL --api-key-file keys.json",
 ) + "\n\n" + _EXIT_CODES)
 def new(
     name: Annotated[str, typer.Option(help="Who or what will use it.", show_default=False)],
@@ -57,12 +66,13 @@ def new(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the key to a new file (0600) and do not show it.")
     ] = None,
+    file: KeyFile = None,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
     """Make a key. It is shown this once; only its hash is stored."""
     with told(as_json):
-        layout = _layout(prefix)
+        keys, layout = _keys_of(prefix, file)
         lifetime = _lifetime(expires)
         api_keys.check_name(name)
         scopes = scope or ["serve"]
@@ -73,13 +83,12 @@ def new(
                 t("{out} is there already.", out=out), exit_code=ExitCode.USAGE, changed=t("No key was made."),
                 hint=t("Give --out a new file: a key is never written over something else."),
             )
-        key = api_keys.add(layout.api_keys, name, lifetime=lifetime, scopes=scopes, group=group)
+        key = api_keys.add(keys, name, lifetime=lifetime, scopes=scopes, group=group)
         if out is not None:
-            _write(out, key, layout)
-        log.append(layout.audit, "api-key-created", key=key.id, name=name, scopes=scopes, group=group or None,
-                     expires=expires)
-        note = reload_gateway(layout)
-        entry = api_keys.find(api_keys.people(layout.api_keys), key.id)
+            _write(out, key, keys)
+        note = _changed(layout, "api-key-created", key=key.id, name=name, scopes=scopes, group=group or None,
+                        expires=expires)
+        entry = api_keys.find(api_keys.people(keys), key.id)
     if as_json:
         shown = {} if out else {"key": key.text}
         print_json({**_facts(entry), **shown, "file": str(out) if out else None, "note": note})
@@ -87,7 +96,7 @@ def new(
     made = [(t("key"), t("written to {out}, which only you can read", out=out))]
     if out is None:
         made = [(t("key"), key.text), ("", t("Keep it: it is shown this once, and only its hash is stored."))]
-    revoking = t("{id}   (to revoke it: atoll apikey revoke {id}{where})", id=key.id, where=_where(prefix))
+    revoking = t("{id}   (to revoke it: atoll apikey revoke {id}{where})", id=key.id, where=_where(prefix, file))
     allowed = t("{names}; {until}", names=joined(api_keys.scopes_of(entry)), until=_until(entry))
     sharing = [(t("group"), t("{group}: shares cached prompts with its other keys", group=group))] if group else []
     say_rows([*made, ("id", revoking), (t("may"), allowed), *sharing], width=8)
@@ -95,11 +104,11 @@ def new(
 
 
 @app.command(name="list", epilog=examples("atoll apikey list", "atoll apikey list --json") + "\n\n" + _EXIT_CODES)
-def list_(prefix: Prefix = None, as_json: Json = False) -> None:
+def list_(file: KeyFile = None, prefix: Prefix = None, as_json: Json = False) -> None:
     """List the keys: id, name, what they are for, until when. Their text is stored nowhere."""
     with told(as_json):
-        layout = _layout(prefix)
-        entries = api_keys.people(layout.api_keys)
+        keys, _ = _keys_of(prefix, file)
+        entries = api_keys.people(keys)
     if as_json:
         print_json({"keys": [_facts(entry) for entry in entries]})
         return
@@ -122,19 +131,19 @@ def list_(prefix: Prefix = None, as_json: Json = False) -> None:
 @app.command(epilog=examples("atoll apikey revoke 1f0c9a2e", "atoll apikey revoke 'team a'") + "\n\n" + _EXIT_CODES)
 def revoke(
     key: Annotated[str, typer.Argument(help="Id, the first 4 or more characters of one, or name.", show_default=False)],
+    file: KeyFile = None,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
     """Refuse a key from now on, for good. It stays in the list."""
     with told(as_json):
-        layout = _layout(prefix)
+        keys, layout = _keys_of(prefix, file)
         _not_a_key(key)
-        before = api_keys.find(api_keys.people(layout.api_keys), key)
-        entry = api_keys.revoke(layout.api_keys, before["id"])
-        if not before.get("revoked"):
-            log.append(layout.audit, "api-key-revoked", key=entry["id"], name=entry.get("name", ""))
-        note = reload_gateway(layout)
-        left = len(api_keys.usable(layout.api_keys))
+        before = api_keys.find(api_keys.people(keys), key)
+        entry = api_keys.revoke(keys, before["id"])
+        event = None if before.get("revoked") else "api-key-revoked"
+        note = _changed(layout, event, key=entry["id"], name=entry.get("name", ""))
+        left = len(api_keys.usable(keys))
     if as_json:
         print_json({**_facts(entry), "changed": not before.get("revoked"), "active_keys_left": left, "note": note})
         return
@@ -146,6 +155,28 @@ def revoke(
     if not left:
         say(t("No active key is left: nobody can use the endpoint. Make one: atoll apikey new --name NAME"))
     _say_note(note)
+
+
+def _keys_of(prefix: Path | None, file: Path | None) -> tuple[Path, Layout | None]:
+    """The key file that is meant, and the installation that it belongs to, if any."""
+    if file is None:
+        layout = _layout(prefix)
+        return layout.api_keys, layout
+    if prefix is not None:
+        raise InstallError(
+            t("--file and --prefix each name a key file."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
+            hint=t("Give one of them."),
+        )
+    return file, None
+
+
+def _changed(layout: Layout | None, event: str | None, **facts: Any) -> str | None:
+    """An installation notes the event and tells its gateway. A file alone is read again by whoever serves with it."""
+    if layout is None:
+        return None
+    if event:
+        log.append(layout.audit, event, **facts)
+    return reload_gateway(layout)
 
 
 def _layout(prefix: Path | None) -> Layout:
@@ -168,12 +199,12 @@ def _layout(prefix: Path | None) -> Layout:
     return layout
 
 
-def _write(out: Path, key: api_keys.NewKey, layout: Layout) -> None:
+def _write(out: Path, key: api_keys.NewKey, keys: Path) -> None:
     """A key that cannot be handed over must not stay valid."""
     try:
         fs.write_atomic(out, key.text + "\n", 0o600)
     except OSError:
-        api_keys.remove(layout.api_keys, {key.id})
+        api_keys.remove(keys, {key.id})
         raise
 
 
@@ -230,7 +261,7 @@ def _say_note(note: str | None) -> None:
         say(note, err=True)
 
 
-def _where(prefix: Path | None) -> str:
-    return f" --prefix {prefix}" if prefix else ""
+def _where(prefix: Path | None, file: Path | None = None) -> str:
+    return f" --prefix {prefix}" if prefix else f" --file {file}" if file else ""
 
 

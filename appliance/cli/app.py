@@ -20,52 +20,89 @@ from appliance.cli.usage_errors import usage_errors_told
 from installer.base.errors import ExitCode
 from installer.base.i18n import LANGUAGES, joined, language_of, libraries_in, looked_up, speaking, t
 
-EPILOG = "Each command explains itself, with examples: atoll install --help"
+EPILOG = """Examples:
 
-# name → (module, attribute, one line for the list). `app` is a typer group, `register` adds commands to a typer app.
-COMMANDS: dict[str, tuple[str, str, str]] = {
-    "serve": (
-        "engine.server.cli.serve", "main",
-        "Serve a model directory as an OpenAI endpoint (flags as in 'vllm serve').",
-    ),
-    "engine": (
-        "engine.server.process.engine_process", "main",
-        "Run the engine of one model behind a Unix socket (units do).",
-    ),
-    "gateway": (
-        "engine.server.gateway.gateway", "main",
-        "Serve HTTP in front of the engines of this server (units do).",
-    ),
-    "gpu-ready": (
-        "engine.server.process.gpu_ready", "main",
-        "Wait until the GPU can be used; exit 0 when it can (units do).",
-    ),
-    "settle": (
-        "installer.operate.boot_recovery", "main",
-        "Take back an upgrade that a power cut interrupted (a unit does, at boot).",
-    ),
-    "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles."),
-    "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
-    "doctor": ("appliance.cli.doctor", "register", "Check this machine's GPU: each kernel against plain arithmetic."),
-    "preflight": ("appliance.cli.preflight", "register", "Check this machine before installing. Changes nothing."),
-    "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),
-    "upgrade": ("appliance.cli.install", "register", "Install a newer release beside the one that runs, and switch."),
-    "rollback": ("appliance.cli.lifecycle", "register", "Go back to the release before; no medium is needed."),
-    "answers": ("appliance.cli.answers", "app", "Check or begin an answers file for an unattended install."),
-    "status": ("appliance.cli.status", "register", "Show what is installed, whether it serves, and its endpoint."),
-    "start": ("appliance.cli.lifecycle", "register", "Start the installed service."),
-    "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
-    "restart": ("appliance.cli.lifecycle", "register", "Start the service anew, so that changed settings apply."),
-    "logs": ("appliance.cli.logs", "register", "Show the service's log."),
-    "verify": ("appliance.cli.verify", "register", "Compare every installed byte with what was signed."),
-    "trust": ("appliance.cli.trust", "app", "List, add, remove and revoke the vendor keys that are trusted here."),
-    "audit": ("appliance.cli.audit", "app", "Show the audit log, and check that it is whole."),
-    "apikey": ("appliance.cli.apikey", "app", "Make, list and revoke the API keys that open the endpoint."),
-    "tls": ("appliance.cli.tls", "app", "Show, renew or replace the endpoint's certificate; export the local CA."),
-    "support-bundle": ("appliance.cli.support", "register", "Collect what helps to find a fault: no keys, no prompts."),
-    "uninstall": ("appliance.cli.lifecycle", "register", "Stop the service and remove what was installed."),
-    "journal": ("appliance.cli.lifecycle", "register", "Check or repair the installer's journal."),
+\b
+atoll preflight                             is this machine ready?
+sudo atoll install /media/usb/chat-1.0.0    verify, install, start
+atoll status                                does it serve? what is next?
+
+Each command explains itself, with examples: atoll install --help"""
+
+# Group of the list → name → (module, attribute, one line). `app` is a typer group, `register` adds commands to a typer
+# app, and `main` is a program with a parser of its own. What only units start has a group without a title: not listed.
+_GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
+    "Publish, on a connected PC": {
+        "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles and media."),
+        "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
+    },
+    "Install": {
+        "preflight": ("appliance.cli.preflight", "register", "Check this machine before installing. Changes nothing."),
+        "answers": ("appliance.cli.answers", "app", "Check or begin an answers file for an unattended install."),
+        "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),
+        "upgrade": (
+            "appliance.cli.install", "register",
+            "Install a newer release beside the one that runs, and switch.",
+        ),
+        "rollback": ("appliance.cli.lifecycle", "register", "Go back to the release before; no medium is needed."),
+        "uninstall": ("appliance.cli.lifecycle", "register", "Stop the service and remove what was installed."),
+    },
+    "Operate": {
+        "status": ("appliance.cli.status", "register", "Show what is installed, whether it serves, and its endpoint."),
+        "start": ("appliance.cli.lifecycle", "register", "Start the installed service."),
+        "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
+        "restart": ("appliance.cli.lifecycle", "register", "Start the service anew, so that changed settings apply."),
+        "logs": ("appliance.cli.logs", "register", "Show the service's log."),
+        "doctor": (
+            "appliance.cli.doctor", "register",
+            "Check this machine's GPU: each kernel against plain arithmetic.",
+        ),
+        "support-bundle": (
+            "appliance.cli.support", "register",
+            "Collect what helps to find a fault: no keys, no prompts.",
+        ),
+        "journal": ("appliance.cli.lifecycle", "register", "Check or repair the installer's journal."),
+    },
+    "Secure": {
+        "verify": ("appliance.cli.verify", "register", "Compare every installed byte with what was signed."),
+        "trust": (
+            "appliance.cli.trust", "app",
+            "List, add, remove and revoke the vendor keys that are trusted here.",
+        ),
+        "apikey": ("appliance.cli.apikey", "app", "Make, list and revoke the API keys that open the endpoint."),
+        "tls": (
+            "appliance.cli.tls", "app",
+            "Show, renew or replace the endpoint's certificate; export the local CA.",
+        ),
+        "audit": ("appliance.cli.audit", "app", "Show the audit log, and check that it is whole."),
+    },
+    "Develop": {
+        "serve": (
+            "engine.server.cli.serve", "main",
+            "Serve a model directory as an OpenAI endpoint (flags as in 'vllm serve').",
+        ),
+    },
+    "": {
+        "engine": (
+            "engine.server.process.engine_process", "main",
+            "Run the engine of one model behind a Unix socket (units do).",
+        ),
+        "gateway": (
+            "engine.server.gateway.gateway", "main",
+            "Serve HTTP in front of the engines of this server (units do).",
+        ),
+        "gpu-ready": (
+            "engine.server.process.gpu_ready", "main",
+            "Wait until the GPU can be used; exit 0 when it can (units do).",
+        ),
+        "settle": (
+            "installer.operate.boot_recovery", "main",
+            "Take back an upgrade that a power cut interrupted (a unit does, at boot).",
+        ),
+    },
 }
+COMMANDS = {name: command for group in _GROUPS.values() for name, command in group.items()}
+GROUP_OF = {name: title for title, group in _GROUPS.items() for name in group}
 
 
 class LazyGroup(TyperGroup):
@@ -179,8 +216,12 @@ def _pass_through(name: str, help_line: str, run: Callable[[list[str]], int | No
 
 
 def _stand_in(name: str) -> Any:
+    language, title = language_of(), GROUP_OF[name]
     holder = typer.Typer(add_completion=False)
-    holder.command(name=name, help=looked_up(COMMANDS[name][2], language_of()))(lambda: None)
+    holder.command(
+        name=name, help=looked_up(COMMANDS[name][2], language), hidden=not title,
+        rich_help_panel=looked_up(title, language) if title else None,
+    )(lambda: None)  # fmt: skip
     return get_command(holder)
 
 
@@ -220,7 +261,7 @@ def _root(
     pass
 
 
-@app.command()
+@app.command(rich_help_panel="Develop")
 def version(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Print the versions of Atoll and of what it runs on."""
     versions = _versions()

@@ -118,7 +118,7 @@ def write(path: Path, keys: Sequence[Entry]) -> None:
 @contextmanager
 def _changing(path: Path) -> Iterator[list[Entry]]:
     """The entries, to be changed in place; written back when the block ends well."""
-    fd = os.open(path.with_name(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         entries = read(path)

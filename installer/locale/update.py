@@ -46,13 +46,13 @@ def help_paragraphs() -> set[str]:
     from typer.main import get_group
 
     from appliance.cli import own_parsers
-    from appliance.cli.app import COMMANDS, app, load
+    from appliance.cli.app import COMMANDS, GROUP_OF, app, load
     from appliance.cli.help_texts import paragraphs
     from installer.base.i18n import speaking
 
     with speaking("en"):
         commands = [get_group(app), *(load(name) for name, (_, kind, _) in COMMANDS.items() if kind != "main")]
-        lines = {help_line for _, _, help_line in COMMANDS.values()}
+        lines = {help_line for _, _, help_line in COMMANDS.values()} | {title for title in GROUP_OF.values() if title}
         for module, attribute, _ in COMMANDS.values():
             if attribute == "main":
                 lines |= own_parsers.paragraphs(getattr(import_module(module), attribute))

@@ -84,7 +84,7 @@ def test_dry_run_prints_all_and_writes_nothing(site: Site, bundle: Bundles) -> N
     missing = {path for path in planned if path not in made}
     assert not missing
     model = str(site.layout.models)
-    transient = {"lock", ".lock", "supervisor.lock", "atoll.pid", "service.json"}
+    transient = {"lock", ".lock", ".api-keys.json.lock", "supervisor.lock", "atoll.pid", "service.json"}
     told = {path for path in made if path not in planned and Path(path).name not in transient}
     unplanned = {path for path in told if not path.startswith(model) and Path(path).parent.name != "bin"}
     assert {Path(path).name for path in unplanned} <= {result.release, "bin"}

@@ -61,7 +61,7 @@ def test_the_plan_names_everything(server: Server, bundle: Bundles) -> None:
     new = {str(server.root / path) for path in tree(server.root) - before}
     store = str(server.layout.models)
     theirs = {"passwd", "group", "shadow", "gshadow", "passwd-", "group-", "shadow-", "gshadow-", ".pwd.lock"}
-    extra = {"processes.json", "log", "tiny", "lock", ".lock"}
+    extra = {"processes.json", "log", "tiny", "lock", ".lock", ".api-keys.json.lock"}
     untold = {
         path for path in new - planned
         if not path.startswith(store) and Path(path).name not in theirs | extra and ".wants" not in path
