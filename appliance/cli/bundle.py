@@ -171,7 +171,7 @@ def _requirements(given: Sequence[str]) -> dict[str, str | int]:
         if not equals or name not in Requires.model_fields:
             raise BundleError(
                 t("'{text}' is not a requirement.", text=text[:80]),
-                t("Known ones: {names}", names=joined(Requires.model_fields)),
+                t("Known requirements: {names}", names=joined(Requires.model_fields)),
                 USAGE,
             )
         found[name] = int(value) if name.endswith(("_bytes", "_gib")) and value.isdecimal() else value
