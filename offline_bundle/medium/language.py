@@ -37,11 +37,15 @@ class Text(str):
 
     def with_values(self, change):
         """The same message with each of its values changed."""
-        return t(self.source, **{name: change(value) for name, value in self.values.items()})
+        return _filled_in(self.source, {name: change(value) for name, value in self.values.items()})
 
 
 def t(source, /, **values):
     """`source` in the operator's language, with its {placeholders} filled in."""
+    return _filled_in(source, values)
+
+
+def _filled_in(source, values):
     said = KOREAN.get(source) if SPEAKS_KOREAN else None
     text = Text((said or source).format(**values))
     text.source, text.values = source, values

@@ -93,8 +93,14 @@ def main():
 """
 
 
+_SOME_OF_OURS = (
+    "installer/__init__.py", "installer/base/", "installer/decide/plan.py", "installer/gpu/nvml.py",
+    "installer/operate/install.py", "systemd/",
+)  # fmt: skip
+
+
 def small_release(own_wheel: Path, directory: Path) -> Path:
-    """A wheel with the name, version, documents and units of ours, but with a program of ten lines.
+    """A wheel with the name, version, documents, units and a few modules of ours, but with a program of ten lines.
 
     For tests of install.sh and setup_release.py themselves, which unpack, check and start any program: installing it
     takes a second instead of ten.
@@ -109,7 +115,7 @@ def small_release(own_wheel: Path, directory: Path) -> Path:
                 wheel.writestr(name, "\n".join([*lines, "", ""]))
                 wheel.writestr("appliance/__init__.py", "")
                 wheel.writestr("appliance/cli/__init__.py", _SMALL_PROGRAM.format(version=version))
-            elif name.endswith(("/WHEEL", "/RECORD")) or name.startswith("systemd/") or "/share/doc/" in name:
+            elif name.endswith(("/WHEEL", "/RECORD")) or name.startswith(_SOME_OF_OURS) or "/share/doc/" in name:
                 wheel.writestr(name, b"" if name.endswith("/RECORD") else ours.read(name))
     return made
 

@@ -15,6 +15,7 @@ import sysconfig
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from runtime_kit import (
     PYTHON,
     ROOT,
     UNSHARE,
+    bare_path,
     command,
     copy,
     digest12,
@@ -89,14 +91,29 @@ def test_the_tree_is_whole_and_says_what_it_is(installed: Path, full_medium: Pat
     assert list(tree.rglob("lib/appliance/**/__pycache__/*.pyc"))
 
 
-@pytest.fixture
-def tree(installed: Path, tmp_path: Path) -> Iterator[Path]:
-    """The installed tree to spoil, where it was made for; afterwards it is as before. Files are hard links."""
-    place, whole = tree_of(installed), tmp_path / "whole"
-    shutil.copytree(place, whole, copy_function=os.link, symlinks=True)
+@contextmanager
+def restored(place: Path, keep: Path) -> Iterator[Path]:
+    """`place` to spoil; afterwards it is as before. Files are hard links: replace them, do not write into them."""
+    shutil.copytree(place, keep, copy_function=os.link, symlinks=True)
     yield place
     shutil.rmtree(place)
-    shutil.copytree(whole, place, copy_function=os.link, symlinks=True)
+    shutil.copytree(keep, place, copy_function=os.link, symlinks=True)
+
+
+@pytest.fixture(scope="module")
+def small_prefix(tmp_path_factory: pytest.TempPathFactory, medium: Path, vendor: KeyPair) -> Path:
+    """A prefix with the small release."""
+    base = tmp_path_factory.mktemp("small-prefix")
+    done = install(medium, bare_path(base / "path"), "--prefix", base / "p", "--trust-key", vendor.public_path)
+    assert "Code installed in" in done.stderr, done.stderr
+    return base / "p"
+
+
+@pytest.fixture
+def tree(small_prefix: Path, tmp_path: Path) -> Iterator[Path]:
+    """The small release's tree, to spoil."""
+    with restored(tree_of(small_prefix), tmp_path / "whole") as place:
+        yield place
 
 
 def compiled(module: str) -> str:
@@ -173,10 +190,11 @@ def test_added_bytecode_programs_and_paths_are_found(tree: Path) -> None:
     assert verify_code(tree) == sorted(path.relative_to(tree).as_posix() for path in added)
 
 
-def test_the_check_does_not_run_the_bytecode_that_it_checks(tree: Path, bare: Path) -> None:
-    planted(tree, "installer/operate/deep_verify.py", "print('planted'); raise SystemExit(0)")
-    command = [tree / "bin/atoll", "verify", "--prefix", tree.parents[3]]
-    done = subprocess.run(command, env={"PATH": str(bare)}, capture_output=True, text=True)
+def test_the_check_does_not_run_the_bytecode_that_it_checks(installed: Path, bare: Path, tmp_path: Path) -> None:
+    with restored(tree_of(installed), tmp_path / "whole") as tree:
+        planted(tree, "installer/operate/deep_verify.py", "print('planted'); raise SystemExit(0)")
+        command = [tree / "bin/atoll", "verify", "--prefix", installed]
+        done = subprocess.run(command, env={"PATH": str(bare)}, capture_output=True, text=True)
     assert "planted" not in done.stdout
     assert done.returncode not in (0, 1), done.stderr
 
@@ -195,14 +213,14 @@ def test_bytecode_is_made_again_from_verified_sources(tree: Path) -> None:
     assert caught.value.exit_code == 11
 
 
-def test_bytecode_does_not_depend_on_the_process_that_makes_it(tree: Path) -> None:
+def test_bytecode_does_not_depend_on_the_process_that_makes_it(installed: Path) -> None:
     """Other hash seeds, other modules and strings in memory: the same bytes, and not one differs in the whole tree."""
     show = (
         "import sys, hashlib, decimal, asyncio, email; from offline_bundle.medium.code_tree.bytecode import bytecode;"
         "[sys.intern(chr(c)) for c in range(256)];"
         "print(hashlib.sha256(b''.join(bytecode(open(p, 'rb').read(), p) for p in sys.argv[1:])).hexdigest())"
     )
-    sources = [str(path) for path in sorted((tree / "lib/installer").rglob("*.py"))]
+    sources = [str(path) for path in sorted((tree_of(installed) / "lib/installer").rglob("*.py"))]
     said = set()
     for seed in ("0", "7"):
         run = [PYTHON, *(["-X", "importtime"] if seed == "7" else []), "-c", show, *sources]
@@ -213,17 +231,17 @@ def test_bytecode_does_not_depend_on_the_process_that_makes_it(tree: Path) -> No
 
 
 def test_installing_again_replaces_a_tree_that_differs(
-    tree: Path, full_medium: Path, bare: Path, vendor: KeyPair, installed: Path
+    tree: Path, medium: Path, bare: Path, vendor: KeyPair, small_prefix: Path
 ) -> None:
     """What checks is the medium's own code, so it does not matter what the changed tree says of itself."""
     planted(tree, "installer/base/lock.py", "print('planted')")
     (tree / "lib/evil.py").write_text("")
-    done = install(full_medium, bare, "--prefix", installed, "--trust-key", vendor.public_path)
+    done = install(medium, bare, "--prefix", small_prefix, "--trust-key", vendor.public_path)
     assert done.returncode == 13, done.stderr  # there is no model on the medium
     assert "is not what was signed" in done.stderr
     assert "will be rebuilt" in done.stderr
     assert verify_code(tree) == []
-    assert trees(installed) == [tree.name]
+    assert trees(small_prefix) == [tree.name]
 
 
 def test_again_is_quick_and_changes_nothing(installed: Path, full_medium: Path, bare: Path, vendor: KeyPair) -> None:
