@@ -49,10 +49,12 @@ def made(pristine: Made, tmp_path: Path) -> Made:
 
 @pytest.fixture(scope="session")
 def own_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Our own wheel, built from this checkout."""
-    house = tmp_path_factory.mktemp("own") / "wheel"
-    house.mkdir()
-    return wheels.build_own_wheel(house, Path(sys.executable))
+    """Our own wheel, built from this checkout, with the setuptools of this environment instead of one from an index."""
+    out = tmp_path_factory.mktemp("own") / "wheel"
+    out.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip reads this option's variable the wrong way round
+        return wheels.build_own_wheel(out, Path(sys.executable))
 
 
 @pytest.fixture(scope="session")
