@@ -1,7 +1,7 @@
 """Signed model bundles: build, inspect, verify, ingest. The format is described in docs/en/bundle.md.
 
-Names are imported when they are used: who only wants to say a sentence (text.py) needs no cryptography. Taking a bundle
-into a store is `offline_bundle.store.ingest.ingest`.
+Names are imported on first use: a program that only needs a message (text.py) does not load cryptography. A bundle is
+copied into a store by `offline_bundle.store.ingest.ingest`.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""The one error of this package, and its exit codes."""
+"""The one error of this package, and its exit codes. A part of install.sh."""
 
 USAGE = 2  # an argument or answer is wrong
 UNTRUSTED = 10  # signature missing, broken, or made by a key that is not trusted here
-CONTENT = 11  # signed content and what lies on the medium differ, or the content is of a kind we refuse
+CONTENT = 11  # the medium's content differs from what was signed, or is of a kind that we refuse
 REPLAY = 12  # older than what is already installed
 MISSING = 13  # a medium, directory or file is not there
 SPACE_IO = 30  # no space, or the disk failed
@@ -10,7 +10,7 @@ BUSY = 75  # another process holds the lock
 
 
 class BundleError(Exception):
-    """A bundle, key or store operation was refused or failed; always meant for a person's eyes.
+    """A bundle, key or store operation was refused or failed. Its text is for the operator.
 
     Attributes:
         message: what happened and why, in one or two sentences.

@@ -1,14 +1,14 @@
-"""Which paths a bundle may contain. An allow-list: what is not plainly harmless on every file system is refused.
+"""Which paths a bundle may contain: an allow-list of names that are harmless on every file system.
 
-Names are ASCII, so two names can never be equal after Unicode normalisation without being equal bytes, and no
-name can carry control characters, bidi marks or another alphabet's look-alikes into a terminal.
+Names are ASCII, so two different names never become equal after Unicode normalisation, and no name can carry control
+characters, bidi marks or another alphabet's look-alikes into a terminal. A part of install.sh.
 """
 
 import re
 from collections.abc import Iterable
 
-from offline_bundle import limits
 from offline_bundle.errors import CONTENT, BundleError
+from offline_bundle.limits import MAX_DEPTH, MAX_NAME, MAX_PATH
 from offline_bundle.text import Text, t
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@,-]*\Z")
@@ -19,9 +19,9 @@ _DESKTOP_LITTER = (".ds_store", "thumbs.db", "desktop.ini", "._", ".spotlight", 
 
 
 def show(path: str) -> str:
-    """`path` made safe and short for a message: control and non-ASCII characters escaped.
+    """`path` made safe and short for a message: control and non-ASCII characters are escaped.
 
-    Of a sentence of ours only the values in it are: they may come from a medium.
+    In a sentence of our own only the values are escaped, because they may come from a medium.
     """
     if isinstance(path, Text):
         return path.with_values(lambda value: show(value) if isinstance(value, str) else value)
@@ -29,26 +29,26 @@ def show(path: str) -> str:
     return text if len(text) <= 160 else f"{text[:120]}…{text[-30:]}"
 
 
-def problem(path: str) -> str | None:
+def path_problem(path: str) -> str | None:
     """Why `path` (relative, '/'-separated) is not allowed in a bundle, or None if it is."""
     if not path:
         return t("is empty")
-    if len(path.encode("utf-8", "surrogatepass")) > limits.MAX_PATH:
-        return t("is longer than {most} bytes", most=limits.MAX_PATH)
+    if len(path.encode("utf-8", "surrogatepass")) > MAX_PATH:
+        return t("is longer than {most} bytes", most=MAX_PATH)
     if path.startswith("/"):
         return t("is absolute")
     if "\\" in path:
         return t("contains a backslash")
     parts = path.split("/")
-    if len(parts) > limits.MAX_DEPTH:
-        return t("is nested deeper than {most} levels", most=limits.MAX_DEPTH)
+    if len(parts) > MAX_DEPTH:
+        return t("is nested deeper than {most} levels", most=MAX_DEPTH)
     for part in parts:
         if part in ("", ".", ".."):
             return t("contains an empty, '.' or '..' step")
         if part.lower().startswith(".git"):
             return t("is git data, which the signature format does not cover")
-        if len(part) > limits.MAX_NAME:
-            return t("has a part longer than {most} characters", most=limits.MAX_NAME)
+        if len(part) > MAX_NAME:
+            return t("has a part longer than {most} characters", most=MAX_NAME)
         if not _COMPONENT.match(part):
             return t("uses characters outside A-Z a-z 0-9 . _ + = @ , - or starts with '.' or '-'")
         if part.endswith("."):
@@ -58,15 +58,15 @@ def problem(path: str) -> str | None:
     return None
 
 
-def check(path: str) -> str:
-    """Return `path`, or raise BundleError (content) when `problem` finds one."""
-    if (why := problem(path)) is not None:
+def check_path(path: str) -> str:
+    """Return `path`, or raise BundleError (content) when `path_problem` finds one."""
+    if (why := path_problem(path)) is not None:
         raise BundleError(t("The path '{path}' {why}.", path=show(path), why=why), litter_hint(path), CONTENT)
     return path
 
 
 def collision(paths: Iterable[str]) -> tuple[str, str] | None:
-    """Two of `paths` that some file system would take for one, or where one is a directory of the other."""
+    """Two of `paths` that some file system would treat as one, or of which one is a directory of the other."""
     spelled: dict[str, tuple[str, bool]] = {}  # case-folded file or directory → (as first written, is a file)
     for path in paths:
         steps = path.split("/")
@@ -81,7 +81,7 @@ def collision(paths: Iterable[str]) -> tuple[str, str] | None:
 
 
 def litter_hint(path: str) -> str:
-    """Advice for files that desktops drop onto media unasked."""
+    """What to do about an unexpected file: desktops leave some on every disk that they mount."""
     name = path.rsplit("/", 1)[-1].lower()
     if name.startswith(_DESKTOP_LITTER):
         return t("A desktop file manager left it there: delete it and try again.")

@@ -1,4 +1,7 @@
-"""Run byte-moving tasks on threads (hashing and file I/O release the interpreter lock) and report from one thread."""
+"""Run byte-moving tasks on threads (hashing and file I/O release the interpreter lock); report from one thread.
+
+A part of install.sh.
+"""
 
 import os
 import threading
@@ -7,14 +10,14 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-from offline_bundle import limits
+from offline_bundle.limits import MIB
 from offline_bundle.progress import Progress
 
 T = TypeVar("T")
 Tick = Callable[[int], None]  # a task reports bytes done; raises when the run is being cancelled
 
 _REPORT_EVERY = 0.1  # seconds
-_BLOCK = 2 * limits.MIB  # stays in a core's cache between read, hash and write
+_BLOCK = 2 * MIB  # stays in a core's cache between read, hash and write
 
 
 class Cancelled(Exception):
@@ -31,10 +34,10 @@ def run(
     start: int = 0,
     workers: int | None = None,
 ) -> None:
-    """Run `work(task, tick)` for every task, in order of start, `workers` at a time.
+    """Run `work(task, tick)` for every task, started in order, `workers` at a time.
 
-    The first exception (or Ctrl-C) stops the others at their next block and is raised; progress is called from the
-    calling thread only, at the start, about ten times a second, and at the end. `start` counts as done already.
+    The first exception (or Ctrl-C) stops the other tasks at their next block and is raised. `progress` is only called
+    from the calling thread: at the start, about ten times a second, and at the end. `start` bytes count as done.
     """
     done, stop, lock = start, threading.Event(), threading.Lock()
 
@@ -77,7 +80,7 @@ def write_at(fd: int, view: memoryview, offset: int) -> None:
 
 
 class Reader:
-    """How to read one device: in small blocks on many threads, or chunk by chunk in turn where seeks are dear."""
+    """How to read one device: in small blocks on many threads, or whole chunks in turn where seeks are expensive."""
 
     def __init__(self, fd: int) -> None:
         """`fd` is any descriptor on the device."""
@@ -86,11 +89,11 @@ class Reader:
 
     @property
     def workers(self) -> int:
-        """Threads worth having: a device with costly seeks keeps few busy, and each holds a whole chunk."""
+        """Threads worth having: a device with expensive seeks keeps few of them busy, and each holds a whole chunk."""
         return min(4, default_workers()) if self._turns else default_workers()
 
     def turn(self) -> AbstractContextManager[object]:
-        """Hold this while reading one block."""
+        """A lock to hold while reading one block."""
         return self._turns or nullcontext()
 
     def buffer(self, chunk_size: int) -> memoryview:
@@ -114,7 +117,7 @@ class Reader:
 
 
 def _rotational(device: int) -> bool:
-    """Whether Linux takes the block device for one with costly seeks (most USB disks and sticks are)."""
+    """Whether Linux reports the block device as one with expensive seeks (most USB disks and sticks)."""
     base = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
     for place in (f"{base}/queue/rotational", f"{base}/../queue/rotational"):
         try:

@@ -94,16 +94,16 @@ def build(
     ] = None,
     wheels: Annotated[
         Path | None,
-        typer.Option(help="With --runtime: take packages from this directory, ask no index.", show_default=False),
+        typer.Option(help="With --runtime: take packages from this directory, not from an index.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a signed bundle of a model directory, or (--runtime) of the code that serves it.
 
-    A model's bundle: only safetensors weights, tokenizer data and text go in; code, pickles and links are refused.
-    A runtime: our wheel, every package it needs (fetched by pip with your pip settings), pip itself, documents and
-    licences, and install.sh, which a server needs nothing but a shell and python3 for.
-    An encrypted key asks for its passphrase on the terminal.
+    A model bundle holds only safetensors weights, tokenizer data and text; code, pickles and links are refused.
+    A runtime holds Atoll's wheel, every package it needs (chosen by pip with your pip settings), pip itself, documents
+    and licences, and install.sh, which needs only a shell and python3 on the server.
+    The passphrase of an encrypted key is asked for on the terminal.
 
     \b
     Examples:
@@ -171,7 +171,7 @@ def _requirements(given: Sequence[str]) -> dict[str, str | int]:
         if not equals or name not in Requires.model_fields:
             raise BundleError(
                 t("'{text}' is not a requirement.", text=text[:80]),
-                t("Known ones: {names}", names=joined(Requires.model_fields)),
+                t("Known requirements: {names}", names=joined(Requires.model_fields)),
                 USAGE,
             )
         found[name] = int(value) if name.endswith(("_bytes", "_gib")) and value.isdecimal() else value

@@ -1,4 +1,4 @@
-"""What `atoll bundle build --runtime` and its relatives say; offline_bundle/runtime/build.py does the work."""
+"""The runtime side of `atoll bundle build | inspect | verify`; offline_bundle/runtime does the work."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,13 @@ from appliance.cli.json_output import emit
 from appliance.cli.keys import grouped, word_lines
 from installer.base.i18n import joined, t
 from offline_bundle.errors import USAGE, BundleError
-from offline_bundle.medium.hash_words import in_words
 from offline_bundle.progress import Progress
 from offline_bundle.runtime.build import build_runtime
-from offline_bundle.runtime.download import Load
+from offline_bundle.runtime.download import DownloadPlan
 from offline_bundle.runtime.manifest import RuntimeManifest
 from offline_bundle.runtime.resolve import Torch
 from offline_bundle.runtime.verify import inspect_runtime, verify_runtime
+from offline_bundle.signing.hash_words import in_words
 from offline_bundle.signing.keys import load_trusted, refuse_from_medium
 
 _LABELS = {
@@ -38,7 +38,7 @@ def build(
     passphrase: bytes | None,
     as_json: bool,
 ) -> None:
-    """Build the runtime half of a medium, and print what the vendor has to tell apart from it."""
+    """Build the runtime half of a medium, and print the hashes that the vendor gives out separately."""
     with _progress(as_json) as progress:
         made = build_runtime(
             out,
@@ -49,7 +49,7 @@ def build(
             wheels=wheels,
             passphrase=passphrase,
             progress=progress,
-            planned=lambda load: None if as_json else tell(load),
+            planned=lambda plan: None if as_json else show_plan(plan),
         )
     if as_json:
         extra = {"key_fingerprint": made.fingerprint, "install_sha256": made.install_sha256}
@@ -58,13 +58,13 @@ def build(
         return
     say(t("Built {out}", out=out / "runtime"))
     show(made.manifest)
-    say(t("\nTell the operator these two by letter or phone, never on the disk itself:"))
+    say(t("\nGive the operator these two hashes by letter or phone, never on the disk itself:"))
     say_rows([(t("key fingerprint"), grouped(made.fingerprint)),
               *(("", line) for line in word_lines(made.fingerprint)),
               ("install.sh (SHA-256)", grouped(made.install_sha256)),
               *(("", line) for line in word_lines(made.install_sha256))], indent=2)
-    say(t("Digits and words say the same; the words are for the phone. install.sh is the same for every medium of this "
-          "version of Atoll."))
+    say(t("Digits and words stand for the same hash; the words are easier on the phone. install.sh is identical on "
+          "every medium of this version of Atoll."))
     say(t("\nNext: put model bundles beside it: atoll bundle build MODEL ... --out {out}", out=out))
     say(t("On the server, first compare, then install:"))
     say(joined(["  cp MEDIUM/install.sh /root && sha256sum /root/install.sh"], ""))
@@ -72,7 +72,7 @@ def build(
 
 
 def inspect(path: Path, *, as_json: bool) -> None:
-    """Show what a runtime claims."""
+    """Show what a runtime claims about itself."""
     manifest = inspect_runtime(path)
     if as_json:
         facts = {"ok": True, "verified": False, "path": str(path)} | summary(manifest)
@@ -133,11 +133,11 @@ def show(manifest: RuntimeManifest, *more: tuple[str, str]) -> None:
 
 
 def require(given: dict[str, Any]) -> None:
-    """Options that a model's bundle cannot do without; a runtime has no use for most of them."""
+    """Check for the options that a model bundle needs, and that a runtime mostly has no use for."""
     if lacking := [name for name, value in given.items() if value is None]:
         raise BundleError(
             t("Missing: {names}.", names=joined(lacking)),
-            t("A model's bundle needs it; see: atoll bundle build --help"),
+            t("A model bundle needs them; see: atoll bundle build --help"),
             USAGE,
         )
 
@@ -155,17 +155,17 @@ def _progress(as_json: bool) -> Iterator[Progress]:
         yield report
 
 
-def tell(load: Load) -> None:
-    """What is going to be fetched, before it is."""
-    say(t("{packages} packages, {size}:", packages=len(load.parcels), size=size(load.total)), err=True)
-    local = sum(parcel.size or 0 for parcel in load.parcels if parcel.local)
-    rows = [(t("from the network"), size(load.to_fetch))]
-    if load.kept:
-        rows.append((t("left by an earlier run"), size(load.kept)))
+def show_plan(plan: DownloadPlan) -> None:
+    """Show what will be downloaded."""
+    say(t("{packages} packages, {size}:", packages=len(plan.wheels), size=size(plan.total)), err=True)
+    local = sum(wheel.size or 0 for wheel in plan.wheels if wheel.local)
+    rows = [(t("from the network"), size(plan.to_fetch))]
+    if plan.already_here:
+        rows.append((t("left by an earlier run"), size(plan.already_here)))
     if local:
         rows.append((t("on this machine"), size(local)))
-    if load.unknown:
-        rows.append((t("size not told"), t("{count} packages, which pip fetches", count=load.unknown)))
-    largest = sorted(load.parcels, key=lambda parcel: -parcel.weight)[:5]
+    if plan.unknown:
+        rows.append((t("size unknown"), t("{count} packages, fetched by pip", count=plan.unknown)))
+    largest = sorted(plan.wheels, key=lambda wheel: -wheel.progress_bytes)[:5]
     rows.append((t("the largest"), joined(f"{p.pick.name} {size(p.size or 0)}" for p in largest)))
     say_rows(rows, indent=2, err=True)

@@ -23,7 +23,7 @@ from installer.operate.lifecycle import history_of
 from installer.preflight.needs import RUNTIME
 from installer.release.code_tree import code_tree, read_facts, upgrade_command
 from offline_bundle import limits
-from offline_bundle.model.manifest import MANIFEST
+from offline_bundle.bundle.manifest import MANIFEST
 
 Port = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (as installed, else 8443; 8000 of a prefix).")

@@ -10,7 +10,7 @@ from appliance.cli.common import say_rows, spoken
 from appliance.cli.json_output import emit, json_errors
 from installer.base.i18n import t
 from offline_bundle.errors import USAGE, BundleError
-from offline_bundle.medium.hash_words import from_words, in_words
+from offline_bundle.signing.hash_words import from_words, in_words
 from offline_bundle.signing.keys import load_public, new_keypair
 
 app = typer.Typer(help="Make and look at the keys that sign bundles.", no_args_is_help=True, rich_markup_mode=None)
@@ -53,7 +53,7 @@ def new(
             return
         say_rows([
             (t("Private key"), t("{path}  (keep it offline; whoever has it can sign for you)", path=pair.private_path)),
-            (t("Public key"), t("{path}  (give it to those who verify, apart from the bundles)",
+            (t("Public key"), t("{path}  (give it to whoever verifies bundles, separately from them)",
                                 path=pair.public_path)),
             (t("Fingerprint"), grouped(pair.fingerprint)),
             *(("", line) for line in word_lines(pair.fingerprint)),

@@ -15,7 +15,7 @@ from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
 from installer.release import release
-from offline_bundle.medium.hash_words import from_words, in_words
+from offline_bundle.signing.hash_words import from_words, in_words
 
 app = typer.Typer(
     help="Vendor keys that this installation trusts: look at them, add one, remove one, revoke one for good.",

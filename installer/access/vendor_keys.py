@@ -22,8 +22,8 @@ from installer.base.i18n import reason, t
 from installer.base.layout import Layout
 from installer.release import release
 from offline_bundle.errors import BundleError
-from offline_bundle.medium import revoked as store
-from offline_bundle.medium.hash_words import from_words
+from offline_bundle.signing import revoked_keys as store
+from offline_bundle.signing.hash_words import from_words
 from offline_bundle.signing.keys import Keyring, PublicKey, load_public, public_pem
 from offline_bundle.text import plain
 
@@ -229,7 +229,7 @@ def _entry(path: Path) -> InstalledKey:
         info = path.lstat()
         if path.is_symlink():
             return InstalledKey(path, problem=t("it is a link; only files count"))
-        store.fit_to_trust(str(path), info, t)
+        store.check_owner(str(path), info, t)
         return InstalledKey(path, load_public(path).fingerprint)
     except BundleError as error:
         return InstalledKey(path, problem=error.message)

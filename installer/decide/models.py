@@ -15,11 +15,12 @@ from installer.decide.options import ModelChoice
 from installer.preflight.needs import bundles_on
 from installer.release import release
 from installer.service import units
+from offline_bundle import untrusted_dir
+from offline_bundle.bundle.manifest import MANIFEST
+from offline_bundle.bundle.verify import SignedManifest, check_signed_manifest
 from offline_bundle.errors import BundleError
-from offline_bundle.model.manifest import MANIFEST
-from offline_bundle.model.verify import SignedManifest, check_signed_manifest
+from offline_bundle.model.manifest import BundleManifest
 from offline_bundle.signing.keys import load_trusted
-from offline_bundle.store import untrusted_dir
 from offline_bundle.store.store import verify_model
 
 _UNTOUCHED = t("Nothing was changed.")
@@ -40,12 +41,12 @@ def no_medium(path: Path) -> InstallError:
     )
 
 
-def signed_manifest(context: Context, bundle: Path) -> SignedManifest:
+def signed_manifest(context: Context, bundle: Path) -> SignedManifest[BundleManifest]:
     """The manifest once its signature holds: kilobytes, whatever the size of the bundle."""
     if not bundle.is_dir():
         raise no_medium(bundle)
     with untrusted_dir.open_root(bundle) as root:
-        return check_signed_manifest(root, load_trusted(context.trusted_keys, bundle), None)
+        return check_signed_manifest(root, load_trusted(context.trusted_keys, bundle), BundleManifest)
 
 
 def installed(context: Context) -> list[dict[str, Any]]:
@@ -158,7 +159,7 @@ def _instance_of(bundle: str, here: Iterable[dict[str, Any]]) -> str:
     return running[0] if len(running) == 1 else bundle
 
 
-def _resolve(context: Context, bundle: Path | str | None) -> tuple[Path, SignedManifest]:
+def _resolve(context: Context, bundle: Path | str | None) -> tuple[Path, SignedManifest[BundleManifest]]:
     """A directory, or the name of a signed bundle on one of the media."""
     path = Path(bundle or "").expanduser().absolute()
     if isinstance(bundle, Path) or "/" in str(bundle) or (path / MANIFEST).is_file():

@@ -61,7 +61,9 @@ def help_paragraphs() -> set[str]:
 
 def words_of_install_sh(catalogue: Catalog) -> str:
     """The text of offline_bundle/medium/korean.py: install.sh runs where no catalogue is installed yet."""
-    wanted = set().union(*(literals(path) for path in MEDIUM.glob("*.py")), literals(ROOT / "offline_bundle/text.py"))
+    from offline_bundle.medium.scripts import part_paths
+
+    wanted = set().union(*(literals(path) for path in part_paths()), literals(ROOT / "offline_bundle/text.py"))
     known = {str(message.id): str(message.string) for message in catalogue if message.id in wanted and message.string}
     lines = [f"    {source!r}: {known[source]!r},\n" for source in sorted(known)]
     about = '"""What install.sh says, in Korean. Made by installer/locale/update.py from the catalogue: edit that."""'

@@ -28,11 +28,11 @@ from installer.base.layout import Layout
 from installer.release import release, replay_guard
 from installer.release.code_tree import is_bytecode, read_facts, rebuild_bytecode, verify_code
 from offline_bundle import limits
+from offline_bundle.bundle.manifest import MANIFEST, SIGNATURE
 from offline_bundle.errors import BundleError
-from offline_bundle.medium.tree_tools import tag
-from offline_bundle.model.manifest import MANIFEST, SIGNATURE
+from offline_bundle.medium.code_tree.tools import tag
 from offline_bundle.progress import Progress, silent
-from offline_bundle.signing import oms
+from offline_bundle.signing import model_signing
 from offline_bundle.signing.keys import load_trusted
 from offline_bundle.store.store import is_sealed, verify_model
 
@@ -203,7 +203,8 @@ def _trees(layout: Layout) -> list[Path]:
 def _signed_description(tree: Path, trusted: Sequence[Path]) -> dict[str, Any]:
     """runtime.json of a tree, once the signature over share/bundle.json holds and it names that very file."""
     share = tree / "share"
-    resources, _ = oms.verify(fs.read_regular(share / SIGNATURE, limits.MAX_SIGNATURE)[0], load_trusted(trusted, tree))
+    signature = fs.read_regular(share / SIGNATURE, limits.MAX_SIGNATURE)[0]
+    resources, _ = model_signing.verify(signature, load_trusted(trusted, tree))
     digest = hashlib.sha256(fs.read_regular(share / MANIFEST, limits.MAX_MANIFEST)[0]).hexdigest()
     facts = read_facts(tree)
     if resources.get(MANIFEST) != digest or facts.get("digest") != digest:

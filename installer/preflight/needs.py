@@ -16,14 +16,15 @@ from installer.preflight import lookup_tables
 from installer.preflight.record import ModelNeed
 from installer.preflight.torch_build import TorchBuild
 from installer.release.release import UNKNOWN_VERSION, code_version
+from offline_bundle import untrusted_dir
+from offline_bundle.bundle.manifest import MANIFEST
+from offline_bundle.bundle.verify import check_signed_manifest
 from offline_bundle.errors import BundleError
-from offline_bundle.model.manifest import MANIFEST, BundleManifest
-from offline_bundle.model.verify import check_signed_manifest
+from offline_bundle.model.manifest import BundleManifest
 from offline_bundle.model.versions import admits
 from offline_bundle.runtime.manifest import RuntimeManifest
 from offline_bundle.runtime.verify import verify_runtime
 from offline_bundle.signing.keys import load_trusted
-from offline_bundle.store import untrusted_dir
 
 RUNTIME = "runtime"
 MAX_FILES = 100_000
@@ -163,7 +164,7 @@ def _order(value: Any) -> Any:
 def _signed(path: Path, keys: Sequence[Path]) -> tuple[BundleManifest, str]:
     try:
         with untrusted_dir.open_root(path) as root:
-            signed = check_signed_manifest(root, load_trusted(keys, path), None)
+            signed = check_signed_manifest(root, load_trusted(keys, path), BundleManifest)
     except BundleError as error:
         raise InstallError(error.message, exit_code=error.exit_code, changed=t("Nothing was changed."),
                            hint=error.hint) from None  # fmt: skip

@@ -16,9 +16,9 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout, code_root
-from offline_bundle.medium.bytecode import bytecode_path, make_bytecode
-from offline_bundle.medium.tree_check import check_tree
-from offline_bundle.medium.tree_tools import tag
+from offline_bundle.medium.code_tree.bytecode import bytecode_path, make_bytecode
+from offline_bundle.medium.code_tree.check import check_tree
+from offline_bundle.medium.code_tree.tools import tag
 
 SEQUENCE_NAME = "runtime/atoll"  # no bundle of a model can be called so
 

@@ -1,26 +1,24 @@
-"""Build and sign a bundle from a model directory: copy and hash in one pass, describe, sign, appear by one rename."""
+"""Build and sign a bundle from a model directory: copy and hash in one pass, describe, sign, rename into place."""
 
-import errno
 import fnmatch
 import hashlib
 import os
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
-from offline_bundle import limits, names
+from offline_bundle import limits, names, untrusted_dir
+from offline_bundle.bundle.manifest import MANIFEST, SIGNATURE
+from offline_bundle.bundle.output import now, sync_directory, write_failed
+from offline_bundle.bundle.verify import check_file_set, check_signed_manifest
 from offline_bundle.errors import CONTENT, MISSING, SPACE_IO, USAGE, BundleError
-from offline_bundle.model import content, sbom, verify
+from offline_bundle.model import content, sbom
 from offline_bundle.model.manifest import (
-    MANIFEST,
-    SIGNATURE,
     Acceptance,
     BundleManifest,
     FileEntry,
@@ -31,8 +29,7 @@ from offline_bundle.model.manifest import (
 )
 from offline_bundle.parallel import Reader, Tick, default_workers, run, write_at
 from offline_bundle.progress import Progress, silent
-from offline_bundle.signing import keys, oms
-from offline_bundle.store import untrusted_dir
+from offline_bundle.signing import keys, model_signing
 from offline_bundle.text import complaint, joined, reason, t
 
 _SPACE_SLACK = 16 * limits.MIB
@@ -61,13 +58,13 @@ def build_bundle(
     """Copy, hash and sign `source_model_dir` into `out_dir/<name>-<version>`; returns that path.
 
     The model directory is not changed. `license_id` is an SPDX identifier (or ``LicenseRef-…``) and `license_file`
-    its text, which always travels with the model. `sequence` must grow with every release of one `name`: targets
+    its text, which always travels with the model. `sequence` must grow with every release of one `name`: servers
     refuse a lower one. `requires` are fields of `Requires`; disk_bytes is the sum of the files unless given.
     `exclude` are shell patterns of paths or names to leave out. `passphrase` opens an encrypted `private_key`. The
     time in ``created`` is SOURCE_DATE_EPOCH when that is set. Progress stage: ``copy``.
 
     Raises BundleError with exit code 2 (an argument, or the target exists), 11 (content that a bundle may not
-    carry), 13 (a path is missing), 30 (space or I/O). Nothing is left at the target unless it is complete.
+    carry), 13 (a path is missing), 30 (space or I/O). The target appears only when it is complete.
     """
     key = keys.load_private(private_key, passphrase)
     target = out_dir / f"{name}-{version}"
@@ -78,7 +75,7 @@ def build_bundle(
         name=name,
         version=version,
         sequence=sequence,
-        created=_now(),
+        created=now(),
         source=lambda: Source(repo=source_repo, revision=source_revision),
         requires=lambda: Requires(**{"disk_bytes": 0, **(requires or {})}),
         license=lambda: License(
@@ -110,11 +107,11 @@ def build_bundle(
         manifest = _complete(draft, entries, requires, _check_content(partial, entries))
         _sign(partial, target.name, manifest, key)
         with untrusted_dir.open_root(partial) as built:
-            signed = verify.check_signed_manifest(built, {(p := keys.public_of(key)).fingerprint: p}, None)
-            verify.check_file_set(built, signed)
+            signed = check_signed_manifest(built, {(p := keys.public_of(key)).fingerprint: p}, BundleManifest)
+            check_file_set(built, signed)
         _sync_directories(partial)
         os.rename(partial, target)
-        _sync_directory(out_dir)
+        sync_directory(out_dir)
     except OSError as e:
         raise write_failed(out_dir, e) from e
     finally:
@@ -122,37 +119,22 @@ def build_bundle(
     return target
 
 
-def write_failed(where: Path, e: OSError) -> BundleError:
-    """The error for a destination that cannot be written."""
-    hint = t("Free space or choose another disk, then run the same command again.")
-    if e.errno == errno.EFBIG:
-        hint = (
-            t("FAT32 holds no file of 4 GiB or more: format the disk as exFAT or ext4, then run the same command "
-              "again.")
-        )
-    return BundleError(
-        t("Writing below {where} failed: {why}.", where=where, why=reason(e)),
-        hint,
-        SPACE_IO,
-    )
-
-
 def _draft(chunk_size: int, **fields: Any) -> BundleManifest:
-    """The manifest over stand-ins for the files, so that a bad argument is found before hours of copying.
+    """The manifest with placeholders for the files, so that a bad argument is found before hours of copying.
 
-    `fields` are those of BundleManifest; a callable makes its value, so that its errors are reported alike.
+    `fields` are those of BundleManifest. A callable makes its value here, so that its errors are reported alike.
     """
 
-    def stand_in(path: str, role: Role, sha256: str) -> FileEntry:
+    def placeholder(path: str, role: Role, sha256: str) -> FileEntry:
         return FileEntry(path=path, size=1, sha256=sha256, role=role, chunk_size=chunk_size, chunks=(sha256,))
 
     try:
         made: dict[str, Any] = {k: v() if callable(v) else v for k, v in fields.items()}
         text: License = made["license"]
         files = (
-            stand_in(text.file, "license", text.sha256),
-            stand_in("model/config.json", "config", "0" * 64),
-            stand_in("model/model.safetensors", "weights", "0" * 64),
+            placeholder(text.file, "license", text.sha256),
+            placeholder("model/config.json", "config", "0" * 64),
+            placeholder("model/model.safetensors", "weights", "0" * 64),
         )
         return BundleManifest(**made, files=files, chat_template_sha256=None)
     except ValidationError as e:
@@ -189,7 +171,7 @@ def _complete(
 def _read_license(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            text = file.read(limits.MAX_TEXT["license"] + 1)  # what is longer, the content rules refuse
+            text = file.read(limits.MAX_TEXT["license"] + 1)  # the content rules refuse a longer text
         text.decode("utf-8")
     except OSError as e:
         raise BundleError(
@@ -207,7 +189,7 @@ def _read_license(path: Path) -> bytes:
 
 
 def _list_sources(root: int, source: Path, exclude: Sequence[str]) -> dict[str, int]:
-    """Path (below the model directory) → size, after refusing what no bundle may hold."""
+    """Path (below the model directory) → size, after refusing files that no bundle may hold."""
 
     def skip(path: str) -> bool:
         name = path.rsplit("/", 1)[-1]
@@ -257,7 +239,7 @@ def _copy_model(
         (partial / "model" / directory).mkdir(parents=True, exist_ok=True)
     entries: list[FileEntry] = []
     reader = Reader(root)
-    # A file's own hash is sequential; the chunk hash of the same block runs beside it.
+    # A file's own hash is sequential; the chunk hash of the same block is computed in parallel.
     with ThreadPoolExecutor(default_workers(), thread_name_prefix="chunk-hash") as helpers:
 
         def copy(path: str, tick: Tick) -> None:
@@ -323,7 +305,7 @@ def _flush(fd: int) -> None:
 
 
 def _add(partial: Path, path: str, data: bytes, chunk_size: int) -> FileEntry:
-    """Write a file of our own and describe it."""
+    """Write a file that we generate, and describe it."""
     (partial / path).parent.mkdir(parents=True, exist_ok=True)
     _write(partial / path, data)
     return FileEntry(
@@ -364,23 +346,9 @@ def _sign(partial: Path, model_name: str, manifest: BundleManifest, key: ec.Elli
         raise BundleError(t("bundle.json would be too large."), t("Use a larger chunk size."), CONTENT)
     resources = {f.path: f.sha256 for f in manifest.files} | {MANIFEST: hashlib.sha256(text).hexdigest()}
     _write(partial / MANIFEST, text)
-    _write(partial / SIGNATURE, oms.sign(resources, model_name, key))
-
-
-def _now() -> str:
-    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    seconds = int(epoch) if epoch.isdecimal() else int(time.time())
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    _write(partial / SIGNATURE, model_signing.sign(resources, model_name, key))
 
 
 def _sync_directories(top: Path) -> None:
     for directory, _, _ in os.walk(top):
-        _sync_directory(Path(directory))
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync_directory(Path(directory))

@@ -1,7 +1,7 @@
 """Which content a model bundle may carry: safetensors weights, plain text and tokenizer data. No code, no pickles.
 
-Applied when building, and again after the hashes hold when verifying or ingesting: a signature says who made a
-bundle, these rules say what even a trusted maker may not ship by mistake.
+Applied when a bundle is built, and again after its hashes when it is verified or ingested: a signature tells who made
+a bundle; these rules keep even a trusted maker from shipping code by mistake.
 """
 
 import codecs
@@ -9,10 +9,10 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 
-from offline_bundle import limits, names
+from offline_bundle import limits, names, untrusted_dir
 from offline_bundle.errors import CONTENT, BundleError
 from offline_bundle.model import safetensors_header
-from offline_bundle.model.manifest import FileEntry, Role
+from offline_bundle.model.manifest import BundleManifest, FileEntry, Role
 from offline_bundle.signing.strict_json import StrictJSONError, canonical, loads
 from offline_bundle.text import plain, t
 
@@ -22,7 +22,7 @@ _LICENSE_NAMES = ("license", "licence", "copying", "notice", "use_policy", "copy
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".joblib", ".msgpack", ".h5", ".keras")
 _CODE = (".py", ".pyc", ".pyi", ".ipynb", ".so", ".sh", ".js", ".dll", ".dylib", ".exe", ".whl", ".cu", ".ptx", ".pyd")
 
-# First bytes of formats that can carry code, whatever the file is called.
+# First bytes of formats that can carry code, whatever the file's name.
 _MAGIC = {
     b"PK\x03\x04": t("a zip archive (torch.save writes these: pickle)"),
     b"PK\x05\x06": t("a zip archive"),
@@ -38,13 +38,13 @@ _MAGIC = {
 
 # Keys by which upstream loaders would import code from the model directory.
 _CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
-# Data, not configuration: their keys are vocabulary entries, and any word may be one.
+# Data, not configuration: keys are vocabulary entries, and any word may be one.
 _VOCABULARIES = ("model/tokenizer.json", "model/vocab.json", "model/added_tokens.json")
 
 
 def role_of(path: str) -> Role:
     """The role of `path` (below the bundle) by its name. Raises BundleError (content) when no role admits it."""
-    room, _, rest = path.partition("/")
+    folder, _, rest = path.partition("/")
     name = rest.rsplit("/", 1)[-1].lower()
     stem, dot, suffix = name.rpartition(".")
     suffix = dot + suffix if stem else ""
@@ -52,11 +52,11 @@ def role_of(path: str) -> Role:
         raise _refused(path, t("may hold pickled objects, which run code when loaded"), t("Convert it to safetensors."))
     if suffix in _CODE:
         raise _refused(path, t("is code"), t("A bundle never carries code; leave it out with --exclude."))
-    if room == "sbom":
+    if folder == "sbom":
         role, allowed = "sbom", suffix == ".json"
     elif name.startswith(_LICENSE_NAMES):
-        role, allowed = "license", suffix in ("", ".txt", ".md") or room == "licenses" or not _known(suffix)
-    elif room == "licenses":
+        role, allowed = "license", suffix in ("", ".txt", ".md") or folder == "licenses" or not _known(suffix)
+    elif folder == "licenses":
         role, allowed = "license", suffix == ".txt"
     elif suffix == ".safetensors":
         role, allowed = "weights", True
@@ -92,14 +92,15 @@ def check_file(fd: int, entry: FileEntry) -> None:
         if (why := safetensors_header.problem(fd)) is not None:
             raise _refused(
                 entry.path,
-                t("is not a sound safetensors file: {why}", why=names.show(why)),
+                t("is not a valid safetensors file: {why}", why=names.show(why)),
                 t("Download or convert it again."),
             )
         return
     start = os.pread(fd, 16, 0)
     for magic, what in _MAGIC.items():
         if start.startswith(magic) and not (magic == b"MZ" and start.isascii()):
-            raise _refused(entry.path, t("is {what}", what=what), t("Leave it out, or replace it by the real file."))
+            raise _refused(entry.path, t("is {what}", what=what), t("Leave it out, or replace it with the real "
+                                                                    "file."))
     most = limits.MAX_TEXT[entry.role]
     parsed = entry.path.endswith(".json") and entry.path not in _VOCABULARIES
     if (size := os.fstat(fd).st_size) > (most := min(most, limits.MAX_PARSED) if parsed else most):
@@ -146,7 +147,7 @@ def check_index(read: Callable[[str], bytes], files: Mapping[str, FileEntry]) ->
 
 
 def chat_template_sha256(read: Callable[[str], bytes], files: Mapping[str, FileEntry]) -> str | None:
-    """SHA-256 of the chat template in force: a template is code that runs on every prompt, so its hash is pinned.
+    """SHA-256 of the chat template that is used. A template is code that runs on every prompt, so its hash is pinned.
 
     chat_template.jinja wins over chat_template.json over tokenizer_config.json; None when there is none.
     """
@@ -163,17 +164,30 @@ def chat_template_sha256(read: Callable[[str], bytes], files: Mapping[str, FileE
     return None
 
 
-def check_whole(read: Callable[[str], bytes], files: Mapping[str, FileEntry], pinned_template: str | None) -> None:
+def check_model(root: int, manifest: BundleManifest) -> None:
+    """Apply all rules to a bundle whose hashes hold: each file, then `check_whole`. Raises BundleError (content)."""
+    for entry in manifest.files:
+        with untrusted_dir.open_file(root, entry.path) as fd:
+            check_file(fd, entry)
+    check_whole(root, manifest)
+
+
+def check_whole(root: int, manifest: BundleManifest) -> None:
     """The rules that span files: complete weight indexes and the pinned chat template."""
+    files = {f.path: f for f in manifest.files}
+
+    def read(path: str) -> bytes:
+        return untrusted_dir.read_small(root, path, limits.MAX_PARSED)
+
     check_index(read, files)
-    if chat_template_sha256(read, files) != pinned_template:
+    if chat_template_sha256(read, files) != manifest.chat_template_sha256:
         raise BundleError(
             t("The chat template is not the one that bundle.json pins."), t("Build the bundle again."), CONTENT
         )
 
 
 def _check_text(fd: int, entry: FileEntry) -> None:
-    """UTF-8 without NUL, block by block: how large the file is does not matter to memory."""
+    """UTF-8 without NUL, read block by block, so that memory does not grow with the file."""
     decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         while block := os.pread(fd, limits.BLOCK, at):

@@ -1,8 +1,8 @@
 """Check a safetensors header without the library that will later parse it.
 
 Layout: 8 bytes little-endian header length · JSON header {name: {dtype, shape, data_offsets}} · data. The format
-(https://github.com/huggingface/safetensors, README "Format") asks that tensors cover the data exactly, with no hole
-and no overlap; a gap could hide another file format, so it is refused here as there.
+(https://github.com/huggingface/safetensors, README "Format") requires that tensors cover the data exactly, without
+holes or overlaps. A hole could hide another file format, so it is refused here, as the library does.
 """
 
 import os

@@ -1,7 +1,10 @@
-"""Brings the chosen wheels to this disk: several at a time, each going on where an earlier run stopped, each hashed.
+"""Download the chosen wheels: several at a time, each resumed where an earlier run stopped, each checked by its hash.
 
-What the index serves openly is read by HTTP with a Range, through the proxy and the certificates that pip is set to.
-What it gives to nobody but pip (an index with a password) pip fetches, one wheel at a time.
+Wheels that the index serves without a password are read by HTTP with Range requests, through the proxy and certificates
+of pip's settings. For the others (an index with a password) pip is run, one wheel at a time.
+
+pip's own downloads do not replace this module: pip resumes a broken connection, but a run that was stopped starts its
+unfinished wheel again from the first byte, its cache is a second copy of gigabytes, and it tells no sizes in advance.
 """
 
 import hashlib
@@ -38,100 +41,100 @@ from offline_bundle.runtime.resolve import Pick, Pip, Source
 from offline_bundle.text import t
 
 _CONNECTIONS = 4
-_TIMEOUT = 60.0  # seconds of silence
-_TRIES = 6  # in a row without a byte
+_TIMEOUT = 60.0  # seconds without a byte
+_TRIES = 6  # connections in a row that deliver nothing
 _OWN = ("file", "http", "https")
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """A wheel to bring: its size in bytes, and how."""
+class WheelDownload:
+    """A wheel to download."""
 
     pick: Pick
-    size: int | None  # None: only pip gets it, and it does not say
-    kept: int  # bytes that an earlier run left
+    size: int | None  # bytes; None: only pip can fetch it, and pip does not tell
+    already_here: int  # bytes that an earlier run left
 
     @property
     def local(self) -> bool:
         return self.pick.url.startswith("file:")
 
     @property
-    def weight(self) -> int:
-        """Its part in a progress."""
+    def progress_bytes(self) -> int:
+        """Its share of the progress bar."""
         return self.size or 1
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """All that is to be brought, in bytes."""
+class DownloadPlan:
+    """All wheels to download; sizes are in bytes."""
 
-    parcels: tuple[Parcel, ...]
+    wheels: tuple[WheelDownload, ...]
 
     @property
     def total(self) -> int:
-        return sum(p.size or 0 for p in self.parcels)
+        return sum(p.size or 0 for p in self.wheels)
 
     @property
     def to_fetch(self) -> int:
-        """From the network, less what an earlier run left."""
-        return sum((p.size or 0) - p.kept for p in self.parcels if not p.local)
+        """From the network, without the bytes that an earlier run left."""
+        return sum((p.size or 0) - p.already_here for p in self.wheels if not p.local)
 
     @property
-    def kept(self) -> int:
-        return sum(p.kept for p in self.parcels)
+    def already_here(self) -> int:
+        return sum(p.already_here for p in self.wheels)
 
     @property
     def unknown(self) -> int:
-        """Wheels whose size nobody says."""
-        return sum(p.size is None for p in self.parcels)
+        """Number of wheels whose size is unknown."""
+        return sum(p.size is None for p in self.wheels)
 
 
-class Downloads:
-    """A directory of wheels on their way; it outlives a run that was stopped."""
+class Downloader:
+    """Downloads wheels into a directory that survives an interrupted run."""
 
     def __init__(self, directory: Path, pip: Pip) -> None:
         self.directory, self._pip = directory, pip
         self._opener = _opener(pip)
 
-    def plan(self, picks: Sequence[Pick]) -> Load:
+    def plan(self, picks: Sequence[Pick]) -> DownloadPlan:
         """Ask for the size of each wheel; nothing is fetched."""
         with ThreadPoolExecutor(2 * _CONNECTIONS) as pool:
-            return Load(tuple(pool.map(self._parcel, picks)))
+            return DownloadPlan(tuple(pool.map(self._look_up, picks)))
 
-    def fetch(self, load: Load, source: Source, progress: Progress) -> None:
-        """Bring all of it into the directory. Progress stage: ``download``, in bytes.
+    def fetch(self, plan: DownloadPlan, source: Source, progress: Progress) -> None:
+        """Download all of it into the directory. Progress stage: ``download``, in bytes.
 
         Raises BundleError: 11 if a wheel is not what the index names, 13 if the network fails, 30 for the disk.
         """
-        self._check_space(load)
+        self._check_space(plan)
         self.directory.mkdir(exist_ok=True)
-        largest_first = sorted(load.parcels, key=lambda p: -p.weight)
+        largest_first = sorted(plan.wheels, key=lambda p: -p.progress_bytes)
         parallel.run(
-            largest_first, lambda parcel, tick: self._bring(parcel, source, tick), stage="download",
-            total=sum(p.weight for p in load.parcels), progress=progress, workers=_CONNECTIONS,
+            largest_first, lambda wheel, tick: self._get(wheel, source, tick), stage="download",
+            total=sum(p.progress_bytes for p in plan.wheels), progress=progress, workers=_CONNECTIONS,
         )  # fmt: skip
 
     def path(self, pick: Pick) -> Path:
         return self.directory / pick.file
 
-    def _parcel(self, pick: Pick) -> Parcel:
-        part, whole = self._partial(pick), self.path(pick)
-        kept = whole.stat().st_size if whole.exists() else part.stat().st_size if part.exists() else 0
+    def _look_up(self, pick: Pick) -> WheelDownload:
+        part, whole = self._partial_path(pick), self.path(pick)
+        here = whole.stat().st_size if whole.exists() else part.stat().st_size if part.exists() else 0
         scheme = urlsplit(pick.url).scheme
         try:
             if scheme == "file":
-                return Parcel(pick, _local(pick).stat().st_size, 0)
+                return WheelDownload(pick, _local(pick).stat().st_size, 0)
             if scheme in _OWN and pick.sha256 is not None:
-                request = Request(pick.url, method="HEAD")  # noqa: S310  the scheme was looked at
+                request = Request(pick.url, method="HEAD")  # noqa: S310  the scheme was checked
                 with self._opener.open(request, timeout=_TIMEOUT) as answer:
                     size = int(answer.headers["Content-Length"])
-                return Parcel(pick, size, min(kept, size))
+                return WheelDownload(pick, size, min(here, size))
         except (OSError, http.client.HTTPException, TypeError, ValueError):
-            pass  # pip will know how
-        return Parcel(pick, None, 0)
+            pass  # pip may be able to
+        return WheelDownload(pick, None, 0)
 
-    def _check_space(self, load: Load) -> None:
-        need = load.total - load.kept + 64 * limits.MIB
+    def _check_space(self, plan: DownloadPlan) -> None:
+        need = plan.total - plan.already_here + 64 * limits.MIB
         if shutil.disk_usage(self.directory.parent).free < need:
             raise BundleError(
                 t("The packages take {need} MiB, and {where} has only {free} MiB free.", need=need >> 20,
@@ -140,23 +143,23 @@ class Downloads:
                 SPACE_IO,
             )
 
-    def _partial(self, pick: Pick) -> Path:
+    def _partial_path(self, pick: Pick) -> Path:
         return self.directory / f".{(pick.sha256 or 'any')[:16]}-{pick.file}.partial"[-200:]
 
-    def _bring(self, parcel: Parcel, source: Source, tick: Tick) -> None:
-        pick, target = parcel.pick, self.path(parcel.pick)
+    def _get(self, wheel: WheelDownload, source: Source, tick: Tick) -> None:
+        pick, target = wheel.pick, self.path(wheel.pick)
         if target.exists() and pick.sha256 is not None and _digest(target) == pick.sha256:
-            tick(parcel.weight)
-        elif parcel.size is None:
+            tick(wheel.progress_bytes)
+        elif wheel.size is None:
             self._by_pip(pick, source)
-            tick(parcel.weight)
-        elif parcel.local:
+            tick(wheel.progress_bytes)
+        elif wheel.local:
             self._copy(pick, tick)
         else:
-            self._fetch(parcel, parcel.size, tick)
+            self._fetch(wheel, wheel.size, tick)
 
     def _copy(self, pick: Pick, tick: Tick) -> None:
-        partial = self._partial(pick)
+        partial = self._partial_path(pick)
         with _local(pick).open("rb") as source, partial.open("wb") as out:
             digest = hashlib.sha256()
             while block := source.read(2 * limits.MIB):
@@ -165,34 +168,34 @@ class Downloads:
                 tick(len(block))
         self._keep(pick, digest.hexdigest())
 
-    def _fetch(self, parcel: Parcel, size: int, tick: Tick) -> None:
-        """By HTTP. A connection that breaks is made again, and goes on from the byte where it broke."""
-        pick, idle, from_the_start = parcel.pick, 0, False
-        so_far = _SoFar(self._partial(pick), tick)
+    def _fetch(self, wheel: WheelDownload, size: int, tick: Tick) -> None:
+        """Download by HTTP. After a broken connection, a new one resumes at the first missing byte."""
+        pick, idle, from_the_start = wheel.pick, 0, False
+        partial = _PartialFile(self._partial_path(pick), tick)
         while True:
-            before, error = so_far.size, self._read_on(pick, so_far) if so_far.size < size else None
-            if so_far.size >= size:
-                if so_far.sha256 == pick.sha256 or from_the_start:
-                    return self._keep(pick, so_far.sha256)
-                so_far.restart()  # what an earlier run left may be of another file, or spoilt
+            before, error = partial.size, self._read_on(pick, partial) if partial.size < size else None
+            if partial.size >= size:
+                if partial.sha256 == pick.sha256 or from_the_start:
+                    return self._keep(pick, partial.sha256)
+                partial.restart()  # what an earlier run left may be damaged, or part of another file
                 from_the_start = True
                 continue
-            idle = 0 if so_far.size > before else idle + 1
+            idle = 0 if partial.size > before else idle + 1
             if idle >= _TRIES:
                 raise _network(pick, error)
             for _ in range(min(2**idle, 60)):
                 time.sleep(0.25)
-                tick(0)  # stops here when the run is being cancelled
+                tick(0)  # raises if the run is being cancelled
 
-    def _read_on(self, pick: Pick, so_far: "_SoFar") -> Exception | None:
-        """One connection's worth; what ended it, if anything did."""
-        headers = {"Range": f"bytes={so_far.size}-"} if so_far.size else {}
-        request = Request(pick.url, headers=headers)  # noqa: S310  the scheme was looked at
+    def _read_on(self, pick: Pick, partial: "_PartialFile") -> Exception | None:
+        """Read from one connection until it ends; returns the error that ended it, if any."""
+        headers = {"Range": f"bytes={partial.size}-"} if partial.size else {}
+        request = Request(pick.url, headers=headers)  # noqa: S310  the scheme was checked
         try:
             with self._opener.open(request, timeout=_TIMEOUT) as answer:
-                if answer.status != 206:  # all of it: the server knows no ranges
-                    so_far.restart()
-                so_far.add(answer)
+                if answer.status != 206:  # the whole file: the server does not support ranges
+                    partial.restart()
+                partial.add(answer)
             return None
         except urllib.error.HTTPError as e:
             if e.code < 500 and e.code not in (408, 425, 429):
@@ -203,9 +206,9 @@ class Downloads:
 
     def _keep(self, pick: Pick, digest: str) -> None:
         if pick.sha256 not in (None, digest):
-            self._partial(pick).unlink()
+            self._partial_path(pick).unlink()
             raise _changed(pick)
-        self._partial(pick).replace(self.path(pick))
+        self._partial_path(pick).replace(self.path(pick))
 
     def _by_pip(self, pick: Pick, source: Source) -> None:
         pinned = [f"{pick.name}=={pick.version}"]
@@ -219,8 +222,8 @@ class Downloads:
             raise _changed(pick)
 
 
-class _SoFar:
-    """What is there of a file: its bytes on disk, and their hash."""
+class _PartialFile:
+    """A partly downloaded file: its size so far, and the hash of those bytes."""
 
     def __init__(self, path: Path, tick: Tick) -> None:
         self._path, self._tick = path, tick
@@ -235,7 +238,7 @@ class _SoFar:
         return self._hash.hexdigest()
 
     def add(self, answer: IO[bytes]) -> None:
-        """All that the connection still gives."""
+        """Append all that the connection still delivers."""
         with self._path.open("r+b" if self.size else "wb") as out:
             out.seek(self.size)
             while block := answer.read(limits.MIB):
@@ -273,13 +276,13 @@ def _network(pick: Pick, error: Exception | None) -> BundleError:
     why = getattr(error, "reason", None) or error or t("the connection ended early")
     return BundleError(
         t("{file} could not be downloaded: {why}.", file=pick.file, why=why),
-        t("Run the same command again: it goes on where it stopped."),
+        t("Run the same command again: it resumes where it stopped."),
         MISSING,
     )
 
 
 def _opener(pip: Pip) -> OpenerDirector:
-    """What opens addresses with the proxy and the certificates of pip's settings; no other scheme than HTTP."""
+    """Opens HTTP and HTTPS addresses, and no others, with the proxy and certificates of pip's settings."""
     told: dict[str, str] = {}
     for line in pip.run("config", "list", deed=t("read pip's settings")).splitlines():
         if match := re.fullmatch(r"(global|download|install|:env:)\.(proxy|cert|client-cert)='(.*)'", line):
@@ -299,12 +302,12 @@ def _opener(pip: Pip) -> OpenerDirector:
 
 
 def remove(directory: Path) -> None:
-    """Forget the downloads."""
+    """Delete the downloads."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def link(source: Path, target: Path) -> None:
-    """`source` under another name as well; under that name only, where the disk knows no hard links."""
+    """Give `source` a second name; on a disk without hard links, move it there."""
     try:
         os.link(source, target)
     except OSError:

@@ -6,7 +6,7 @@ import uuid
 import zipfile
 from collections.abc import Iterator, Sequence
 
-from offline_bundle.names import problem
+from offline_bundle.names import path_problem
 from offline_bundle.runtime.wheels import Wheel
 
 _NAMES = ("license", "licence", "copying", "notice", "copyright", "authors")
@@ -15,7 +15,7 @@ _MAX_TEXT = 8 << 20
 
 
 def license_texts(wheel: Wheel) -> Iterator[tuple[str, bytes]]:
-    """(file name, text) of each licence that the wheel carries; a note, where it carries none."""
+    """(file name, text) of each licence in the wheel; a note if there is none."""
     with zipfile.ZipFile(wheel.path) as archive:
         found = 0
         for item in sorted(archive.infolist(), key=lambda i: i.filename):
@@ -24,7 +24,7 @@ def license_texts(wheel: Wheel) -> Iterator[tuple[str, bytes]]:
                 continue
             if rest.startswith(("licenses/", "license_files/")) or rest.lower().startswith(_NAMES):
                 found += 1
-                yield _plain(rest.removeprefix("licenses/")), archive.read(item)
+                yield _plain_name(rest.removeprefix("licenses/")), archive.read(item)
     if not found:
         told = wheel.licence or "no licence"
         note = f"{wheel.name} {wheel.version} carries no licence text. Its metadata says: {told}. {wheel.homepage}\n"
@@ -32,15 +32,15 @@ def license_texts(wheel: Wheel) -> Iterator[tuple[str, bytes]]:
 
 
 def overview(wheels: Sequence[Wheel]) -> bytes:
-    """One line a package: what it is, and under which licence."""
+    """A table with a line for each package and its licence."""
     lines = [f"{w.name} {w.version}\t{w.licence or 'see the text'}\t{w.homepage}" for w in wheels]
     return ("package\tlicence\thomepage\n" + "\n".join(lines) + "\n").encode()
 
 
-def _plain(path: str) -> str:
-    """One step of plain ASCII out of any path."""
+def _plain_name(path: str) -> str:
+    """Any path as one plain ASCII file name."""
     name = re.sub(r"[^A-Za-z0-9._+=@,-]+", "-", path).strip("-.")[-100:].lstrip("-.")
-    return name if name and problem(name) is None else f"text-{name.replace('.', '-') or 'x'}.txt"
+    return name if name and path_problem(name) is None else f"text-{name.replace('.', '-') or 'x'}.txt"
 
 
 def sbom(version: str, created: str, wheels: Sequence[Wheel]) -> bytes:

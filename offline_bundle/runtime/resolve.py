@@ -1,8 +1,8 @@
-"""Which wheels a runtime takes: pip resolves, by the vendor's own pip settings, and downloads nothing yet.
+"""Choose the wheels of a runtime: pip resolves them with the vendor's own pip settings, and downloads nothing yet.
 
-pip's report of a dry run names each wheel with its address and hash. So what does not fit (the other build of torch,
-another processor, a source distribution) is refused before gigabytes travel, and their sum can be told first. A recent
-pip does it, run from its own wheel: those of distributions would fetch every wheel only to look at its metadata.
+The report of pip's dry run names each wheel with its address and hash. A wrong one (the other build of torch, another
+processor, a source distribution) is refused before gigabytes are downloaded, and their size is known in advance. A
+recent pip is used, run from its own wheel: those of distributions download every wheel only to read its metadata.
 """
 
 import json
@@ -22,7 +22,7 @@ from offline_bundle.text import reason, t
 Torch = Literal["cpu", "cuda"]
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LOCK = Path(__file__).parents[1] / "lock.txt"
-_NVIDIA = re.compile(r"(nvidia-|cuda-|triton\b)")  # what only a CUDA build of torch depends on
+_NVIDIA = re.compile(r"(nvidia-|cuda-|triton\b)")  # only CUDA builds of torch depend on these
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Pick:
 class Source:
     """Where pip looks: its own settings, or a directory of wheels (such as that of an earlier runtime).
 
-    From an index come the versions of the lock, the ones that development and tests run with: two media of the same
-    Atoll carry the same packages, whenever they are built. A directory gives what it has.
+    From an index, pip takes the versions of the lock, which development and tests use as well: two media of one version
+    of Atoll carry the same packages, whenever they are built. From a directory, it takes what is there.
     """
 
     wheels: Path | None = None
@@ -61,13 +61,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Pip:
-    """An interpreter with its pip, or with one from a wheel."""
+    """An interpreter with its own pip, or with one that runs from a wheel."""
 
     python: Path
     wheel: Path | None = None
 
     def run(self, *arguments: str, deed: str) -> str:
-        """Run pip to its end; returns what it printed. Raises BundleError (13) with its own words."""
+        """Run pip and return what it printed. Raises BundleError (13) with pip's own words."""
         tool = ["-m", "pip"] if self.wheel is None else [str(self.wheel / "pip")]
         command = [str(self.python), *tool, "--disable-pip-version-check", "--no-input", *arguments]
         try:
@@ -99,13 +99,15 @@ class Pip:
             )
         except (OSError, subprocess.SubprocessError) as e:
             raise BundleError(
-                t("{python} does not run as a Python.", python=self.python), t("Give the path of one: --python"), USAGE
+                t("{python} does not run as a Python interpreter.", python=self.python),
+                t("Give the path of one: --python"),
+                USAGE,
             ) from e
         return done.stdout.strip()
 
 
 def fetch_pip(python: Path, into: Path, source: Source) -> Path:
-    """pip as a wheel, by the pip of `python`: it does the rest here, and runs from its wheel on the server too."""
+    """Download pip as a wheel with the pip of `python`. It does the rest here, and the install on the server."""
     Pip(python).run(
         "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(into), *source.arguments, "pip>=25",
         deed=t("get pip"),
@@ -114,7 +116,7 @@ def fetch_pip(python: Path, into: Path, source: Source) -> Path:
 
 
 def resolve(pip: Pip, wanted: Sequence[str], torch: Torch, source: Source) -> tuple[list[Pick], Source]:
-    """The wheels that `wanted` needs under pip's Python, and where pip found them.
+    """The wheels that the requirements `wanted` need under pip's Python, and where pip found them.
 
     Raises BundleError: 13 if pip finds no set that fits, 11 if a wheel is not for Linux on this processor.
     """
@@ -136,11 +138,11 @@ def resolve(pip: Pip, wanted: Sequence[str], torch: Torch, source: Source) -> tu
 
 
 def torch_pin(requirement: str, torch: Torch) -> str:
-    """The requirement, made to mean one build of torch where it pins torch."""
+    """The requirement; one that pins torch is narrowed to the CPU or the CUDA build."""
     match = re.fullmatch(r"torch==([0-9.]+)", requirement.replace(" ", ""))
     if match is None:
         return requirement
-    # A local version sorts above the plain one, so for CUDA the CPU build must be ruled out by name.
+    # A local version sorts above the plain one, so for CUDA the CPU build must be excluded by name.
     return f"torch=={match[1]}+cpu" if torch == "cpu" else f"torch=={match[1]},!={match[1]}+cpu"
 
 
@@ -155,13 +157,13 @@ def check_platform(files: Iterable[str], arch: str) -> None:
         if tags != "any" and not all(tag.endswith(arch) and "linux" in tag for tag in tags.split(".")):
             raise BundleError(
                 t("{name} is not for Linux on {arch}.", name=name, arch=arch),
-                t("Build on a machine like the server."),
+                t("Build on a machine with the server's processor."),
                 CONTENT,
             )
 
 
 def _check_build(picks: Sequence[Pick], torch: Torch) -> None:
-    """The index gave the build of torch that was asked for."""
+    """Check that the index offered the requested build of torch."""
     found = next((pick for pick in picks if pick.name == "torch"), None)
     if found is None:
         return
@@ -183,7 +185,7 @@ def _check_build(picks: Sequence[Pick], torch: Torch) -> None:
 
 
 def _other_build(error: BundleError, pins: Sequence[str], torch: Torch, pip: Pip) -> BundleError:
-    """The error in better words, where all that is lacking is the right build of torch."""
+    """A clearer error, if only the right build of torch is missing; else `error`."""
     pin = next((pin for pin in pins if re.match(r"torch[=!]=", pin)), None)
     refused = re.search(r"satisfies the requirement torch[^ ]* \(from versions: ([^)]*)\)", error.message)
     if pin is None or refused is None:
@@ -193,14 +195,14 @@ def _other_build(error: BundleError, pins: Sequence[str], torch: Torch, pip: Pip
     words = {"version": version, "python": pip.version, "found": ", ".join(near)}
     if torch == "cuda":
         return BundleError(
-            t("No package index that pip knows here has the CUDA build of torch {version} for Python {python}; "
-              "of that version they have: {found}.", **words),
+            t("None of pip's package indexes has the CUDA build of torch {version} for Python {python}. Builds of "
+              "that version that they have: {found}.", **words),
             t("Look at 'pip config list': PyPI has the CUDA build. For servers without a GPU: --torch cpu"),
             MISSING,
         )
     return BundleError(
-        t("No package index that pip knows here has the CPU build of torch {version} for Python {python}; "
-          "of that version they have: {found}.", **words),
+        t("None of pip's package indexes has the CPU build of torch {version} for Python {python}. Builds of that "
+          "version that they have: {found}.", **words),
         t("PyTorch's own index has it: {index}. For servers with a GPU: --torch cuda", index=PYTORCH_INDEX),
         MISSING,
     )

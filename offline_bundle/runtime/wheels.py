@@ -1,4 +1,4 @@
-"""The wheels of a runtime: our own, made here, and what is to be known of each: name, licence, content, needs."""
+"""The wheels of a runtime: build our own; read each one's name, licence, content and requirements."""
 
 import base64
 import hashlib
@@ -30,19 +30,19 @@ _OLD_TAGS = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """One wheel of the house, by its own metadata."""
+    """One wheel, described by its own metadata."""
 
     path: Path
     name: str  # normalised, as in an index
     version: str
     sha256: str
     unpacked: int  # bytes
-    licence: str  # as its metadata says it
+    licence: str  # as stated in its metadata
     homepage: str
 
     @property
     def pin(self) -> str:
-        """Its line of the requirements file."""
+        """Its line in the requirements file."""
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
 
 
@@ -65,12 +65,12 @@ def requirements() -> list[str]:
 
 
 def build_own_wheel(out: Path, python: Path) -> Path:
-    """Our own wheel, from the checkout, or put together again from the installed files."""
+    """Our own wheel, built from the checkout or reassembled from the installed files."""
     root = checkout()
     if root is None:
         return _repack(out)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
-        source = Path(scratch) / "atoll"  # a copy: building leaves directories behind
+        source = Path(scratch) / "atoll"  # a copy, because building leaves directories behind
         source.mkdir()
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copyfile(root / name, source / name)
@@ -81,7 +81,7 @@ def build_own_wheel(out: Path, python: Path) -> Path:
         try:
             Pip(python).run(*command, deed=t("build Atoll's own wheel"))
         except BundleError as e:
-            try:  # no index gives a setuptools; the one that is installed here may do
+            try:  # no index offers setuptools; the installed one may do
                 Pip(python).run(*command, "--no-build-isolation", deed=t("build Atoll's own wheel"))
             except BundleError:
                 raise e from None
@@ -89,7 +89,7 @@ def build_own_wheel(out: Path, python: Path) -> Path:
 
 
 def _repack(out: Path) -> Path:
-    """A wheel of the installed distribution: the files of its RECORD, without what an installer added."""
+    """Reassemble the wheel of the installed distribution: the files of its RECORD, without those that pip added."""
     own = metadata.distribution("atoll")
     info = f"atoll-{own.version}.dist-info"
     made = out / f"atoll-{own.version}-py3-none-any.whl"
@@ -107,7 +107,7 @@ def _repack(out: Path) -> Path:
             if "share/doc/" in name:
                 below = "share/doc/" + name.split("share/doc/", 1)[1]
                 name = f"atoll-{own.version}.data/data/{below}"
-                if not path.exists():  # `pip install --target` moves it, and notes where it was
+                if not path.exists():  # `pip install --target` moves it, but records the old place
                     path = Path(str(own.locate_file(below)))
             data = path.read_bytes()
             wheel.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
@@ -119,7 +119,7 @@ def _repack(out: Path) -> Path:
 
 
 def read_wheel(path: Path) -> Wheel:
-    """Name, version, licence and sizes of a wheel. Raises BundleError (content) if it is not a sound one."""
+    """Name, version, licence and sizes of a wheel. Raises BundleError (content) if it is not a valid one."""
     try:
         with zipfile.ZipFile(path) as wheel:
             info = next(n for n in wheel.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n))
@@ -127,7 +127,7 @@ def read_wheel(path: Path) -> Wheel:
             unpacked = sum(item.file_size for item in wheel.infolist())
     except (OSError, zipfile.BadZipFile, StopIteration, KeyError) as e:
         raise BundleError(
-            t("{name} is not a sound wheel.", name=path.name), t("Delete it from pip's cache and build again."), CONTENT
+            t("{name} is not a valid wheel.", name=path.name), t("Delete it from pip's cache and build again."), CONTENT
         ) from e
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -166,7 +166,7 @@ def texts(own: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def glibc_floor(paths: Sequence[Path]) -> str:
-    """The oldest glibc that all these wheels run on, by the lowest platform tag that each carries."""
+    """The oldest glibc that all these wheels run on, from the lowest platform tag of each."""
     floor = (2, 17)
     for path in paths:
         tags = path.name.removesuffix(".whl").split("-")[-1].split(".")
@@ -178,7 +178,7 @@ def glibc_floor(paths: Sequence[Path]) -> str:
 
 
 def torch_facts(wheels: Sequence[Wheel]) -> tuple[str | None, str | None, str | None]:
-    """(version of torch, CUDA it was built with, lowest driver) by the wheel's own torch/version.py."""
+    """(version of torch, the CUDA it was built with, oldest driver), from torch/version.py in the wheel."""
     torch = next((w for w in wheels if w.name == "torch"), None)
     if torch is None:
         return None, None, None
@@ -188,7 +188,7 @@ def torch_facts(wheels: Sequence[Wheel]) -> tuple[str | None, str | None, str | 
     cuda = match[1] if match else None
     if cuda and cuda.split(".")[0] not in DRIVER_MIN:
         raise BundleError(
-            t("{name} is built for CUDA {cuda}, of which Atoll does not know the lowest driver.",
+            t("{name} is built for CUDA {cuda}, and Atoll does not know the oldest driver for it.",
               name=torch.path.name, cuda=cuda),
             t("Add it to DRIVER_MIN in offline_bundle/runtime/wheels.py."),
             CONTENT,
@@ -197,11 +197,11 @@ def torch_facts(wheels: Sequence[Wheel]) -> tuple[str | None, str | None, str | 
 
 
 def installed_bytes(files: Mapping[str, Mapping[str, Any]]) -> int:
-    """Disk that these files take once they are installed: whole blocks, and bytecode beside each module."""
+    """Disk space of these files once installed: whole blocks, and bytecode beside each module."""
     blocks = sum(-(-int(entry["size"]) // _BLOCK) * _BLOCK for entry in files.values())
     return blocks + sum(int(entry["size"]) + _BLOCK for name, entry in files.items() if name.endswith(".py"))
 
 
 def default_python() -> Path:
-    """The interpreter that runs this; its version is what the servers are expected to have."""
+    """The interpreter that runs this: servers are expected to have the same version."""
     return Path(os.path.abspath(sys.executable))

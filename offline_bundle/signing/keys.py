@@ -1,4 +1,4 @@
-"""Signing keys: ECDSA P-256 in PEM. A fingerprint is what people compare by phone or on paper.
+"""Signing keys: ECDSA P-256 in PEM. People compare a key's fingerprint by phone or on paper.
 
 A private key is written once, mode 0600, and is only ever read to sign; nothing here prints or logs it.
 """
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from offline_bundle import limits
 from offline_bundle.errors import MISSING, SPACE_IO, UNTRUSTED, USAGE, BundleError
-from offline_bundle.medium.place import lies_on
+from offline_bundle.on_medium import lies_on
 from offline_bundle.text import reason, t
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
@@ -44,9 +44,9 @@ class PublicKey:
 
 @dataclass(frozen=True, eq=False)
 class Keyring(Sequence[Path]):
-    """Key files that may vouch for a bundle, and the keys that never may again: fingerprint → since when and why.
+    """Trusted key files, and the keys that were revoked: fingerprint → when and why.
 
-    Takes the place of a plain sequence of key files wherever one is asked for.
+    Can be passed wherever a sequence of key files is expected.
     """
 
     files: tuple[Path, ...]
@@ -122,8 +122,7 @@ def load_public(path: Path) -> PublicKey:
 
 
 def load_trusted(paths: Sequence[Path], bundle: Path) -> TrustedKeys:
-    """Load the pinned keys by fingerprint, without the revoked ones; refuses a key that lies inside the bundle that it
-    is to judge.
+    """Load the pinned keys by fingerprint, except revoked ones; refuse a key inside the bundle that it is to verify.
 
     Raises BundleError: usage (no key), untrusted, missing.
     """
@@ -131,7 +130,7 @@ def load_trusted(paths: Sequence[Path], bundle: Path) -> TrustedKeys:
     if not paths and not revoked:
         raise BundleError(
             t("No trusted key was given, so nothing can be verified."),
-            t("Pass the vendor's public key, obtained apart from the bundle."),
+            t("Give the vendor's public key, obtained through a separate channel, not from the bundle."),
             USAGE,
         )
     root = bundle.resolve()
@@ -151,9 +150,9 @@ def load_trusted(paths: Sequence[Path], bundle: Path) -> TrustedKeys:
 
 
 def refuse_from_medium(paths: Sequence[Path], medium: Path) -> None:
-    """Raise BundleError (untrusted) for a key that comes from the medium, or its disk, that it is to judge.
+    """Raise BundleError (untrusted) for a key that comes from the medium that it is to verify, or from its disk.
 
-    For keys that a person names. Those of an installation may well share a disk with a store of models.
+    For keys that a person names. Installed keys may well share a disk with a store of models.
     """
     for path in paths:
         if lies_on(path.expanduser().absolute(), medium):
@@ -222,7 +221,7 @@ def _parse_public(pem: bytes, where: str, path: Path | None = None) -> PublicKey
     except (ValueError, UnsupportedAlgorithm) as e:
         raise BundleError(t("{where} is not a public key.", where=where), hint, UNTRUSTED) from e
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise BundleError(t("{where} is a public key of another kind than ECDSA P-256.", where=where), hint, UNTRUSTED)
+        raise BundleError(t("{where} is a public key, but not an ECDSA P-256 key.", where=where), hint, UNTRUSTED)
     return _wrap(key, path)
 
 

@@ -1,7 +1,7 @@
 """JSON as a signed format needs it: one text per value, one value per text.
 
 `canonical` writes RFC 8785 for the values we use (ASCII keys, integers below 2**53, no floats);
-`loads` refuses duplicate keys, non-standard numbers and runaway nesting.
+`loads` refuses duplicate keys, non-standard numbers and runaway nesting. A part of install.sh.
 """
 
 import json

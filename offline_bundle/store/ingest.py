@@ -1,12 +1,12 @@
 """Ingest: one pass from the medium into the read-only store, each chunk hashed while it is copied.
 
     signature, bundle.json, file set   as when verifying
-    copy     read a block → hash → write to store/.<digest>.partial; a chunk with a wrong hash ends the ingest
+    copy     read a block → hash → write to store/.<digest>.partial; a wrong chunk hash ends the ingest
     finish   each file: fsync → content rules on the copy → 0444 → journal
-    appear   everything durable → rename to store/<digest>
+    publish  everything durable → rename to store/<digest>
 
-What reaches the store is what was hashed: the medium is read once, so it cannot show one thing to the verifier and
-another to the copier. After a kill or a power cut the next ingest goes on where this one stopped.
+The store only receives bytes that were hashed: the medium is read once, so it cannot show one thing to the verifier and
+another to the copier. After a kill or a power loss the next ingest resumes where this one stopped.
 """
 
 import hashlib
@@ -17,29 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from offline_bundle import limits
+from offline_bundle import limits, untrusted_dir
+from offline_bundle.bundle.manifest import MANIFEST, SIGNATURE
+from offline_bundle.bundle.verify import SignedManifest, check_file_set, check_signed_manifest, mismatch
 from offline_bundle.errors import CONTENT, SPACE_IO, BundleError
 from offline_bundle.model import content
-from offline_bundle.model.manifest import MANIFEST, SIGNATURE, BundleManifest, FileEntry
-from offline_bundle.model.verify import (
-    SignedManifest,
-    check_file_set,
-    check_signed_manifest,
-    chunk_mismatch,
-    chunk_span,
-    verify_bundle,
-)
+from offline_bundle.model.manifest import BundleManifest, FileEntry
+from offline_bundle.model.verify import verify_bundle
 from offline_bundle.parallel import Reader, Tick, run, write_at
 from offline_bundle.progress import Progress, silent
 from offline_bundle.signing import keys
-from offline_bundle.store import store as shelf
-from offline_bundle.store import untrusted_dir
+from offline_bundle.store import store as model_store
 from offline_bundle.store.journal import Journal, stamp
 from offline_bundle.text import joined, reason, t
 
 _SPACE_SLACK = 16 * limits.MIB
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_RESUME = t("What was copied so far is kept: run the same command again to go on.")
+_RESUME = t("The part already copied is kept: run the same command again to resume.")
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class IngestedModel:
 
 
 class _Refused(Exception):
-    """The signed content breaks a content rule: no second try can succeed, so nothing is kept."""
+    """The signed content breaks a content rule: a retry cannot succeed, so nothing is kept."""
 
     def __init__(self, error: BundleError) -> None:
         super().__init__(str(error))
@@ -74,7 +68,7 @@ def ingest(
     progress: Progress = silent,
     min_sequence: int | None = None,
 ) -> IngestedModel:
-    """Verify the bundle `path` while copying it into `store/<digest>`; returns at once when it is there intact.
+    """Verify the bundle `path` while copying it into `store/<digest>`; returns at once if it is already there, intact.
 
     `trusted_keys` are pinned public keys outside the medium. `min_sequence` refuses older bundles (replay). Progress
     stages: ``recheck`` (hashing what an interrupted ingest left, or an entry whose files were touched), ``copy``.
@@ -84,9 +78,9 @@ def ingest(
     """
     trusted = keys.load_trusted(trusted_keys, path)
     with untrusted_dir.open_root(path) as root:
-        signed = check_signed_manifest(root, trusted, min_sequence)
-        with shelf.locked(store):
-            shelf.sweep(store)
+        signed = check_signed_manifest(root, trusted, BundleManifest, min_sequence)
+        with model_store.locked(store):
+            model_store.sweep(store)
             entry = store / signed.digest
             copied = 0
             if not _intact(store, signed, trusted_keys, progress):
@@ -102,51 +96,53 @@ def ingest(
     return IngestedModel(entry, signed.manifest, signed.digest, signed.key_fingerprint, copied)
 
 
-def _intact(store: Path, signed: SignedManifest, trusted_keys: Sequence[Path], progress: Progress) -> bool:
-    """Whether the entry is in the store and good; a damaged one is removed."""
+def _intact(
+    store: Path, signed: SignedManifest[BundleManifest], trusted_keys: Sequence[Path], progress: Progress
+) -> bool:
+    """Whether the entry is in the store and undamaged; a damaged one is removed."""
     entry = store / signed.digest
     if not os.path.lexists(entry):
         return False
     try:
-        if shelf.is_sealed(store, signed.digest):
-            with untrusted_dir.open_root(entry) as root:  # the same files may be signed again, by another key
-                check_signed_manifest(root, keys.load_trusted(trusted_keys, entry), None)
+        if model_store.is_sealed(store, signed.digest):
+            with untrusted_dir.open_root(entry) as root:  # another key may have signed the same files
+                check_signed_manifest(root, keys.load_trusted(trusted_keys, entry), BundleManifest)
             return True
         verify_bundle(entry, trusted_keys, progress=lambda _, done, total: progress("recheck", done, total))
         with untrusted_dir.open_root(entry) as root:
-            shelf.seal(root, store, signed.digest)
+            model_store.seal(root, store, signed.digest)
     except BundleError as e:
         if e.exit_code == SPACE_IO:
             raise
         os.rename(entry, store / f".damaged-{signed.digest}")
-        shelf.sweep(store)  # its space is needed for the good copy
+        model_store.sweep(store)  # its space is needed for the good copy
         return False
     return True
 
 
 def _discard(store: Path, digest: str) -> None:
-    shelf.remove_tree(shelf.partial_path(store, digest))
-    shelf.journal_path(store, digest).unlink(missing_ok=True)
+    model_store.remove_tree(model_store.partial_path(store, digest))
+    model_store.journal_path(store, digest).unlink(missing_ok=True)
 
 
 class _Ingest:
-    """One run of the copy. The lock of the store is held."""
+    """One run of the copy, under the lock of the store."""
 
-    def __init__(self, root: int, signed: SignedManifest, store: Path, progress: Progress) -> None:
+    def __init__(self, root: int, signed: SignedManifest[BundleManifest], store: Path, progress: Progress) -> None:
         self.root, self.signed, self.store, self.progress = root, signed, store, progress
-        self.partial = shelf.partial_path(store, signed.digest)
+        self.partial = model_store.partial_path(store, signed.digest)
         self.reader = Reader(root)
         self.left: Counter[str] = Counter()  # chunks still to come, by file
         self.left_lock = Lock()
 
     def run(self) -> int:
-        """Copy what is missing and let the entry appear; returns the bytes read from the medium."""
+        """Copy what is missing and publish the entry; returns the bytes read from the medium."""
         files = self.signed.manifest.files
         self._open_partial()
-        self.journal = Journal(shelf.journal_path(self.store, self.signed.digest))
+        self.journal = Journal(model_store.journal_path(self.store, self.signed.digest))
         try:
             todo = self._resume(files)
-            need = sum(chunk_span(e, i)[1] for e, i in todo)
+            need = sum(e.span(i)[1] for e, i in todo)
             self._check_space(need)
             self.left.update(e.path for e, _ in todo)
             for entry in files:
@@ -162,14 +158,14 @@ class _Ingest:
                 progress=self.progress,
                 workers=self.reader.workers,
             )
-            self._appear()
+            self._publish()
         finally:
             self.journal.close()
             os.close(self.stage)
         return need
 
     def _open_partial(self) -> None:
-        """Open the staging tree; one that holds anything unexpected is not worth trusting and is emptied."""
+        """Open the staging directory; one that holds anything unexpected is emptied."""
         wanted = {f.path for f in self.signed.manifest.files}
         try:
             with untrusted_dir.open_root(self.partial) as fd:
@@ -187,7 +183,7 @@ class _Ingest:
         self.stage = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def _resume(self, files: Sequence[FileEntry]) -> list[tuple[FileEntry, int]]:
-        """Decide what still has to be copied: (file, chunk) in file order."""
+        """What still has to be copied: (file, chunk) in file order."""
         recheck: list[tuple[FileEntry, int]] = []
         for entry in files:
             with self._staged(entry) as f:
@@ -203,7 +199,7 @@ class _Ingest:
 
         def check(task: tuple[FileEntry, int], tick: Tick) -> None:
             entry, index = task
-            at, length = chunk_span(entry, index)
+            at, length = entry.span(index)
             end, digest = at + length, hashlib.sha256()
             with untrusted_dir.open_file(self.stage, entry.path) as fd:
                 while at < end:
@@ -216,7 +212,7 @@ class _Ingest:
                 good.add((entry.path, index))
 
         if recheck:
-            total = sum(chunk_span(e, i)[1] for e, i in recheck)
+            total = sum(e.span(i)[1] for e, i in recheck)
             run(recheck, check, stage="recheck", total=total, progress=self.progress)
         return [
             (entry, i)
@@ -241,14 +237,14 @@ class _Ingest:
         return os.fdopen(fd, "rb", buffering=0)
 
     def _check_space(self, need: int) -> None:
-        """Refuse before copying when it cannot fit; leftovers of other ingests make room first."""
+        """Refuse before copying if it cannot fit, after deleting leftovers of other ingests."""
         for attempt in (0, 1):
             info = os.fstatvfs(self.stage)
             free = info.f_bavail * info.f_frsize
             if free >= need + _SPACE_SLACK:
                 return
             if attempt == 0:
-                shelf.sweep(self.store, partials_except=self.signed.digest)
+                model_store.sweep(self.store, partials_except=self.signed.digest)
         raise BundleError(
             t("The store's disk has {free:,} bytes free; {need:,} are needed for {name} {version}.", free=free,
               need=need + _SPACE_SLACK, name=self.signed.manifest.name, version=self.signed.manifest.version),
@@ -257,13 +253,13 @@ class _Ingest:
         )
 
     def _copy(self, task: tuple[FileEntry, int], tick: Tick) -> None:
-        """One chunk: read, hash, write; wrong bytes never count, as only a right hash enters the journal."""
+        """Read, hash and write one chunk. Only a chunk with the right hash enters the journal."""
         entry, index = task
-        start, length = chunk_span(entry, index)
+        start, length = entry.span(index)
         at, end, digest = start, start + length, hashlib.sha256()
         with untrusted_dir.open_file(self.root, entry.path) as source, self._staged(entry) as target:
             if os.fstat(source).st_size != entry.size:
-                raise chunk_mismatch(entry, start, length)
+                raise mismatch(entry, start, length)
             while at < end:
                 view = self.reader.buffer(entry.chunk_size)[: end - at]
                 try:
@@ -272,14 +268,14 @@ class _Ingest:
                     failed = untrusted_dir.read_failed(entry.path, e)
                     raise BundleError(failed.message, joined([failed.hint, _RESUME], " "), failed.exit_code) from e
                 if got != len(view):
-                    raise chunk_mismatch(entry, start, length)
+                    raise mismatch(entry, start, length)
                 digest.update(view)
                 write_at(target.fileno(), view, at)
                 at += len(view)
                 tick(len(view))
-            os.posix_fadvise(source, start, length, os.POSIX_FADV_DONTNEED)  # the copy should stay cached instead
+            os.posix_fadvise(source, start, length, os.POSIX_FADV_DONTNEED)  # keep the copy in the page cache instead
         if digest.hexdigest() != entry.chunks[index]:
-            raise chunk_mismatch(entry, start, length)
+            raise mismatch(entry, start, length)
         self.journal.chunk_written(entry.path, index)
         with self.left_lock:
             self.left[entry.path] -= 1
@@ -288,7 +284,7 @@ class _Ingest:
             self._finish(entry)
 
     def _finish(self, entry: FileEntry) -> None:
-        """All bytes are right: make them durable, apply the content rules to the copy, close it for writing."""
+        """A file is complete: make it durable, apply the content rules to the copy, make it read-only."""
         with untrusted_dir.open_file(self.stage, entry.path) as fd:
             os.fsync(fd)
             try:
@@ -299,9 +295,8 @@ class _Ingest:
             os.fsync(fd)
             self.journal.file_finished(entry.path, fd)
 
-    def _appear(self) -> None:
-        """Add the signed papers (from memory, as checked), seal, and rename into place."""
-        manifest = self.signed.manifest
+    def _publish(self) -> None:
+        """Add manifest and signature (from memory, as checked), seal the entry, and rename it into place."""
         for name, data in ((MANIFEST, self.signed.manifest_bytes), (SIGNATURE, self.signed.signature_bytes)):
             path = self.partial / name
             path.unlink(missing_ok=True)
@@ -312,14 +307,10 @@ class _Ingest:
                 os.close(fd)
         check_file_set(self.stage, self.signed)
         try:
-            content.check_whole(
-                lambda p: untrusted_dir.read_small(self.stage, p, limits.MAX_PARSED),
-                {f.path: f for f in manifest.files},
-                manifest.chat_template_sha256,
-            )
+            content.check_whole(self.stage, self.signed.manifest)
         except BundleError as e:
             raise _Refused(e) if e.exit_code == CONTENT else e from e
-        shelf.seal(self.stage, self.store, self.signed.digest)
+        model_store.seal(self.stage, self.store, self.signed.digest)
         os.rename(self.partial, self.store / self.signed.digest)
         with untrusted_dir.open_root(self.store) as fd:
             os.fsync(fd)

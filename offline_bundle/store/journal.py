@@ -1,8 +1,8 @@
-"""What an interrupted ingest left behind: which chunks were written, which files were finished.
+"""The journal of an ingest: which chunks were written, which files are finished, so that it can be resumed.
 
-One JSON line a record, appended. A `chunk` line is only a hint (the chunk is hashed again before it counts). A `file`
-line carries a stamp taken after fsync; it counts only while the file's stamp, change time included, is still equal.
-Unreadable lines, such as the torn last one of a killed process, are skipped: they only cost copying again.
+One JSON record a line, appended. A chunk record is only a hint: the chunk is hashed again before it counts. A file
+record carries a stamp taken after fsync, and counts only while the file's stamp, change time included, is the same.
+Unreadable lines, such as the torn last line of a killed process, are skipped: those parts are copied again.
 """
 
 import os
@@ -35,7 +35,7 @@ class Journal:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         for line in os.pread(self._fd, limits.MAX_JOURNAL, 0).split(b"\n"):
             self._replay(line)
-        os.write(self._fd, b"\n")  # ends a torn line, should there be one
+        os.write(self._fd, b"\n")  # ends a torn line, if there is one
 
     def _replay(self, line: bytes) -> None:
         try:
@@ -80,7 +80,7 @@ def save_stamps(path: Path, stamps: Mapping[str, Stamp]) -> None:
 
 
 def load_stamps(path: Path) -> dict[str, Stamp]:
-    """The saved stamps; empty when there are none or they cannot be read."""
+    """The saved stamps; empty if there are none or they cannot be read."""
     try:
         with open(path, "rb") as f:
             found = loads(f.read(limits.MAX_JOURNAL))

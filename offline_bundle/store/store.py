@@ -1,11 +1,11 @@
-"""The store of ingested models.
+"""The store of ingested models: list, verify, remove, seal.
 
     store/<digest>/            a whole bundle; files 0444, directories 0555; named by the SHA-256 of its bundle.json
     store/.<digest>.stamps     what the files looked like when they were verified (see journal.stamp)
     store/.<digest>.partial/   an ingest under way, with its .journal; never listed, resumed by the next ingest
     store/.lock                held while the store changes
 
-An entry appears and disappears by one rename, so a reader never sees half of one.
+An entry appears and disappears in one rename, so a reader never sees half of one.
 """
 
 import fcntl
@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offline_bundle import limits
+from offline_bundle import limits, untrusted_dir
+from offline_bundle.bundle.manifest import MANIFEST, SIGNATURE
+from offline_bundle.bundle.verify import check_file_set, check_signed_manifest
 from offline_bundle.errors import BUSY, CONTENT, MISSING, SPACE_IO, USAGE, BundleError
-from offline_bundle.model import verify
-from offline_bundle.model.manifest import MANIFEST, SIGNATURE, BundleManifest
+from offline_bundle.model.manifest import BundleManifest
 from offline_bundle.model.verify import VerifiedBundle, verify_bundle
 from offline_bundle.progress import Progress
 from offline_bundle.signing import keys
-from offline_bundle.store import untrusted_dir
 from offline_bundle.store.journal import Stamp, load_stamps, save_stamps, stamp
 from offline_bundle.text import reason, t
 
@@ -67,7 +67,7 @@ def list_models(store: Path) -> list[StoredModel]:
             manifest = BundleManifest.parse(untrusted_dir.read_small(root, MANIFEST, limits.MAX_MANIFEST))
         if manifest.digest != path.name:
             raise BundleError(
-                t("{path} holds another bundle.json than its name says.", path=path),
+                t("{path} holds a bundle.json that does not match its name.", path=path),
                 t("Remove it and ingest it again."),
                 CONTENT,
             )
@@ -84,24 +84,24 @@ def verify_model(
     full: bool = True,
     progress: Progress | None = None,
 ) -> VerifiedBundle:
-    """Re-verify an entry: signature and file set always; every byte when `deep`, else that no stamp has changed.
+    """Verify an entry again: always signature and file set; then every byte if `deep`, else that no stamp has changed.
 
-    A deep check is against the signed hashes of the chunks, on all cores; `full` adds those of whole files, each of
-    which takes one core.
+    A deep check uses the signed hashes of the chunks, on all cores; `full` adds the hash of each whole file, which
+    takes one core a file.
 
-    Raises BundleError as `verify.verify_bundle` does; 11 also when a stamp differs (a deep check tells whether
-    the content does), and when a file could be written to by its owner's group or others.
+    Raises BundleError as `verify.verify_bundle` does; 11 also if a stamp differs (a deep check tells whether the
+    content does) or an entry is writable.
     """
     path = _entry(store, digest)
     if deep:
         verified = verify_bundle(path, trusted_keys, full=full, progress=progress)
     else:
         with untrusted_dir.open_root(path) as root:
-            signed = verify.check_signed_manifest(root, keys.load_trusted(trusted_keys, path), None)
-            verify.check_file_set(root, signed)
+            signed = check_signed_manifest(root, keys.load_trusted(trusted_keys, path), BundleManifest)
+            check_file_set(root, signed)
         if not is_sealed(store, digest):
             raise BundleError(
-                t("The files of {path} are not as they were left after the last verification.", path=path),
+                t("The files of {path} changed after the last verification.", path=path),
                 t("Run a deep verification; if it fails, ingest the bundle again."),
                 CONTENT,
             )
@@ -146,7 +146,7 @@ def locked(store: Path) -> Iterator[None]:
         store.mkdir(mode=0o755, parents=True, exist_ok=True)
         if store.stat().st_mode & 0o002:
             raise BundleError(
-                t("Anybody may write to the store {store}, so nothing in it could be trusted.", store=store),
+                t("The store {store} is writable by everybody, so nothing in it can be trusted.", store=store),
                 t("Run: chmod o-w {store}", store=store),
                 SPACE_IO,
             )
@@ -214,7 +214,7 @@ def stamps_path(store: Path, digest: str) -> Path:
 
 
 def seal(root: int, store: Path, digest: str) -> None:
-    """Make everything below `root` read-only and durable, and save the stamps that say it is verified."""
+    """Make everything below `root` read-only and durable, and save the stamps that mark it as verified."""
     tree = untrusted_dir.walk(root)
     stamps: dict[str, Stamp] = {}
     for path in tree.files:
@@ -262,7 +262,7 @@ def _modes(root: int) -> dict[str, int]:
 def _entry(store: Path, digest: str) -> Path:
     if not _DIGEST.match(digest):
         raise BundleError(
-            t("A model in the store is named by 64 hexadecimal digits."), t("List the store first."), USAGE
+            t("Models in the store are named by 64 hexadecimal digits."), t("List the store first."), USAGE
         )
     path = store / digest
     if path.is_symlink() or not path.is_dir():

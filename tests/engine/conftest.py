@@ -1,10 +1,12 @@
 """What all tests of the engine share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from engine.core.kv import manager
+from engine.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +15,9 @@ def states_of_short_prompts_are_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "WORTH_A_STEP", 1)
         yield
+
+
+@pytest.fixture(scope="session")
+def smol_tokenizer(smollm2_dir: Path) -> TextTokenizer:
+    """Of the demonstration model."""
+    return TextTokenizer.load(smollm2_dir)

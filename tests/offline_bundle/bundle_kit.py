@@ -18,7 +18,7 @@ from model_signing._cli import main as model_signing_command
 from safetensors.numpy import save_file
 
 from offline_bundle import BundleError, BundleManifest, build_bundle
-from offline_bundle.signing import oms
+from offline_bundle.signing import model_signing
 from offline_bundle.signing.keys import KeyPair, load_private
 from offline_bundle.signing.strict_json import canonical
 
@@ -124,7 +124,7 @@ def forge(
     signed["bundle.json"] = hashlib.sha256(text).hexdigest()
     resources(signed)
     key = load_private(made.keys.private_path)
-    (made.path / "model.sig").write_bytes(oms.sign(signed, made.path.name, key))
+    (made.path / "model.sig").write_bytes(model_signing.sign(signed, made.path.name, key))
 
 
 def refused(exit_code: int, words: str, call: Callable[[], object]) -> BundleError:
@@ -138,7 +138,7 @@ def refused(exit_code: int, words: str, call: Callable[[], object]) -> BundleErr
     return error
 
 
-def model_signing(*arguments: object) -> subprocess.CompletedProcess[str]:
+def independent_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the independent command."""
     program = Path(sys.executable).with_name("model_signing")
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60)

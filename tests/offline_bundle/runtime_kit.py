@@ -6,17 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offline_bundle.progress import silent
 from offline_bundle.runtime import wheels as runtime_wheels
 from offline_bundle.runtime.build import build_runtime
-from offline_bundle.runtime.download import Downloads
+from offline_bundle.runtime.download import Downloader
 from offline_bundle.runtime.resolve import Pip, Source, Torch, fetch_pip, resolve
 from offline_bundle.runtime.verify import inspect_runtime
-from offline_bundle.signing import oms
+from offline_bundle.signing import model_signing
 from offline_bundle.signing.keys import KeyPair, load_private
 from offline_bundle.signing.strict_json import canonical
 
@@ -25,6 +27,7 @@ PYTHON = Path(os.path.realpath(sys.executable))  # outside of any virtual enviro
 UNSHARE = shutil.which("unshare") or "unshare"
 # What `atoll install` itself needs; the packages of the engine and the gateway take minutes to install.
 _LARGE = ("torch", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn", "httptools", "uvloop")
+FEW = ["tomlkit>=0.13"]  # one package without dependencies
 SMALL = [r for r in runtime_wheels.requirements() if not r.startswith(_LARGE)]
 
 
@@ -48,7 +51,7 @@ def _collect(house: Path, packages: Sequence[str], torch: Torch) -> None:
     python, source = Path(sys.executable), Source()
     pip = Pip(python, fetch_pip(python, house / "pip", source))
     picks, source = resolve(pip, packages, torch, source)
-    downloads = Downloads(house / "wheels", pip)
+    downloads = Downloader(house / "wheels", pip)
     downloads.fetch(downloads.plan(picks), source, silent)
 
 
@@ -67,6 +70,54 @@ def build(
         out, private_key=private, sequence=sequence, torch=torch, packages=packages, own_wheel=own_wheel, wheels=wheels
     )
     return out
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What install.sh left in a prefix, and what it printed on the way, in Korean."""
+
+    prefix: Path
+    said: str
+
+
+_SMALL_PROGRAM = """\
+import sys
+import zipfile
+
+def main():
+    if "--version" in sys.argv:
+        print("{version}")
+        return
+    sys.stderr.write("error: there is no model on the medium\\n")
+    sys.exit(13)
+"""
+
+
+_SOME_OF_OURS = (
+    "installer/__init__.py", "installer/base/", "installer/decide/plan.py", "installer/gpu/nvml.py",
+    "installer/operate/install.py", "systemd/",
+)  # fmt: skip
+
+
+def small_release(own_wheel: Path, directory: Path) -> Path:
+    """A wheel with the name, version, documents, units and a few modules of ours, but with a program of ten lines.
+
+    For tests of install.sh and setup_release.py themselves, which unpack, check and start any program: installing it
+    takes a second instead of ten.
+    """
+    made = directory / own_wheel.name
+    with zipfile.ZipFile(own_wheel) as ours, zipfile.ZipFile(made, "w") as wheel:
+        for name in ours.namelist():
+            if name.endswith("/METADATA"):
+                lines = ours.read(name).decode().partition("\n\n")[0].splitlines()
+                lines = [line for line in lines if line.startswith(("Metadata-Version:", "Name:", "Version:"))]
+                version = next(line.partition(": ")[2] for line in lines if line.startswith("Version:"))
+                wheel.writestr(name, "\n".join([*lines, "", ""]))
+                wheel.writestr("appliance/__init__.py", "")
+                wheel.writestr("appliance/cli/__init__.py", _SMALL_PROGRAM.format(version=version))
+            elif name.endswith(("/WHEEL", "/RECORD")) or name.startswith(_SOME_OF_OURS) or "/share/doc/" in name:
+                wheel.writestr(name, b"" if name.endswith("/RECORD") else ours.read(name))
+    return made
 
 
 def copy(medium: Path, target: Path) -> Path:
@@ -99,7 +150,7 @@ def sign_again(medium: Path, keys: KeyPair, edit: Callable[[dict[str, Any]], Non
     text = canonical(manifest)
     resources = {f["path"]: f["sha256"] for f in manifest["files"]} | {"bundle.json": hashlib.sha256(text).hexdigest()}
     replace(runtime / "bundle.json", text)
-    replace(runtime / "model.sig", oms.sign(resources, "odd", load_private(keys.private_path)))
+    replace(runtime / "model.sig", model_signing.sign(resources, "odd", load_private(keys.private_path)))
 
 
 def bare_path(directory: Path) -> Path:

@@ -9,12 +9,6 @@ from gateways import RunningServer, engine_process
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel
-from engine.text.tokenizer import TextTokenizer
-
-
-@pytest.fixture(scope="session")
-def smol_tokenizer(smollm2_dir: Path) -> TextTokenizer:
-    return TextTokenizer.load(smollm2_dir)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from installer.operate.lifecycle import restart
 from installer.operate.status import status
 from installer.operate.uninstall import uninstall
 from offline_bundle import BundleError
-from offline_bundle.signing import oms
+from offline_bundle.signing import model_signing
 from offline_bundle.signing.keys import KeyPair, load_private, new_keypair
 from offline_bundle.signing.strict_json import canonical
 from offline_bundle.store.ingest import ingest
@@ -50,7 +50,7 @@ def signed(source: Path, target: Path, keys: KeyPair, **changes: Any) -> Path:
     text = canonical(manifest)
     (target / "bundle.json").write_bytes(text)
     resources = {f["path"]: f["sha256"] for f in manifest["files"]} | {"bundle.json": hashlib.sha256(text).hexdigest()}
-    (target / "model.sig").write_bytes(oms.sign(resources, "tiny", load_private(keys.private_path)))
+    (target / "model.sig").write_bytes(model_signing.sign(resources, "tiny", load_private(keys.private_path)))
     return target
 
 

@@ -20,7 +20,8 @@ NOT_FOR_THE_SCREEN = {
     "installer/release/release.py": "scripts",
     "installer/locale/": "for developers",
     "offline_bundle/runtime/licenses.py": "files of a medium",
-    "offline_bundle/medium/": "has words of its own (words.py), tested in tests/offline_bundle",
+    "offline_bundle/medium/": "has words of its own (language.py), tested in tests/offline_bundle",
+    "offline_bundle/signing/hash_words.py": "a list of words",
     "appliance/cli/usage_errors.py": "what a library says, marked by foreign()",
     "appliance/cli/doctor_words.py": "what the engine says, marked by foreign()",
 }
@@ -39,7 +40,6 @@ KEPT = {
     "it is too short to measure",              # caught again in the same module
     "not required",                            # as approvals.json has it
     "3 days ago",                              # as journalctl reads it
-    "from offline_bundle.medium.",             # a line of a program
     r"satisfies the requirement torch[^ ]* \(from versions: ([^)]*)\)",  # a pattern
 }
 CONSTANTS = re.compile(r"_?(HELP|EXIT_CODES|EPILOG|INSTALL|UPGRADE|ROLLBACK|UNINSTALL|LANGUAGE_HELP|TEMPLATE|COMMANDS|"

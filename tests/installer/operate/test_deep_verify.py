@@ -25,10 +25,10 @@ from installer.base.layout import Layout
 from installer.operate.deep_verify import last, verify
 from installer.release.release import Release, live
 from installer.release.replay_guard import raise_sequence
-from offline_bundle.medium import bytecode, tree_tools
-from offline_bundle.medium.tree_contents import LAUNCHER, START
-from offline_bundle.runtime.medium_scripts import setup_script
-from offline_bundle.signing import oms
+from offline_bundle.medium.code_tree import bytecode, tools
+from offline_bundle.medium.code_tree.contents import LAUNCHER, START
+from offline_bundle.medium.scripts import setup_script
+from offline_bundle.signing import model_signing
 from offline_bundle.signing.keys import KeyPair, load_private, new_keypair
 from offline_bundle.store.ingest import ingest
 
@@ -284,7 +284,7 @@ def test_it_is_as_fast_as_hashing(layout: Layout, bundle: Bundles, signer: KeyPa
 def code_tree(layout: Layout, signer: KeyPair) -> Path:
     """Code as install.sh leaves it: every file listed with its hash, the description as the vendor signed it."""
     tree = layout.code / "0.1.0-abcdef012345"
-    setup, code, abi = setup_script(), b"print()\n", tree_tools.tag()
+    setup, code, abi = setup_script(), b"print()\n", tools.tag()
 
     def entry(data: bytes) -> dict[str, Any]:
         return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
@@ -293,14 +293,14 @@ def code_tree(layout: Layout, signer: KeyPair) -> Path:
     signed = [{"path": f"requirements/{abi}.json", **entry(packages)},
               {"path": "setup/setup_release.py", **entry(setup)}]  # fmt: skip
     start, python = tree / "start.py", os.path.realpath(sys.executable)
-    launcher = LAUNCHER.format(python=tree_tools.quoted(python), start=tree_tools.quoted(str(start)))
+    launcher = LAUNCHER.format(python=tools.quoted(python), start=tools.quoted(str(start)))
     files = {
         "bin/atoll": launcher.encode(), "start.py": START.encode(), "lib/appliance/x.py": code,
         f"share/requirements/{abi}.json": packages, "share/setup/setup_release.py": setup,
         "share/bundle.json": json.dumps({"files": signed}).encode(), "files.json": b'{"files": {}}',
     }  # fmt: skip
     digest = hashlib.sha256(files["share/bundle.json"]).hexdigest()
-    files["share/model.sig"] = oms.sign({"bundle.json": digest}, "atoll", load_private(signer.private_path))
+    files["share/model.sig"] = model_signing.sign({"bundle.json": digest}, "atoll", load_private(signer.private_path))
     for name, data in files.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(data)
@@ -363,12 +363,12 @@ def test_the_code_is_held_against_its_list_and_its_signature(layout: Layout, bun
     (tree / "share/bundle.json").write_bytes(described + b" ")
     assert code() == ExitCode.CONTENT_MISMATCH
     (tree / "share/bundle.json").write_bytes(described)
-    other = oms.sign({"bundle.json": "0" * 64}, "atoll", load_private(signer.private_path))
+    other = model_signing.sign({"bundle.json": "0" * 64}, "atoll", load_private(signer.private_path))
     (tree / "share/model.sig").write_bytes(other)
     assert code() == ExitCode.CONTENT_MISMATCH
     stranger = new_keypair(layout.prefix / "stranger", "other")
     digest = hashlib.sha256(described).hexdigest()
-    forged = oms.sign({"bundle.json": digest}, "atoll", load_private(stranger.private_path))
+    forged = model_signing.sign({"bundle.json": digest}, "atoll", load_private(stranger.private_path))
     (tree / "share/model.sig").write_bytes(forged)
     assert code() == ExitCode.UNTRUSTED
     (tree / "share/model.sig").unlink()

@@ -31,7 +31,7 @@ from installer.base.errors import InstallError
 from installer.base.i18n import language_of, t
 from installer.decide.plan import Plan
 from installer.operate.install import Installer
-from offline_bundle.medium.hash_words import EVEN_WORDS, ODD_WORDS
+from offline_bundle.signing.hash_words import EVEN_WORDS, ODD_WORDS
 from offline_bundle.signing.keys import KeyPair
 
 Bundles = Callable[..., Path]

@@ -17,7 +17,7 @@ from installer.base.layout import Layout
 from installer.preflight.needs import of_manifests, read_needs
 from installer.preflight.torch_build import TorchBuild
 from offline_bundle.model.manifest import BundleManifest
-from offline_bundle.signing import oms
+from offline_bundle.signing import model_signing
 from offline_bundle.signing.keys import KeyPair, load_private
 from offline_bundle.signing.strict_json import canonical
 
@@ -182,7 +182,7 @@ def _runtime(directory: Path, signer: KeyPair, **requires: object) -> Path:
                       "created": "2026-01-01T00:00:00Z", "requires": asked, "files": files})  # fmt: skip
     (directory / "bundle.json").write_bytes(text)
     resources = {**dict.fromkeys(paths, empty), "bundle.json": hashlib.sha256(text).hexdigest()}
-    (directory / "model.sig").write_bytes(oms.sign(resources, "atoll", load_private(signer.private_path)))
+    (directory / "model.sig").write_bytes(model_signing.sign(resources, "atoll", load_private(signer.private_path)))
     return directory
 
 

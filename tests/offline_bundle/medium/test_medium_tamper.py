@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs u
 
 
 def wheel(runtime: Path) -> Path:
-    return next(runtime.glob("wheels/typer-*.whl"))
+    return next(runtime.glob("wheels/tomlkit-*.whl"))
 
 
 def pip(runtime: Path) -> Path:
@@ -62,7 +62,7 @@ def pipe(runtime: Path) -> None:
 
 def wheel_path(runtime: Path) -> Path:
     files = json.loads((runtime / "bundle.json").read_bytes())["files"]
-    return runtime / next(f["path"] for f in files if "/typer-" in f["path"])
+    return runtime / next(f["path"] for f in files if "/tomlkit-" in f["path"])
 
 
 def huge_signature(runtime: Path) -> None:
@@ -258,6 +258,8 @@ SIGNED_ODDLY: dict[str, Callable[[dict], object]] = {
     "a sequence of words": lambda m: m.update(sequence="5"),
     "a version that is a path": lambda m: m.update(version="../../../tmp/x"),
     "no files": lambda m: m.update(files=[]),
+    "paths that collide": lambda m: entry(m, 1).update(path=entry(m)["path"].upper()),
+    "a reserved name": lambda m: entry(m).update(path="docs/aux.md"),
 }
 
 

@@ -14,8 +14,8 @@ from bundle_kit import build as build_model
 from bundle_kit import make_model
 from runtime_kit import PYTHON, bare_path, copy, install, replace, sign_again
 
-from offline_bundle.medium.hash_words import EVEN_WORDS, ODD_WORDS, from_words, in_words
-from offline_bundle.runtime.medium_scripts import _INSTALL, _SETUP, install_script, medium_file
+from offline_bundle.medium.scripts import INSTALL_SH, SETUP_RELEASE, install_script
+from offline_bundle.signing.hash_words import EVEN_WORDS, ODD_WORDS, from_words, in_words
 from offline_bundle.signing.keys import KeyPair
 
 pytestmark = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare(1) of util-linux")
@@ -54,10 +54,10 @@ def test_naming_a_key_leaves_the_installed_ones_out(
 
 
 def test_the_key_named_by_its_fingerprint_is_the_only_one_for_the_models_too(
-    medium: Path, bare: Path, vendor: KeyPair, stranger: KeyPair, tmp_path: Path
+    full_medium: Path, bare: Path, vendor: KeyPair, stranger: KeyPair, tmp_path: Path
 ) -> None:
     """Also in a second run, when the code is there and was unpacked for somebody who named no key."""
-    full = copy(medium, tmp_path / "m")
+    full = copy(full_medium, tmp_path / "m")
     build_model(make_model(tmp_path / "source"), full, stranger)
     prefix = trusting(tmp_path / "p", vendor, stranger)
     at = ("--prefix", prefix, "--dry-run", "--accept-license", "x@12345678")
@@ -165,18 +165,40 @@ def test_the_words_and_the_hash_that_a_vendor_reads_out(medium: Path, vendor: Ke
     assert " ".join(key.split("\n", 1)[1].split()) == in_words(vendor.fingerprint)
 
 
-def test_no_two_parts_of_a_script_use_the_same_name() -> None:
-    """They are one file on the medium: the later one would silently take the earlier one's place."""
-    for parts in (_INSTALL, _SETUP):
-        seen: dict[str, str] = {}
-        for part in parts:
-            for node in ast.parse(medium_file(part)).body:
-                targets = node.targets if isinstance(node, ast.Assign) else []
-                names = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-                names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
-                for name in names:
-                    assert name not in seen, f"{name} in {part} and in {seen[name]}"
-                    seen[name] = part
+def defined_in(part: str) -> list[str]:
+    """The names that a module's own statements define."""
+    names: list[str] = []
+    for node in ast.parse((ROOT / "offline_bundle" / part).read_text("utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets += [node.target] if isinstance(node, ast.AnnAssign) else []
+        names += [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+        names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+    return names
+
+
+@pytest.mark.parametrize("parts", [INSTALL_SH, SETUP_RELEASE], ids=["install.sh", "setup_release.py"])
+def test_no_two_parts_of_a_script_use_the_same_name(parts: tuple[str, ...]) -> None:
+    """They are one file on the medium: the later one would silently replace the earlier one's."""
+    seen: dict[str, str] = {}
+    for part in parts:
+        for name in defined_in(part):
+            assert name not in seen, f"{name} in {part} and in {seen[name]}"
+            seen[name] = part
+
+
+@pytest.mark.parametrize("parts", [INSTALL_SH, SETUP_RELEASE], ids=["install.sh", "setup_release.py"])
+def test_a_part_finds_what_it_imports_in_an_earlier_part(parts: tuple[str, ...]) -> None:
+    """The imports of one another are left out where the parts are joined, and nothing else of ours is there."""
+    defined: set[str] = set()
+    for part in parts:
+        for node in ast.walk(ast.parse((ROOT / "offline_bundle" / part).read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("offline_bundle"):
+                assert {alias.name for alias in node.names} <= defined, (part, node.module)
+                assert not any(alias.asname for alias in node.names), part
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                assert {name.partition(".")[0] for name in modules} <= sys.stdlib_module_names, part
+        defined |= {*defined_in(part)}
 
 
 # -- nothing from the medium's disk -----------------------------------------------------------------------------------
@@ -281,7 +303,7 @@ def test_code_is_not_unpacked_onto_the_disk_of_the_medium(medium: Path, vendor: 
 
 PROBE = """
 import json, sys
-from offline_bundle.medium.place import lies_on
+from offline_bundle.on_medium import lies_on
 base, medium, *paths = sys.argv[1:]
 print(json.dumps([lies_on(path, medium) for path in paths]))
 """

@@ -21,7 +21,7 @@ from offline_bundle import limits, verify_bundle
 from offline_bundle.model import content
 from offline_bundle.model.manifest import FileEntry
 from offline_bundle.model.versions import admits
-from offline_bundle.signing import oms
+from offline_bundle.signing import model_signing, signature_format
 from offline_bundle.signing.keys import KeyPair, load_private
 from offline_bundle.signing.strict_json import canonical
 from offline_bundle.store.ingest import ingest
@@ -73,7 +73,7 @@ HOSTILE_FILES: dict[str, tuple[str, bytes, str, str]] = {
     "huge header": (WEIGHTS, safetensors(b"{}", length=100_000_001), "weights", "100000001 bytes"),
     "header longer than file": (WEIGHTS, safetensors(b"{}", length=99), "weights", "longer than the file"),
     "too short": (WEIGHTS, b"\1\0", "weights", "too short"),
-    "not json": (WEIGHTS, safetensors(b"{nope}"), "weights", "sound safetensors"),
+    "not json": (WEIGHTS, safetensors(b"{nope}"), "weights", "valid safetensors"),
     "not an object": (WEIGHTS, safetensors([1]), "weights", "'{'"),
     "offsets past the end": (WEIGHTS, safetensors({"a": tensor(0, 4)}, b"123"), "weights", "cover"),
     "bytes nobody owns": (WEIGHTS, safetensors({"a": tensor(0, 4)}, b"12345"), "weights", "cover"),
@@ -83,7 +83,7 @@ HOSTILE_FILES: dict[str, tuple[str, bytes, str, str]] = {
     "negative shape": (WEIGHTS, safetensors({"a": tensor(0, 4, shape=(-2, -2))}, b"1234"), "weights", "impossible"),
     "shape that overflows": (WEIGHTS, safetensors({"a": tensor(0, 0, shape=(1 << 63,))}), "weights", "impossible"),
     "unknown dtype": (WEIGHTS, safetensors({"a": tensor(0, 4, dtype="PICKLE")}, b"1234"), "weights", "dtype"),
-    "unhashable dtype": (WEIGHTS, safetensors({"a": {**tensor(0, 4), "dtype": []}}, b"1234"), "weights", "sound"),
+    "unhashable dtype": (WEIGHTS, safetensors({"a": {**tensor(0, 4), "dtype": []}}, b"1234"), "weights", "valid"),
     "tensor listed twice": (
         WEIGHTS,
         safetensors(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":1}', b"1"),
@@ -227,14 +227,14 @@ def test_a_shard_that_the_index_names_must_be_there(made: Made) -> None:
 def test_signed_statement_outside_our_profile(
     change: Callable[[dict[str, Any]], Any], words: str, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = oms.canonical
+    real = signature_format.canonical
 
     def spoil(value: Any) -> bytes:
         if "predicate" in value:
             change(value["predicate"])
         return real(value)
 
-    monkeypatch.setattr(oms, "canonical", spoil)
+    monkeypatch.setattr(signature_format, "canonical", spoil)
     forge(made)
     monkeypatch.undo()
     refused(11, words, lambda: verify_bundle(made.path, made.trusted))
@@ -281,10 +281,11 @@ def test_nothing_of_the_statement_is_parsed_before_the_signature_holds(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[bytes] = []
-    real = oms.loads
-    monkeypatch.setattr(oms, "loads", lambda data: (parsed.append(data), real(data))[1])
+    real = signature_format.loads
+    monkeypatch.setattr(signature_format, "loads", lambda data: (parsed.append(data), real(data))[1])
     key = load_private(made.keys.private_path)
-    (made.path / "model.sig").write_bytes(oms.sign({"a": "0" * 64}, "x", key).replace(b'"sig":"ME', b'"sig":"MF'))
+    signature = model_signing.sign({"a": "0" * 64}, "x", key)
+    (made.path / "model.sig").write_bytes(signature.replace(b'"sig":"ME', b'"sig":"MF'))
     refused(10, "", lambda: verify_bundle(made.path, made.trusted))
     assert parsed == [(made.path / "model.sig").read_bytes()]
 
@@ -299,7 +300,7 @@ def test_nothing_of_the_statement_is_parsed_before_the_signature_holds(
         ("weights.gguf", b"GGUF", "not a kind"),
         ("tokenizer.model", pickle.dumps(1), "is a pickle"),
         ("generation_config.json", b'{"auto_map":{}}', "auto_map"),
-        ("model-00001-of-00002.safetensors", b"\x80\x02}q\0.", "sound safetensors"),
+        ("model-00001-of-00002.safetensors", b"\x80\x02}q\0.", "valid safetensors"),
         ("été.md", b"x", "characters outside"),
     ],
 )

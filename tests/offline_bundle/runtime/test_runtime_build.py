@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from bundle_kit import refused
-from runtime_kit import ROOT, SMALL, build, wheelhouse
+from runtime_kit import FEW, ROOT, build, wheelhouse
 from typer.testing import CliRunner
 
 from appliance.cli.app import app
+from offline_bundle.medium.scripts import install_script, setup_script
 from offline_bundle.runtime import resolve, wheels
 from offline_bundle.runtime.build import build_runtime
 from offline_bundle.runtime.manifest import RuntimeManifest
-from offline_bundle.runtime.medium_scripts import install_script, setup_script
 from offline_bundle.runtime.verify import inspect_runtime
 from offline_bundle.signing.keys import KeyPair
 
@@ -54,11 +54,11 @@ def test_a_wheel_is_put_together_again_from_an_installed_one(own_wheel: Path, tm
                 assert ours.read(name) == theirs.read(name), name
 
 
-def test_what_is_on_the_medium(medium: Path, vendor: KeyPair) -> None:
-    assert sorted(p.name for p in medium.iterdir()) == ["README.txt", "install.sh", "runtime", "vendor.pub"]
-    assert (medium / "vendor.pub").read_bytes() == vendor.public_path.read_bytes()
-    runtime = medium / "runtime"
-    assert (runtime / "setup/install.sh").read_bytes() == (medium / "install.sh").read_bytes() == install_script()
+def test_what_is_on_the_medium(full_medium: Path, vendor: KeyPair) -> None:
+    assert sorted(p.name for p in full_medium.iterdir()) == ["README.txt", "install.sh", "runtime", "vendor.pub"]
+    assert (full_medium / "vendor.pub").read_bytes() == vendor.public_path.read_bytes()
+    runtime = full_medium / "runtime"
+    assert (runtime / "setup/install.sh").read_bytes() == (full_medium / "install.sh").read_bytes() == install_script()
     assert (runtime / "setup/setup_release.py").read_bytes() == setup_script()
     manifest = inspect_runtime(runtime)
     requires = manifest.requires
@@ -74,8 +74,8 @@ def test_what_is_on_the_medium(medium: Path, vendor: KeyPair) -> None:
         assert theirs == {p.name for p in (runtime / "docs" / language).iterdir()}
 
 
-def test_the_requirements_pin_every_wheel_by_its_hash(medium: Path) -> None:
-    runtime = medium / "runtime"
+def test_the_requirements_pin_every_wheel_by_its_hash(full_medium: Path) -> None:
+    runtime = full_medium / "runtime"
     (text,) = (p.read_text() for p in runtime.glob("requirements/*.txt"))
     lines = [re.fullmatch(r"([^ ]+)==[^ ]+ --hash=sha256:([0-9a-f]{64})", line) for line in text.splitlines()]
     pins = {line[1]: line[2] for line in lines if line}
@@ -86,8 +86,8 @@ def test_the_requirements_pin_every_wheel_by_its_hash(medium: Path) -> None:
     assert not {"pytest", "transformers", "openai"} & pins.keys()
 
 
-def test_licences_and_bill_of_materials_name_every_package(medium: Path) -> None:
-    runtime = medium / "runtime"
+def test_licences_and_bill_of_materials_name_every_package(full_medium: Path) -> None:
+    runtime = full_medium / "runtime"
     sbom = json.loads((runtime / "sbom/bom.cdx.json").read_bytes())
     assert (sbom["bomFormat"], sbom["specVersion"]) == ("CycloneDX", "1.6")
     hashes = {c["hashes"][0]["content"] for c in sbom["components"]}
@@ -102,29 +102,30 @@ def test_licences_and_bill_of_materials_name_every_package(medium: Path) -> None
 
 
 def test_install_sh_is_the_same_on_every_medium(
-    medium: Path, vendor: KeyPair, stranger: KeyPair, own_wheel: Path, tmp_path: Path
+    medium: Path, full_medium: Path, vendor: KeyPair, stranger: KeyPair, small_wheel: Path, tmp_path: Path
 ) -> None:
-    other = build(tmp_path / "m", stranger, own_wheel=own_wheel, sequence=9)
-    assert (other / "install.sh").read_bytes() == (medium / "install.sh").read_bytes()
+    other = build(tmp_path / "m", stranger, own_wheel=small_wheel, sequence=9, packages=FEW)
+    for each in (other, full_medium):
+        assert (each / "install.sh").read_bytes() == (medium / "install.sh").read_bytes()
     for text in (install_script().decode(), setup_script().decode()):
-        assert "offline_bundle." not in text.replace("offline_bundle/", "")  # there is nothing of ours to import yet
+        assert "import offline_bundle" not in text  # there is nothing of ours to import yet
+        assert "from offline_bundle" not in text
         for secret in (vendor.fingerprint, str(ROOT)):
             assert secret not in text
 
 
 def test_the_same_input_makes_the_same_runtime(
-    vendor: KeyPair, own_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    medium: Path, vendor: KeyPair, small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    packages = ["tomlkit>=0.13"]
-    one, two = (build(tmp_path / n, vendor, own_wheel=own_wheel, packages=packages) for n in ("1", "2"))
-    assert (one / "runtime/bundle.json").read_bytes() == (two / "runtime/bundle.json").read_bytes()
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")  # as when `medium` was built
+    again = build(tmp_path / "again", vendor, own_wheel=small_wheel, packages=FEW)
+    assert (again / "runtime/bundle.json").read_bytes() == (medium / "runtime/bundle.json").read_bytes()
 
 
-def test_refusals(medium: Path, vendor: KeyPair, own_wheel: Path, tmp_path: Path) -> None:
+def test_refusals(medium: Path, vendor: KeyPair, small_wheel: Path, tmp_path: Path) -> None:
     def make(out: Path = tmp_path / "m", **changes: object) -> object:
-        arguments = {"private_key": vendor.private_path, "sequence": 1, "torch": "cpu", "own_wheel": own_wheel}
-        arguments |= {"packages": ["tomlkit>=0.13"], "wheels": wheelhouse(SMALL)}
+        arguments = {"private_key": vendor.private_path, "sequence": 1, "torch": "cpu", "own_wheel": small_wheel}
+        arguments |= {"packages": FEW, "wheels": wheelhouse(FEW)}
         return build_runtime(out, **(arguments | changes))
 
     refused(2, "exists already", lambda: make(medium))
@@ -133,7 +134,7 @@ def test_refusals(medium: Path, vendor: KeyPair, own_wheel: Path, tmp_path: Path
     refused(13, "pip", lambda: make(packages=["a-package-that-nobody-has-made==1"]))
     refused(2, "given twice", lambda: make(pythons=[Path(sys.executable)] * 2))
     refused(2, "does not run", lambda: make(pythons=[tmp_path / "python"]))
-    refused(11, "sound wheel", lambda: make(own_wheel=broken_wheel(tmp_path / "atoll-1-py3-none-any.whl")))
+    refused(11, "valid wheel", lambda: make(own_wheel=broken_wheel(tmp_path / "atoll-1-py3-none-any.whl")))
     assert list(tmp_path.glob("m/*")) == []  # nothing half-made stays
 
 
@@ -195,15 +196,15 @@ def test_manifests_are_canonical(medium: Path) -> None:
     manifest = RuntimeManifest.parse(text)
     assert manifest.digest == hashlib.sha256(text).hexdigest()
     for spoilt in (text + b"\n", text.replace(b'"kind":"runtime"', b'"kind": "runtime"'), b"{}", b"["):
-        refused(11, "not a valid description", lambda spoilt=spoilt: RuntimeManifest.parse(spoilt))
+        refused(11, "not a valid manifest", lambda spoilt=spoilt: RuntimeManifest.parse(spoilt))
 
 
-def test_the_command_line(medium: Path, vendor: KeyPair, stranger: KeyPair) -> None:
+def test_the_command_line(full_medium: Path, vendor: KeyPair, stranger: KeyPair) -> None:
     def run(*arguments: object) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["bundle", *map(str, arguments)])
         return done.exit_code, done.output
 
-    runtime = medium / "runtime"
+    runtime = full_medium / "runtime"
     code, output = run("verify", runtime, "--key", vendor.public_path, "--json")
     assert code == 0
     found = json.loads(output)
@@ -213,8 +214,8 @@ def test_the_command_line(medium: Path, vendor: KeyPair, stranger: KeyPair) -> N
     code, output = run("inspect", runtime)
     assert (code, "NOT VERIFIED" in output) == (0, True)
     signing = ("--key", vendor.private_path, "--sequence", 1)
-    assert run("build", "--runtime", medium, *signing)[0] == 2
-    code, output = run("build", "model", "--runtime", medium, *signing)
+    assert run("build", "--runtime", full_medium, *signing)[0] == 2
+    code, output = run("build", "model", "--runtime", full_medium, *signing)
     assert (code, "not both" in output) == (2, True)
     code, output = run("build", *signing)
     assert code == 2

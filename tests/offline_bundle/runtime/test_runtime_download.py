@@ -1,4 +1,4 @@
-"""How a runtime's wheels are chosen and brought: a real HTTP server that breaks off, forgets ranges, or lies."""
+"""How the wheels of a runtime are chosen and downloaded: a real HTTP server disconnects, ignores ranges, or lies."""
 
 import errno
 import hashlib
@@ -16,7 +16,7 @@ from bundle_kit import refused
 from offline_bundle.errors import BundleError
 from offline_bundle.progress import silent
 from offline_bundle.runtime import download, resolve
-from offline_bundle.runtime.download import Downloads
+from offline_bundle.runtime.download import Downloader
 from offline_bundle.runtime.resolve import Pick, Pip, Source
 
 DATA = os.urandom(3 << 20)
@@ -74,16 +74,16 @@ def index() -> Iterator[Index]:
 
 
 @pytest.fixture
-def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Downloads:
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Downloader:
     monkeypatch.setattr(download.time, "sleep", lambda _: None)
-    return Downloads(tmp_path / "downloads", PIP)
+    return Downloader(tmp_path / "downloads", PIP)
 
 
 def pick(index: Index, digest: str | None = None) -> Pick:
     return Pick("thing", "1.0", index.url, digest or hashlib.sha256(DATA).hexdigest(), ())
 
 
-def bring(downloads: Downloads, one: Pick) -> list[tuple[str, int, int]]:
+def fetch(downloads: Downloader, one: Pick) -> list[tuple[str, int, int]]:
     told: list[tuple[str, int, int]] = []
     downloads.fetch(downloads.plan([one]), Source(), lambda *progress: told.append(progress))
     assert downloads.path(one).read_bytes() == DATA
@@ -92,22 +92,22 @@ def bring(downloads: Downloads, one: Pick) -> list[tuple[str, int, int]]:
     return told
 
 
-def test_sizes_are_known_before_anything_is_fetched(index: Index, downloads: Downloads) -> None:
-    load = downloads.plan([pick(index)])
-    assert (load.total, load.to_fetch, load.kept, load.unknown) == (len(DATA), len(DATA), 0, 0)
+def test_sizes_are_known_before_anything_is_fetched(index: Index, downloads: Downloader) -> None:
+    plan = downloads.plan([pick(index)])
+    assert (plan.total, plan.to_fetch, plan.already_here, plan.unknown) == (len(DATA), len(DATA), 0, 0)
     assert index.asked == []
     assert not downloads.directory.exists()
 
 
-def test_a_broken_connection_goes_on_where_it_broke(index: Index, downloads: Downloads) -> None:
+def test_a_broken_connection_goes_on_where_it_broke(index: Index, downloads: Downloader) -> None:
     index.breaks = 3
-    bring(downloads, pick(index))
+    fetch(downloads, pick(index))
     assert index.asked[0] == 0
     assert len(index.asked) == 4
     assert index.asked == sorted(set(index.asked))
 
 
-def test_a_later_run_goes_on_where_an_earlier_one_was_stopped(index: Index, downloads: Downloads) -> None:
+def test_a_later_run_goes_on_where_an_earlier_one_was_stopped(index: Index, downloads: Downloader) -> None:
     def stop(stage: str, done: int, total: int) -> None:
         if done >= 1 << 20:
             raise KeyboardInterrupt
@@ -115,68 +115,68 @@ def test_a_later_run_goes_on_where_an_earlier_one_was_stopped(index: Index, down
     index.breaks = 1  # so that there is a pause in the middle
     with pytest.raises(KeyboardInterrupt):
         downloads.fetch(downloads.plan([pick(index)]), Source(), stop)
-    load = downloads.plan([pick(index)])
-    assert load.kept >= 1 << 20
-    assert load.to_fetch == len(DATA) - load.kept
+    plan = downloads.plan([pick(index)])
+    assert plan.already_here >= 1 << 20
+    assert plan.to_fetch == len(DATA) - plan.already_here
     index.asked.clear()
-    bring(downloads, pick(index))
-    assert index.asked == ([load.kept] if load.to_fetch else [])
-    bring(downloads, pick(index))  # all of it is there
+    fetch(downloads, pick(index))
+    assert index.asked == ([plan.already_here] if plan.to_fetch else [])
+    fetch(downloads, pick(index))  # all of it is there
     assert len(index.asked) <= 1
 
 
-def test_a_spoilt_left_over_is_fetched_anew(index: Index, downloads: Downloads) -> None:
+def test_a_spoilt_left_over_is_fetched_anew(index: Index, downloads: Downloader) -> None:
     one = pick(index)
     downloads.directory.mkdir()
-    downloads._partial(one).write_bytes(bytes(1 << 20))
-    bring(downloads, one)
+    downloads._partial_path(one).write_bytes(bytes(1 << 20))
+    fetch(downloads, one)
     assert index.asked == [1 << 20, 0]
 
 
-def test_a_server_without_ranges_sends_all_again(index: Index, downloads: Downloads) -> None:
+def test_a_server_without_ranges_sends_all_again(index: Index, downloads: Downloader) -> None:
     index.ranges = False
     index.breaks = 1
-    bring(downloads, pick(index))
+    fetch(downloads, pick(index))
     assert len(index.asked) == 2
 
 
-def test_another_file_than_the_index_names_is_refused(index: Index, downloads: Downloads) -> None:
+def test_another_file_than_the_index_names_is_refused(index: Index, downloads: Downloader) -> None:
     index.data = bytes(len(DATA))
-    refused(11, "hash differs", lambda: bring(downloads, pick(index)))
+    refused(11, "hash differs", lambda: fetch(downloads, pick(index)))
     assert list(downloads.directory.iterdir()) == []
 
 
-def test_a_server_that_is_gone_is_named(index: Index, downloads: Downloads) -> None:
-    load = downloads.plan([pick(index)])
+def test_a_server_that_is_gone_is_named(index: Index, downloads: Downloader) -> None:
+    plan = downloads.plan([pick(index)])
     index.shutdown()
     index.server_close()
-    error = refused(13, NAME, lambda: downloads.fetch(load, Source(), silent))
-    assert "goes on where it stopped" in error.hint
+    error = refused(13, NAME, lambda: downloads.fetch(plan, Source(), silent))
+    assert "resumes where it stopped" in error.hint
 
 
 def test_a_full_disk_is_told_before_and_not_tried_again(
-    index: Index, downloads: Downloads, monkeypatch: pytest.MonkeyPatch
+    index: Index, downloads: Downloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = downloads.plan([pick(index)])
+    plan = downloads.plan([pick(index)])
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(download._SoFar, "add", full)
+    monkeypatch.setattr(download._PartialFile, "add", full)
     with pytest.raises(OSError) as caught:
-        downloads.fetch(load, Source(), silent)
+        downloads.fetch(plan, Source(), silent)
     assert caught.value.errno == errno.ENOSPC
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
-    refused(30, "MiB free", lambda: downloads.fetch(load, Source(), silent))
+    refused(30, "MiB free", lambda: downloads.fetch(plan, Source(), silent))
 
 
 def test_what_only_pip_may_have_is_left_to_pip(
-    index: Index, downloads: Downloads, monkeypatch: pytest.MonkeyPatch
+    index: Index, downloads: Downloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index that wants a password: pip knows it, from its settings or a keyring."""
     index.closed = True
-    load = downloads.plan([pick(index)])
-    assert (load.total, load.unknown) == (0, 1)
+    plan = downloads.plan([pick(index)])
+    assert (plan.total, plan.unknown) == (0, 1)
     asked: list[tuple[str, ...]] = []
 
     def run(self: Pip, *arguments: str, deed: str) -> str:
@@ -185,7 +185,7 @@ def test_what_only_pip_may_have_is_left_to_pip(
         return ""
 
     monkeypatch.setattr(Pip, "run", run)
-    downloads.fetch(load, Source(), silent)
+    downloads.fetch(plan, Source(), silent)
     assert asked[0][0] == "download"
     assert asked[0][-1] == "thing==1.0"
     assert "--no-deps" in asked[0]
@@ -211,7 +211,7 @@ def empty_wheel(house: Path, version: str, *requires: str) -> None:
         ("9.9.0+cpu", [], "cuda", 13, "they have: 9.9.0+cpu"),  # an index with the CPU build alone, under its name
         ("9.9.0", [], "cuda", 11, "as a CPU build only"),  # and under the plain one
         ("9.9.0+cu130", [], "cpu", 13, "they have: 9.9.0+cu130"),
-        ("9.8.0", [], "cuda", 13, "of that version they have: -"),
+        ("9.8.0", [], "cuda", 13, "that version that they have: -"),
     ],
 )
 def test_the_other_build_of_torch_is_refused_before_anything_is_fetched(
@@ -236,7 +236,7 @@ def test_an_index_that_does_not_answer_is_not_blamed_on_torch(tmp_path: Path) ->
     assert "torch" not in caught.value.message
 
 
-def test_progress_never_runs_backwards_past_its_total(index: Index, downloads: Downloads) -> None:
+def test_progress_never_runs_backwards_past_its_total(index: Index, downloads: Downloader) -> None:
     index.ranges, index.breaks = False, 2
-    told = bring(downloads, pick(index))
+    told = fetch(downloads, pick(index))
     assert all(0 <= done <= total for _, done, total in told)

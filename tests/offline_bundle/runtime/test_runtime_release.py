@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ FACTS |= {"digest": "0" * 64, "key_fingerprint": "1" * 64}
 STAGE = """
 import json, sys
 from pathlib import Path
-from installer.base.layout import Layout
 from installer.release import release
 from installer.release.code_tree import upgrade_command
+from installer.base.layout import Layout
 layout = Layout.at(sys.argv[1])
 made = release.Release.of([json.loads(sys.argv[2])])
 changes = [made.stage(layout), made.stage(layout)]
@@ -37,12 +38,13 @@ print(json.dumps(facts))
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory, medium: Path, vendor: KeyPair) -> Path:
-    if shutil.which("unshare") is None:
-        pytest.skip("needs unshare(1) of util-linux")
-    base = tmp_path_factory.mktemp("release")
-    install(medium, bare_path(base / "path"), "--prefix", base / "p", "--trust-key", vendor.public_path)
-    return base / "p"
+def prefix(installed: Path) -> Iterator[Path]:
+    """The installed code; releases that these tests make of it are gone afterwards."""
+    yield installed
+    for made in ("opt/atoll/releases", "var/lib/atoll/state"):
+        shutil.rmtree(installed / made, ignore_errors=True)
+    for link in ("opt/atoll/current", "command"):
+        (installed / link).unlink(missing_ok=True)
 
 
 def staged(prefix: Path) -> dict:
@@ -54,12 +56,12 @@ def staged(prefix: Path) -> dict:
     return json.loads(done.stdout)
 
 
-def test_a_release_points_into_the_code(prefix: Path, medium: Path) -> None:
+def test_a_release_points_into_the_code(prefix: Path, full_medium: Path) -> None:
     facts = staged(prefix)
     assert facts["changes"] == [True, False]
     release = prefix / "opt/atoll/releases" / facts["name"]
     info = json.loads((release / "release.json").read_bytes())
-    assert info["code"].endswith(digest12(medium))
+    assert info["code"].endswith(digest12(full_medium))
     assert info["runtime"]["sequence"] == 5
     assert facts["path"] == str(prefix / "opt/atoll/code" / info["code"])
     assert facts["bytes"] > 10_000_000
@@ -73,26 +75,26 @@ def test_a_release_points_into_the_code(prefix: Path, medium: Path) -> None:
 
 
 def test_the_sequence_is_remembered_and_the_next_medium_held_against_it(
-    prefix: Path, medium: Path, vendor: KeyPair, tmp_path: Path
+    prefix: Path, full_medium: Path, vendor: KeyPair, tmp_path: Path
 ) -> None:
     staged(prefix)
     state = prefix / "var/lib/atoll/state/sequence.json"
     assert json.loads(state.read_bytes())["sequences"] == {"runtime/atoll": 5}
     path = bare_path(tmp_path / "path")
     check = ("--prefix", prefix, "--trust-key", vendor.public_path, "--verify-only")
-    assert install(medium, path, *check).returncode == 0
+    assert install(full_medium, path, *check).returncode == 0
     state.write_text(json.dumps({"sequences": {"runtime/atoll": 9}}))
-    assert install(medium, path, *check).returncode == 12
+    assert install(full_medium, path, *check).returncode == 12
     state.unlink()
 
 
-def test_an_upgrade_trusts_the_installed_install_sh(prefix: Path, medium: Path, vendor: KeyPair) -> None:
+def test_an_upgrade_trusts_the_installed_install_sh(prefix: Path, full_medium: Path, vendor: KeyPair) -> None:
     command = staged(prefix)["upgrade"]
     assert command[0] == "/bin/sh"
-    assert Path(command[1]).read_bytes() == (medium / "install.sh").read_bytes()
+    assert Path(command[1]).read_bytes() == (full_medium / "install.sh").read_bytes()
     assert Path(command[1]).is_relative_to(prefix)
     assert command[2:] == ["--medium", "/media/usb", "--prefix", str(prefix)]
-    command[3] = str(medium)
+    command[3] = str(full_medium)
     command += ["--verify-only", "--trust-key", str(vendor.public_path), "--python", str(PYTHON)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

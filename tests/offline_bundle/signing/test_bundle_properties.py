@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from offline_bundle import BundleError, BundleManifest, names, verify_bundle
 from offline_bundle.model import safetensors_header
-from offline_bundle.signing import oms
+from offline_bundle.signing import model_signing
 from offline_bundle.signing.keys import load_public
 from offline_bundle.signing.strict_json import StrictJSONError, canonical, loads
 
@@ -51,9 +51,9 @@ json_values = st.recursive(
 @example("a/../b")
 @example("K.json")  # KELVIN SIGN: equals 'K' after normalisation and case folding
 def test_an_allowed_path_is_harmless_everywhere(path: str) -> None:
-    if names.problem(path) is not None:
+    if names.path_problem(path) is not None:
         with pytest.raises(BundleError) as caught:
-            names.check(path)
+            names.check_path(path)
         assert caught.value.message.isprintable()
         return
     assert path.isascii()
@@ -68,7 +68,7 @@ def test_an_allowed_path_is_harmless_everywhere(path: str) -> None:
 @quick
 @given(st.lists(st.text(alphabet="aAbB/", min_size=1, max_size=5), max_size=6))
 def test_paths_without_collision_stay_apart_when_case_is_ignored(candidates: list[str]) -> None:
-    allowed = [p for p in candidates if names.problem(p) is None]
+    allowed = [p for p in candidates if names.path_problem(p) is None]
     found = names.collision(allowed)
     files = [p.lower() for p in allowed]
     prefixes = {p[:i] for p in allowed for i, c in enumerate(p) if c == "/"}
@@ -102,7 +102,7 @@ def test_any_bytes_give_a_value_or_one_kind_of_error(data: bytes) -> None:
     with pytest.raises(BundleError):
         BundleManifest.parse(data)
     with pytest.raises(BundleError):
-        oms.verify(data, {})
+        model_signing.verify(data, {})
 
 
 @quick
@@ -139,8 +139,8 @@ def test_a_changed_byte_never_changes_what_is_accepted(name: str, at: int, byte:
                 raise BundleError("another manifest, and so another hash")
         return
     key = load_public(pristine.keys.public_path)
-    expected, _ = oms.verify(original, {key.fingerprint: key})
-    found, error = outcome(lambda: oms.verify(changed, {key.fingerprint: key})[0])
+    expected, _ = model_signing.verify(original, {key.fingerprint: key})
+    found, error = outcome(lambda: model_signing.verify(changed, {key.fingerprint: key})[0])
     if found is not None:  # outside of what is signed, such as an unused field of the envelope
         assert found == expected
     else:

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from bundle_kit import Made, oms_accepts, refused
 
-from offline_bundle import verify_bundle
-from offline_bundle.model.verify import check_signed_manifest
-from offline_bundle.signing import oms
+from offline_bundle import untrusted_dir, verify_bundle
+from offline_bundle.bundle.verify import check_signed_manifest
+from offline_bundle.signing import model_signing
 from offline_bundle.signing.keys import KeyPair, load_private, load_trusted
-from offline_bundle.store import untrusted_dir
 from offline_bundle.store.ingest import ingest
 
 SHARD = "model/model-00001-of-00002.safetensors"
@@ -142,7 +141,7 @@ def test_both_refuse_a_stranger_who_claims_the_vendors_hint(made: Made, stranger
         for p in made.path.rglob("*")
         if p.is_file() and p.name != "model.sig"
     }
-    (made.path / "model.sig").write_bytes(oms.sign(signed, "tiny", load_private(stranger.private_path)))
+    (made.path / "model.sig").write_bytes(model_signing.sign(signed, "tiny", load_private(stranger.private_path)))
     edit_signature(made.path, lambda e: e["verificationMaterial"]["publicKey"].update(hint=made.keys.fingerprint))
     refused(10, "not valid", lambda: verify_bundle(made.path, made.trusted))
     assert not oms_accepts(made.path, made.keys.public_path)

@@ -4,7 +4,7 @@ import base64
 import json
 from pathlib import Path
 
-from bundle_kit import Made, model_signing, refused
+from bundle_kit import Made, independent_tool, refused
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -14,7 +14,7 @@ from offline_bundle import verify_bundle
 def test_a_bundle_signed_by_the_independent_tool_verifies_here(made: Made) -> None:
     ours = (made.path / "model.sig").read_bytes()
     (made.path / "model.sig").unlink()
-    done = model_signing(
+    done = independent_tool(
         "sign", "key", made.path, "--private_key", made.keys.private_path, "--signature", made.path / "model.sig"
     )
     assert done.returncode == 0, done.stderr
@@ -23,7 +23,7 @@ def test_a_bundle_signed_by_the_independent_tool_verifies_here(made: Made) -> No
 
 
 def test_a_bundle_signed_here_verifies_with_the_independent_tool(pristine: Made) -> None:
-    done = model_signing(
+    done = independent_tool(
         "verify", "key", pristine.path,
         "--signature", pristine.path / "model.sig", "--public_key", pristine.keys.public_path,
     )  # fmt: skip
@@ -51,7 +51,7 @@ def test_a_p384_signature_is_refused_as_another_kind_of_key(made: Made, tmp_path
         key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     )
     (made.path / "model.sig").unlink()
-    done = model_signing("sign", "key", made.path, "--private_key", private, "--signature", made.path / "model.sig")
+    done = independent_tool("sign", "key", made.path, "--private_key", private, "--signature", made.path / "model.sig")
     assert done.returncode == 0, done.stderr
-    refused(10, "another kind", lambda: verify_bundle(made.path, [public]))
+    refused(10, "not an ECDSA P-256", lambda: verify_bundle(made.path, [public]))
     refused(10, "not trusted", lambda: verify_bundle(made.path, made.trusted))

@@ -69,7 +69,7 @@ def test_other_kinds_of_keys_are_refused(kind: str, tmp_path: Path) -> None:
     private.write_bytes(key.private_bytes(PEM, PKCS8, PLAIN))
     private.chmod(0o600)
     public.write_bytes(key.public_key().public_bytes(PEM, SPKI))
-    refused(10, "another kind", lambda: keys.load_public(public))
+    refused(10, "not an ECDSA P-256", lambda: keys.load_public(public))
     refused(2, "P-256", lambda: keys.load_private(private))
 
 

@@ -179,13 +179,13 @@ def test_a_finished_file_that_was_touched_is_hashed_again(pristine: Made, tmp_pa
     store = tmp_path / "store"
 
     def work() -> None:
-        real, seen = ingest_module._Ingest._appear, []
+        real, seen = ingest_module._Ingest._publish, []
 
         def die(self: Any) -> None:
             seen.append(real)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        ingest_module._Ingest._appear = die
+        ingest_module._Ingest._publish = die
         ingest(pristine.path, pristine.trusted, store)
 
     assert in_child(work) == -signal.SIGKILL
@@ -268,7 +268,8 @@ def test_a_damaged_entry_is_noticed_and_replaced(pristine: Made, tmp_path: Path)
     with target.open("r+b") as f:
         f.write(b"\xff")
     os.chmod(target, 0o444)
-    refused(11, "not as they were left", lambda: verify_model(store, found.digest, pristine.trusted, deep=False))
+    quick = lambda: verify_model(store, found.digest, pristine.trusted, deep=False)  # noqa: E731
+    refused(11, "changed after the last verification", quick)
     refused(11, SHARD, lambda: verify_model(store, found.digest, pristine.trusted, deep=True))
     assert ingest(pristine.path, pristine.trusted, store).copied_bytes > 0
     good(pristine, store)

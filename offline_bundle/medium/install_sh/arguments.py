@@ -1,18 +1,20 @@
-"""What the operator says to install.sh, and which of it is for `atoll install`. A part of install.sh."""
+"""The command line of install.sh, and which of its options are for `atoll install`. A part of install.sh."""
 
 import json
 import os
 import re
 import tomllib
 
-from offline_bundle.medium.check import FINGERPRINT_DIGITS, MAX_SMALL, USAGE, Refused
-from offline_bundle.medium.hash_words import from_words
-from offline_bundle.medium.words import t
+from offline_bundle.errors import USAGE
+from offline_bundle.limits import MAX_SMALL_FILE
+from offline_bundle.medium.install_sh.terminal import refused
+from offline_bundle.medium.language import t
+from offline_bundle.signing.hash_words import from_words
 
 HELP = t("""\
 Install Atoll from this medium.
 
-  cp install.sh /root && cd /root && sha256sum install.sh     first of all: compare it with the vendor's letter
+  cp install.sh /root && cd /root && sha256sum install.sh     first: compare it with the vendor's letter
   sudo sh install.sh --medium DIR --fingerprint "1f2e 3d4c ..."   first install; the digits come from the letter, too
   sudo sh install.sh --medium DIR --trust-key vendor.pub      the same, with the vendor's key file, not from the disk
   sudo sh install.sh --medium DIR                             upgrade: the keys of the first install are trusted
@@ -20,7 +22,7 @@ Install Atoll from this medium.
 Options:
   --fingerprint HEX      the vendor's key, by 32 or more digits of its fingerprint, or by its words (16 or more)
   --trust-key FILE       the vendor's key, as a file that does not come from the medium; repeatable
-                         A key that is named is the only one that counts; installed ones are left out.
+                         If you name a key, only that key counts; installed keys are ignored.
   --prefix DIR           install below DIR, without root; otherwise root is needed, and / is used
   --medium DIR           where the medium is (default: the directory of install.sh)
   --python DIR           a Python >= 3.11 that does not come from the medium (default: the server's python3)
@@ -29,7 +31,7 @@ Options:
   --dry-run              show what would be done and stop; nothing is kept
   --allow-downgrade WHY  accept an older runtime than the installed one
   --answers FILE         an answers file of `atoll install` for an unattended install
-  --lang ko|en           the language of what is said (default: the system's)
+  --lang ko|en           the language of messages (default: the system's)
   --help                 this text; `atoll install --help` explains all other options, which are passed on
 
 This script came with the disk. It can check everything else on it, but not itself: compare its SHA-256 with the
@@ -38,12 +40,13 @@ vendor's letter before you start it, and start the copy that you compared.
 Exit codes: 0 ok, 2 usage, 3 the server lacks something, 10 not trusted, 11 content differs, 12 older than installed,
 13 something is missing, 30 space or I/O, 75 another install runs, 130 interrupted; others: `atoll install --help`.
 """)
+FINGERPRINT_DIGITS = 32  # the least: 128 bits, for which nobody can make a second key
 OWN = ("--fingerprint", "--medium", "--python")  # with a value, not passed on
 SHARED = ("--prefix", "--trust-key", "--answers", "--bundle", "--allow-downgrade")  # with a value, passed on
 
 
 class Options:
-    """The arguments: what this part needs of them, and what goes on to `atoll install`."""
+    """The parsed arguments: those of install.sh itself, and those passed on to `atoll install`."""
 
     def __init__(self, script, arguments):
         self.values = {name: [] for name in (*OWN, *SHARED)}
@@ -55,7 +58,7 @@ class Options:
             if name in self.values:
                 if not equals:
                     if not left:
-                        raise Refused(USAGE, t("{name} needs a value.", name=name), t("Help: sh install.sh --help"))
+                        raise refused(USAGE, t("{name} needs a value.", name=name), t("Help: sh install.sh --help"))
                     value = left.pop(0)
                 self.values[name].append(value)
                 if name in ("--answers", "--bundle", "--allow-downgrade"):
@@ -86,14 +89,14 @@ class Options:
             return {}
         try:
             with open(path, "rb") as file:
-                data = file.read(MAX_SMALL).decode()
+                data = file.read(MAX_SMALL_FILE).decode()
             answers = json.loads(data) if data.lstrip().startswith("{") else tomllib.loads(data)
             keys, prefix = answers.get("trust_keys", []), answers.get("prefix", "")
             if not isinstance(prefix, str) or not all(isinstance(key, str) for key in keys):
                 raise ValueError("prefix or trust_keys is odd")
             return answers
         except (OSError, ValueError, TypeError, AttributeError) as e:
-            raise Refused(
+            raise refused(
                 USAGE,
                 t("The answers file {path} cannot be used: {why}.", path=path, why=e),
                 t("Correct it and run again."),
@@ -110,19 +113,19 @@ class Options:
 
 
 def digits(text):
-    """A fingerprint as typed, in digits or in words -> lower-case hex. Spaces, colons and capitals do not matter."""
+    """A fingerprint as typed, in digits or words, as lower-case hex. Spaces, colons and capitals are ignored."""
     plain = re.sub(r"[\s:]", "", text).lower()
     if re.search(r"[g-z]", plain):
         try:
             plain = from_words(text)
         except ValueError as e:
-            raise Refused(
+            raise refused(
                 USAGE,
-                t("Word {number} of the fingerprint is not one that can be there.", number=e.args[0]),
-                t("Words alternate between two and three syllables: was one left out, or said twice?"),
+                t("Word {number} of the fingerprint is not in the word list for its position.", number=e.args[0]),
+                t("Words alternate between two and three syllables: one may be missing or repeated."),
             ) from None
     if not (FINGERPRINT_DIGITS <= len(plain) <= 64 and re.match(r"[0-9a-f]+\Z", plain)):
-        raise Refused(
+        raise refused(
             USAGE,
             t("A fingerprint has 64 hex digits or 32 words; give at least the first {digits} digits or {words} words.",
               digits=FINGERPRINT_DIGITS, words=FINGERPRINT_DIGITS // 2),

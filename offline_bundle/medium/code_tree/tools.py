@@ -1,4 +1,4 @@
-"""Tools of those that make a release's tree: other Pythons run quietly, files written. A part of setup_release.py."""
+"""Helpers: run other Pythons, spread work over processes, write files. A part of setup_release.py."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ CONTENT, SPACE_IO, BUG = 11, 30, 1
 
 
 def t(source, /, **values):
-    """`source` with its {placeholders} filled in. install.sh puts its own in place of this, which may speak Korean."""
+    """`source` with its {placeholders} filled in. install.sh replaces this function by its own, which translates."""
     return source.format(**values)
 
 
@@ -26,7 +26,7 @@ def tag():
 
 
 def environment(temporary):
-    """Nothing of the operator's: no proxies, no pip settings, no paths."""
+    """An environment without the operator's proxies, pip settings and paths."""
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": temporary,
@@ -42,9 +42,9 @@ def processors():
 
 
 def run_all(commands, temporary, deed, refused, tick, fine=(0,)):
-    """Run Pythons of our own side by side, quietly; the last words of one that fails are shown.
+    """Run commands side by side without output; if one fails, the error shows its last lines.
 
-    Each has a directory of its own for what it puts down meanwhile. `tick` is called now and then.
+    Each command has a temporary directory of its own. `tick` is called a few times a second.
     """
     with contextlib.ExitStack() as logs:
         running = []
@@ -83,7 +83,7 @@ def run_all(commands, temporary, deed, refused, tick, fine=(0,)):
 def in_processes(work, items, done=lambda count: None):
     """[work(item) for item in items] without the Nones, on all processors; results are strings, in no order.
 
-    `done(count)` is told how many items more are finished. Raises OSError for one that a worker met.
+    `done(count)` is called with the number of items just finished. Raises OSError if a worker did.
     """
     count = max(1, min(processors(), len(items)))
     found, workers = [], {}
@@ -120,7 +120,7 @@ def in_processes(work, items, done=lambda count: None):
 
 
 def _work(work, items, writing):
-    """A child of in_processes: a line for each item, and the exit status tells of an error. Never returns."""
+    """A child of in_processes: writes a line for each item; its exit status reports an error. Never returns."""
     code = errno.EIO
     try:
         for signal_of_parent in (signal.SIGTERM, signal.SIGINT):
@@ -135,7 +135,7 @@ def _work(work, items, writing):
 
 
 def quoted(text):
-    """One word of a shell."""
+    """`text` quoted as one word for a shell."""
     return "'" + text.replace("'", "'\\''") + "'"
 
 

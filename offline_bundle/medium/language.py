@@ -1,5 +1,8 @@
-"""The words of install.sh in the operator's language, chosen as installer/base/i18n.py does: --lang, then $ATOLL_LANG,
-then the system's; English where Hangul cannot be shown."""
+"""Messages in the operator's language. A part of install.sh, where it stands in for offline_bundle/text.py.
+
+The language is chosen as installer/base/i18n.py does: --lang, then $ATOLL_LANG, then the system's; English where Hangul
+cannot be shown. A message is translated when it is made, because there is only one reader.
+"""
 
 import os
 import sys
@@ -27,10 +30,32 @@ def speaks_korean(environment, arguments, encodings):
 SPEAKS_KOREAN = speaks_korean(os.environ, sys.argv, [getattr(f, "encoding", None) for f in (sys.stdout, sys.stderr)])
 
 
+class Text(str):
+    """A message of ours, as opposed to text that came from the medium."""
+
+    __slots__ = ("source", "values")
+
+    def with_values(self, change):
+        """The same message with each of its values changed."""
+        return _filled_in(self.source, {name: change(value) for name, value in self.values.items()})
+
+
 def t(source, /, **values):
     """`source` in the operator's language, with its {placeholders} filled in."""
+    return _filled_in(source, values)
+
+
+def _filled_in(source, values):
     said = KOREAN.get(source) if SPEAKS_KOREAN else None
-    return (said or source).format(**values)
+    text = Text((said or source).format(**values))
+    text.source, text.values = source, values
+    return text
+
+
+def plain(error):
+    """The message that `error` was made with, if it is one of ours; else its text."""
+    said = error.args[0] if len(error.args) == 1 else None
+    return said if isinstance(said, Text) else str(error)
 
 
 def reason(error):

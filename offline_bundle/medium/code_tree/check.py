@@ -1,11 +1,11 @@
-"""A release's tree held against what its vendor signed, to the last file. A part of setup_release.py.
+"""Compare every file of a release's tree with what its vendor signed. A part of setup_release.py.
 
     lib/           the list of the wheels' contents (share/requirements/<abi>.json), whose hash is in bundle.json
     lib/*.pyc      made again from the verified sources and compared
     share/         bundle.json itself
     start.py       the text in share/setup/setup_release.py; bin/atoll the same, with this server's Python
     trust/*.pub    their names are their fingerprints
-    pip's notes    files.json alone, which nobody signed: no Python imports them
+    pip's notes    only files.json, which nobody signed: no Python imports them
 """
 
 import ast
@@ -16,11 +16,11 @@ import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
-from offline_bundle.medium.bytecode import bytecode_path, differing_bytecode
-from offline_bundle.medium.tree_packages import NEEDLESS
-from offline_bundle.medium.tree_tools import processors, quoted, tag
+from offline_bundle.medium.code_tree.bytecode import bytecode_path, differing_bytecode
+from offline_bundle.medium.code_tree.packages import BUILD_ONLY
+from offline_bundle.medium.code_tree.tools import processors, quoted, tag
 
-UNSIGNED = ("files.json", "runtime.json")  # they describe the tree for those who run it; nothing here rests on them
+UNSIGNED = ("files.json", "runtime.json")  # describe the tree for its user; no check relies on them
 SHARED = ("docs/", "licenses/", "sbom/", "units/", "setup/", "requirements/")
 MAX_LISTING = 64 << 20
 _NOTES = re.compile(r"lib/[^/]+\.dist-info/(RECORD|INSTALLER|REQUESTED)\Z")
@@ -29,11 +29,11 @@ _SETUP = "share/setup/setup_release.py"
 
 
 def check_tree(tree, abi, digest, progress=lambda done, total: None):
-    """Paths below `tree` that differ, are missing, or do not belong there; in order.
+    """Paths below `tree` that differ, are missing, or do not belong there; sorted.
 
-    `digest` is the SHA-256 of the bundle.json whose signature the caller has verified. `abi`: "cp311", whose list of
-    packages was installed; the bytecode of another Python than this one is passed over. `progress(done, total)` is
-    told in bytes. Raises OSError where the disk cannot be read.
+    `digest` is the SHA-256 of the bundle.json whose signature the caller has verified. `abi` ("cp311") selects the list
+    of packages that was installed; bytecode of another Python than this one is skipped. `progress(done, total)` counts
+    bytes. Raises OSError if the disk cannot be read.
     """
     try:
         signed, (place, python) = _signed_files(tree, abi, digest), _place_of(tree)
@@ -41,9 +41,9 @@ def check_tree(tree, abi, digest, progress=lambda done, total: None):
         return [str(e)]
     listed = _listed_files(tree)
     there, wrong = _files_of(tree)
-    wrong |= {path for path in signed if path not in there and not path.startswith(NEEDLESS)}
+    wrong |= {path for path in signed if path not in there and not path.startswith(BUILD_ONLY)}
     cached = {bytecode_path(path): path for path in signed if path.startswith("lib/") and path.endswith(".py")}
-    if abi != tag():  # made by a Python that does not run here, so nothing can tell whether it is right
+    if abi != tag():  # made by another Python, so it cannot be recomputed here
         there = {path for path in there if not path.endswith(f".cpython-{abi.removeprefix('cp')}.pyc")}
     expected = {}
     for path in there:
@@ -69,7 +69,7 @@ def check_tree(tree, abi, digest, progress=lambda done, total: None):
                 wrong.add(path)
     average = sum(signed[path]["size"] for path in modules) // max(len(modules), 1)
     sound = {path: sha256 for path, sha256 in modules.items() if path not in wrong and path in there}
-    wrong |= {bytecode_path(path) for path in modules.keys() - sound.keys()}  # of a source that does not hold
+    wrong |= {bytecode_path(path) for path in modules.keys() - sound.keys()}  # bytecode of a changed source
     wrong.update(differing_bytecode(tree, place, sound, lambda count: told(count * average)))
     wrong |= _odd_launchers(tree, place, python)
     wrong |= {path for path in there if (key := _KEY.match(path)) and _hash(os.path.join(tree, path))[:16] != key[1]}
@@ -77,11 +77,11 @@ def check_tree(tree, abi, digest, progress=lambda done, total: None):
 
 
 class _Differs(ValueError):
-    """The file named by the first argument is not what was signed, so nothing that it says counts."""
+    """The file named by the first argument is not what was signed, so its content must not be used."""
 
 
 def _signed_files(tree, abi, digest):
-    """path -> SHA-256 and size, of every file of the tree that the signature covers."""
+    """path -> SHA-256 and size of every file of the tree that the signature covers."""
     name = "share/bundle.json"
     try:
         text = _read(os.path.join(tree, name))
@@ -99,7 +99,7 @@ def _signed_files(tree, abi, digest):
 
 
 def _place_of(tree):
-    """The path that the tree was made for, which must be this very tree, and the Python that it was made for."""
+    """The path that the tree was made for (which must be this tree) and the Python that it was made for."""
     try:
         facts = json.loads(_read(os.path.join(tree, "runtime.json")))
         place, python = facts["place"], facts["python"]
@@ -111,7 +111,7 @@ def _place_of(tree):
 
 
 def _listed_files(tree):
-    """Of files.json: size and hash of pip's notes, as they were at the install."""
+    """Size and hash of pip's notes at install time, from files.json."""
     try:
         files = json.loads(_read(os.path.join(tree, "files.json")))["files"]
         return {p: {"sha256": str(e["sha256"]), "size": int(e["size"])} for p, e in files.items() if _NOTES.match(p)}
@@ -120,7 +120,7 @@ def _listed_files(tree):
 
 
 def _files_of(tree):
-    """(regular files, everything else that is no directory), by path below the tree."""
+    """(regular files, everything else except directories), as paths below the tree."""
     regular, odd, signature = set(), set(), ("share/bundle.json", "share/model.sig")
     for where, names, files in os.walk(tree, onerror=_raise):
         for name in [*files, *names]:
@@ -139,7 +139,7 @@ def _raise(error):
 
 
 def _odd_launchers(tree, place, python):
-    """start.py and bin/atoll, unless they are what the signed setup program of this very tree writes."""
+    """Those of start.py and bin/atoll that differ from what the signed setup program in this tree writes."""
     texts = {}
     try:
         for node in ast.parse(_read(os.path.join(tree, _SETUP))).body:

@@ -1,14 +1,14 @@
-"""Makes a release's code tree from the verified copy of a runtime. Signed, and started by install.sh.
+"""Make a release's code tree from the verified copy of a runtime. Signed, and started by install.sh.
 
     <base>/<version>-<12 hex>/
       bin/atoll  start.py      the launcher: this tree's packages, the server's Python, nothing else
       lib/                     every package, compiled ahead
       share/                   docs, licences, units, bill of materials, bundle.json and model.sig as they were signed
-      trust/<16 hex>.pub       the key, when the operator named it in the run that made the tree
-      files.json runtime.json  the hash of every file above, and what this is; runtime.json is the sign of completeness
+      trust/<16 hex>.pub       the vendor's key, if the operator named it in the run that made the tree
+      files.json runtime.json  the hash of every file above, and what this tree is (none: incomplete)
 
-The tree is made under another name and appears by one rename. Nothing writes to it later. Only the standard library.
-This is the order of things; on the medium the parts are one file.
+The tree is made under another name and appears in one rename. Nothing writes to it later. This module is the order of
+the steps; scripts.py joins it with the other parts into one file.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ import shutil
 import subprocess
 import time
 
-from offline_bundle.medium.tree_check import check_tree
-from offline_bundle.medium.tree_contents import add_rest, describe, describe_to_look, try_it
-from offline_bundle.medium.tree_packages import compile_all, install_packages, unpack_to_look
-from offline_bundle.medium.tree_tools import t, tag
+from offline_bundle.medium.code_tree.check import check_tree
+from offline_bundle.medium.code_tree.contents import add_rest, check_start, describe, describe_for_dry_run
+from offline_bundle.medium.code_tree.packages import compile_all, install_packages, unpack_for_dry_run
+from offline_bundle.medium.code_tree.tools import t, tag
 
 
-def is_whole(facts, say, progress_of):
-    """Whether the tree is there and is what was signed, to the last file, by the reckoning of this medium alone."""
+def is_complete(facts, say, progress_of):
+    """Whether the tree exists and every file is what was signed, judged by this medium's own code."""
     final = os.path.join(facts["base"], facts["name"])
     if not os.path.isfile(os.path.join(final, "runtime.json")):
         return False
@@ -38,14 +38,13 @@ def is_whole(facts, say, progress_of):
 
     wrong = check_tree(final, tag(), digest, told)
     if wrong:
-        say(t("The code in {final} is not what was signed ({path}, {count} in all); it is made again.", final=final,
+        say(t("The code in {final} is not what was signed ({path}, {count} in all); it will be rebuilt.", final=final,
               path=wrong[0], count=len(wrong)))
     return not wrong
 
 
 def make_tree(facts, say, progress_of, refused):
-    """Build `facts["base"]/facts["name"]` where `facts["make"]` asks for it. `refused(code, message, hint)` is the
-    error to raise."""
+    """Build `facts["base"]/facts["name"]` if `facts["make"]`. `refused(exit_code, message, hint)` makes an error."""
     manifest, base, incoming = facts["manifest"], facts["base"], facts["incoming"]
     final, partial = os.path.join(base, facts["name"]), os.path.join(base, f".partial-{facts['name']}")
     replaced = os.path.join(base, f".partial-replaced-{facts['name']}")
@@ -53,38 +52,39 @@ def make_tree(facts, say, progress_of, refused):
         if left_over.startswith((".partial-", ".incoming-")) and os.path.join(base, left_over) != incoming:
             shutil.rmtree(os.path.join(base, left_over), ignore_errors=True)
     if not facts["make"]:
-        say(t("The code is already in {final}, and is as it was signed.", final=final))
+        say(t("The code is already in {final} and matches what was signed.", final=final))
         return
     began = time.monotonic()
-    if facts["look"]:
-        unpack_to_look(facts, final)
+    if facts["dry_run"]:
+        unpack_for_dry_run(facts, final)
         add_rest(facts, final, final)
-        describe_to_look(facts, final)
-        say(t("Ready to look ({seconds:.0f} s). Nothing of it stays.", seconds=time.monotonic() - began))
+        describe_for_dry_run(facts, final)
+        say(t("Ready for the dry run ({seconds:.0f} s). It will be removed afterwards.",
+              seconds=time.monotonic() - began))
         return
     try:
         os.mkdir(partial, 0o755)
         install_packages(facts, partial, progress_of, refused)
-        shutil.rmtree(os.path.join(incoming, "wheels"))  # before the disk has to keep them
+        shutil.rmtree(os.path.join(incoming, "wheels"))  # before the disk writes them out
         say(t("Preparing the packages: bytecode, launcher, hashes ..."))
         compile_all(partial, final)
         add_rest(facts, partial, final)
-        try_it(partial, manifest["version"], refused)
+        check_start(partial, manifest["version"], refused)
         describe(facts, partial, final, refused)
         os.sync()  # a power cut after the rename must not find half a tree
-        if os.path.lexists(final):  # it was found to differ
+        if os.path.lexists(final):  # it differs from what was signed
             os.rename(final, replaced)
         os.rename(partial, final)
         _sync_directory(base)
     finally:
         for left_over in (partial, replaced):
             shutil.rmtree(left_over, ignore_errors=True)
-    say(t("Code installed in {final} ({seconds:.0f} s). It stays for the next try if the rest stops.", final=final,
-          seconds=time.monotonic() - began))
+    say(t("Code installed in {final} ({seconds:.0f} s). It is kept for the next attempt if a later step fails.",
+          final=final, seconds=time.monotonic() - began))
 
 
-def hand_over(facts, options, lock):
-    """Become `atoll install` of the new tree. The tree of a dry run or preflight is removed behind it."""
+def start_install(facts, options, lock):
+    """Become `atoll install` of the new tree. The tree of a dry run or preflight is removed afterwards."""
     tree = os.path.join(facts["base"], facts["name"])
     command = [os.path.join(tree, "bin/atoll"), "preflight" if options.preflight else "install"]
     if options.prefix:
@@ -106,9 +106,9 @@ def hand_over(facts, options, lock):
 
 
 def _named_key(facts, tree):
-    """A file of the key that was named by its fingerprint, so that `atoll install` trusts this one only, too.
+    """A file with the key that was named by its fingerprint, so that `atoll install` also trusts only this one.
 
-    A tree that was there before may lack it; the file beside the trees goes when the next install is committed.
+    A tree from an earlier run may lack it; the file beside the trees is removed when the next install is committed.
     """
     name = facts["key"]["fingerprint"][:16] + ".pub"
     path = os.path.join(tree, "trust", name)

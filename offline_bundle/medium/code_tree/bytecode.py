@@ -1,4 +1,4 @@
-"""Bytecode that follows from its source alone: a check makes it again and compares. A part of setup_release.py.
+"""Bytecode that depends only on its source, so that a check can recompute and compare it. A part of setup_release.py.
 
 What `compileall` writes depends on the process that wrote it: the marshal format marks the objects that happen to be
 shared. Version 2 of the format has no such marks, so the same source, path and Python always give the same file.
@@ -12,9 +12,9 @@ import re
 import sys
 import warnings
 
-from offline_bundle.medium.tree_tools import in_processes
+from offline_bundle.medium.code_tree.tools import in_processes
 
-# What the server does not import when it serves; it would still run, only without bytecode made ahead.
+# Modules that a serving process does not import. They still work, only without precompiled bytecode.
 NOT_COMPILED = re.compile(
     r"/(tests?|sympy|networkx|mpmath|setuptools|torchgen|functorch|huggingface_hub)/"
     r"|/torch/(_inductor|testing|onnx)/"
@@ -24,9 +24,8 @@ _FORMAT = 2
 
 
 def bytecode(source, path):
-    """The .pyc file of `source` (bytes) at `path`; None for a template that is no Python, or what has no fixed form.
-
-    (Python 3.14 has constants that version 2 of the format cannot hold; such modules are compiled when they load.)
+    """The .pyc file of `source` (bytes) at `path`; None for templates that are not Python, and for code without a fixed
+    form (Python 3.14 has constants that version 2 of the format cannot hold; such modules are compiled on import).
     """
     try:
         with warnings.catch_warnings():
@@ -46,7 +45,7 @@ def bytecode_path(path):
 
 
 def make_bytecode(tree, final, paths, done=lambda count: None):
-    """Write the bytecode of those of `paths` (modules below `tree`) that have any, as for a tree at `final`.
+    """Write the bytecode of `paths` (modules below `tree`, which will be moved to `final`).
 
     Durable only after a sync. Raises OSError.
     """
@@ -67,10 +66,11 @@ def make_bytecode(tree, final, paths, done=lambda count: None):
 
 
 def differing_bytecode(tree, place, modules, done=lambda count: None):
-    """Bytecode below `tree` that does not follow from its module. `modules`: path -> SHA-256 of the verified source;
-    `place`: the path of the tree that the bytecode was made for.
+    """Bytecode below `tree` that differs from what its module compiles to.
 
-    Nothing of it is loaded or parsed: it is made again from the source and compared. Raises OSError.
+    `modules`: path -> SHA-256 of the verified source; `place`: the path of the tree that the bytecode was made for.
+
+    It is never loaded or parsed, only compared with freshly compiled bytecode. Raises OSError.
     """
 
     def compare(path):

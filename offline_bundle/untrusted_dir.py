@@ -1,25 +1,26 @@
 """Reading an untrusted directory: every open is relative to a directory descriptor and never follows a link.
 
-What is checked (regular file, size) is checked on the descriptor that is then read, so nothing on the medium can
-be exchanged between the check and the read.
+A file's type and size are checked on the descriptor that is then read, so nothing can be exchanged between the check
+and the read. A part of install.sh: a server checks a medium with the same code before anything is installed.
 """
 
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offline_bundle import limits, names
 from offline_bundle.errors import CONTENT, MISSING, SPACE_IO, BundleError
+from offline_bundle.limits import MAX_FILES, MIB
+from offline_bundle.names import check_path, litter_hint, show
 from offline_bundle.text import reason, t
 
-_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must fail the regular-file check, not wait for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_MAX_ENTRIES = 2 * limits.MAX_FILES
+_MAX_ENTRIES = 2 * MAX_FILES
 
 
 @dataclass
@@ -59,7 +60,7 @@ def open_directory(root: int, path: str) -> Iterator[int]:
     fd = os.dup(root)
     try:
         for step in path.split("/") if path else ():
-            below = os.open(step, _DIR, dir_fd=fd)
+            below = os.open(step, DIRECTORY, dir_fd=fd)
             os.close(fd)
             fd = below
         yield fd
@@ -97,14 +98,14 @@ def read_small(root: int, path: str, limit: int) -> bytes:
         parts: list[bytes] = []
         left = limit + 1
         try:
-            while left > 0 and (part := os.read(fd, min(left, limits.MIB))):
+            while left > 0 and (part := os.read(fd, min(left, MIB))):
                 parts.append(part)
                 left -= len(part)
         except OSError as e:
             raise read_failed(path, e) from e
     if left <= 0:
         raise BundleError(
-            t("{path} is larger than the {limit} bytes it may have.", path=names.show(path), limit=limit),
+            t("{path} is larger than the {limit} bytes allowed.", path=show(path), limit=limit),
             t("The bundle is damaged or hostile; do not use it."),
             CONTENT,
         )
@@ -129,13 +130,13 @@ def _walk(fd: int, prefix: str, tree: Tree, skip: Callable[[str], bool]) -> None
                 continue
             if len(tree.files) + len(tree.directories) >= _MAX_ENTRIES:
                 raise _flood()
-            names.check(path)
+            check_path(path)
             info = os.stat(name, dir_fd=fd, follow_symlinks=False)
             if stat.S_ISREG(info.st_mode):
                 tree.files[path] = info.st_size
             elif stat.S_ISDIR(info.st_mode):
                 tree.directories.add(path)
-                below = os.open(name, _DIR, dir_fd=fd)
+                below = os.open(name, DIRECTORY, dir_fd=fd)
                 try:
                     _walk(below, path + "/", tree, skip)
                 finally:
@@ -158,6 +159,27 @@ def _entries(fd: int) -> list[str]:
     return sorted(found)
 
 
+def check_file_set(root: int, sizes: Mapping[str, int]) -> None:
+    """Exactly the files in `sizes` (path → bytes) are below `root`, and no directory that holds none of them.
+
+    Raises BundleError: content (a file too many, another size, a link), missing, space/IO.
+    """
+    tree = walk(root)
+    directories = {path[:i] for path in sizes for i, c in enumerate(path) if c == "/"}
+    for path in sorted((tree.files.keys() - sizes.keys()) | (tree.directories - directories)):
+        raise BundleError(t("{path} is not part of what was signed.", path=show(path)), litter_hint(path), CONTENT)
+    for path, size in sorted(sizes.items()):
+        if path not in tree.files:
+            raise missing(path)
+        if tree.files[path] != size:
+            raise BundleError(
+                t("{path} has {found} bytes where {size} were signed: it is cut off or changed.", path=show(path),
+                  found=tree.files[path], size=size),
+                t("Copy the bundle again from its source."),
+                CONTENT,
+            )
+
+
 def _flood() -> BundleError:
     return BundleError(
         t("The directory holds more than {most} entries.", most=_MAX_ENTRIES),
@@ -169,7 +191,7 @@ def _flood() -> BundleError:
 def missing(path: str) -> BundleError:
     """The error for a file that should be there."""
     return BundleError(
-        t("The file {path} is missing.", path=names.show(path)),
+        t("The file {path} is missing.", path=show(path)),
         t("The copy is incomplete: copy the bundle again."),
         MISSING,
     )
@@ -178,7 +200,7 @@ def missing(path: str) -> BundleError:
 def read_failed(path: str, e: OSError) -> BundleError:
     """The error for a medium that cannot be read."""
     return BundleError(
-        t("Reading {path} failed: {why}.", path=names.show(path), why=reason(e)),
+        t("Reading {path} failed: {why}.", path=show(path), why=reason(e)),
         t("The disk may be damaged or unplugged; try again or use another copy."),
         SPACE_IO,
     )
@@ -186,6 +208,6 @@ def read_failed(path: str, e: OSError) -> BundleError:
 
 def _odd(path: str, what: str) -> BundleError:
     return BundleError(
-        t("{path} {what}; a bundle holds regular files only.", path=names.show(path), what=what),
-        names.litter_hint(path),
+        t("{path} {what}; a bundle holds regular files only.", path=show(path), what=what),
+        litter_hint(path),
     )

@@ -1,5 +1,7 @@
-"""What a release's tree holds besides packages, and its description: launcher, documents, key, the hash of every file.
-A part of setup_release.py."""
+"""The rest of a release's tree: launcher, documents, key, and the list of all files with their hashes.
+
+A part of setup_release.py.
+"""
 
 import hashlib
 import json
@@ -10,8 +12,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from offline_bundle.medium.tree_packages import NEEDLESS
-from offline_bundle.medium.tree_tools import BUG, CONTENT, environment, processors, python, quoted, t, tag, write
+from offline_bundle.medium.code_tree.packages import BUILD_ONLY
+from offline_bundle.medium.code_tree.tools import BUG, CONTENT, environment, processors, python, quoted, t, tag, write
 
 LAUNCHER = """\
 #!/bin/sh
@@ -41,7 +43,7 @@ if __name__ == "__main__":  # processes that multiprocessing starts import this 
 
 
 def add_rest(facts, partial, final):
-    """Launcher, documents, the signed description, and the key if it is new."""
+    """Add the launcher, the documents, the signed manifest, and the key if it is new."""
     incoming = facts["incoming"]
     for name in ("docs", "licenses", "sbom", "units", "setup", "requirements"):
         if os.path.isdir(os.path.join(incoming, name)):
@@ -55,8 +57,8 @@ def add_rest(facts, partial, final):
         write(partial, f"trust/{facts['key']['fingerprint'][:16]}.pub", facts["key"]["pem"].decode())
 
 
-def try_it(partial, version, refused):
-    """The packages load, and say the version that was signed."""
+def check_start(partial, version, refused):
+    """Check that the packages load and report the version that was signed."""
     command = python(os.path.join(partial, "start.py"), "--version")
     done = subprocess.run(command, env=environment(partial), capture_output=True, text=True, check=False)
     if done.returncode or done.stdout.strip() != version:
@@ -69,10 +71,10 @@ def try_it(partial, version, refused):
 
 
 def describe(facts, partial, final, refused):
-    """files.json and runtime.json, and every mode: readable by all, writable by none.
+    """Write files.json and runtime.json, and make every file readable by all and writable by none.
 
-    What pip unpacked must be what the vendor found in the same wheels, to the last file. Bytecode is not listed: it is
-    compared with what the sources give (bytecode.py).
+    What pip unpacked must be what the vendor found in the same wheels, file by file. Bytecode is not listed: a check
+    recomputes it from the sources (bytecode.py).
     """
     paths = [os.path.join(directory, name) for directory, _, names in os.walk(partial) for name in names]
     paths = [path for path in paths if not os.path.islink(path)]
@@ -90,11 +92,11 @@ def describe(facts, partial, final, refused):
     with open(os.path.join(facts["incoming"], "requirements", f"{tag()}.json"), "rb") as file:
         signed = json.loads(file.read())["files"]
     for path, expected in signed.items():
-        if files.get(f"lib/{path}") != expected and not f"lib/{path}".startswith(NEEDLESS):
+        if files.get(f"lib/{path}") != expected and not f"lib/{path}".startswith(BUILD_ONLY):
             raise refused(
                 CONTENT,
                 t("lib/{path} is not what the vendor signed.", path=path),
-                t("Check the disk (dmesg), run again."),
+                t("Check the disk (dmesg), then run again."),
             )
     size = sum(f["size"] for f in files.values())
     files = {path: files[path] for path in sorted(files) if not path.endswith(".pyc")}
@@ -106,14 +108,14 @@ def describe(facts, partial, final, refused):
         os.chmod(directory, 0o755)  # noqa: S103  everybody may read it
 
 
-def describe_to_look(facts, final):
-    """runtime.json alone: the tree is gone when the look is done."""
+def describe_for_dry_run(facts, final):
+    """Write runtime.json only: the tree is removed after the dry run."""
     size = facts["manifest"]["requires"]["unpacked_bytes"]
     write(final, "runtime.json", json.dumps(_facts_of(facts, final, size), indent=2) + "\n")
 
 
 def _facts_of(facts, final, size):
-    """runtime.json: what a tree is."""
+    """The content of runtime.json, which identifies a tree."""
     manifest = facts["manifest"]
     with open(os.path.join(facts["incoming"], "bundle.json"), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

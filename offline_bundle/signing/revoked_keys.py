@@ -3,8 +3,8 @@
     {"revoked": [{"at": "2026-01-31T12:00:00Z", "by": "root", "fingerprint": "<64 hex>", "reason": "…"}, …],
      "schema_version": 1}
 
-The installed Atoll writes the list and reads it with the same functions. What cannot be read or understood is refused
-and never taken for an empty list: else damaging the file would bring a stolen key back.
+The installed Atoll writes the list and reads it with the same functions. A list that cannot be read or understood is
+an error, never an empty list: otherwise damaging the file would bring a stolen key back.
 """
 
 import json
@@ -17,8 +17,8 @@ MAX_LIST = 1 << 20
 FINGERPRINT = re.compile(r"[0-9a-f]{64}\Z")
 
 
-def fit_to_trust(path, info, t):
-    """Raise ValueError unless only the owner of the installation may change `path`, whose facts are `info`."""
+def check_owner(path, info, t):
+    """Raise ValueError unless only the owner of the installation may change `path` (whose stat is `info`)."""
     owners = {0, os.geteuid()}
     folder = path if stat.S_ISDIR(info.st_mode) else os.path.dirname(path)
     owners.add(os.stat(os.path.dirname(os.path.dirname(folder))).st_uid)  # of etc, for a prefix of another user
@@ -29,19 +29,19 @@ def fit_to_trust(path, info, t):
 
 
 def check_folder(folder, t):
-    """Whether the directory of keys is there. Raises OSError, ValueError where others could put keys into it."""
+    """Whether the directory of keys exists. Raises OSError, or ValueError if others could put keys into it."""
     try:
         info = os.lstat(folder)
     except FileNotFoundError:
         return False
     if not stat.S_ISDIR(info.st_mode):
         raise ValueError(t("it is not a directory"))
-    fit_to_trust(folder, info, t)
+    check_owner(folder, info, t)
     return True
 
 
 def read_revoked(folder, t):
-    """fingerprint -> its entry. Raises OSError where it cannot be read, ValueError where it cannot be trusted."""
+    """fingerprint -> its entry. Raises OSError if the list cannot be read, ValueError if it cannot be trusted."""
     path = os.path.join(folder, LIST)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -51,7 +51,7 @@ def read_revoked(folder, t):
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise ValueError(t("it is not a regular file"))
-        fit_to_trust(path, info, t)
+        check_owner(path, info, t)
         data = file.read(MAX_LIST + 1)
     if len(data) > MAX_LIST:
         raise ValueError(t("it is larger than it may be"))

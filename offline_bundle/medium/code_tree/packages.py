@@ -1,26 +1,26 @@
-"""The packages of a release's tree: from the verified wheels into lib/, and compiled. A part of setup_release.py."""
+"""Unpack the packages of a release from the verified wheels into lib/, and compile them. A part of setup_release.py."""
 
 import os
 import shutil
 import zipfile
 
-from offline_bundle.medium.bytecode import make_bytecode
-from offline_bundle.medium.tree_tools import free, processors, python, run_all, t, tag, write
+from offline_bundle.medium.code_tree.bytecode import make_bytecode
+from offline_bundle.medium.code_tree.tools import free, processors, python, run_all, t, tag, write
 
-MOST_PIPS = 4  # past that a disk, not a processor, is the limit
+MAX_PIPS = 4  # with more, the disk becomes the limit
 
-# Only for compiling against the packages, which nothing on a server does; half of all files.
-NEEDLESS = ("lib/bin", "lib/torch/include")
-# For a look (a dry run, a preflight) packages above this size tell only what they are: PyTorch takes most of the time
-# and space of an install, and nothing that looks imports it.
-LARGE = 16 << 20
-TELLING = ("torch/__init__.py", "torch/version.py")
+# Only needed to compile against the packages, which no server does; half of all files.
+BUILD_ONLY = ("lib/bin", "lib/torch/include")
+# Of packages above this size (in bytes of the wheel), a dry run or preflight only unpacks the metadata: PyTorch takes
+# most of the time and space of an install, and neither of them imports it.
+LARGE_WHEEL = 16 << 20
+METADATA_MODULES = ("torch/__init__.py", "torch/version.py")
 
 
 def install_packages(facts, partial, progress_of, refused):
-    """pip, from its own verified wheel, into lib/: no index, and only files whose hashes are in the signed list.
+    """Run pip from its own verified wheel, into lib/, without an index: only files with a hash in the signed list.
 
-    Several at once, each with its share of the packages: inflating gigabytes is work for more than one processor.
+    Several pips run at once, each with its share of the packages, because one processor inflates gigabytes slowly.
     """
     incoming, manifest = facts["incoming"], facts["manifest"]
     pip = next(f["path"] for f in manifest["files"] if f["role"] == "tool")
@@ -36,20 +36,20 @@ def install_packages(facts, partial, progress_of, refused):
             "--no-compile", "--no-cache-dir", "--no-input", "--disable-pip-version-check",
             "--root-user-action", "ignore",
         ))  # fmt: skip
-    before = free(partial)  # the disk tells roughly how far it is; counting twenty thousand files would cost more
+    before = free(partial)  # a rough measure of progress; counting twenty thousand files would cost more
     progress = progress_of(t("Unpacking packages"), manifest["requires"]["unpacked_bytes"])
     where = [_temporary(partial, number) for number in range(len(shares))]
     run_all(commands, where, t("unpack the packages"), refused, lambda: progress.at(before - free(partial)))
     for number in range(len(shares)):
         _merge(os.path.join(partial, "tmp", f"lib-{number}"), os.path.join(partial, "lib"))
     shutil.rmtree(os.path.join(partial, "tmp"))
-    for needless in NEEDLESS:
-        shutil.rmtree(os.path.join(partial, needless), ignore_errors=True)
-    progress.end(t("Unpacked: every package, by its signed hash, without any index."))
+    for unused in BUILD_ONLY:
+        shutil.rmtree(os.path.join(partial, unused), ignore_errors=True)
+    progress.end(t("Unpacked all packages, each by its signed hash, without a package index."))
 
 
-def unpack_to_look(facts, final):
-    """What `atoll` needs to plan and to check the server."""
+def unpack_for_dry_run(facts, final):
+    """Unpack only what `atoll` needs to plan an install or to check the server."""
     incoming, manifest = facts["incoming"], facts["manifest"]
     with open(os.path.join(incoming, "requirements", f"{tag()}.txt"), encoding="ascii") as file:
         wanted = {line.rpartition("sha256:")[2].strip() for line in file}
@@ -57,13 +57,13 @@ def unpack_to_look(facts, final):
         if entry["path"].startswith("wheels/") and entry["sha256"] in wanted:
             with zipfile.ZipFile(os.path.join(incoming, entry["path"])) as wheel:
                 names = wheel.namelist()
-                if entry["size"] > LARGE:
-                    names = [name for name in names if ".dist-info/" in name or name in TELLING]
+                if entry["size"] > LARGE_WHEEL:
+                    names = [name for name in names if ".dist-info/" in name or name in METADATA_MODULES]
                 wheel.extractall(os.path.join(final, "lib"), names)
 
 
 def compile_all(partial, final):
-    """Bytecode for all of it now, so that nothing ever has to be written into the tree, and starts are quick."""
+    """Write the bytecode of all packages now: starts are quick, and nothing is ever written into the tree later."""
     found = (os.path.join(where, name) for where, _, names in os.walk(os.path.join(partial, "lib")) for name in names)
     make_bytecode(partial, final, sorted(os.path.relpath(path, partial) for path in found if path.endswith(".py")))
 
@@ -77,7 +77,7 @@ def _shares(facts):
     sizes = {f["sha256"]: f["size"] for f in facts["manifest"]["files"]}
     with open(os.path.join(facts["incoming"], "requirements", f"{tag()}.txt"), encoding="ascii") as file:
         lines = sorted(file, key=lambda line: -sizes.get(line.rpartition("sha256:")[2].strip(), 0))
-    shares = [[0, []] for _ in range(min(processors(), MOST_PIPS, len(lines)))]
+    shares = [[0, []] for _ in range(min(processors(), MAX_PIPS, len(lines)))]
     for line in lines:
         least = min(shares, key=lambda share: share[0])
         least[0] += sizes.get(line.rpartition("sha256:")[2].strip(), 0)

@@ -1,12 +1,12 @@
-"""Whether a file comes from the medium that it shall vouch for or check. A part of install.sh.
+"""Whether a file comes from the medium that it is supposed to vouch for. A part of install.sh.
 
 Whoever changed the disk could have changed every file on it. So a key or an interpreter is refused if it lies
 
     beneath the medium's directory, also through a link, a hard link or a bind mount;
     on the medium's filesystem, on another partition of its disk, or in an image file on it that is mounted.
 
-A medium that was copied to the server's own disk shares that disk with everything else: there only the first rule says
-anything. A copy on another filesystem (the server's disk, a tmpfs) is what the operator should make, and is accepted.
+A medium that was copied to the server's own disk shares that disk with everything else, so there only the first rule
+applies. Operators should copy a key to another filesystem (the server's disk, a tmpfs); such a copy is accepted.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ MOUNTS = "/proc/self/mountinfo"
 
 
 def lies_on(path, medium):
-    """Whether the file `path` comes from the disk, or below the directory, `medium`. What is not there does not."""
+    """Whether the file `path` is below the directory `medium`, or on its disk. False if it does not exist."""
     path, medium = os.path.realpath(path), os.path.realpath(medium)
     if beneath(path, medium):
         return True
@@ -29,12 +29,12 @@ def lies_on(path, medium):
 
 
 def beneath(path, directory):
-    """Whether a resolved path is in a resolved directory. `/` holds everything, so it says nothing."""
+    """Whether a resolved path is in a resolved directory. False for `/`, which contains everything."""
     return directory != "/" and (path == directory or path.startswith(directory + "/"))
 
 
 def marks(path):
-    """What names the filesystem of `path`, and the disk that it is on: equal marks mean the same origin."""
+    """Identifiers of the filesystem of `path` and of the disk below it: a common mark means a common origin."""
     found = set()
     with contextlib.suppress(OSError):
         found.add(f"filesystem {os.stat(path).st_dev}")
@@ -57,12 +57,12 @@ def mounted_from(path):
         fields = line.split(" ")
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
         if len(point) >= best and (path == point or path.startswith(point.rstrip("/") + "/")):
-            best, device = len(point), fields[2]  # of mounts on one place the last one is seen
+            best, device = len(point), fields[2]  # the last mount on a directory hides earlier ones
     return device
 
 
 def disk_marks(at, depth):
-    """The disks below a block device in /sys: its whole disk, what it is mapped from, the file that a loop shows."""
+    """The disks below a block device in /sys: its whole disk, the devices it maps, the file behind a loop device."""
     if depth == 0 or not os.path.isdir(at):
         return set()
     at = os.path.realpath(at)
@@ -98,5 +98,5 @@ def same_file_below(path, medium):
                     return True
             left -= 1
             if left == 0:
-                return True  # no medium is that large: nothing is vouched for
+                return True  # no medium is that large: be safe and say yes
     return False

@@ -1,8 +1,8 @@
-"""Hashes as words that can be read aloud on a phone, and back. A part of install.sh.
+"""Hashes as words that can be read aloud on the phone, and back. A part of install.sh.
 
 The words are the PGP word list by Patrick Juola and Philip Zimmermann (1995), published for anybody's use:
-https://en.wikipedia.org/wiki/PGP_word_list. One word is one byte. Bytes at even places have words of two syllables,
-those at odd places words of three, so that a word left out, said twice or swapped with its neighbour is noticed.
+https://en.wikipedia.org/wiki/PGP_word_list. One word is one byte. Bytes at even positions have words of two syllables,
+those at odd positions words of three, so a missing, repeated or swapped word is noticed.
 """
 
 import re
@@ -53,14 +53,14 @@ vertigo virginia visitor vocalist voyager warranty waterloo whimsical wichita wi
 
 
 def in_words(digits):
-    """Hex digits, in pairs, as words; two hashes are the same if and only if their words are."""
+    """Hex digits as words, one for two digits; two hashes are equal if and only if their words are."""
     return " ".join((EVEN_WORDS, ODD_WORDS)[at % 2][byte] for at, byte in enumerate(bytes.fromhex(digits)))
 
 
 def from_words(text):
-    """The hex digits of words as they were typed: capitals, commas and line ends do not matter.
+    """The hex digits of typed words; capitals, commas and line breaks are ignored.
 
-    Raises ValueError with the number of the first word that is not in the list, or not at such a place.
+    Raises ValueError with the number of the first word that is not in the list for its position.
     """
     found = ""
     for at, word in enumerate(re.split(r"[^a-z]+", text.lower().strip(" \t\r\n.,;-"))):
