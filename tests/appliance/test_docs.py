@@ -169,3 +169,9 @@ def test_the_first_command_of_every_guide_compares_the_script(page: Path):
         first = next(line for line in block.splitlines() if "install.sh" in line)
         assert re.search(r"cp \S+/install\.sh \. && sha256sum install\.sh", first), first
     assert not re.search(r"sh /media/\S*install\.sh|\./install\.sh", text)  # from the disk, uncompared
+
+
+def test_no_program_advises_to_run_the_script_from_the_disk():
+    rooms = ("appliance", "installer", "offline_bundle")
+    sources = [path for room in rooms for path in (REPOSITORY / room).rglob("*.py")]
+    assert [path for path in sources if "./install.sh" in path.read_text("utf-8")] == []
