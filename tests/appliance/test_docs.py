@@ -71,7 +71,8 @@ def test_serve_flags_named_in_prose_exist(page: Path):
 @cache
 def help_of_the_medium() -> str:
     """Of install.sh: its own options, and those that it passes on to `atoll install`."""
-    return (REPOSITORY / "offline_bundle/medium/arguments.py").read_text("utf-8") + help_of("install")
+    (own,) = (REPOSITORY / "offline_bundle/medium").rglob("arguments.py")
+    return own.read_text("utf-8") + help_of("install")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
