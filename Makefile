@@ -62,9 +62,10 @@ test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on m
 	@$(BIN)/python -m appliance.demo.model >/dev/null
 	@$(BIN)/python -m pytest -m boot -rs -v --timeout=2400 $(or $(PYTEST),tests/boot)
 
-lint: $(VENV)/.dev  ## Check style, spelling, types and which room may import which
+lint: $(VENV)/.dev  ## Check style, spelling, links, types and which room may import which
 	@$(BIN)/ruff check .
 	@git ls-files -z | xargs -0 $(BIN)/codespell
+	@$(BIN)/python .ci/links.py
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-logo
 

@@ -1,4 +1,4 @@
-"""The rules of docs/design.md that a machine can check: who imports whom, what nobody may call, what stays light."""
+"""What a machine can check of docs/architecture.md: who imports whom, what nobody may call, what stays light."""
 
 import ast
 import subprocess

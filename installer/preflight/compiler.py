@@ -40,14 +40,14 @@ def compiler(context: PreflightContext) -> Seen:
         if any(f"-{abi}-" in name for name in wheels):
             return Seen("pass", t("not needed: Triton is prebuilt for {abi}", abi=abi), evidence=evidence)
         seen = t("Triton is prebuilt for another Python, this one is {abi}", abi=abi)
-        return Seen("fail", seen, other, "sudo ./install.sh --python /path/to/python3", evidence)
+        return Seen("fail", seen, other, "sudo sh install.sh --python /path/to/python3", evidence)
     home = triton_home()
     if home is None:
-        return Seen("fail", t("Triton is missing from the runtime"), other, "sudo ./install.sh", "triton")
+        return Seen("fail", t("Triton is missing from the runtime"), other, "sudo sh install.sh", "triton")
     library, assemblers = home / "_C/libtriton.so", sorted((home / "backends/nvidia/bin").glob("ptxas*"))
     for part in [library, *(assemblers or [home / "backends/nvidia/bin/ptxas"])]:
         if not part.is_file():
-            return Seen("fail", t("{part} is missing", part=part), _DAMAGED, "sudo ./install.sh", str(part))
+            return Seen("fail", t("{part} is missing", part=part), _DAMAGED, "sudo sh install.sh", str(part))
     for program in assemblers:
         if (problem := _does_not_run(program)) is not None:
             return problem
@@ -74,7 +74,7 @@ def _does_not_run(program: Path) -> Seen | None:
         return Seen("fail", seen, fix, evidence=evidence)
     if done.problem.startswith("no answer"):
         return Seen("fail", seen, t("Run it by hand; a disk that hangs shows in the kernel's log."), evidence, evidence)
-    return Seen("fail", seen, _DAMAGED, "sudo ./install.sh", evidence)
+    return Seen("fail", seen, _DAMAGED, "sudo sh install.sh", evidence)
 
 
 def triton_home() -> Path | None:

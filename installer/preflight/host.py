@@ -35,7 +35,7 @@ def rights(context: PreflightContext) -> Seen:
     uid = os.geteuid()
     if context.system and uid != 0:
         fix = t("Run it as root, or install under a directory of your own with --prefix DIR.")
-        return Seen("fail", t("user id {uid}", uid=uid), fix, "sudo ./install.sh", "id -u")
+        return Seen("fail", t("user id {uid}", uid=uid), fix, "sudo sh install.sh", "id -u")
     holder = lock.holder(context.layout.lock)
     if holder is not None and f"process {os.getpid()}," not in holder:
         fix = t("Wait until it has finished, then run this again.")
@@ -220,11 +220,11 @@ def python(context: PreflightContext) -> Seen:
     observed, evidence = f"{platform.python_version()}  {sys.executable}", "python3 --version"
     if sys.version_info[:2] < PYTHON_MIN or sys.maxsize <= 2**32:
         fix = t("Run the installer with a newer Python.")
-        return Seen("fail", observed, fix, "sudo ./install.sh --python /path/to/python3.12", evidence)
+        return Seen("fail", observed, fix, "sudo sh install.sh --python /path/to/python3.12", evidence)
     mine = f"{sys.version_info.major}.{sys.version_info.minor}"
     if context.pythons and mine not in context.pythons:
         fix = t("Run the installer with the Python that the runtime was built for.")
-        command = f"sudo ./install.sh --python /path/to/python{context.pythons[0]}"
+        command = f"sudo sh install.sh --python /path/to/python{context.pythons[0]}"
         required = t("Python {versions}, for which the runtime was built", versions=", ".join(context.pythons))
         return Seen("fail", observed, fix, command, evidence, required)
     return Seen("pass", observed, evidence=evidence)

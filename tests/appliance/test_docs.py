@@ -11,6 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+LINKS = REPOSITORY / ".ci/links.py"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -27,9 +28,9 @@ def commands(page: Path) -> list[list[str]]:
     text = "".join(blocks(page, "console")).replace("\\\n", " ")
     lines = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
     prose = BLOCK.sub("", page.read_text("utf-8"))
-    programs = ("make ", "atoll ", ".venv/bin/atoll ")
+    programs = ("make ", "atoll ", ".venv/bin/atoll ", "sudo atoll ", "sudo make ")
     lines += [code for code in re.findall(r"`([^`\n]+)`", prose) if code.startswith(programs)]
-    return [shlex.split(line, comments=True) for line in lines]
+    return [shlex.split(line.removeprefix("sudo "), comments=True) for line in lines]
 
 
 @cache
@@ -53,7 +54,7 @@ def test_atoll_commands_and_flags_exist(page: Path):
     for words in commands(page):
         if Path(words[0]).name != "atoll" or len(words) == 1:
             continue
-        groups = ("bundle", "keys", "apikey", "tls", "answers", "journal", "trust")
+        groups = ("bundle", "keys", "apikey", "tls", "answers", "journal", "trust", "audit")
         command = words[1:3] if words[1] in groups else [words[1]]
         text = help_of(*(word for word in command if re.fullmatch(r"[a-z][a-z-]*", word)))
         for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
@@ -67,19 +68,54 @@ def test_serve_flags_named_in_prose_exist(page: Path):
         assert flag in help_of("serve"), flag
 
 
+@cache
+def help_of_the_medium() -> str:
+    """Of install.sh: its own options, and those that it passes on to `atoll install`."""
+    (own,) = (REPOSITORY / "offline_bundle/medium").rglob("arguments.py")
+    return own.read_text("utf-8") + help_of("install")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path):
-    text = page.read_text("utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("https://"):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (page.parent / path).resolve() if path else page
-        assert file.exists(), f"{name(page)} links to {target}"
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.MULTILINE)
-            slugs = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
-            assert anchor in slugs, f"{name(page)} links to {target}"
+def test_flags_of_the_medium_exist(page: Path):
+    lines = re.findall(r"^\$? ?(?:sudo )?sh (?:\S*/)?install\.sh .*$", page.read_text("utf-8"), re.MULTILINE)
+    for flag in re.findall(r"--[a-z-]+", " ".join(lines)):
+        assert flag in help_of_the_medium(), f"install.sh has no {flag}"
+
+
+def test_links_and_paths_lead_somewhere():
+    result = subprocess.run([sys.executable, LINKS], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def test_what_leads_nowhere_is_found(tmp_path: Path):
+    for folder in ("docs/en", "systemd", "engine/core", "tui"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "engine/core/loop.py").touch()
+    (tmp_path / "systemd/README.md").write_text("[gone](gone.md)")
+    (tmp_path / "docs/en/page.md").write_text("# A page\n\n[good](#a-page) [bad](#another) https://elsewhere")
+    (tmp_path / "docs/architecture.md").write_text(
+        "| `engine/` | `loop.py` |\n\n`engine/core/loop.py` `engine/core/none.py`\n\n"
+        "```text\ncore/loop.py core/gone.py\n```\n"
+    )
+    (tmp_path / "README.md").write_text("nothing")
+    result = subprocess.run([sys.executable, LINKS, tmp_path], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert set(result.stdout.splitlines()) == {
+        "README.md: leads nowhere to docs/en/page.md",
+        "docs/architecture.md: names engine/core/none.py, which does not exist",
+        "docs/architecture.md: names loop.py of engine/, which does not exist",
+        "docs/architecture.md: draws core/gone.py, which does not exist",
+        "docs/architecture.md: does not name engine/core/",
+        "docs/en/page.md: links to #another, which has no such heading",
+        "systemd/README.md: links to gone.md, which does not exist",
+    }
+
+
+def test_the_sizing_table_is_what_the_planner_says():
+    result = subprocess.run(
+        [sys.executable, REPOSITORY / ".ci/sizing.py", "--check"], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -134,3 +170,9 @@ def test_the_first_command_of_every_guide_compares_the_script(page: Path):
         first = next(line for line in block.splitlines() if "install.sh" in line)
         assert re.search(r"cp \S+/install\.sh \. && sha256sum install\.sh", first), first
     assert not re.search(r"sh /media/\S*install\.sh|\./install\.sh", text)  # from the disk, uncompared
+
+
+def test_no_program_advises_to_run_the_script_from_the_disk():
+    rooms = ("appliance", "installer", "offline_bundle")
+    sources = [path for room in rooms for path in (REPOSITORY / room).rglob("*.py")]
+    assert [path for path in sources if "./install.sh" in path.read_text("utf-8")] == []

@@ -63,7 +63,7 @@ def test_the_installed_triton(look: Callable[..., CheckRecord], ptxas: Path, mon
     newer.write_text("not a program")
     newer.chmod(0o755)
     record = look()
-    assert (record.status, record.command) == ("fail", "sudo ./install.sh")
+    assert (record.status, record.command) == ("fail", "sudo sh install.sh")
     assert f"{newer} does not run: Exec format error" in record.observed
     newer.unlink()
     ptxas.unlink()

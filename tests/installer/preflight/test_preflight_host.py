@@ -37,7 +37,7 @@ def test_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.rights(context(tmp_path)).status == "pass"
     record = host.rights(context(tmp_path, system=True))
     assert record.status == "fail"
-    assert record.command == "sudo ./install.sh"
+    assert record.command == "sudo sh install.sh"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert host.rights(context(tmp_path, system=True)).status == "pass"
 
