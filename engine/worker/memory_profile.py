@@ -66,7 +66,7 @@ def measure_steps(
     reserved = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     for plan in steps:
-        runner.collect(runner.launch(plan))
+        runner.collect(runner.sample(runner.forward(plan)))
     runner.warm_up()
     probes = _spread(graph_sizes(count)) if graphs else {}
     for size in probes.values():

@@ -10,10 +10,11 @@ from gpu_scores import lost
 from engine import SamplingParams
 from engine.kernels import reference
 from engine.kernels.gemm import autotune, scaled
-from engine.kernels.gemm.triton_scaled import scaled_product
+from engine.kernels.gemm.scaled_kernel import scaled_product
 from engine.kernels.runtime import launcher
 from engine.kernels.runtime.gpu_target import Target
 from engine.layers.linear import Linear
+from engine.layers.quant.fp8 import ON_WIDENED_WEIGHT
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -101,7 +102,7 @@ def test_a_model_runs_with_fp8_weights_and_wide_activations(family: str, tmp_pat
     assert "fp8 weights, bf16 activations" in llm.engine.info()["memory_plan"]
     linears = [m for m in model_of(llm).modules() if isinstance(m, Linear) and m.scale is not None]
     assert linears
-    assert all(m._product is Linear._on_fp8_weight for m in linears)
+    assert all(m.gemm is ON_WIDENED_WEIGHT for m in linears)
     exact = on_cpu(model)
     found, due = lost(llm, exact), lost(fp8_on_cpu(model, **steps), exact)
     print(f"{family}: off by {found[0]:.2e} and {found[1]:.2e}; with fp8 activations {due[0]:.2e} and {due[1]:.2e}")

@@ -11,7 +11,9 @@ from engine.kernels import reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
 from engine.kernels.gemm.tiles import Product, VectorTiles
-from engine.layers.linear import Linear, UnnormedRows
+from engine.layers.gemm_inputs import UnnormedRows
+from engine.layers.linear import Linear
+from engine.layers.quant import fp8, unquantized
 
 MEASURED = sorted({(p.itemsize, p.gated, p.normed, tiles) for p, tiles in gemm_tiles._measured().items()})
 
@@ -90,11 +92,11 @@ def test_tiles_of_one_row_would_not_do_for_four():
 
 @pytest.mark.parametrize("numbers, rows", [(12_500_000, 4), (12_500_001, 1)])
 def test_a_second_row_of_a_large_weight_leaves_the_vector_form(numbers, rows):
-    for product in (Linear._on_gpu, Linear._on_fp8):
+    for gemm in (unquantized.ON_GPU, fp8.ON_FP8_UNITS):
         linear = Linear(1, numbers)
-        linear._product = product
+        linear.gemm = gemm
         assert [n for n in range(1, 9) if linear.in_vector_form(n)] == list(range(1, rows + 1))
-        assert [n for n in range(1, 9) if linear.wants_fp8(n)] == list(range(rows + 1, 9)) * (product is Linear._on_fp8)
+        assert [n for n in range(1, 9) if linear.wants_fp8(n)] == list(range(rows + 1, 9)) * (gemm is fp8.ON_FP8_UNITS)
 
 
 @pytest.mark.parametrize("rows", [2, 5])
@@ -102,7 +104,7 @@ def test_what_comes_after_a_product_in_order_may_be_early_where_rows_are_few(row
     torch.manual_seed(0)
     linear = Linear(64, 40)
     linear.weight = nn.Parameter(torch.randn(linear.weight.shape), requires_grad=False)
-    linear._product = Linear._on_gpu
+    linear.gemm = unquantized.ON_GPU
     x, norm = torch.randn(rows, 64), torch.rand(64)
     for given, plain in ((x, x), (UnnormedRows(x, norm, 1e-6), reference.rms_norm(x, norm, 1e-6))):
         if rows > 4 and isinstance(given, UnnormedRows):

@@ -16,7 +16,7 @@ from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts
 from engine.kernels.pointwise import fused, gated_norm, host_rows, inputs, post_norm
 from engine.kernels.recurrent import gated_delta
-from engine.kernels.sampling import sampling
+from engine.kernels.sampling import sampler
 from engine.selftest.compare import Result, difference
 from engine.selftest.report import Tally
 from engine.selftest.run import EVERY as CHECKS
@@ -120,10 +120,10 @@ def spoil(monkeypatch, module, name, which=None):
         ("rows out of host memory", host_rows, "gather_rows", None),
         ("gated norm", gated_norm, "gated_rms_norm", None),
         ("gated norm to fp8", gated_norm, "gated_rms_norm_to_fp8", None),
-        ("sampling greedy", sampling, "sample_rows", 4),
-        ("sampling filtered", sampling, "sample_rows", 4),
-        ("sampling log-probabilities", sampling, "logprobs", 3),
-        ("prompt log-probabilities", sampling, "logprobs", 3),
+        ("sampler greedy", sampler, "sample_rows", 4),
+        ("sampler filtered", sampler, "sample_rows", 4),
+        ("sampler log-probabilities", sampler, "logprobs", 3),
+        ("prompt log-probabilities", sampler, "logprobs", 3),
     ],
 )
 def test_a_wrong_kernel_fails(monkeypatch, check, module, name, which):
@@ -171,13 +171,13 @@ def test_inputs_from_before_a_sequence_began_are_noticed(monkeypatch):
 
 
 def test_penalties_that_do_nothing_are_noticed(monkeypatch):
-    monkeypatch.setattr(sampling, "penalise", lambda *args: None)
+    monkeypatch.setattr(sampler, "penalise", lambda *args: None)
     assert run("sampling edited")[1]["sampling edited"]["fault"] == "wrong"
 
 
 def test_filters_that_do_nothing_are_noticed(monkeypatch):
-    original = sampling.sample_rows
-    monkeypatch.setattr(sampling, "sample_rows", lambda *a, **k: original(*a, **(k | {"filtered": False})))
+    original = sampler.sample_rows
+    monkeypatch.setattr(sampler, "sample_rows", lambda *a, **k: original(*a, **(k | {"filtered": False})))
     assert run("sampling filtered")[1]["sampling filtered"]["fault"] == "wrong"
 
 

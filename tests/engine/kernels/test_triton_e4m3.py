@@ -12,7 +12,7 @@ from engine.kernels import reference
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm.e4m3 import narrowed, widened
-from engine.kernels.gemm.triton_scaled import ScaledTiles, scaled_product, scaled_tiles
+from engine.kernels.gemm.scaled_kernel import ScaledTiles, scaled_product, scaled_tiles
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.pointwise import fused
