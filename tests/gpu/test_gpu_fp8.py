@@ -17,7 +17,7 @@ from gpu_scores import lost
 from torch import nn
 
 from engine import SamplingParams
-from engine.kernels import reference
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers import linear
 from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
 from engine.layers.linear import Linear
@@ -65,13 +65,13 @@ def lost_as_is_due(model: Path, **steps: int) -> list[float]:
 def twin(product: Linear, x: Activations) -> torch.Tensor:
     """[T, out] in float32, from the weight and the activations that `product` has in fp8."""
     if isinstance(x, UnnormedRows):
-        normed = reference.rms_norm(x.values, x.weight, x.eps, wide_offset=x.offset)
+        normed = pointwise_reference.rms_norm(x.values, x.weight, x.eps, wide_offset=x.offset)
         assert isinstance(normed, torch.Tensor)
         x = normed
     if isinstance(x, QuantizedRows):
         wide = x.values.float() * x.scale[:, None]
     elif x.shape[0] > product.vector_rows:
-        values, scale = reference.quantize_rows(x)
+        values, scale = pointwise_reference.quantize_rows(x)
         wide = values.float() * scale[:, None]
     else:
         wide = x.float()

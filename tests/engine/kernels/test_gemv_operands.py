@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from engine.bench import gemv, gemv_operands, gemv_search, gemv_step
 from engine.bench.gemv_products import Subject
 from engine.bench.gemv_search import Block, Stage
-from engine.kernels import reference
+from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
 from engine.kernels.gemm.tiles import Product, VectorTiles
@@ -39,11 +39,11 @@ def test_copies_take_turns_with_what_is_around_them(monkeypatch, subject):
     outputs = 48 if subject.gate else 96
     sum_of_all = torch.zeros(1, outputs)
     for step, weight in zip(operands.steps(tiles), operands.weights, strict=True):
-        ours, expected = step(), reference.gemv(operands.x, weight, operands.scale, operands.bias, **around)
+        ours, expected = step(), gemm_reference.gemv(operands.x, weight, operands.scale, operands.bias, **around)
         assert 0.2 < expected.std() < 5
         sum_of_all += expected
         torch.testing.assert_close(ours, sum_of_all if subject.residual else expected, rtol=1e-3, atol=1e-3)
-    first = reference.gemv(operands.x, operands.weights[0], operands.scale, operands.bias, **around)
+    first = gemm_reference.gemv(operands.x, operands.weights[0], operands.scale, operands.bias, **around)
     for _ in range(2):  # the residual is zero again
         torch.testing.assert_close(operands.result(tiles), first, rtol=1e-3, atol=1e-3)
 

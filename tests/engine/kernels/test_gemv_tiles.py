@@ -7,10 +7,11 @@ pytest.importorskip("triton")
 
 from torch import nn
 
-from engine.kernels import reference
+from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
 from engine.kernels.gemm.tiles import Product, VectorTiles
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.gemm_inputs import UnnormedRows
 from engine.layers.linear import Linear
 from engine.layers.quant import fp8, unquantized
@@ -25,11 +26,11 @@ def test_measured_tiles_multiply(itemsize, gated, normed, tiles):
     rows, inner, outputs = 3, tiles.block_k + 48, 2 * (tiles.block_n + 1)
     x, weight, scale = torch.randn(rows, inner), torch.randn(outputs, inner), None
     if itemsize == 1:
-        weight, scale = reference.quantize_rows(weight)
+        weight, scale = pointwise_reference.quantize_rows(weight)
     around = {"norm": (torch.randn(inner), 1e-6)} if normed else {}
     gate = "silu" if gated else None
     ours = small_batch.gemv(x, weight, scale, **around, gate=gate, tiles=tiles)
-    torch.testing.assert_close(ours, reference.gemv(x, weight, scale, **around, gate=gate), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(ours, gemm_reference.gemv(x, weight, scale, **around, gate=gate), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("wide_offset", [None, 1.0])
@@ -44,7 +45,7 @@ def test_tiles_by_rule_multiply(inner, outputs, wide_offset):
             around = {"norm": (torch.rand(inner), 1e-6), "wide_offset": wide_offset} if normed else {}
             gate = "gelu_tanh" if gated else None
             ours = small_batch.gemv(x, weight, **around, gate=gate, tiles=tiles)
-            torch.testing.assert_close(ours, reference.gemv(x, weight, **around, gate=gate), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(ours, gemm_reference.gemv(x, weight, **around, gate=gate), rtol=1e-3, atol=1e-3)
 
 
 def test_a_thread_has_whole_vectors_of_a_weight():
@@ -106,7 +107,7 @@ def test_what_comes_after_a_product_in_order_may_be_early_where_rows_are_few(row
     linear.weight = nn.Parameter(torch.randn(linear.weight.shape), requires_grad=False)
     linear.gemm = unquantized.ON_GPU
     x, norm = torch.randn(rows, 64), torch.rand(64)
-    for given, plain in ((x, x), (UnnormedRows(x, norm, 1e-6), reference.rms_norm(x, norm, 1e-6))):
+    for given, plain in ((x, x), (UnnormedRows(x, norm, 1e-6), pointwise_reference.rms_norm(x, norm, 1e-6))):
         if rows > 4 and isinstance(given, UnnormedRows):
             continue  # many rows never come so
         found, early = linear.in_order(given)

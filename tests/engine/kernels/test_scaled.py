@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
 from engine.kernels.gemm import scaled
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime import launcher
 from engine.kernels.runtime.gpu_target import H100, Target
 from engine.layers.gemm_inputs import QuantizedRows
@@ -86,7 +86,7 @@ def test_a_layer_multiplies_by_our_kernel_where_the_library_raises(quantized, mo
     layer, x = quantized
     monkeypatch.setattr(torch, "_scaled_mm", unsupported)
     monkeypatch.setattr(scaled, "refusal", lambda dtype: "refused")
-    rows = QuantizedRows(*reference.quantize_rows(x), x.dtype)
+    rows = QuantizedRows(*pointwise_reference.quantize_rows(x), x.dtype)
     expected = plain(
         rows.values, layer.weight.t(), scale_a=rows.scale[:, None], scale_b=layer.scale[None], bias=layer.bias,
         out_dtype=x.dtype, use_fast_accum=True,

@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads
@@ -15,6 +14,7 @@ from engine.kernels.gemm import quantize, small_batch
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts
 from engine.kernels.pointwise import fused, gated_norm, host_rows, inputs, post_norm
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.recurrent import gated_delta
 from engine.kernels.sampling import sampler
 from engine.selftest.compare import Result, difference
@@ -206,7 +206,7 @@ def test_a_twin_that_fails_is_one_failed_check(monkeypatch):
     def broken(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(reference, "gate_mul", broken)
+    monkeypatch.setattr(pointwise_reference, "gate_mul", broken)
     _, found, end = run("norm", "gate", "softcap")
     assert list(found) == ["norm", "gate", "softcap"]
     assert found["gate"]["fault"] == "memory"
@@ -218,14 +218,14 @@ def test_both_sides_compute_of_the_same_numbers(monkeypatch):
     drawn = []
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *a, **k: drawn.append(a) or randn(*a, **k))
-    rms_norm = reference.rms_norm
+    rms_norm = pointwise_reference.rms_norm
 
     def careless(x, *args, **kwargs):
         y = rms_norm(x, *args, **kwargs)
         x.zero_()
         return y
 
-    monkeypatch.setattr(reference, "rms_norm", careless)
+    monkeypatch.setattr(pointwise_reference, "rms_norm", careless)
     assert run("norm")[0] == 0
     assert drawn == [(9, 1024), (1024,)]
 
