@@ -33,13 +33,13 @@ class Runner(Protocol):
     rank's logits. A step is sampled before the next one's `forward`.
     """
 
-    def forward(self, plan: StepPlan) -> Any:
+    def forward(self, plan: StepPlan, /) -> Any:
         """Start a step: up to the hidden states of the tokens that sample."""
 
-    def sample(self, forwarded: Any) -> Any:
+    def sample(self, forwarded: Any, /) -> Any:
         """Start the rest of the step that `forward` returned."""
 
-    def collect(self, sampled: Any) -> StepResult:
+    def collect(self, sampled: Any, /) -> StepResult:
         """Wait for the step that `sample` returned."""
         ...
 
