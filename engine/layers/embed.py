@@ -21,7 +21,7 @@ class Embedding(nn.Module):
         self.scale = torch.tensor(scale, dtype=self.weight.dtype).item()
 
     def keep_on_host(self) -> None:
-        """Before loading: give the weight host memory (worker/host_tables.py locks it afterwards). Raises
+        """Before loading: give the weight host memory (worker/embedding_offload.py locks it afterwards). Raises
         HostMemoryError."""
         self.weight = nn.Parameter(host_memory.empty(self.weight.shape, self.weight.dtype), requires_grad=False)
         self.on_host = True

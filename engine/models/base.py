@@ -56,7 +56,7 @@ class CausalLM(nn.Module, ABC):
 
     def lookup_tables(self) -> list[Embedding]:
         """Large tables of which a step reads a row a token, and not before its first layer's end: a GPU may read them
-        out of host memory (worker/host_tables.py)."""
+        out of host memory (worker/embedding_offload.py)."""
         return []
 
     def set_state_dtype(self, wanted: str, device: str) -> None:

@@ -79,7 +79,7 @@ def loaded_bytes(model: nn.Module) -> int:
 
 
 def host_bytes(model: nn.Module) -> int:
-    """Bytes of the tables that a GPU reads out of host memory (host_tables.py)."""
+    """Bytes of the tables that a GPU reads out of host memory (embedding_offload.py)."""
     return sum(table.weight.nbytes for table in _on_host(model))
 
 
