@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from engine.bench import floor, report
-from engine.bench.moe import step_seconds
+from engine.bench.timing import step_seconds
 from engine.capabilities import resolve_device
 from engine.config import STATE_DTYPES
 from engine.core.kv.spec import StateLayer

@@ -12,28 +12,25 @@ A GPU of another kind gets files of its own: engine/kernels/runtime/gpu_target.p
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.bench import floor, report
+from engine.bench.gemv_operands import Operands
 from engine.bench.gemv_products import Subject, find_subjects, sensible_forms
-from engine.bench.moe import step_seconds
+from engine.bench.timing import step_seconds
 from engine.capabilities import resolve_device
 from engine.errors import ConfigError
-from engine.kernels.gemm.tiles import VectorTiles, vector_tiles
-from engine.layers.quant import FP8
+from engine.kernels.gemm.tiles import vector_tiles
 
 if TYPE_CHECKING:
     from engine.bench.gemv_search import Chosen
 
 SEVERAL_MODELS = True
 DEFAULT_MODELS = tuple(sorted(path.name for path in floor.CONFIGS.iterdir()))
-_TURNS_BYTES = 200 * 10**6  # of the copies that take turns: more than caches hold
-_EPS = 1e-6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,45 +113,3 @@ def speed(subject: Subject, seconds: float, read: float) -> report.Row:
         "tb_s": round(subject.num_bytes / seconds / 1e12, 3),
         "of_floor": round(subject.num_bytes / (read * 1e9) / seconds, 3),
     }
-
-
-class Operands:
-    """Random numbers in a product's shapes: a row, weights that take turns, and what is around them."""
-
-    def __init__(self, subject: Subject, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-        product = subject.product
-        self.gate = subject.gate
-        outputs = product.outputs // 2 if product.gated else product.outputs
-
-        def numbers(*shape: int, deviation: float = 1.0) -> torch.Tensor:
-            return torch.empty(*shape, dtype=dtype, device=device).normal_(0, deviation)
-
-        shape, small = (product.outputs, product.inner), product.inner**-0.5  # results as wide as the row
-        copies = max(2, -(-_TURNS_BYTES // subject.num_bytes))
-        self.x = numbers(1, product.inner)
-        if product.itemsize == 1:
-            self.weights = [numbers(*shape).to(FP8) for _ in range(copies)]
-            self.scale = torch.full((product.outputs,), small, device=device)
-        else:
-            self.weights = [numbers(*shape, deviation=small) for _ in range(copies)]
-            self.scale = None
-        self.bias = numbers(product.outputs) if subject.bias else None
-        self.norm = (numbers(product.inner), _EPS) if product.normed else None
-        self.residual = numbers(1, outputs).zero_() if subject.residual else None
-
-    def steps(self, tiles: VectorTiles) -> Sequence[Callable[[], torch.Tensor]]:
-        """The product with one copy of the weight after the other."""
-        return [partial(self._product, weight, tiles) for weight in self.weights]
-
-    def result(self, tiles: VectorTiles) -> torch.Tensor:
-        """With the first copy, in float32; the residual was zero."""
-        if self.residual is not None:
-            self.residual.zero_()
-        return self._product(self.weights[0], tiles).to(torch.float32, copy=True)
-
-    def _product(self, weight: torch.Tensor, tiles: VectorTiles) -> torch.Tensor:
-        from engine.kernels.gemm.small_batch import gemv
-
-        return gemv(
-            self.x, weight, self.scale, self.bias, norm=self.norm, gate=self.gate, residual=self.residual, tiles=tiles
-        )

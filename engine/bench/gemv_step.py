@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from engine.bench import report
-from engine.bench.gemv import Operands
+from engine.bench.gemv_operands import Operands
 from engine.bench.gemv_products import Subject, subjects_of
 from engine.bench.gemv_search import Block, Change, Chosen, Part, Ready, Stage, Tiles, candidates
 from engine.bench.moe_search import few_stages

@@ -8,32 +8,23 @@ each number of tokens as they are found. With ``--out engine/kernels/moe/tuned.j
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from engine.bench import floor, report
+from engine.bench import floor, moe_search, report
+from engine.bench.moe_layer import inputs_for, make_subject
+from engine.bench.timing import step_seconds
 from engine.capabilities import resolve_device
 from engine.errors import ConfigError
 from engine.kernels.moe.tiles import Shape, write_measured
 from engine.layers.moe import SparseMLP
-from engine.layers.quant import FP8, quantize_weight
-from engine.models.config.model import read_json
-
-if TYPE_CHECKING:
-    from engine.kernels.moe.decode import Beside
 
 DEFAULT_MODELS = ("gemma4-26b-a4b", "qwen3.6-35b-a3b", "qwen3-30b-a3b")
 _TOKENS = (1, 4, 16, 64, 256, 4096)
 _SEARCH_TOKENS = (1, 16, 64, 256, 4096, 4, 1024, 2)
-_INPUTS = 8  # that take turns
-_REPEATS = 15
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +58,6 @@ def run(args: argparse.Namespace) -> Iterator[report.Row]:
 def _run_search(
     args: argparse.Namespace, configs: Sequence[Path], forms: Sequence[str], device: torch.device
 ) -> Iterator[report.Row]:
-    from engine.bench import moe_search
     from engine.kernels.runtime.launcher import target_of
 
     start = time.monotonic()
@@ -85,57 +75,6 @@ def _run_search(
     report.say(f"{done} of {len(todo)} searched in {time.monotonic() - start:.0f} s")
 
 
-@dataclass(slots=True)
-class Subject:
-    """One layer: random weights in a model's shapes."""
-
-    model: str
-    quantization: str
-    layer: SparseMLP
-    shape: Shape
-    beside: "Beside | None"  # the MLP beside the experts, which only a search runs
-    width: int
-
-    @property
-    def facts(self) -> report.Row:
-        return {"bench": "moe", "engine": "atoll", "model": self.model, "quantization": self.quantization}
-
-
-def make_subject(config: Path, device: torch.device, quantization: str) -> Subject:
-    raw = read_json(config / "config.json")
-    layer, shape = make_layer(raw, device, fp8=quantization == "fp8")
-    width, factor = floor.beside_experts(raw)
-    beside = None
-    if width and device.type == "cuda":
-        from engine.kernels.moe.decode import Beside
-
-        def weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-            values = torch.randn(rows, columns, device=device).mul_(0.02).bfloat16()
-            return quantize_weight(values) if shape.itemsize == 1 else (values, None)
-
-        first, second = weight(2 * width, shape.hidden), weight(shape.hidden, width)
-        beside = Beside(*first, *second, layer.gate.weight[:1] if factor else None)
-    return Subject(config.name, quantization, layer, shape, beside, width)
-
-
-def make_layer(raw: dict[str, Any], device: torch.device, *, fp8: bool) -> tuple[SparseMLP, Shape]:
-    """Random weights in a model's shapes: a router that uses all experts alike, and the experts."""
-    shape, gate = floor.read_shape(raw, 1 if fp8 else 2)
-    dtype = torch.bfloat16
-    layer = SparseMLP(shape.hidden, shape.inner, shape.num_experts, shape.top_k)
-    layer.experts.gate = gate
-    generator = torch.Generator(device=device).manual_seed(0)
-    for module in (layer.gate, layer.experts.gate_up_proj, layer.experts.down_proj):
-        weight = torch.empty(module.weight.shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
-        module.weight = nn.Parameter(weight, requires_grad=False)
-        module.quantization = "fp8" if fp8 and module is not layer.gate else None
-        module.finalize()
-    layer.experts.finalize()
-    if fp8 and layer.experts.down_proj.weight.dtype != FP8:
-        shape = shape._replace(itemsize=2)
-    return layer, shape
-
-
 def measure(layer: SparseMLP, shape: Shape, tokens: int, read: float) -> report.Row:
     """`read`: GB/s. `of_floor`: the time to read the chosen experts once, over the time of a step."""
     inputs = inputs_for(layer, shape, tokens)
@@ -151,39 +90,3 @@ def measure(layer: SparseMLP, shape: Shape, tokens: int, read: float) -> report.
         "tflop_s": round(flops / seconds / 1e12, 2),
         "of_floor": round(weight_bytes / (read * 1e9) / seconds, 3),
     }
-
-
-def inputs_for(layer: SparseMLP, shape: Shape, tokens: int) -> list[torch.Tensor]:
-    device = layer.gate.weight.device
-    generator = torch.Generator(device=device).manual_seed(1)
-    wide = torch.randn(_INPUTS, tokens, shape.hidden, device=device, generator=generator)
-    return list(wide.to(layer.gate.weight.dtype))
-
-
-def step_seconds(steps: Sequence[Callable[[], object]], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Median time of a step. On a GPU all are captured in one graph, as decode steps are."""
-    with torch.inference_mode():
-        for step in steps:
-            step()
-        if device.type != "cuda":
-            return statistics.median(_timed(step) for step in steps)
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for step in steps:
-                step()
-        times = []
-        for _ in range(repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(times[2:]) / len(steps)
-
-
-def _timed(step: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start

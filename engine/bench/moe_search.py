@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.bench import report
-from engine.bench.moe import Subject, inputs_for, step_seconds
+from engine.bench.moe_layer import Subject, inputs_for
+from engine.bench.timing import step_seconds
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
     FewTiles,

@@ -56,8 +56,11 @@ class Machine:
 
     plans: list[StepPlan] = field(default_factory=list)
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def forward(self, plan: StepPlan) -> StepPlan:
         self.plans.append(plan)
+        return plan
+
+    def sample(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step_id, [SeqResult(token_id=7 if seq.samples else None) for seq in plan.seqs])
 
     def collect(self, handle: StepResult) -> StepResult:

@@ -1,6 +1,6 @@
 """The data of one step: what the scheduler decided, and what the worker answers. Frozen; filled once.
 
-    Scheduler.schedule() -> StepPlan -> Runner.launch() -> Runner.collect() -> StepResult -> Scheduler.update()
+    Scheduler.schedule() -> StepPlan -> Runner.forward() -> .sample() -> .collect() -> StepResult -> Scheduler.update()
 """
 
 from dataclasses import dataclass, field

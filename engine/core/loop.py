@@ -27,11 +27,21 @@ log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """The device side. `launch` starts a step and returns at once where the device is asynchronous."""
+    """The device side. `forward` and `sample` only queue work where the device is asynchronous.
 
-    def launch(self, plan: StepPlan) -> Any: ...
+    They are two calls so that something may come between them: a grammar's token masks, the check of a draft, another
+    rank's logits. A step is sampled before the next one's `forward`.
+    """
 
-    def collect(self, handle: Any) -> StepResult: ...
+    def forward(self, plan: StepPlan, /) -> Any:
+        """Start a step: up to the hidden states of the tokens that sample."""
+
+    def sample(self, forwarded: Any, /) -> Any:
+        """Start the rest of the step that `forward` returned."""
+
+    def collect(self, sampled: Any, /) -> StepResult:
+        """Wait for the step that `sample` returned."""
+        ...
 
 
 class EngineCore:
@@ -122,7 +132,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan is not None:
             try:
-                self._in_flight.append((plan, self.runner.launch(plan)))
+                self._in_flight.append((plan, self.runner.sample(self.runner.forward(plan))))
             except Exception as error:
                 while self._in_flight:  # what runs already is not to blame: finish it first
                     outputs += self._collect_oldest()

@@ -5,7 +5,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, UnnormedRows
+from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
+from engine.layers.linear import Linear, MergedLinear
 
 Gate = Literal["silu", "gelu_tanh", "sigmoid"]
 
@@ -20,9 +21,9 @@ class GatedLinear(MergedLinear):
     def gated(self, x: Activations, consumer: Linear) -> torch.Tensor | QuantizedRows:
         """[T, in] -> [T, inner], in the form that `consumer`, the product after it, reads."""
         if isinstance(x, UnnormedRows):
-            return self._in_vector_form(x.values, norm=(x.weight, x.eps), wide_offset=x.offset, gate=self.gate)
+            return self._vector_gemm(x.values, norm=(x.weight, x.eps), wide_offset=x.offset, gate=self.gate)
         if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
-            return self._in_vector_form(x, gate=self.gate)
+            return self._vector_gemm(x, gate=self.gate)
         gate, up = self(x).chunk(2, dim=-1)
         return gate_mul(gate, up, self.gate, consumer)
 

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.runtime import host_memory
-from engine.layers.linear import Linear, empty_parameter
+from engine.layers.linear import Linear
+from engine.layers.weight_memory import empty_parameter
 
 
 class Embedding(nn.Module):

@@ -14,7 +14,9 @@ from engine.kernels.recurrent.reference import (
     gated_delta_rule,
     gated_rms_norm,
 )
-from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, empty_parameter
+from engine.layers.gemm_inputs import Activations, QuantizedRows
+from engine.layers.linear import Linear, MergedLinear
+from engine.layers.weight_memory import empty_parameter
 
 
 class ByKeyHead(MergedLinear):
@@ -31,8 +33,8 @@ class ByKeyHead(MergedLinear):
     def finalize(self, *, keep_weight: bool = False) -> None:
         if self.is_mixed:
             each = [size // self.key_heads for size in self.out_sizes]
-            parts = self.weight.view(self.key_heads, -1, self.in_features).split(each, 1)
-            self.weight = nn.Parameter(torch.cat([part.flatten(0, 1) for part in parts]), requires_grad=False)
+            outputs = torch.arange(self.out_features, device=self.weight.device).view(self.key_heads, -1)
+            self.method.reorder(self, torch.cat([part.flatten() for part in outputs.split(each, 1)]))
             self.is_mixed = False
         super().finalize(keep_weight=keep_weight)
 
@@ -140,20 +142,20 @@ class GatedDeltaNet(nn.Module):
     def weights(self, prefix: str) -> dict[str, torch.Tensor]:
         qkvz, ba = self.in_proj_qkvz, self.in_proj_ba
         if self.mixed_on_disk:
-            projections = {"in_proj_qkvz": qkvz.weight, "in_proj_ba": ba.weight}
+            projections = {**qkvz.weights(f"{prefix}in_proj_qkvz."), **ba.weights(f"{prefix}in_proj_ba.")}
         else:
             projections = {
-                "in_proj_qkv": qkvz.weight[: self.channels],
-                "in_proj_z": qkvz.part(3),
-                "in_proj_b": ba.part(0),
-                "in_proj_a": ba.part(1),
+                **qkvz.weights(f"{prefix}in_proj_qkv.", slice(0, self.channels)),
+                **qkvz.weights(f"{prefix}in_proj_z.", slice(self.channels, None)),
+                **ba.part_weights(prefix, ("in_proj_b", "in_proj_a")),
             }
-        return {f"{prefix}{name}.weight": weight for name, weight in projections.items()} | {
+        return {
+            **projections,
             f"{prefix}conv1d.weight": self.conv_weight,
             f"{prefix}A_log": self.a_log,
             f"{prefix}dt_bias": self.dt_bias,
             f"{prefix}norm.weight": self.norm_weight,
-            f"{prefix}out_proj.weight": self.out_proj.weight,
+            **self.out_proj.weights(f"{prefix}out_proj."),
         }
 
 

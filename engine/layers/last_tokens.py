@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import torch
 
 from engine.layers.context import get_context
-from engine.layers.linear import QuantizedRows
+from engine.layers.gemm_inputs import QuantizedRows
 
 Rows = TypeVar("Rows", bound=torch.Tensor | QuantizedRows)
 

@@ -9,19 +9,20 @@ The experts of a layer are two stacked weights, filled in place from whatever fo
 (Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088.)
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.kernels.gemm.fp16_weight import Fp16Weight
 from engine.kernels.moe.tiles import VECTOR_TOKENS, Shape, all_kinds, tiles_for
 from engine.kernels.runtime.cpu_threads import num_threads
 from engine.kernels.runtime.gpu_target import Target
 from engine.layers.activation import Gate
-from engine.layers.linear import Linear, UnnormedRows, can_quantize, empty_parameter
-from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
+from engine.layers.gemm_inputs import UnnormedRows
+from engine.layers.linear import Linear
+from engine.layers.quant.base import ExpertMethod, Tensors
+from engine.layers.quant.unquantized import UNQUANTIZED
 
 if TYPE_CHECKING:
     from engine.kernels.moe.decode import Beside
@@ -69,58 +70,52 @@ class Router(Linear):
 
 
 class ExpertLinear(nn.Module):
-    """The weights of E products as one tensor [E, out, in]; in fp8 with a scale for each expert and output."""
+    """The weights of E linear layers, stacked [E, out, in]; `method` is their format, as of Linear."""
 
     quantizable = True
     compute_dtype: torch.dtype | None = None  # as of Linear
-    scale: nn.Parameter | None  # [E, out] float32 of an fp8 weight
+    weight: nn.Parameter
+    scale: nn.Parameter | None  # of a quantised weight: [E, out] float32 in fp8
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = empty_parameter(num_experts, out_features, in_features)
+        self.packed: list[Any] = []
+        self.use(UNQUANTIZED.experts)
+
+    def use(self, method: ExpertMethod) -> None:
+        """Before loading: store the weights in this format."""
+        self.method = method
         self.register_parameter("scale", None)
-        self.quantization: str | None = None
-        self._packed: list[Fp16Weight] = []
+        method.create(self)
+
+    def weights(self, prefix: str, expert: int, outputs: slice = slice(None)) -> Tensors:
+        """What a checkpoint with a matrix for each expert holds for one: `{prefix}weight` and so on."""
+        return {f"{prefix}{name}": t for name, t in self.method.tensors(self, expert, outputs).items()}
+
+    def stacked_weights(self, name: str) -> Tensors:
+        """What a checkpoint with all experts in a tensor holds: `name`, and `{name}_scale` and so on beside it."""
+        found = self.method.tensors(self, slice(None), slice(None))
+        return {name if kind == "weight" else f"{name}_{kind}": tensor for kind, tensor in found.items()}
 
     def finalize(self) -> None:
         """After loading. Calling it again changes nothing."""
-        if self.weight.device.type == "cpu" and not self._packed:
-            self._pack()
-        if self.quantization != "fp8" or self.weight.dtype == FP8 or not can_quantize(self):
-            return
-        weight, scale = quantize_weight(self.weight.view(-1, self.in_features))
-        self.weight = nn.Parameter(weight.view(self.weight.shape), requires_grad=False)
-        self.scale = nn.Parameter(scale.view(self.num_experts, self.out_features), requires_grad=False)
+        self.method.finalize(self)
 
-    def _pack(self) -> None:
-        """Of a CPU that computes in float32: keep the weights in 16 bits, if these hold them all."""
-        if self.quantization is not None or self.compute_dtype != torch.float32:
-            return
-        packed: list[Fp16Weight] = []
-        for weight in self.weight:
-            found = Fp16Weight.pack(weight)
-            if found is None:
-                return
-            packed.append(found)
-        self._packed = packed
-        self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
+    @property
+    def loaded_bytes(self) -> int:
+        """Of the weight on a GPU after `finalize`, known before loading."""
+        return self.method.num_bytes(self)
 
     @property
     def packed_bytes(self) -> int:
-        return sum(packed.nbytes for packed in self._packed)
+        return sum(packed.nbytes for packed in self.packed)
 
     def apply_on_cpu(self, x: torch.Tensor, expert: int, *, quantize: bool) -> torch.Tensor:
-        """The product of one expert, x [n, in] -> [n, out]. `quantize`: an fp8 weight meets fp8 activations."""
-        if self._packed:
-            return self._packed[expert](x)
-        if self.scale is None:
-            return F.linear(x, self.weight[expert])
-        if quantize:
-            x = dequantize(*quantize_rows(x), x.dtype)
-        return F.linear(x, dequantize(self.weight[expert], self.scale[expert], x.dtype))
+        """One expert's GEMM, x [n, in] -> [n, out]. `quantize`: an fp8 weight meets fp8 activations."""
+        return self.method.apply(self, x, expert, quantize=quantize)
 
 
 class RoutedExperts(nn.Module):
@@ -142,6 +137,11 @@ class RoutedExperts(nn.Module):
 
     def finalize(self) -> None:
         self._threads = torch.get_num_threads()
+
+    @property
+    def fused(self) -> bool:
+        """Whether the kernels for whole sparse blocks read the weights in this format."""
+        return self.gate_up_proj.method.fused
 
     @property
     def stacks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -191,22 +191,20 @@ class RoutedExperts(nn.Module):
         weighted = results.view(tokens, top_k, -1).float() * routing.weights.unsqueeze(-1)
         return weighted.sum(1).to(x.dtype)
 
-    def weights(
-        self, prefix: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    ) -> dict[str, torch.Tensor]:
-        """Checkpoints with a matrix for each expert: `{prefix}{expert}.{name}.weight`. The names: gate, up, down."""
-        found: dict[str, torch.Tensor] = {}
+    def weights(self, prefix: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Tensors:
+        """Of checkpoints with a matrix for each expert: `{prefix}{expert}.{name}.weight`. The names: gate, up, down."""
+        found: Tensors = {}
         gate, up, down = names
         for expert in range(self.num_experts):
-            both = self.gate_up_proj.weight[expert]
-            found[f"{prefix}{expert}.{gate}.weight"] = both[: self.inner]
-            found[f"{prefix}{expert}.{up}.weight"] = both[self.inner :]
-            found[f"{prefix}{expert}.{down}.weight"] = self.down_proj.weight[expert]
+            found |= self.gate_up_proj.weights(f"{prefix}{expert}.{gate}.", expert, slice(0, self.inner))
+            found |= self.gate_up_proj.weights(f"{prefix}{expert}.{up}.", expert, slice(self.inner, None))
+            found |= self.down_proj.weights(f"{prefix}{expert}.{down}.", expert)
         return found
 
-    def stacked_weights(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Checkpoints with all experts of a layer in a tensor, gate above up, as Gemma 4 and Qwen3.5 have them."""
-        return {f"{prefix}gate_up_proj": self.gate_up_proj.weight, f"{prefix}down_proj": self.down_proj.weight}
+    def stacked_weights(self, prefix: str) -> Tensors:
+        """Of checkpoints with all experts of a layer in a tensor, gate above up, as Gemma 4 and Qwen3.5 have them."""
+        down = self.down_proj.stacked_weights(f"{prefix}down_proj")
+        return {**self.gate_up_proj.stacked_weights(f"{prefix}gate_up_proj"), **down}
 
 
 class SparseMLP(nn.Module):
@@ -219,7 +217,7 @@ class SparseMLP(nn.Module):
 
     def for_few(self, rows: int) -> bool:
         """Whether so few rows take three kernels for the whole block, norm and all (engine/moe.decode)."""
-        return self.gate.in_vector_form(rows)
+        return self.experts.fused and self.gate.in_vector_form(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._of_few(x, None) if self.for_few(x.shape[0]) else self.experts(x, self.gate.choose(x))

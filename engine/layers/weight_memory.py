@@ -1,16 +1,22 @@
-"""Memory of weights, apart from what comes and goes while they are made.
+"""Memory of weights: none before they are loaded, then apart from what comes and goes while they are made.
 
-PyTorch's allocator puts a new tensor into any block that another one has left. Where weights are quantised as they load
-they would end up in blocks of temporary ones, and the rest of each such block could not be given back: of 30 GB of fp8
-weights that was another 3 GB. So they get a pool of their own, in which nothing is ever freed.
+PyTorch's allocator puts a new tensor into any block that another one has left. Weights that are quantised as they load
+would end up in blocks of temporary tensors, and the rest of each such block could not be given back: another tenth of
+the weights' memory (docs/performance.md). So they get a pool of their own, in which nothing is ever freed.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 _pool: torch.cuda.MemPool | None = None
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter (of the default dtype) without memory: the loader (models/loading/loader.py) fills it."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
 from engine.layers.context import get_context, narrow
 from engine.layers.embed import Embedding, LMHead
+from engine.layers.gemm_inputs import Activations
 from engine.layers.last_tokens import wanted
-from engine.layers.linear import Activations, Linear, MergedLinear
+from engine.layers.linear import Linear, MergedLinear
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
 from engine.models.base import CausalLM, Weights
@@ -58,9 +59,8 @@ class GemmaAttention(nn.Module):
         return self.attention(self.qkv_proj(x), rope)
 
     def weights(self, prefix: str) -> Weights:
-        found = {f"{prefix}{name}.weight": self.qkv_proj.part(i) for i, name in enumerate(self.parts)}
-        found |= {f"{prefix}{name}.weight": norm.weight for name, norm in self.norms.items()}
-        return found | {f"{prefix}o_proj.weight": self.o_proj.weight}
+        norms = {f"{prefix}{name}.weight": norm.weight for name, norm in self.norms.items()}
+        return {**self.qkv_proj.part_weights(prefix, self.parts), **norms, **self.o_proj.weights(f"{prefix}o_proj.")}
 
 
 class GemmaMLP(nn.Module):
@@ -73,11 +73,8 @@ class GemmaMLP(nn.Module):
         return self.down_proj(self.gate_up_proj.gated(x, self.down_proj))
 
     def weights(self, prefix: str) -> Weights:
-        return {
-            f"{prefix}gate_proj.weight": self.gate_up_proj.part(0),
-            f"{prefix}up_proj.weight": self.gate_up_proj.part(1),
-            f"{prefix}down_proj.weight": self.down_proj.weight,
-        }
+        gate_up = self.gate_up_proj.part_weights(prefix, ("gate_proj", "up_proj"))
+        return {**gate_up, **self.down_proj.weights(f"{prefix}down_proj.")}
 
 
 class Following(NamedTuple):
@@ -205,7 +202,7 @@ class GemmaForCausalLM(CausalLM):
             f"{self.prefix}norm.weight": self.norm.weight,
         }
         if not self.config.tie_word_embeddings:
-            found[self._head_name] = self.lm_head.weight
+            found |= self.lm_head.weights(self._head_name.removesuffix("weight"))
         for i, layer in enumerate(self.blocks):
             found |= layer.weights(f"{self.prefix}layers.{i}.")
         return found

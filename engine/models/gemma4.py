@@ -21,11 +21,13 @@ from torch import nn
 
 from engine.layers.activation import gate_mul
 from engine.layers.embed import Embedding
+from engine.layers.gemm_inputs import Activations
 from engine.layers.last_tokens import wanted
-from engine.layers.linear import Activations, Linear, empty_parameter
+from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts, Router, Routing, choose_experts
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope
+from engine.layers.weight_memory import empty_parameter
 from engine.models.base import Weights
 from engine.models.config.gemma import GemmaConfig, GemmaLayerConfig, read_gemma4
 from engine.models.config.model import ModelConfig
@@ -54,7 +56,11 @@ class PerLayerEmbeddings(nn.Module):
         return (normed + of_token).mul_(2**-0.5)
 
     def weights(self, prefix: str) -> Weights:
-        return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
+        return {
+            f"{prefix}embed_tokens_per_layer.weight": self.embed_tokens_per_layer.weight,
+            **self.per_layer_model_projection.weights(f"{prefix}per_layer_model_projection."),
+            f"{prefix}per_layer_projection_norm.weight": self.per_layer_projection_norm.weight,
+        }
 
 
 class PerLayerInput(nn.Module):
@@ -71,7 +77,11 @@ class PerLayerInput(nn.Module):
         return project(gate_mul(self.per_layer_input_gate(x), e, "gelu_tanh", project))
 
     def weights(self, prefix: str) -> Weights:
-        return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
+        return {
+            **self.per_layer_input_gate.weights(f"{prefix}per_layer_input_gate."),
+            **self.per_layer_projection.weights(f"{prefix}per_layer_projection."),
+            f"{prefix}post_per_layer_input_norm.weight": self.post_per_layer_input_norm.weight,
+        }
 
 
 class Gemma4Router(nn.Module):
@@ -117,8 +127,8 @@ class ParallelExperts(nn.Module):
         assert isinstance(x, torch.Tensor)
         assert isinstance(for_router, torch.Tensor)
         first, second, router = mlp.gate_up_proj, mlp.down_proj, self.router
-        few = all(product.in_vector_form(x.shape[0]) for product in (first, second, router.proj))
-        if not few or not isinstance(normed, torch.Tensor):
+        few = all(linear.in_vector_form(x.shape[0]) for linear in (first, second, router.proj))
+        if not few or not self.experts.fused or not isinstance(normed, torch.Tensor):
             return mlp(normed), self(x, for_router)
         from engine.kernels.moe.decode import Beside, sparse_block
 
@@ -133,7 +143,7 @@ class ParallelExperts(nn.Module):
     def weights(self, prefix: str) -> Weights:
         experts = self.experts.stacked_weights if self.stacked else self.experts.weights
         return {
-            f"{prefix}router.proj.weight": self.router.proj.weight,
+            **self.router.proj.weights(f"{prefix}router.proj."),
             f"{prefix}router.scale": self.router.norm.weight,
             f"{prefix}router.per_expert_scale": self.router.per_expert_scale,
             f"{prefix}pre_feedforward_layernorm_2.weight": self.pre_feedforward_layernorm_2.weight,

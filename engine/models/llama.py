@@ -10,8 +10,9 @@ from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
 from engine.layers.context import get_context
 from engine.layers.embed import Embedding, LMHead
+from engine.layers.gemm_inputs import Activations
 from engine.layers.last_tokens import wanted
-from engine.layers.linear import Activations, Linear, MergedLinear
+from engine.layers.linear import Linear, MergedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
 from engine.models.base import CausalLM, Weights
@@ -36,12 +37,8 @@ class LlamaAttention(nn.Module):
         return self.attention(self.qkv_proj(x), rope)
 
     def weights(self, prefix: str) -> Weights:
-        found: dict[str, torch.Tensor] = {}
-        for kind in ("weight", "bias") if self.qkv_proj.bias is not None else ("weight",):
-            for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
-                found[f"{prefix}{name}.{kind}"] = self.qkv_proj.part(i, kind)
-            found[f"{prefix}o_proj.{kind}"] = getattr(self.o_proj, kind)
-        return found
+        qkv = self.qkv_proj.part_weights(prefix, ("q_proj", "k_proj", "v_proj"))
+        return {**qkv, **self.o_proj.weights(f"{prefix}o_proj.")}
 
 
 class LlamaMLP(nn.Module):
@@ -55,12 +52,8 @@ class LlamaMLP(nn.Module):
         return self.down_proj(self.gate_up_proj.gated(x, self.down_proj))
 
     def weights(self, prefix: str) -> Weights:
-        found: dict[str, torch.Tensor] = {}
-        for kind in ("weight", "bias") if self.gate_up_proj.bias is not None else ("weight",):
-            for i, name in enumerate(("gate_proj", "up_proj")):
-                found[f"{prefix}{name}.{kind}"] = self.gate_up_proj.part(i, kind)
-            found[f"{prefix}down_proj.{kind}"] = getattr(self.down_proj, kind)
-        return found
+        gate_up = self.gate_up_proj.part_weights(prefix, ("gate_proj", "up_proj"))
+        return {**gate_up, **self.down_proj.weights(f"{prefix}down_proj.")}
 
 
 class LlamaLayer(nn.Module):
@@ -113,7 +106,7 @@ class LlamaForCausalLM(CausalLM):
             "model.norm.weight": self.norm.weight,
         }
         if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = self.lm_head.weight
+            found |= self.lm_head.weights("lm_head.")
         for i, layer in enumerate(self.blocks):
             prefix = f"model.layers.{i}."
             found[f"{prefix}input_layernorm.weight"] = layer.input_layernorm.weight

@@ -13,7 +13,7 @@ class MixtralMLP(ExpertMLP):
     def weights(self, prefix: str) -> Weights:
         prefix = prefix.removesuffix("mlp.") + "block_sparse_moe."
         names = ("w1", "w3", "w2")
-        return {f"{prefix}gate.weight": self.gate.weight, **self.experts.weights(f"{prefix}experts.", names)}
+        return {**self.gate.weights(f"{prefix}gate."), **self.experts.weights(f"{prefix}experts.", names)}
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

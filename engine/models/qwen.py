@@ -19,10 +19,6 @@ class Qwen2Attention(LlamaAttention):
         super().__init__(replace(config, attention_bias=True))
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
 
-    def weights(self, prefix: str) -> Weights:
-        found = super().weights(prefix)
-        return {name: tensor for name, tensor in found.items() if name != f"{prefix}o_proj.bias"}
-
 
 class Qwen3Attention(LlamaAttention):
     def __init__(self, config: ModelConfig) -> None:

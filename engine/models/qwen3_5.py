@@ -25,8 +25,9 @@ from engine.layers.attention import Attention
 from engine.layers.context import StateBatch, get_context
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.gated_delta import GatedDeltaNet
+from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
 from engine.layers.last_tokens import wanted
-from engine.layers.linear import Activations, Linear, MergedLinear, QuantizedRows, UnnormedRows
+from engine.layers.linear import Linear, MergedLinear
 from engine.layers.moe import SparseMLP
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
@@ -56,9 +57,9 @@ class GatedQKV(MergedLinear):
 
     def finalize(self, *, keep_weight: bool = False) -> None:
         if not self._is_ordered:
-            q, gate = self.part(0).view(*self.shape, -1).unbind(1)
-            rows = torch.cat((q.flatten(0, 1), self.weight[self.out_sizes[0] :], gate.flatten(0, 1)))
-            self.weight = nn.Parameter(rows, requires_grad=False)
+            outputs = torch.arange(self.out_features, device=self.weight.device)
+            q, gate = outputs[: self.out_sizes[0]].view(self.shape).unbind(1)
+            self.method.reorder(self, torch.cat((q.flatten(), outputs[self.out_sizes[0] :], gate.flatten())))
             self._is_ordered = True
         super().finalize(keep_weight=keep_weight)
 
@@ -81,9 +82,9 @@ class GatedAttention(nn.Module):
         return gate_mul(gate, self.attention(qkv, rope), "sigmoid", self.o_proj)
 
     def weights(self, prefix: str) -> Weights:
-        found = {f"{prefix}{name}_proj.weight": self.qkv_proj.part(i) for i, name in enumerate("qkv")}
-        return found | {
-            f"{prefix}o_proj.weight": self.o_proj.weight,
+        return {
+            **self.qkv_proj.part_weights(prefix, ("q_proj", "k_proj", "v_proj")),
+            **self.o_proj.weights(f"{prefix}o_proj."),
             f"{prefix}q_norm.weight": self.q_norm.weight,
             f"{prefix}k_norm.weight": self.k_norm.weight,
         }
@@ -107,7 +108,8 @@ class SharedExpertMLP(SparseMLP):
         return self.shared_expert.gate_up_proj, self.shared_expert_gate, self.gate
 
     def for_few(self, rows: int) -> bool:
-        return all(product.in_vector_form(rows) for product in (*self.readers, self.shared_expert.down_proj))
+        linears = *self.readers, self.shared_expert.down_proj
+        return self.experts.fused and all(linear.in_vector_form(rows) for linear in linears)
 
     def _beside(self) -> "Beside":
         from engine.kernels.moe.decode import Beside
@@ -134,10 +136,10 @@ class SharedExpertMLP(SparseMLP):
     def weights(self, prefix: str) -> Weights:
         experts = self.experts.stacked_weights if self.is_stacked else self.experts.weights
         return {
-            f"{prefix}gate.weight": self.gate.weight,
+            **self.gate.weights(f"{prefix}gate."),
             **experts(f"{prefix}experts."),
             **self.shared_expert.weights(f"{prefix}shared_expert."),
-            f"{prefix}shared_expert_gate.weight": self.shared_expert_gate.weight,
+            **self.shared_expert_gate.weights(f"{prefix}shared_expert_gate."),
         }
 
 
@@ -267,7 +269,7 @@ class Qwen35ForCausalLM(CausalLM):
             f"{prefix}norm.weight": self.norm.weight,
         }
         if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = self.lm_head.weight
+            found |= self.lm_head.weights("lm_head.")
         for i, layer in enumerate(self.blocks):
             found |= layer.weights(f"{prefix}layers.{i}.")
         return found

@@ -2,8 +2,8 @@
 
 import torch
 
+from engine.layers.gemm_inputs import QuantizedRows
 from engine.layers.last_tokens import wanted
-from engine.layers.linear import QuantizedRows
 from engine.layers.moe import SparseMLP
 from engine.layers.rope import Rope
 from engine.models.base import Weights
@@ -21,7 +21,7 @@ class ExpertMLP(SparseMLP):
         super().__init__(hidden_size, moe.inner, moe.num_experts, moe.top_k, renormalize=moe.renormalize)
 
     def weights(self, prefix: str) -> Weights:
-        return {f"{prefix}gate.weight": self.gate.weight, **self.experts.weights(f"{prefix}experts.")}
+        return {**self.gate.weights(f"{prefix}gate."), **self.experts.weights(f"{prefix}experts.")}
 
 
 class SparseLayer(LlamaLayer):

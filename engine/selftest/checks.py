@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
-from engine.kernels import reference
+from engine.kernels.attention import kernel_reference as attention_reference
+from engine.kernels.gemm import reference as gemm_reference
+from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.tiles import VECTOR_TOKENS
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.attention import tile_tokens
 from engine.selftest.compare import Result, exact, fp8_kv, fp8_products, fp8_rows, numbers
 
@@ -34,15 +37,15 @@ class Side:
 
     device: torch.device
     dtype: torch.dtype
-    attention: ModuleType = reference
-    single: ModuleType = reference  # attention of sequences with one token
-    fused: ModuleType = reference
-    gemv: ModuleType = reference
-    inputs: ModuleType = reference
-    quant: ModuleType = reference
-    moe: ModuleType = reference
-    heads: ModuleType = reference
-    post: ModuleType = reference
+    attention: ModuleType = attention_reference
+    single: ModuleType = attention_reference  # attention of sequences with one token
+    fused: ModuleType = pointwise_reference
+    gemv: ModuleType = gemm_reference
+    inputs: ModuleType = pointwise_reference
+    quant: ModuleType = pointwise_reference
+    moe: ModuleType = moe_reference
+    heads: ModuleType = attention_reference
+    post: ModuleType = pointwise_reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
     numbers: list[torch.Tensor] = field(default_factory=list)
@@ -51,7 +54,7 @@ class Side:
 
     @property
     def is_twin(self) -> bool:
-        return self.attention is reference
+        return self.attention is attention_reference
 
     def randn(self, *shape: int) -> torch.Tensor:
         if self.dry:
@@ -199,7 +202,7 @@ def gemv(
     weight = side.randn(out_features, inner) * 0.05
     scale = None
     if is_fp8:
-        weight, scale = reference.quantize_rows(weight)
+        weight, scale = pointwise_reference.quantize_rows(weight)
     added = side.randn(out_features) if bias else None
     with side.clock():
         y = side.gemv.gemv(x, weight, scale, added, **options)
@@ -211,7 +214,7 @@ def gemv_in_layer(side: Side, *, rows: int, is_fp8: bool) -> list[Result]:
     x, weight = side.strided(rows, 1024), side.randn(512, 1024) * 0.05
     scale = None
     if is_fp8:
-        weight, scale = reference.quantize_rows(weight)
+        weight, scale = pointwise_reference.quantize_rows(weight)
     norm, residual = (1 + side.randn(1024) * 0.1, 1e-5), side.randn(rows, 512)
     with side.clock():
         side.gemv.gemv(x, weight, scale, norm=norm, residual=residual)
@@ -223,8 +226,8 @@ def few_rows(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bo
     weight = side.randn(out_features, inner) * 0.05
     scales = {}
     if is_fp8:
-        x, scales["x_scale"] = reference.quantize_rows(x)
-        weight, scales["scale"] = reference.quantize_rows(weight)
+        x, scales["x_scale"] = pointwise_reference.quantize_rows(x)
+        weight, scales["scale"] = pointwise_reference.quantize_rows(weight)
     with side.clock():
         y = side.gemv.few_rows(x, weight, dtype=side.dtype, **scales)
     return [numbers(y, 2)]
@@ -244,10 +247,10 @@ def experts(side: Side, *, tokens: int, num_experts: int, is_fp8: bool = False, 
     """Onto the residual stream. The routing is the twin's on both sides."""
     hidden, inner = 512, 256
     x, residual = side.strided(tokens, hidden), side.randn(tokens, hidden)
-    weights, chosen = reference.choose_experts(side.randn(tokens, num_experts), 2)
+    weights, chosen = moe_reference.choose_experts(side.randn(tokens, num_experts), 2)
     stacks, scales = [side.randn(num_experts, *size) * 0.05 for size in ((2 * inner, hidden), (hidden, inner))], []
     if is_fp8:
-        pairs = [reference.quantize_rows(stack.flatten(0, 1)) for stack in stacks]
+        pairs = [pointwise_reference.quantize_rows(stack.flatten(0, 1)) for stack in stacks]
         stacks = [values.view(stack.shape) for (values, _), stack in zip(pairs, stacks, strict=True)]
         scales = [scale.view(stack.shape[:2]) for (_, scale), stack in zip(pairs, stacks, strict=True)]
     with side.clock():

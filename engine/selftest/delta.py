@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from engine.kernels import reference
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.recurrent import reference as recurrent_reference
 from engine.kernels.recurrent.reference import RecurrentBatch
 from engine.selftest.checks import Check, Side
@@ -133,7 +133,7 @@ def gated_norm(side: Side, *, quantize: bool) -> list[Result]:
     with side.clock():
         if side.is_twin:
             y = recurrent_reference.gated_rms_norm(x, z.unflatten(-1, (heads, _DIM)), weight, 1e-6).flatten(1)
-            return fp8_rows(reference.quantize_rows(y)) if quantize else [numbers(y, 4)]
+            return fp8_rows(pointwise_reference.quantize_rows(y)) if quantize else [numbers(y, 4)]
         from engine.kernels.pointwise import gated_norm as pointwise_gated_norm
 
         if quantize:

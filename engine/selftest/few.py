@@ -10,7 +10,9 @@ from functools import partial
 
 import torch
 
-from engine.kernels import reference
+from engine.kernels.gemm import reference as gemm_reference
+from engine.kernels.moe import reference as moe_reference
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.selftest.checks import Check, Side
 from engine.selftest.compare import Result, numbers
 
@@ -27,13 +29,14 @@ def sparse_block(side: Side, *, tokens: int, is_fp8: bool, with_factor: bool) ->
     norm = 1 + side.randn(hidden) * 0.1, 1e-6
     with side.clock():
         if side.is_twin:
-            normed = reference.rms_norm(x, *norm)
+            normed = pointwise_reference.rms_norm(x, *norm)
             assert isinstance(normed, torch.Tensor)
-            routing = reference.choose_experts(reference.gemv(normed, router), num_experts)
-            y = reference.routed_experts(normed, *routing, w13, w2, scale13, scale2)
-            apart = reference.gemv(reference.gemv(normed, gate_up, gate_up_scale, gate="silu"), down, down_scale)
+            routing = moe_reference.choose_experts(gemm_reference.gemv(normed, router), num_experts)
+            y = moe_reference.routed_experts(normed, *routing, w13, w2, scale13, scale2)
+            inner_rows = gemm_reference.gemv(normed, gate_up, gate_up_scale, gate="silu")
+            apart = gemm_reference.gemv(inner_rows, down, down_scale)
             if factor is not None:
-                y, apart = y + reference.gemv(normed, factor).sigmoid() * apart, None
+                y, apart = y + gemm_reference.gemv(normed, factor).sigmoid() * apart, None
             residual.add_(y)
         else:
             from engine.kernels.moe.decode import Beside, Norm, sparse_block
@@ -50,7 +53,7 @@ def _weight(side: Side, shape: tuple[int, ...], is_fp8: bool) -> tuple[torch.Ten
     values = side.randn(*shape) * 0.05
     if not is_fp8:
         return values, None
-    quantized, scale = reference.quantize_rows(values.flatten(0, -2))
+    quantized, scale = pointwise_reference.quantize_rows(values.flatten(0, -2))
     return quantized.view(shape), scale.view(shape[:-1])
 
 

@@ -1,6 +1,6 @@
 """Rows that a kernel reads out of host memory over the bus, as of Gemma 4's per-layer embeddings: bit for bit."""
 
-from engine.kernels import reference
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime import host_memory
 from engine.selftest.checks import Check, Side
 from engine.selftest.compare import Result, exact
@@ -10,7 +10,7 @@ def rows(side: Side) -> list[Result]:
     """Of a table in page-locked memory; in the GPU's own where the driver locks none, as the engine does it too."""
     values, ids = side.randn(300, 8960).cpu(), side.randint(300, 40).long()
     if side.is_twin:
-        return [exact(reference.gather_rows(values, ids, 16.0))]
+        return [exact(pointwise_reference.gather_rows(values, ids, 16.0))]
     from engine.kernels.pointwise.host_rows import gather_rows
 
     table = host_memory.empty(tuple(values.shape), values.dtype)

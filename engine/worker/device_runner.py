@@ -1,10 +1,11 @@
-"""Runs steps on a GPU. The host never waits between `launch` and `collect`, and `collect` waits for one event.
+"""Runs steps on a GPU. The host never waits in `forward` and `sample`; `collect` waits for one event.
 
-    launch   pack ─► one copy ─► table updates ─► forward (a CUDA graph for most steps) ─► sample ─► copy tokens back
+    forward  pack ─► one copy ─► table updates ─► the model (a CUDA graph for most steps)
+    sample   logits ─► sample ─► copy tokens back
     collect  wait for that copy's event, unpack
 
 The request table (tokens, pages) lives on the device; the sampler writes each token there itself, so step N + 1 can be
-launched before anybody has seen the tokens of step N.
+started before anybody has seen the tokens of step N.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +33,20 @@ _RING = 4                  # more than the steps in flight
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceHandle:
+class ForwardedStep:
+    """A step between `forward` and `sample`. The next step's `forward` overwrites `hidden` and `columns`."""
+
+    plan: StepPlan
+    rows: np.ndarray
+    positions: np.ndarray         # where the sampled tokens will stand
+    hidden: torch.Tensor          # of the tokens that sample
+    columns: torch.Tensor         # their sampling parameters
+    sampling: np.ndarray          # which sequences sample
+    whole: torch.Tensor | None    # hidden states of all tokens, if prompt log-probabilities are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
     """A step under way: what to read once `done` has passed."""
 
     plan: StepPlan
@@ -144,7 +158,7 @@ class DeviceRunner:
         self.staging.device_words.zero_()  # graphs are recorded on what stands here: row 0, position 0
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> DeviceHandle:
+    def forward(self, plan: StepPlan) -> ForwardedStep:
         for init in plan.row_inits:
             self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
             self.prompt_len[init.row] = init.prompt_len
@@ -153,14 +167,36 @@ class DeviceRunner:
         rows = np.array([s.row for s in plan.seqs])
         starts = np.array([s.start for s in plan.seqs])
         if plan.num_tokens == len(plan.seqs):
-            hidden, columns, sampling = self._launch_decode(plan, rows, starts)
+            hidden, columns, sampling, whole = self._decode_step(plan, rows, starts)
         else:
-            hidden, columns, sampling = self._launch_mixed(plan, rows, starts)
+            hidden, columns, sampling, whole = self._mixed_step(plan, rows, starts)
         for source, target in plan.state_saves:
             self.cache.copy_state(source, target)
-        return self._finish(plan, rows, starts, hidden, columns, sampling)
+        counts = np.array([plan.seqs[i].num_tokens for i in sampling], dtype=np.int64)
+        return ForwardedStep(plan, rows[sampling], starts[sampling] + counts, hidden, columns, sampling, whole)
 
-    def collect(self, handle: DeviceHandle) -> StepResult:
+    @torch.inference_mode()
+    def sample(self, forwarded: ForwardedStep) -> SampledStep:
+        """Sample, and start the copies to the host."""
+        self._turn = (self._turn + 1) % _RING
+        pinned, done = self._pinned[self._turn], self._events[self._turn]
+        count = len(forwarded.sampling)
+        logprobs = None
+        if count:
+            plan = self.sampler.plan(forwarded.rows, forwarded.positions)
+            logits = self.model.logits(forwarded.hidden)
+            # The kernels write to the host's memory themselves: a copy of so few bytes would take longer.
+            out = pinned[:count] if plan.logprobs is None else self._out[:count]
+            logprobs = self.sampler.sample(logits, forwarded.columns, self.token_ids, out, plan)
+            if logprobs is not None:
+                pinned[:count].copy_(out, non_blocking=True)
+                logprobs.begin_copy()
+        whole = forwarded.whole
+        prompts = {} if whole is None else self._prompt_logprobs(forwarded.plan, whole)
+        done.record()
+        return SampledStep(forwarded.plan, done, pinned if count else None, count, logprobs, prompts)
+
+    def collect(self, handle: SampledStep) -> StepResult:
         handle.done.synchronize()
         tokens = [] if handle.tokens is None else handle.tokens[: handle.count].tolist()
         logprobs: dict[int, TokenLogprobs] = {}
@@ -170,10 +206,11 @@ class DeviceRunner:
 
     # -- packing ------------------------------------------------------------------------------------------------------
 
-    def _launch_decode(
+    def _decode_step(
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Every sequence has one token: hidden states [B, H], columns, which sequences sample."""
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None]:
+        """Every sequence has one token: hidden states [B, H] of those that sample, their columns, which they are, and
+        all hidden states if prompt log-probabilities are wanted."""
         batch = len(rows)
         size = batch if self.graphs is None else self.graphs.size_for(batch)
         stage = self.staging
@@ -190,15 +227,15 @@ class DeviceRunner:
             hidden = self.graphs.replay(size)
         else:
             hidden = self._decode(size)
-        self._hidden = hidden if any(s.prompt_logprobs is not None for s in plan.seqs) else None
+        whole = hidden if any(s.prompt_logprobs is not None for s in plan.seqs) else None
         sampling = np.arange(batch)
         if not all(s.samples for s in plan.seqs):  # a last chunk of one token
             sampling = np.flatnonzero([s.samples for s in plan.seqs])
         column = device[2 * width : (2 + NUM_COLUMNS) * width].view(NUM_COLUMNS, width)
         if len(sampling) < batch:  # rare: refill for the sampling ones, by a second copy
             index = torch.from_numpy(sampling).pin_memory().to(self.device, non_blocking=True)
-            return hidden.index_select(0, index), column.index_select(1, index).contiguous(), sampling
-        return hidden[:batch], column, sampling
+            return hidden.index_select(0, index), column.index_select(1, index).contiguous(), sampling, whole
+        return hidden[:batch], column, sampling, whole
 
     def _decode(self, size: int) -> torch.Tensor:
         """Forward of `size` sequences with one token each, whose rows and positions head the device's words."""
@@ -216,9 +253,10 @@ class DeviceRunner:
             state = StateBatch(states, rows, rows, rows)  # of a decode step the kernels need the slots only
         return self._forward(size, batches, state)
 
-    def _launch_mixed(
+    def _mixed_step(
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None]:
+        """As `_decode_step`, where some sequences have several tokens."""
         counts = np.array([s.num_tokens for s in plan.seqs])
         step = MixedStep.of(rows, starts, counts, self.tile_sizes, all_tiled=self.batch_invariant)
         places = np.arange(len(counts))
@@ -246,9 +284,9 @@ class DeviceRunner:
             hidden = self.mixed_graphs.replay(shape)
         else:
             hidden = self._mixed(step.form, whole=wants_prompts)
-        self._hidden = hidden if wants_prompts else None
         column = words[columns_at : columns_at + NUM_COLUMNS * width].view(NUM_COLUMNS, width)
-        return hidden.index_select(0, words[hidden_at : hidden_at + len(sampling)]), column, sampling
+        last = hidden.index_select(0, words[hidden_at : hidden_at + len(sampling)])
+        return last, column, sampling, hidden if wants_prompts else None
 
     def _put_step(self, step: MixedStep) -> None:
         """What `_mixed` finds at the head of the device's words."""
@@ -369,42 +407,8 @@ class DeviceRunner:
         first, *more = zip(self._slots[:, : len(positions)].unbind(0), batches, strict=True)
         return ForwardContext(positions, *first, more, state)
 
-    def _finish(
-        self,
-        plan: StepPlan,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        hidden: torch.Tensor,
-        columns: torch.Tensor,
-        sampling: np.ndarray,
-    ) -> DeviceHandle:
-        """Sample, and start the copies to the host."""
-        self._turn = (self._turn + 1) % _RING
-        pinned, done = self._pinned[self._turn], self._events[self._turn]
-        count = len(sampling)
-        logprobs = None
-        if count:
-            some = rows[sampling]
-            counts = np.array([plan.seqs[i].num_tokens for i in sampling], dtype=np.int64)
-            sample_plan = self.sampler.plan(some, starts[sampling] + counts)
-            logits = self.model.logits(hidden)
-            # The kernels reach the host's memory themselves: a copy of so few bytes would cost a step 6 us.
-            out = pinned[:count] if sample_plan.logprobs is None else self._out[:count]
-            logprobs = self.sampler.sample(logits, columns, self.token_ids, out, sample_plan)
-            if logprobs is not None:
-                pinned[:count].copy_(out, non_blocking=True)
-                logprobs.begin_copy()
-        prompts = self._prompt_logprobs(plan)
-        done.record()
-        return DeviceHandle(plan, done, pinned if count else None, count, logprobs, prompts)
-
-    _hidden: torch.Tensor | None = None  # of the step just launched, kept for prompt logprobs
-
-    def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[HostLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[HostLogprobs]]:
         """For each sequence that asked: logprobs of the prompt tokens one place behind its chunk's tokens."""
-        if self._hidden is None:
-            return {}
-        hidden, self._hidden = self._hidden, None
         found: dict[int, list[HostLogprobs]] = {}
         q_start = 0
         for i, seq in enumerate(plan.seqs):

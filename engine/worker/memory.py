@@ -10,7 +10,7 @@ from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, gib
 from engine.errors import OutOfMemoryPlanError
 from engine.kernels.gemm import scaled
 from engine.layers.embed import Embedding
-from engine.layers.linear import Linear, can_quantize
+from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
@@ -73,9 +73,8 @@ def loaded_bytes(model: nn.Module) -> int:
     """What `weight_bytes` will be on a GPU, of a model that has no weights yet."""
     sizes = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     for module in model.modules():
-        if isinstance(module, Linear | ExpertLinear) and module.quantization == "fp8" and can_quantize(module):
-            rows = module.weight.numel() // module.in_features
-            sizes[id(module.weight)] = module.weight.numel() + 4 * rows
+        if isinstance(module, Linear | ExpertLinear):
+            sizes[id(module.weight)] = module.loaded_bytes
     return sum(sizes.values()) - host_bytes(model)
 
 

@@ -1,7 +1,7 @@
 """What steps take of a GPU, measured before the pages are allocated.
 
     a runner with the real number of rows, and one page that all of them share
-      |- every kernel compiled (prepare.py)
+      |- every kernel compiled (warmup.py)
       |- the largest step, then the largest decode step, sampled with every option;
       |    then small ones of a prompt                                                  -> peak
       |- some graphs, the largest among them                                           -> pool, bytes a record
@@ -66,7 +66,7 @@ def measure_steps(
     reserved = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     for plan in steps:
-        runner.collect(runner.launch(plan))
+        runner.collect(runner.sample(runner.forward(plan)))
     runner.warm_up()
     probes = _spread(graph_sizes(count)) if graphs else {}
     for size in probes.values():

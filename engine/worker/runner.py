@@ -1,6 +1,7 @@
 """Runs steps: plan in, sampled tokens out. Owns the model, the KV cache, the request table and the sampler."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +22,22 @@ from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
 from engine.worker.sample.sampler import Sampler, SampleResult
 from engine.worker.state import RequestTable
 
-_SMALL_STEP_TOKENS = 256   # up to here, waking a team of CPU threads costs more than it saves (kernels/threads.py)
+_SMALL_STEP_TOKENS = 256   # up to here, waking CPU threads costs more than they save (kernels/runtime/cpu_threads.py)
 
 
 @dataclass(frozen=True, slots=True)
-class StepHandle:
-    """A launched step whose results are still on the device."""
+class ForwardedStep:
+    """A step between `forward` and `sample`."""
+
+    plan: StepPlan
+    inputs: StepInputs
+    sampling: torch.Tensor       # hidden states of the tokens that sample
+    whole: torch.Tensor | None   # of all tokens, if prompt log-probabilities are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """A sampled step whose results are still on the device."""
 
     plan: StepPlan
     inputs: StepInputs
@@ -35,7 +46,7 @@ class StepHandle:
 
 
 class Runner:
-    """One device, one model. `launch` only queues work where the device is asynchronous; `collect` waits for it."""
+    """One device, one model, in plain torch. `forward` and `sample` queue work, `collect` waits for the results."""
 
     def __init__(
         self, model: CausalLM, spec: CacheSpec, *, num_rows: int, max_model_len: int, device: torch.device
@@ -55,7 +66,7 @@ class Runner:
         cache.bind(self.model.cache_modules())
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> StepHandle:
+    def forward(self, plan: StepPlan) -> ForwardedStep:
         for extent in plan.moved_extents:
             self.cache.extent(extent).zero_()  # as numbers of another type, what stands there may be NaN
         for init in plan.row_inits:
@@ -69,18 +80,25 @@ class Runner:
                 old = self.table.block_tables[update.group][update.row, update.start :][: len(update.pages)]
                 self._scrub(update.group, old)
             self.table.add_pages(update)
-        small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
-        with num_threads(1 if small else torch.get_num_threads()):
+        with self._threads_for(plan):
             inputs = build_inputs(plan, self.table, has_state=self.has_state)
             whole = any(seq.prompt_logprobs is not None for seq in plan.seqs)
-            hidden = self.forward(inputs) if whole else self._ends(plan, inputs)
+            hidden = self._hidden_states(inputs) if whole else self._last_hidden_states(plan, inputs)
             for source, target in plan.state_saves:
                 self.cache.copy_state(source, target)
             sampling = hidden.index_select(0, inputs.sample_index) if whole else hidden
-            return StepHandle(plan, inputs, self._sample(inputs, sampling), self._prompt_logprobs(plan, hidden))
+            return ForwardedStep(plan, inputs, sampling, hidden if whole else None)
 
     @torch.inference_mode()
-    def collect(self, handle: StepHandle) -> StepResult:
+    def sample(self, forwarded: ForwardedStep) -> SampledStep:
+        plan, inputs, whole = forwarded.plan, forwarded.inputs, forwarded.whole
+        with self._threads_for(plan):
+            sampled = self._sample(inputs, forwarded.sampling)
+            prompts = {} if whole is None else self._prompt_logprobs(plan, whole)
+            return SampledStep(plan, inputs, sampled, prompts)
+
+    @torch.inference_mode()
+    def collect(self, handle: SampledStep) -> StepResult:
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         if handle.sampled is not None:
@@ -96,7 +114,11 @@ class Runner:
                     self._scrub(group, table[seq.row])
         return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs)
 
-    def forward(
+    def _threads_for(self, plan: StepPlan) -> AbstractContextManager[None]:
+        small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
+        return num_threads(1 if small else torch.get_num_threads())
+
+    def _hidden_states(
         self,
         inputs: StepInputs,
         wanted: torch.Tensor | None = None,
@@ -107,12 +129,12 @@ class Runner:
         with forward_context(ForwardContext(inputs.positions, *first, more, inputs.state, wanted, narrowed)):
             return self.model(inputs.token_ids)
 
-    def _ends(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
+    def _last_hidden_states(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
         """Hidden states of the tokens that sample; where none does, of the first sequence's last one, for something
         must go through the last layer."""
         count, tokens = len(inputs.sample_index), len(inputs.token_ids)
         if count == tokens:
-            return self.forward(inputs)
+            return self._hidden_states(inputs)
         index, rows = inputs.sample_index, inputs.sample_rows
         if not count:
             index, rows = torch.tensor([plan.seqs[0].num_tokens - 1]), [plan.seqs[0].row]
@@ -127,7 +149,7 @@ class Runner:
             )
             return ForwardContext(positions, *first, more)
 
-        return self.forward(inputs, index, narrowed)
+        return self._hidden_states(inputs, index, narrowed)
 
     def _scrub(self, group: int, pages: torch.Tensor) -> None:
         """Make the pages of a sequence that may have failed finite before anybody gets them: zero times NaN is NaN, so

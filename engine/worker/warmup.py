@@ -19,7 +19,7 @@ from engine.kernels.runtime.compile_ahead import compile_ahead
 from engine.kernels.runtime.launcher import recording, target_of
 from engine.layers.linear import Linear
 from engine.layers.moe import kinds_of_steps
-from engine.layers.quant import FP8
+from engine.layers.quant import fp8, unquantized
 from engine.models.base import CausalLM
 from engine.worker.cuda_graphs import graph_sizes
 from engine.worker.device_runner import DeviceRunner
@@ -45,7 +45,7 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> 
         for shape in runner.mixed_shapes():
             runner.mixed_of(shape)
         for plan in mixed:
-            runner.launch(plan)
+            runner.sample(runner.forward(plan))
         runner.warm_up()
     return compile_ahead(jobs, torch.cuda.get_device_capability(runner.device))
 
@@ -63,10 +63,10 @@ def choose_products(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tok
             shape = module.out_features, module.in_features
             kinds.setdefault(weight.values.dtype, {}).setdefault(shape, []).append(weight)
     began, measured = time.monotonic(), 0
-    sizes = [size for size in graph_sizes(max_batch) if Linear.few_rows < size <= _CHOSEN_ROWS]
+    sizes = [size for size in graph_sizes(max_batch) if unquantized.FEW_ROWS < size <= _CHOSEN_ROWS]
     for kind, weights in kinds.items():
-        if kind == FP8:  # of full steps the library's first choice is as good as any
-            least = 0 if cublaslt.has_forms() else Linear.few_fp8_rows
+        if kind == fp8.FP8:  # of full steps the library's first choice is as good as any
+            least = 0 if cublaslt.has_forms() else fp8.FEW_ROWS
             measured += autotune.choose(weights, [size for size in sizes if size > least], dtype, fp8=True)
         else:
             measured += autotune.choose(weights, sorted({*sizes, max_tokens}), kind)

@@ -69,7 +69,7 @@ class PagedMachine:
         self.written: dict[int, dict[int, list[int]]] = {}  # step in flight -> uid -> cells
         self.prompt_len = [0] * num_rows
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def forward(self, plan: StepPlan) -> StepResult:
         self.launched += 1
         if plan.step_id in self.fail_steps:
             raise RuntimeError("injected fault")
@@ -117,6 +117,9 @@ class PagedMachine:
                 self.spoil(written[seq.uid], NAN)
                 result.seqs[i] = SeqResult(error="NaN")
         return result
+
+    def sample(self, forwarded: StepResult) -> StepResult:
+        return forwarded
 
     def collect(self, handle: StepResult) -> StepResult:
         del self.in_flight[handle.step_id]

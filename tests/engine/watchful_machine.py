@@ -24,10 +24,10 @@ class WatchfulMachine(PagedMachine):
         self.fail_reads: set[int] = set()
         self.violations: list[str] = []
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def forward(self, plan: StepPlan) -> StepResult:
         try:
             self._watch(plan)
-            result = super().launch(plan)
+            result = super().forward(plan)
         except AssertionError as error:
             self.violations.append(str(error))  # to the engine it is one more step that fails
             raise

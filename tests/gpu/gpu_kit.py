@@ -14,7 +14,7 @@ from engine import LLM, SamplingParams, capabilities
 from engine.core.loop import EngineCore
 from engine.core.request import EngineRequest, StepOutput
 from engine.layers import attention
-from engine.layers.quant import FP8, FP8_MAX
+from engine.layers.quant.fp8 import FP8, FP8_MAX
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
 from engine.models.registry import model_class

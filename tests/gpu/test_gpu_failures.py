@@ -47,7 +47,7 @@ def once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def break_mixed(runner: Any) -> tuple[Any, str]:
-    return runner, "_launch_mixed"
+    return runner, "_mixed_step"
 
 
 def break_replay(runner: Any) -> tuple[Any, str]:
@@ -112,7 +112,7 @@ def test_an_exception_fails_the_requests_of_its_step_and_the_next_request_works(
 def test_the_offline_api_names_the_request_that_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner: Any = llm.engine.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_launch_mixed", once(runner._launch_mixed))
+        patch.setattr(runner, "_mixed_step", once(runner._mixed_step))
         with pytest.raises(AtollError, match=r"Request \d+-0 failed: RuntimeError: injected fault"):
             llm.generate(prompts(2, longest=50), SamplingParams(max_tokens=4), use_tqdm=False)
     assert_idle(llm.engine)

@@ -17,9 +17,10 @@ from gpu_scores import lost
 from torch import nn
 
 from engine import SamplingParams
-from engine.kernels import reference
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers import linear
-from engine.layers.linear import Activations, Linear, QuantizedRows, UnnormedRows
+from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
+from engine.layers.linear import Linear
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -64,13 +65,13 @@ def lost_as_is_due(model: Path, **steps: int) -> list[float]:
 def twin(product: Linear, x: Activations) -> torch.Tensor:
     """[T, out] in float32, from the weight and the activations that `product` has in fp8."""
     if isinstance(x, UnnormedRows):
-        normed = reference.rms_norm(x.values, x.weight, x.eps, wide_offset=x.offset)
+        normed = pointwise_reference.rms_norm(x.values, x.weight, x.eps, wide_offset=x.offset)
         assert isinstance(normed, torch.Tensor)
         x = normed
     if isinstance(x, QuantizedRows):
         wide = x.values.float() * x.scale[:, None]
     elif x.shape[0] > product.vector_rows:
-        values, scale = reference.quantize_rows(x)
+        values, scale = pointwise_reference.quantize_rows(x)
         wide = values.float() * scale[:, None]
     else:
         wide = x.float()
@@ -123,8 +124,8 @@ def test_every_product_of_a_step_is_that_of_its_twin(family: str, tmp_path: Path
     # A scale that is 4 % off for one output in four is noticed. (The product's own: the twin's is another tensor.)
     broken = next(module for module in model.modules() if isinstance(module, Linear) and module.scale is not None)
     with torch.inference_mode():
-        broken._scale_row = broken._scale_row.clone()
-        broken._scale_row[:, ::4] *= 1.04
+        broken.scale_row = broken.scale_row.clone()
+        broken.scale_row[:, ::4] *= 1.04
     with watched(model) as seen:
         generated(llm, prompts(3, longest=200), SamplingParams(max_tokens=1, temperature=0))
     assert max(off for calls in seen.values() for _, off in calls) > LIMIT

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from engine.bench import random_checkpoint
 from engine.errors import ModelError
 from engine.layers.linear import Linear
-from engine.layers.quant import FP8, quantize_weight
+from engine.layers.quant.fp8 import FP8, quantize_weight
 from engine.models.base import CausalLM
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import load_weights, quantize

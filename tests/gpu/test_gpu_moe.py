@@ -8,11 +8,12 @@ import pytest
 import torch
 from gpu_kit import DEVICE
 
-from engine.kernels import reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.moe import experts as moe_experts
+from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.decode import Beside, Norm, sparse_block
 from engine.kernels.pointwise import fused
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime.compile_ahead import compile_ahead
 from engine.kernels.runtime.launcher import Kernel, recording
 
@@ -70,7 +71,7 @@ def make_layer(shape: str, *, fp8: bool) -> Layer:
     ]
     if not fp8:
         return tuple(stacks)
-    pairs = [reference.quantize_rows(stack.flatten(0, 1)) for stack in stacks]
+    pairs = [pointwise_reference.quantize_rows(stack.flatten(0, 1)) for stack in stacks]
     values = [v.view(stack.shape) for (v, _), stack in zip(pairs, stacks, strict=True)]
     return (*values, *(s.view(stack.shape[:2]) for (_, s), stack in zip(pairs, stacks, strict=True)))
 
@@ -91,10 +92,10 @@ def test_kernels_equal_their_twins(shape: str, fp8: bool) -> None:
         x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
         logits = torch.randn(tokens, num_experts, device=DEVICE).bfloat16()
         experts, weights, ours = routed(shape, x, logits, layer)
-        twin_weights, twin_experts = reference.choose_experts(logits, top_k)
+        twin_weights, twin_experts = moe_reference.choose_experts(logits, top_k)
         assert torch.equal(experts, twin_experts), tokens
         torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
-        twin = reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        twin = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
         error = (ours.float() - twin).norm(dim=1) / twin.norm(dim=1)
         assert error.max() < (4e-2 if fp8 else 1e-2), f"{tokens} tokens: {error.max():.2e}"
 
@@ -112,7 +113,7 @@ def test_any_routing(skew: str) -> None:
             logits[:, 8:] -= 50
         x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
         experts, weights, ours = routed(LONG, x, logits, layer)
-        twin = reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        twin = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
         assert ((ours.float() - twin).norm(dim=1) / twin.norm(dim=1)).max() < 1e-2
 
 
@@ -166,7 +167,8 @@ def make_beside(shape: str, *, fp8: bool) -> Beside | None:
         return torch.randn(rows, columns, device=DEVICE).mul_(columns**-0.5).bfloat16()
 
     first, second = weight(2 * width, hidden), weight(hidden, width)
-    parts = (*reference.quantize_rows(first), *reference.quantize_rows(second)) if fp8 else (first, None, second, None)
+    quantize_rows = pointwise_reference.quantize_rows
+    parts = (*quantize_rows(first), *quantize_rows(second)) if fp8 else (first, None, second, None)
     return Beside(*parts, weight(1, hidden) if factor else None)
 
 

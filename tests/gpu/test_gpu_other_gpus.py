@@ -8,12 +8,13 @@ from gpu_kit import checkpoint, fp8_on_cpu, generated, model_of, on_cpu, on_gpu,
 from gpu_scores import lost
 
 from engine import SamplingParams
-from engine.kernels import reference
 from engine.kernels.gemm import autotune, scaled
-from engine.kernels.gemm.triton_scaled import scaled_product
+from engine.kernels.gemm.scaled_kernel import scaled_product
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime import launcher
 from engine.kernels.runtime.gpu_target import Target
 from engine.layers.linear import Linear
+from engine.layers.quant.fp8 import ON_WIDENED_WEIGHT
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -52,10 +53,10 @@ def test_products_of_our_kernel(rows: int, fp8: bool, request: pytest.FixtureReq
     torch.manual_seed(0)
     for outputs, inner in ((4096, 4096), (528, 976)):
         x = torch.randn(rows, inner, dtype=torch.bfloat16, device=DEVICE)
-        weight, scale = reference.quantize_rows(torch.randn(outputs, inner, device=DEVICE))
+        weight, scale = pointwise_reference.quantize_rows(torch.randn(outputs, inner, device=DEVICE))
         bias, x_scale, wide = torch.randn(outputs, dtype=torch.bfloat16, device=DEVICE), None, x.float()
         if fp8:
-            x, x_scale = reference.quantize_rows(x)
+            x, x_scale = pointwise_reference.quantize_rows(x)
             wide = x.float() * x_scale[:, None]
         y = scaled_product(x, weight, scale, bias, x_scale=x_scale, dtype=torch.bfloat16).float()
         plain = wide @ (weight.float() * scale[:, None]).t() + bias.float()
@@ -101,7 +102,7 @@ def test_a_model_runs_with_fp8_weights_and_wide_activations(family: str, tmp_pat
     assert "fp8 weights, bf16 activations" in llm.engine.info()["memory_plan"]
     linears = [m for m in model_of(llm).modules() if isinstance(m, Linear) and m.scale is not None]
     assert linears
-    assert all(m._product is Linear._on_fp8_weight for m in linears)
+    assert all(m.gemm is ON_WIDENED_WEIGHT for m in linears)
     exact = on_cpu(model)
     found, due = lost(llm, exact), lost(fp8_on_cpu(model, **steps), exact)
     print(f"{family}: off by {found[0]:.2e} and {found[1]:.2e}; with fp8 activations {due[0]:.2e} and {due[1]:.2e}")

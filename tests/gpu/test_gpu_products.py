@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from engine.kernels.gemm import autotune, cublaslt
 from engine.layers.linear import Linear
+from engine.layers.quant.fp8 import FP8_PER_CHANNEL
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -87,8 +88,8 @@ def test_a_layer_multiplies_by_what_was_chosen(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(autotune, "_BETTER", 100.0)
     monkeypatch.setattr(autotune, "_chosen", {})
     linear = Linear(1024, 768)
+    linear.use(FP8_PER_CHANNEL.linear)
     linear.weight = torch.nn.Parameter(torch.randn(768, 1024, device="cuda", dtype=torch.bfloat16), requires_grad=False)
-    linear.quantization = "fp8"
     linear.finalize()
     weight = linear.by_library
     assert weight is not None

@@ -226,14 +226,23 @@ class Watched:
 
             monkeypatch.setattr(owner, "synchronize", counted)
 
-    def launch(self, plan: StepPlan) -> Any:
+    def forward(self, plan: StepPlan) -> Any:
         self._step, self._phase = plan.step_id, "launch"
         self.steps["decode" if plan.num_tokens == len(plan.seqs) else "mixed"] += 1
         self.steps["with logprobs"] += any(s.logprobs is not None for s in plan.seqs)
         self.steps["with prompt logprobs"] += any(s.prompt_logprobs is not None for s in plan.seqs)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return self._runner.launch(plan)
+            return self._runner.forward(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            self._phase = "between"
+
+    def sample(self, forwarded: Any) -> Any:
+        self._phase = "launch"
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return self._runner.sample(forwarded)
         finally:
             torch.cuda.set_sync_debug_mode("default")
             self._phase = "between"

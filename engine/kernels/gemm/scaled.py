@@ -79,7 +79,7 @@ def multiply(
     in `dtype`."""
     if refusal(dtype) is None:
         return by_library(x, weight_t, x_scale, scale_row, bias, dtype)
-    from engine.kernels.gemm.triton_scaled import scaled_product
+    from engine.kernels.gemm.scaled_kernel import scaled_product
 
     return scaled_product(x, weight_t.t(), scale_row[0], bias, x_scale=x_scale, dtype=dtype)
 

@@ -1,8 +1,7 @@
 """How the kernels of moe.experts and moe.decode cut their work, by the shape of a layer and the tokens of a step.
 
-What `python -m engine.bench moe --search` found, or for one token `gemv --search`, is in tuned.json (other GPUs:
-target.py); other shapes go by rule. Plain Python, so that whoever prepares a model knows the tiles without a
-GPU.
+tuned.json has what `python -m engine.bench moe --search` found, and for one token `gemv --search` (other GPUs:
+runtime/gpu_target.py). Other shapes follow a rule. Plain Python: preparing a model needs the tiles, but no GPU.
 """
 
 import functools

@@ -18,23 +18,28 @@ from engine.errors import ModelError
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
+from engine.layers.quant import FORMATS
 from engine.layers.weight_memory import for_good, weight_pool
 from engine.models.base import CausalLM, Weights
 from engine.models.loading.checkpoint import TensorInfo, check_checkpoint
-from engine.models.loading.reader import Reader, read_into
+from engine.models.loading.reader import DTYPES, Reader, read_into
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 _CPU = torch.device("cpu")
-_PLAIN = ("F64", "F32", "F16", "BF16")
+_CONVERTIBLE = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}  # into each other, while they load
 _RANDOM_BLOCK = (8 << 20) + 1  # numbers; no multiple of a row, so that rows differ
 
 
-def quantize(model: CausalLM, method: str) -> None:
-    """Before loading: have the products of the decoder layers quantised (`method`: "fp8"). The output head is not."""
+def quantize(model: nn.Module, name: str) -> None:
+    """Before loading: quantise the linear layers of the decoder, each if the format can hold it, but not the output
+    head. `name`: in `FORMATS`."""
+    quantized = FORMATS[name]
     for module in model.modules():
-        if isinstance(module, Linear | ExpertLinear) and module.quantizable:
-            module.quantization = method
+        if isinstance(module, Linear) and module.quantizable and quantized.linear.supports(module):
+            module.use(quantized.linear)
+        elif isinstance(module, ExpertLinear) and module.quantizable and quantized.experts.supports(module):
+            module.use(quantized.experts)
 
 
 def compute_in(model: CausalLM, dtype: torch.dtype) -> None:
@@ -107,12 +112,17 @@ def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo
         raise ModelError(f"The checkpoint {model_dir} holds tensor {unexpected[0]}{_and_more(unexpected)}, which this "
                          "architecture does not have.")
     for name, target in wanted.items():
+        dtype = tensors[name].dtype
         if tensors[name].shape != tuple(target.shape):
             raise ModelError(f"Tensor {name} has shape {list(tensors[name].shape)} in the checkpoint; config.json "
                              f"implies {list(target.shape)}.")
-        if tensors[name].dtype not in _PLAIN:  # it stands for numbers only together with a scale
-            raise ModelError(f"Tensor {name} is {tensors[name].dtype} in the checkpoint, and no scale is beside it.",
-                             "Use the checkpoint in bfloat16: --quantization fp8 quantises it while it loads.")
+        if target.dtype in _CONVERTIBLE.values():
+            if dtype not in _CONVERTIBLE:  # it stands for numbers only together with a scale
+                raise ModelError(f"Tensor {name} is {dtype} in the checkpoint, and no scale is beside it.",
+                                 "Use the checkpoint in bfloat16: --quantization fp8 quantises it while it loads.")
+        elif DTYPES[dtype] != target.dtype:  # a quantised weight: bits that no conversion may touch
+            expected = next(known for known, torch_dtype in DTYPES.items() if torch_dtype == target.dtype)
+            raise ModelError(f"Tensor {name} is {dtype} in the checkpoint; its quantisation format stores {expected}.")
 
 
 def _read_files(
@@ -162,7 +172,7 @@ def _materialize_all(
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     shared: dict[int, nn.Parameter] = {}
     for module in _children_first(model):
-        stays = getattr(module, "quantization", None) is None
+        stays = not (isinstance(module, Linear | ExpertLinear) and module.method.converts)
         for key, empty in module._parameters.items():
             if empty is None:
                 continue

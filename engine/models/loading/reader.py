@@ -22,7 +22,7 @@ _BUFFER_BYTES = 16 << 20
 _NUM_BUFFERS = 8
 _NUM_THREADS = 8  # a thread copies 3-8 GB/s out of the page cache
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -81,7 +81,7 @@ class Reader:
         info = self._tensors.popleft()
         assert tuple(target.shape) == info.shape
         assert target.is_contiguous()
-        dtype = _DTYPES[info.dtype]
+        dtype = DTYPES[info.dtype]
         flat, done = target.view(-1), 0
         while done < flat.numel():
             self._reads.popleft().result()
@@ -132,7 +132,7 @@ class Reader:
 def read_into(info: TensorInfo, target: torch.Tensor, advance: Callable[[int], None]) -> None:
     """A tensor straight into host memory, by several threads, without a buffer between; if `target` has another dtype,
     through a ring of buffers. `advance(bytes)` is called as they come. Raises ModelError as a Reader does."""
-    if _DTYPES[info.dtype] != target.dtype:
+    if DTYPES[info.dtype] != target.dtype:
         with Reader([info], torch.device("cpu")) as reader:
             reader.copy_to(target)
         advance(info.num_bytes)

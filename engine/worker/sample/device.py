@@ -70,7 +70,7 @@ class HostLogprobs:
 
     rows: list[int]       # which rows of the logits these are
     num_top: list[int]    # alternatives of each
-    packed: Tensor        # int32 [N, 3 + 2K] as engine.kernels.sampling.sampling.logprobs writes it
+    packed: Tensor        # int32 [N, 3 + 2K] as engine.kernels.sampling.sampler.logprobs writes it
     host: Tensor | None = None
 
     def begin_copy(self) -> None:
@@ -101,10 +101,10 @@ class DeviceSampler:
         self, num_rows: int, vocab_size: int, max_model_len: int, device: torch.device, *, block: int | None = None
     ) -> None:
         """`block` is for tests: how many tokens of the vocabulary a program takes."""
-        from engine.kernels.sampling import sampling  # not before a device needs it: CPU builds have no Triton
+        from engine.kernels.sampling import sampler  # not before a device needs it: CPU builds have no Triton
 
-        self._kernels = sampling
-        self._block = block or sampling.BLOCK
+        self._kernels = sampler
+        self._block = block or sampler.BLOCK
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.device = device

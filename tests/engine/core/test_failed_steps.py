@@ -73,15 +73,15 @@ def test_who_found_pages_of_a_sequence_with_nan_computes_them_itself(kind, how):
     engine.machine.nan = {(0, "first")}
     engine.add("first", PROMPT, 9)
     engine.add("beside", [*PROMPT, 1, 2, 3], 9)
-    launch = engine.machine.launch
+    forward = engine.machine.forward
 
     def heal(plan):  # the same step's follower would have NaN, too; it is asked for the time after it
-        result = launch(plan)
+        result = forward(plan)
         if plan.step_id == 0 and how == "abort":
             engine.abort("first")
         return result
 
-    engine.machine.launch = heal
+    engine.machine.forward = heal
     engine.drain()
     assert engine.reasons["beside"] is FinishReason.LENGTH
     assert engine.core.stats().num_preemptions == (kind != "all"), "states are not shared within a step"
@@ -109,16 +109,16 @@ def test_extents_of_a_step_that_was_not_launched_are_named_again():
     """Their next owner would find what pages of another kind left there."""
     engine = Engine("all", extents=40, seqs=3, budget=64, depth=1)
     rng, notes, taken = random.Random(5), [], set()
-    launch = engine.machine.launch
+    forward = engine.machine.forward
 
     def note(plan):
         if plan.moved_extents and not notes:
             notes.append(plan.moved_extents)
             raise RuntimeError("injected fault")
         taken.update(plan.moved_extents)
-        return launch(plan)
+        return forward(plan)
 
-    engine.machine.launch = note
+    engine.machine.forward = note
     for i in range(60):
         engine.add(f"r{i}", [rng.randrange(97) for _ in range(rng.randrange(1, 150))], rng.choice([1, 40]))
         for _ in range(4):

@@ -272,13 +272,13 @@ def test_what_a_request_leaves_in_flight_is_nobodys_until_its_step_is_read(kind:
 @pytest.mark.parametrize("depth", [2, 3])
 def test_pages_that_a_window_leaves_behind_stay_until_their_step_is_read(depth: int) -> None:
     engine = Engine("Gemma 3", seqs=2, budget=64, depth=depth)
-    launch, deferred = engine.machine.launch, []
+    forward, deferred = engine.machine.forward, []
 
     def note(plan: StepPlan) -> StepResult:
         deferred.append(engine.core.kv.num_deferred)
-        return launch(plan)
+        return forward(plan)
 
-    engine.machine.launch = note
+    engine.machine.forward = note
     engine.add("long", [i % VOCAB for i in range(150)], 40)
     engine.drain()
     assert max(deferred) > 0, "when the next step is planned, the last one still reads them"

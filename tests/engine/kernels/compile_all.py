@@ -18,7 +18,7 @@ import torch
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads as attention_heads
-from engine.kernels.gemm import batch_invariant, quantize, small_batch, triton_scaled
+from engine.kernels.gemm import batch_invariant, quantize, scaled_kernel, small_batch
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.pointwise import fused, gated_norm, host_rows
@@ -181,11 +181,11 @@ def with_fp8_weights(units):
     for rows in (8, 32, 64, 4096):
         if units:
             x, x_scale = zeros(rows, 4096, dtype=FP8), torch.zeros(rows)
-            triton_scaled.scaled_product(x, weight, scale, x_scale=x_scale, dtype=BF16)
+            scaled_kernel.scaled_product(x, weight, scale, x_scale=x_scale, dtype=BF16)
         else:
-            triton_scaled.scaled_product(zeros(rows, 4096), weight, scale)
+            scaled_kernel.scaled_product(zeros(rows, 4096), weight, scale)
     if not units:
-        triton_scaled.scaled_product(zeros(300, 976), zeros(112, 976, dtype=FP8), torch.zeros(112), zeros(112))
+        scaled_kernel.scaled_product(zeros(300, 976), zeros(112, 976, dtype=FP8), torch.zeros(112), zeros(112))
 
 
 def with_fp8_activations():

@@ -115,8 +115,8 @@ def noted(model, max_seqs, max_tokens):
     seen = late
     for lengths in some_steps(max_seqs, max_tokens):
         prompts, decodes = memory_profile._largest_steps(lengths)
-        runner.launch(prompts)
-        runner.launch(decodes)
+        for plan in (prompts, decodes):
+            runner.sample(runner.forward(plan))
     return {
         "ahead": len(ahead),
         "not ahead": sorted(name_of(job) for job in started - ahead),

@@ -75,15 +75,15 @@ class Watch:
     """Checks each step against the plan that it came from."""
 
     def __init__(self, runner):
-        self.runner, self.launch = runner, runner.launch
+        self.runner, self.run_step = runner, runner.forward
         self.tokens, self.tables = runner.token_ids.clone(), runner.block_tables.clone()
         self.slots = None if runner.state_slots is None else runner.state_slots.clone()
         self.steps = self.most_seqs = self.most_words = 0
         model = runner.model
         self.forward, model.forward = model.forward, self.watched_forward
-        runner.launch = self.watched_launch
+        runner.forward = self.watched_step
 
-    def watched_launch(self, plan):
+    def watched_step(self, plan):
         self.plan = plan
         for update in plan.page_updates:
             row = self.tables[update.group, update.row]
@@ -97,11 +97,11 @@ class Watch:
         self.steps += 1
         self.most_seqs = max(self.most_seqs, len(plan.seqs))
         self.most_words = max(self.most_words, words)
-        handle = self.launch(plan)
+        forwarded = self.run_step(plan)
         assert torch.equal(self.runner.block_tables, self.tables), "block tables"
         assert torch.equal(self.runner.token_ids, self.tokens), "tokens"
         assert self.slots is None or torch.equal(self.runner.state_slots, self.slots), "states"
-        return handle
+        return forwarded
 
     def watched_forward(self, token_ids):
         """The step's own tokens stand where its kernels look for them; what fills it up belongs to row 0."""

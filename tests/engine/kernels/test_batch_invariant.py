@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from engine.capabilities import check_capabilities
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kernels import reference
 from engine.kernels.gemm import batch_invariant
 from engine.kernels.gemm.quantize import quantize_rows
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.moe import RoutedExperts, Routing, choose_experts
 from engine.models.batch_invariant import make_batch_invariant
 from engine.models.config.model import ModelConfig
@@ -54,7 +54,7 @@ def test_a_row_of_a_product_is_the_same_in_any_place(outputs: int, inner: int, f
     scales = None
     wanted = x @ weight.t() + bias
     if fp8:
-        (x, x_scale), (weight, scale) = quantize_rows(x), reference.quantize_rows(weight)
+        (x, x_scale), (weight, scale) = quantize_rows(x), pointwise_reference.quantize_rows(weight)
         scales = x_scale, scale
         wanted = (x.float() * x_scale[:, None]) @ (weight.float() * scale[:, None]).t() + bias
 

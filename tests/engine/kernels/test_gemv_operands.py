@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.bench import gemv, gemv_search, gemv_step
+from engine.bench import gemv, gemv_operands, gemv_search, gemv_step
 from engine.bench.gemv_products import Subject
 from engine.bench.gemv_search import Block, Stage
-from engine.kernels import reference
+from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
 from engine.kernels.gemm.tiles import Product, VectorTiles
@@ -31,26 +31,26 @@ CPU = torch.device("cpu")
 ], ids=str)  # fmt: skip
 def test_copies_take_turns_with_what_is_around_them(monkeypatch, subject):
     torch.manual_seed(0)
-    monkeypatch.setattr(gemv, "_TURNS_BYTES", 3 * subject.num_bytes)
-    operands = gemv.Operands(subject, CPU, torch.float32)
+    monkeypatch.setattr(gemv_operands, "_TURNS_BYTES", 3 * subject.num_bytes)
+    operands = gemv_operands.Operands(subject, CPU, torch.float32)
     tiles = gemm_tiles.by_rule(subject.product)
     assert [weight.element_size() == 1 for weight in operands.weights] == [subject.product.itemsize == 1] * 3
     around = {"norm": operands.norm, "gate": subject.gate}
     outputs = 48 if subject.gate else 96
     sum_of_all = torch.zeros(1, outputs)
     for step, weight in zip(operands.steps(tiles), operands.weights, strict=True):
-        ours, expected = step(), reference.gemv(operands.x, weight, operands.scale, operands.bias, **around)
+        ours, expected = step(), gemm_reference.gemv(operands.x, weight, operands.scale, operands.bias, **around)
         assert 0.2 < expected.std() < 5
         sum_of_all += expected
         torch.testing.assert_close(ours, sum_of_all if subject.residual else expected, rtol=1e-3, atol=1e-3)
-    first = reference.gemv(operands.x, operands.weights[0], operands.scale, operands.bias, **around)
+    first = gemm_reference.gemv(operands.x, operands.weights[0], operands.scale, operands.bias, **around)
     for _ in range(2):  # the residual is zero again
         torch.testing.assert_close(operands.result(tiles), first, rtol=1e-3, atol=1e-3)
 
 
 def test_a_row_of_a_product(monkeypatch):
     subject = Subject(Product(512, 256, 2), ("one", "other"))
-    monkeypatch.setattr(gemv, "_TURNS_BYTES", 0)
+    monkeypatch.setattr(gemv_operands, "_TURNS_BYTES", 0)
     row = {**gemv.facts(subject), **gemv.measure(subject, CPU, 0.001)}
     assert row["product"] == "512x256 bf16"
     assert row["models"] == "one other"
@@ -138,7 +138,7 @@ def test_a_search_on_a_card(monkeypatch):
     todo = gemv_step.Plan([stage], {product: rule}, {product: subject})
     lines = {(0, number): {f"{number}", "what all have"} for number in range(len(found))}
     pool = Pool(str(found.index(missing)))
-    monkeypatch.setattr(gemv, "_TURNS_BYTES", 0)
+    monkeypatch.setattr(gemv_operands, "_TURNS_BYTES", 0)
     monkeypatch.setattr(gemv_step, "lines_of", lambda *_: lines)
     monkeypatch.setattr(compile_pool, "take", lambda: pool)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

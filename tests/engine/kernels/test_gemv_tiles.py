@@ -7,11 +7,14 @@ pytest.importorskip("triton")
 
 from torch import nn
 
-from engine.kernels import reference
+from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
 from engine.kernels.gemm.tiles import Product, VectorTiles
-from engine.layers.linear import Linear, UnnormedRows
+from engine.kernels.pointwise import reference as pointwise_reference
+from engine.layers.gemm_inputs import UnnormedRows
+from engine.layers.linear import Linear
+from engine.layers.quant import fp8, unquantized
 
 MEASURED = sorted({(p.itemsize, p.gated, p.normed, tiles) for p, tiles in gemm_tiles._measured().items()})
 
@@ -23,11 +26,11 @@ def test_measured_tiles_multiply(itemsize, gated, normed, tiles):
     rows, inner, outputs = 3, tiles.block_k + 48, 2 * (tiles.block_n + 1)
     x, weight, scale = torch.randn(rows, inner), torch.randn(outputs, inner), None
     if itemsize == 1:
-        weight, scale = reference.quantize_rows(weight)
+        weight, scale = pointwise_reference.quantize_rows(weight)
     around = {"norm": (torch.randn(inner), 1e-6)} if normed else {}
     gate = "silu" if gated else None
     ours = small_batch.gemv(x, weight, scale, **around, gate=gate, tiles=tiles)
-    torch.testing.assert_close(ours, reference.gemv(x, weight, scale, **around, gate=gate), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(ours, gemm_reference.gemv(x, weight, scale, **around, gate=gate), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("wide_offset", [None, 1.0])
@@ -42,7 +45,7 @@ def test_tiles_by_rule_multiply(inner, outputs, wide_offset):
             around = {"norm": (torch.rand(inner), 1e-6), "wide_offset": wide_offset} if normed else {}
             gate = "gelu_tanh" if gated else None
             ours = small_batch.gemv(x, weight, **around, gate=gate, tiles=tiles)
-            torch.testing.assert_close(ours, reference.gemv(x, weight, **around, gate=gate), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(ours, gemm_reference.gemv(x, weight, **around, gate=gate), rtol=1e-3, atol=1e-3)
 
 
 def test_a_thread_has_whole_vectors_of_a_weight():
@@ -90,11 +93,11 @@ def test_tiles_of_one_row_would_not_do_for_four():
 
 @pytest.mark.parametrize("numbers, rows", [(12_500_000, 4), (12_500_001, 1)])
 def test_a_second_row_of_a_large_weight_leaves_the_vector_form(numbers, rows):
-    for product in (Linear._on_gpu, Linear._on_fp8):
+    for gemm in (unquantized.ON_GPU, fp8.ON_FP8_UNITS):
         linear = Linear(1, numbers)
-        linear._product = product
+        linear.gemm = gemm
         assert [n for n in range(1, 9) if linear.in_vector_form(n)] == list(range(1, rows + 1))
-        assert [n for n in range(1, 9) if linear.wants_fp8(n)] == list(range(rows + 1, 9)) * (product is Linear._on_fp8)
+        assert [n for n in range(1, 9) if linear.wants_fp8(n)] == list(range(rows + 1, 9)) * (gemm is fp8.ON_FP8_UNITS)
 
 
 @pytest.mark.parametrize("rows", [2, 5])
@@ -102,9 +105,9 @@ def test_what_comes_after_a_product_in_order_may_be_early_where_rows_are_few(row
     torch.manual_seed(0)
     linear = Linear(64, 40)
     linear.weight = nn.Parameter(torch.randn(linear.weight.shape), requires_grad=False)
-    linear._product = Linear._on_gpu
+    linear.gemm = unquantized.ON_GPU
     x, norm = torch.randn(rows, 64), torch.rand(64)
-    for given, plain in ((x, x), (UnnormedRows(x, norm, 1e-6), reference.rms_norm(x, norm, 1e-6))):
+    for given, plain in ((x, x), (UnnormedRows(x, norm, 1e-6), pointwise_reference.rms_norm(x, norm, 1e-6))):
         if rows > 4 and isinstance(given, UnnormedRows):
             continue  # many rows never come so
         found, early = linear.in_order(given)

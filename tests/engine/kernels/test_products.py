@@ -8,7 +8,8 @@ import torch
 from engine.kernels.gemm import autotune, cublaslt
 from engine.kernels.gemm.cublaslt import Shape
 from engine.layers.linear import Linear
-from engine.layers.quant import FP8
+from engine.layers.quant.fp8 import FP8, ON_FP8_UNITS
+from engine.layers.quant.unquantized import ON_GPU
 from engine.worker.warmup import choose_products
 
 
@@ -96,5 +97,5 @@ def linear(outputs, inner, *, bias=False, fp8=False):
     layer.weight = torch.nn.Parameter(torch.empty(outputs, inner, dtype=FP8 if fp8 else torch.bfloat16), False)
     if fp8:
         layer.scale = torch.nn.Parameter(torch.ones(outputs), False)
-    layer._product = Linear._on_fp8 if fp8 else Linear._on_gpu
+    layer.gemm = ON_FP8_UNITS if fp8 else ON_GPU
     return layer

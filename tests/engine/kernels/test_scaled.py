@@ -5,13 +5,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
 from engine.kernels.gemm import scaled
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime import launcher
 from engine.kernels.runtime.gpu_target import H100, Target
-from engine.layers import linear
-from engine.layers.linear import Linear, QuantizedRows
+from engine.layers.gemm_inputs import QuantizedRows
+from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
+from engine.layers.quant import fp8
 from engine.worker.memory import arithmetic_notes
 
 CPU = torch.device("cpu")
@@ -30,15 +31,15 @@ def unsupported(*args, **kwargs):
 @pytest.fixture
 def quantized(monkeypatch):
     """A layer as it is on a GPU after loading, and rows for it."""
-    monkeypatch.setattr(linear, "_FEW_FP8_ROWS", 2)
+    monkeypatch.setattr(fp8, "FEW_ROWS", 2)
     torch.manual_seed(0)
     layer = Linear(64, 48, bias=True)
+    layer.use(fp8.FP8_PER_CHANNEL.linear)
     assert layer.bias is not None
     layer.bias = torch.nn.Parameter(torch.randn(48), requires_grad=False)
     layer.weight = torch.nn.Parameter(torch.randn(48, 64), requires_grad=False)
-    layer.quantization = "fp8"
     layer.finalize()
-    layer._product = Linear._on_fp8
+    layer.gemm = fp8.ON_FP8_UNITS
     return layer, torch.randn(20, 64)
 
 
@@ -85,7 +86,7 @@ def test_a_layer_multiplies_by_our_kernel_where_the_library_raises(quantized, mo
     layer, x = quantized
     monkeypatch.setattr(torch, "_scaled_mm", unsupported)
     monkeypatch.setattr(scaled, "refusal", lambda dtype: "refused")
-    rows = QuantizedRows(*reference.quantize_rows(x), x.dtype)
+    rows = QuantizedRows(*pointwise_reference.quantize_rows(x), x.dtype)
     expected = plain(
         rows.values, layer.weight.t(), scale_a=rows.scale[:, None], scale_b=layer.scale[None], bias=layer.bias,
         out_dtype=x.dtype, use_fast_accum=True,
@@ -95,7 +96,7 @@ def test_a_layer_multiplies_by_our_kernel_where_the_library_raises(quantized, mo
 
 def test_without_fp8_units_activations_stay_as_they_are(quantized):
     layer, x = quantized
-    layer._product = Linear._on_fp8_weight
+    layer.gemm = fp8.ON_WIDENED_WEIGHT
     expected = x @ (layer.weight.float() * layer.scale[:, None]).t() + layer.bias
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(layer(x[:3]), expected[:3], rtol=1e-4, atol=1e-3)

@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads
@@ -15,8 +14,9 @@ from engine.kernels.gemm import quantize, small_batch
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts
 from engine.kernels.pointwise import fused, gated_norm, host_rows, inputs, post_norm
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.recurrent import gated_delta
-from engine.kernels.sampling import sampling
+from engine.kernels.sampling import sampler
 from engine.selftest.compare import Result, difference
 from engine.selftest.report import Tally
 from engine.selftest.run import EVERY as CHECKS
@@ -120,10 +120,10 @@ def spoil(monkeypatch, module, name, which=None):
         ("rows out of host memory", host_rows, "gather_rows", None),
         ("gated norm", gated_norm, "gated_rms_norm", None),
         ("gated norm to fp8", gated_norm, "gated_rms_norm_to_fp8", None),
-        ("sampling greedy", sampling, "sample_rows", 4),
-        ("sampling filtered", sampling, "sample_rows", 4),
-        ("sampling log-probabilities", sampling, "logprobs", 3),
-        ("prompt log-probabilities", sampling, "logprobs", 3),
+        ("sampler greedy", sampler, "sample_rows", 4),
+        ("sampler filtered", sampler, "sample_rows", 4),
+        ("sampler log-probabilities", sampler, "logprobs", 3),
+        ("prompt log-probabilities", sampler, "logprobs", 3),
     ],
 )
 def test_a_wrong_kernel_fails(monkeypatch, check, module, name, which):
@@ -171,13 +171,13 @@ def test_inputs_from_before_a_sequence_began_are_noticed(monkeypatch):
 
 
 def test_penalties_that_do_nothing_are_noticed(monkeypatch):
-    monkeypatch.setattr(sampling, "penalise", lambda *args: None)
+    monkeypatch.setattr(sampler, "penalise", lambda *args: None)
     assert run("sampling edited")[1]["sampling edited"]["fault"] == "wrong"
 
 
 def test_filters_that_do_nothing_are_noticed(monkeypatch):
-    original = sampling.sample_rows
-    monkeypatch.setattr(sampling, "sample_rows", lambda *a, **k: original(*a, **(k | {"filtered": False})))
+    original = sampler.sample_rows
+    monkeypatch.setattr(sampler, "sample_rows", lambda *a, **k: original(*a, **(k | {"filtered": False})))
     assert run("sampling filtered")[1]["sampling filtered"]["fault"] == "wrong"
 
 
@@ -206,7 +206,7 @@ def test_a_twin_that_fails_is_one_failed_check(monkeypatch):
     def broken(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(reference, "gate_mul", broken)
+    monkeypatch.setattr(pointwise_reference, "gate_mul", broken)
     _, found, end = run("norm", "gate", "softcap")
     assert list(found) == ["norm", "gate", "softcap"]
     assert found["gate"]["fault"] == "memory"
@@ -218,14 +218,14 @@ def test_both_sides_compute_of_the_same_numbers(monkeypatch):
     drawn = []
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *a, **k: drawn.append(a) or randn(*a, **k))
-    rms_norm = reference.rms_norm
+    rms_norm = pointwise_reference.rms_norm
 
     def careless(x, *args, **kwargs):
         y = rms_norm(x, *args, **kwargs)
         x.zero_()
         return y
 
-    monkeypatch.setattr(reference, "rms_norm", careless)
+    monkeypatch.setattr(pointwise_reference, "rms_norm", careless)
     assert run("norm")[0] == 0
     assert drawn == [(9, 1024), (1024,)]
 

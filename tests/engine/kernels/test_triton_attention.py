@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
+from engine.kernels.attention import kernel_reference as attention_reference
 
 PAGE = 16
 NAN = float("nan")
@@ -53,7 +53,7 @@ def check_decode(lengths, group, *, splits, dim=32, kv_heads=2, dtype=torch.floa
     shape = (len(lengths), group * kv_heads, dim)
     options = {"scale": dim**-0.5, **options}
     ours = attention_decode.decode(*args, torch.full(shape, NAN, dtype=dtype), splits=splits, **options)
-    twin = reference.decode(*args, torch.full(shape, NAN, dtype=dtype), **options)
+    twin = attention_reference.decode(*args, torch.full(shape, NAN, dtype=dtype), **options)
     assert not twin.isnan().any()
     torch.testing.assert_close(ours, twin, rtol=tol, atol=tol)
     return ours
@@ -100,7 +100,7 @@ def test_padding_rows_spoil_nobody(splits):
     lengths = torch.tensor([90, 1, 3, 0], dtype=torch.int32)
     args = (q, pages.k, pages.v, rows, lengths, pages.table)
     ours = attention_decode.decode(*args, torch.full_like(q, NAN), splits=splits, scale=0.2)
-    twin = reference.decode(*args, torch.full_like(q, NAN), scale=0.2)
+    twin = attention_reference.decode(*args, torch.full_like(q, NAN), scale=0.2)
     torch.testing.assert_close(ours[::2], twin[::2], rtol=2e-5, atol=2e-5)
     assert torch.equal(ours[3], torch.zeros_like(ours[3]))
 
@@ -156,7 +156,7 @@ def check_mixed(chunks, group, *, block_q, dim=32, kv_heads=2, dtype=torch.float
     options = {"scale": dim**-0.5, "block_q": block_q, **options}
     shape = (total, group * kv_heads, dim)
     ours = attention_chunks.mixed(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
-    twin = reference.mixed(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
+    twin = attention_reference.mixed(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
     assert not twin.isnan().any()
     torch.testing.assert_close(ours, twin, rtol=tol, atol=tol)
     return ours
@@ -219,7 +219,7 @@ def test_the_twins_agree_with_torch():
     token = torch.arange(50)
     at = pages.table[1, token // PAGE].long(), token % PAGE
     own = pages.k[at], pages.v[at]
-    twin = reference.mixed(
+    twin = attention_reference.mixed(
         q, *own, pages.k, pages.v, tiles, pages.rows, zero, zero, count, pages.table, torch.empty_like(q),
         block_q=50, scale=0.3,
     )  # fmt: skip

@@ -8,14 +8,15 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from engine.kernels import reference
 from engine.kernels.attention import decode as attention_decode
+from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm.e4m3 import narrowed, widened
-from engine.kernels.gemm.triton_scaled import ScaledTiles, scaled_product, scaled_tiles
+from engine.kernels.gemm.scaled_kernel import ScaledTiles, scaled_product, scaled_tiles
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.pointwise import fused
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime import launcher
 from engine.kernels.runtime.gpu_target import H100, Target
 from engine.kernels.runtime.launcher import kernel
@@ -72,9 +73,9 @@ def test_numbers_round_as_torch_rounds_them():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_vector_form_reads_a_weight_of_bytes(rows):
     torch.manual_seed(0)
-    x, (weight, scale) = torch.randn(rows, 80), reference.quantize_rows(torch.randn(20, 80))
+    x, (weight, scale) = torch.randn(rows, 80), pointwise_reference.quantize_rows(torch.randn(20, 80))
     ours = small_batch.gemv(x, as_bytes(weight), scale)
-    torch.testing.assert_close(ours, reference.gemv(x, weight, scale), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(ours, gemm_reference.gemv(x, weight, scale), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -89,11 +90,11 @@ def test_the_vector_form_reads_a_weight_of_bytes(rows):
 )
 def test_scaled_products(rows, inner, outputs, tiles, form, with_bias):
     torch.manual_seed(0)
-    x, (weight, scale) = torch.randn(rows, inner), reference.quantize_rows(torch.randn(outputs, inner))
+    x, (weight, scale) = torch.randn(rows, inner), pointwise_reference.quantize_rows(torch.randn(outputs, inner))
     bias, x_scale = torch.randn(outputs) if with_bias else None, None
     wide = x
     if form == "fp8":
-        x, x_scale = reference.quantize_rows(x)
+        x, x_scale = pointwise_reference.quantize_rows(x)
         wide = x.float() * x_scale[:, None]
     expected = wide @ (weight.float() * scale[:, None]).t() + (0 if bias is None else bias)
     given = as_bytes(weight) if form == "bytes" else weight
@@ -116,7 +117,7 @@ def test_experts_of_bytes_keep_activations_as_they_are(tokens, on_a100):
     experts, top_k, hidden, inner = 4, 2, 32, 16
     x, logits = torch.randn(tokens, hidden), torch.randn(tokens, experts)
     w13, w2 = torch.randn(experts, 2 * inner, hidden), torch.randn(experts, hidden, inner)
-    (q13, s13), (q2, s2) = (reference.quantize_rows(w.view(-1, w.shape[2])) for w in (w13, w2))
+    (q13, s13), (q2, s2) = (pointwise_reference.quantize_rows(w.view(-1, w.shape[2])) for w in (w13, w2))
     wide13, wide2 = ((q.float() * s[:, None]).view(w.shape) for q, s, w in ((q13, s13, w13), (q2, s2, w2)))
     routing = moe_experts.choose_experts(logits, top_k)
     ours = moe_experts.routed_experts(

@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
 from engine.kernels.gemm import quantize, small_batch
+from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.pointwise import fused
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.norm import WideRMSNorm
 
 FP8 = torch.float8_e4m3fn
@@ -40,9 +41,10 @@ def close_fp8(ours, twin):
 @pytest.mark.parametrize("size", [8, 576, 960, 2816, 5376])
 def test_rms_norm(size, dtype):
     x, weight = strided(5, size, dtype), torch.randn(size).to(dtype)
-    close(fused.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), CLOSE[dtype])
+    close(fused.rms_norm(x, weight, 1e-5), pointwise_reference.rms_norm(x, weight, 1e-5), CLOSE[dtype])
     close(
-        reference.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (size,), weight, 1e-5), CLOSE[dtype]
+        pointwise_reference.rms_norm(x, weight, 1e-5),
+        torch.nn.functional.rms_norm(x, (size,), weight, 1e-5), CLOSE[dtype]
     )
 
 
@@ -52,7 +54,7 @@ def test_rms_norm_adds_to_the_residual_in_place(dtype):
     kept = residual.clone()
     ours = fused.rms_norm(x, weight, 1e-5, residual)
     assert torch.equal(residual, (kept.float() + x.float()).to(dtype))
-    close(ours, reference.rms_norm(x, weight, 1e-5, kept), CLOSE[dtype])
+    close(ours, pointwise_reference.rms_norm(x, weight, 1e-5, kept), CLOSE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -69,7 +71,7 @@ def test_wide_rms_norm_is_rounded_once(dtype, offset):
 
 def test_rms_norm_epsilon_counts():
     x, weight = torch.full((1, 64), 1e-3), torch.ones(64)
-    close(fused.rms_norm(x, weight, 1e-2), reference.rms_norm(x, weight, 1e-2), 1e-6)
+    close(fused.rms_norm(x, weight, 1e-2), pointwise_reference.rms_norm(x, weight, 1e-2), 1e-6)
     assert fused.rms_norm(x, weight, 1e-2).max() < 0.1
 
 
@@ -78,7 +80,7 @@ def test_rms_norm_quantised(residual):
     x, weight = strided(5, 576), torch.randn(576)
     ours_residual, twin_residual = (torch.ones(5, 576) if residual else None for _ in range(2))
     ours = fused.rms_norm(x, weight, 1e-5, ours_residual, quantize=True)
-    close_fp8(ours, reference.rms_norm(x, weight, 1e-5, twin_residual, quantize=True))
+    close_fp8(ours, pointwise_reference.rms_norm(x, weight, 1e-5, twin_residual, quantize=True))
     if ours_residual is not None:
         assert torch.equal(ours_residual, twin_residual)
 
@@ -86,15 +88,15 @@ def test_rms_norm_quantised(residual):
 def test_rms_norm_quantised_and_plain():
     x, weight, plain = strided(5, 2816), torch.randn(2816), torch.empty(5, 2816)
     ours = fused.rms_norm(x, weight, 1e-5, quantize=True, plain=plain, wide_offset=1.0)
-    close(plain, reference.rms_norm(x, weight, 1e-5, wide_offset=1.0), 1e-5)
-    close_fp8(ours, reference.quantize_rows(plain))
+    close(plain, pointwise_reference.rms_norm(x, weight, 1e-5, wide_offset=1.0), 1e-5)
+    close_fp8(ours, pointwise_reference.quantize_rows(plain))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("inner", [16, 1000, 1536])
 def test_silu_mul(inner, dtype):
     x = strided(5, 2 * inner, dtype) * 4
-    close(fused.gate_mul(*x.chunk(2, -1), "silu"), reference.gate_mul(*x.chunk(2, -1), "silu"), CLOSE[dtype])
+    close(fused.gate_mul(*x.chunk(2, -1), "silu"), pointwise_reference.gate_mul(*x.chunk(2, -1), "silu"), CLOSE[dtype])
 
 
 def test_silu_of_large_numbers_is_no_nan():
@@ -106,23 +108,23 @@ def test_silu_of_large_numbers_is_no_nan():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gate_mul_of_two_tensors(dtype, kind):
     gate, up = strided(5, 1000, dtype) * 4, strided(5, 1200, dtype)[:, :1000]
-    close(fused.gate_mul(gate, up, kind), reference.gate_mul(gate, up, kind), CLOSE[dtype])
+    close(fused.gate_mul(gate, up, kind), pointwise_reference.gate_mul(gate, up, kind), CLOSE[dtype])
     quantised = fused.gate_mul(gate, up, kind, quantize=True)
-    close_fp8(quantised, reference.gate_mul(gate, up, kind, quantize=True))
+    close_fp8(quantised, pointwise_reference.gate_mul(gate, up, kind, quantize=True))
 
 
 @pytest.mark.parametrize("inner", [16, 1000, 1536, 10240])
 def test_silu_mul_quantised(inner):
     gate, up = (strided(5, 2 * inner) * 4).chunk(2, -1)
     ours = fused.gate_mul(gate, up, "silu", quantize=True)
-    close_fp8(ours, reference.gate_mul(gate, up, "silu", quantize=True))
+    close_fp8(ours, pointwise_reference.gate_mul(gate, up, "silu", quantize=True))
 
 
 @pytest.mark.parametrize("inner", [16, 576, 1000, 5120])
 def test_quantize_rows(inner):
     x = strided(6, inner) * torch.tensor([1e-4, 1.0, 1e4, 3.0, 0.0, 50.0])[:, None]
     quantized, scale = quantize.quantize_rows(x)
-    close_fp8((quantized, scale), reference.quantize_rows(x))
+    close_fp8((quantized, scale), pointwise_reference.quantize_rows(x))
     error = (quantized.float() * scale[:, None] - x).abs()
     assert (error <= x.abs() / 16 * 1.001 + scale[:, None] * 2**-10).all()  # half a step of e4m3
     assert (quantized.float().abs().amax(1) == torch.tensor([448.0, 448, 448, 448, 0, 448])).all()
@@ -133,7 +135,7 @@ def test_softcap(size):
     x = strided(5, size) * torch.tensor([0.01, 1.0, 30.0, 1e3, 1e6])[:, None]
     ours = fused.softcap(x, 30.0)
     assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, reference.softcap(x, 30.0), rtol=1e-5, atol=3e-5)
+    torch.testing.assert_close(ours, pointwise_reference.softcap(x, 30.0), rtol=1e-5, atol=3e-5)
     assert ours.abs().max() <= 30
     assert fused.softcap(x.half().clamp(-6e4, 6e4), 30.0).dtype == torch.float32
 
@@ -148,7 +150,7 @@ def rope_case(dim, heads, kv_heads, *, norm, dtype=torch.float32, cache=None, sl
     if norm:
         weights = {"q_norm": torch.randn(dim).to(dtype), "k_norm": torch.randn(dim).to(dtype), "eps": 1e-3}
     results = []
-    for kernels in (fused, reference):
+    for kernels in (fused, pointwise_reference):
         both = torch.zeros(4, 2, page, kv_heads, dim).to(cache or dtype)  # strided caches
         data = torch.empty_strided(qkv.shape, qkv.stride(), dtype=dtype).copy_(qkv)
         q = kernels.rope_and_write_kv(
@@ -201,7 +203,7 @@ def test_gemv(rows, inner, out_features, gate):
     x = x[:, :inner]
     weight, bias = torch.randn(out_features, inner) * 0.1, torch.randn(out_features)
     ours = small_batch.gemv(x, weight, None, bias, gate=gate)
-    close(ours, reference.gemv(x, weight, None, bias, gate=gate), 2e-4)
+    close(ours, gemm_reference.gemv(x, weight, None, bias, gate=gate), 2e-4)
 
 
 @pytest.mark.parametrize("rows, inner", [(1, 960), (2, 256), (3, 3072)])
@@ -210,12 +212,12 @@ def test_gemv_norm_before_and_residual_after(rows, inner):
     x[:, :inner] = torch.randn(rows, inner) * 3
     x, weight = x[:, :inner], torch.randn(70, inner) * 0.1
     norm = torch.rand(inner) + 0.5, 1e-2
-    close(small_batch.gemv(x, weight, norm=norm), reference.gemv(x, weight, norm=norm), 1e-4)
+    close(small_batch.gemv(x, weight, norm=norm), gemm_reference.gemv(x, weight, norm=norm), 1e-4)
     gated = {"norm": norm, "gate": "silu"}
-    close(small_batch.gemv(x, weight, **gated), reference.gemv(x, weight, **gated), 2e-4)
+    close(small_batch.gemv(x, weight, **gated), gemm_reference.gemv(x, weight, **gated), 2e-4)
     ours, twin = torch.ones(rows, 70), torch.ones(rows, 70)
     assert small_batch.gemv(x, weight, norm=norm, residual=ours) is ours
-    close(ours, reference.gemv(x, weight, norm=norm, residual=twin), 1e-4)
+    close(ours, gemm_reference.gemv(x, weight, norm=norm, residual=twin), 1e-4)
     assert (ours - 1).abs().mean() > 0.3
 
 
@@ -223,7 +225,7 @@ def test_gemv_norm_before_and_residual_after(rows, inner):
 def test_gemv_wide_norm_is_rounded_once(offset):
     x, norm, identity = torch.randn(2, 256).half(), (torch.randn(256).half(), 1e-2), torch.eye(256).half()
     ours = small_batch.gemv(x, identity, norm=norm, wide_offset=offset)
-    twin = reference.rms_norm(x, *norm, wide_offset=offset)
+    twin = pointwise_reference.rms_norm(x, *norm, wide_offset=offset)
     close(ours, twin, 1e-3)
     assert (ours == twin).float().mean() > 0.99  # of a norm that rounds twice, a third would differ
 
@@ -232,10 +234,10 @@ def test_gemv_wide_norm_is_rounded_once(offset):
 def test_gemv_fp8_weight(gate):
     weight = torch.randn(70, 256) * 0.1
     x = strided(3, 256)
-    quantized, scale = reference.quantize_rows(weight)
+    quantized, scale = pointwise_reference.quantize_rows(weight)
     ours = small_batch.gemv(x, quantized, scale, gate=gate)
-    close(ours, reference.gemv(x, quantized, scale, gate=gate), 1e-4)
-    exact = reference.gemv(x, weight, gate=gate)
+    close(ours, gemm_reference.gemv(x, quantized, scale, gate=gate), 1e-4)
+    exact = gemm_reference.gemv(x, weight, gate=gate)
     assert (ours - exact).norm() < 0.06 * exact.norm()
 
 
@@ -243,18 +245,18 @@ def test_gemv_fp8_weight(gate):
 @pytest.mark.parametrize("out_features, inner", [(64, 256), (33, 192), (100, 1000)])
 def test_few_rows(rows, out_features, inner):
     x, weight, bias = strided(rows, inner), torch.randn(out_features, inner), torch.randn(out_features)
-    close(small_batch.few_rows(x, weight, bias), reference.few_rows(x, weight, bias), 2e-4)
+    close(small_batch.few_rows(x, weight, bias), gemm_reference.few_rows(x, weight, bias), 2e-4)
 
 
 def test_few_rows_float16():
     x, weight = strided(5, 256, torch.float16), torch.randn(70, 256).half()
-    close(small_batch.few_rows(x, weight), reference.few_rows(x, weight), 5e-3)
+    close(small_batch.few_rows(x, weight), gemm_reference.few_rows(x, weight), 5e-3)
 
 
 def test_few_rows_fp8():
     x, weight, bias = strided(7, 512), torch.randn(70, 512), torch.randn(70)
-    (x8, x_scale), (weight8, scale) = reference.quantize_rows(x), reference.quantize_rows(weight)
+    (x8, x_scale), (weight8, scale) = pointwise_reference.quantize_rows(x), pointwise_reference.quantize_rows(weight)
     ours = small_batch.few_rows(x8, weight8, bias, x_scale=x_scale, scale=scale, dtype=torch.float32)
-    close(ours, reference.few_rows(x8, weight8, bias, x_scale=x_scale, scale=scale, dtype=torch.float32), 1e-4)
-    exact = reference.few_rows(x, weight, bias)
+    close(ours, gemm_reference.few_rows(x8, weight8, bias, x_scale=x_scale, scale=scale, dtype=torch.float32), 1e-4)
+    exact = gemm_reference.few_rows(x, weight, bias)
     assert (ours - exact).norm() < 0.06 * exact.norm()

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
 from engine.kernels.attention import heads as attention_heads
+from engine.kernels.attention import kernel_reference as attention_reference
 from engine.kernels.attention.reference import write_kv
 from engine.layers.norm import WideRMSNorm, unit_rms
 from engine.layers.rope import RotaryEmbedding, rotate
@@ -78,7 +78,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("kernels", [attention_heads, reference], ids=["triton", "twin"])
+@pytest.mark.parametrize("kernels", [attention_heads, attention_reference], ids=["triton", "twin"])
 def test_heads(kernels, case, dtype):
     dim, heads, kv_heads, rope, options = CASES[case]
     for ours, twin in zip(*both(kernels, dim, heads, kv_heads, rope, dtype=dtype, **options), strict=True):

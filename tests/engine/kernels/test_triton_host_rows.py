@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 pytest.importorskip("triton")
 
 from engine import LLM, SamplingParams
-from engine.kernels import reference
 from engine.kernels.pointwise import host_rows
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime import host_memory
 from engine.layers.embed import Embedding
 from engine.models.config.model import ModelConfig
@@ -27,7 +27,7 @@ def test_like_its_twin(dtype, width, programs):
     ids = torch.tensor([0, 39, 7, 7, 1, 0, 38])  # the first row, the last one, some twice
     for scale in (1.0, 16.0, 0.3):
         found = host_rows.gather_rows(table, ids, scale, programs=programs)
-        assert torch.equal(found, reference.gather_rows(table, ids, scale))
+        assert torch.equal(found, pointwise_reference.gather_rows(table, ids, scale))
 
 
 def test_no_ids():

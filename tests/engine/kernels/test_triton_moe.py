@@ -5,10 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
 from engine.kernels.moe import experts as moe_experts
+from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.moe.tiles import MatrixTiles, Shape, StreamTiles, Tiles
+from engine.kernels.pointwise import reference as pointwise_reference
 
 FP8 = torch.float8_e4m3fn
 
@@ -29,14 +30,14 @@ def test_choice(tokens, num_experts, top_k, options):
     if "expert_scale" in options:
         options = {"expert_scale": torch.rand(num_experts) + 0.5}
     weights, experts = moe_experts.choose_experts(logits, top_k, **options)
-    twin_weights, twin_experts = reference.choose_experts(logits, top_k, **options)
+    twin_weights, twin_experts = moe_reference.choose_experts(logits, top_k, **options)
     assert torch.equal(experts, twin_experts)
     close(weights, twin_weights, 1e-6)
 
 
 def test_equal_experts_are_chosen_in_order():
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0, 0.0]])
-    for kernels in (moe_experts, reference):
+    for kernels in (moe_experts, moe_reference):
         assert kernels.choose_experts(logits, 5)[1].tolist() == [[1, 2, 3, 0, 4]]
 
 
@@ -49,7 +50,7 @@ def test_broken_scores_choose_experts_that_exist(bad):
     assert sorted(set(experts[0].tolist())) == sorted(experts[0].tolist())
     assert experts.min() >= 0
     assert experts.max() < 12
-    assert torch.equal(experts[1:], reference.choose_experts(logits[1:], 4)[1])
+    assert torch.equal(experts[1:], moe_reference.choose_experts(logits[1:], 4)[1])
 
 
 @pytest.mark.parametrize("tokens, num_experts, top_k, rows", [
@@ -61,7 +62,7 @@ def test_grouping(tokens, num_experts, top_k, rows, chosen):
     if chosen == "one expert":
         experts[:, 0] = num_experts - 1  # may be in a row twice: the kernels do not mind
     order, blocks = moe_experts.group(experts, num_experts, rows)
-    twin_order, twin_blocks = reference.group(experts, num_experts, rows)
+    twin_order, twin_blocks = moe_reference.group(experts, num_experts, rows)
     assert torch.equal(order, twin_order)
     assert blocks.shape == twin_blocks.shape
     used = twin_blocks[:, 2] > 0
@@ -72,7 +73,7 @@ def test_grouping(tokens, num_experts, top_k, rows, chosen):
 def test_grouping_in_large_chunks():
     experts = torch.randint(0, 9, (1100, 8), dtype=torch.int32)  # more than 8192 pairs
     order, blocks = moe_experts.group(experts, 9, 128)
-    twin_order, twin_blocks = reference.group(experts, 9, 128)
+    twin_order, twin_blocks = moe_reference.group(experts, 9, 128)
     assert torch.equal(order, twin_order)
     assert torch.equal(blocks[:, 2], twin_blocks[:, 2])
 
@@ -95,7 +96,7 @@ def layer(num_experts, hidden, inner, dtype):
         return {"w13": w13.to(dtype), "w2": w2.to(dtype)}
     found = {}
     for name, scale_name, w in (("w13", "scale13", w13), ("w2", "scale2", w2)):
-        values, scale = reference.quantize_rows(w.flatten(0, 1))
+        values, scale = pointwise_reference.quantize_rows(w.flatten(0, 1))
         found |= {name: values.view(w.shape), scale_name: scale.view(w.shape[:2])}
     return found
 
@@ -103,21 +104,21 @@ def layer(num_experts, hidden, inner, dtype):
 @pytest.mark.parametrize("tokens", [2, 7])
 def test_onto_the_residual(tokens):
     x, residual = torch.randn(tokens, 64).half(), torch.randn(tokens, 64).half() * 8
-    routing = reference.choose_experts(torch.randn(tokens, 6), 3)
+    routing = moe_reference.choose_experts(torch.randn(tokens, 6), 3)
     arguments = layer(6, 64, 32, torch.float16)
     kept, twin = residual.clone(), residual.clone()
     ours = moe_experts.routed_experts(x, *routing, **arguments, residual=residual)
     assert ours is residual
-    close(ours, reference.routed_experts(x, *routing, **arguments, residual=twin), 4e-3)
+    close(ours, moe_reference.routed_experts(x, *routing, **arguments, residual=twin), 4e-3)
     close(ours, kept + moe_experts.routed_experts(x, *routing, **arguments), 0)
 
 
 def compare(tokens, num_experts, top_k, hidden, inner, dtype, tol, gate="silu", tiles=None):
     x = torch.randn(tokens, hidden + 16).to(torch.float32 if dtype == FP8 else dtype)[:, :hidden]
-    weights, experts = reference.choose_experts(torch.randn(tokens, num_experts), top_k)
+    weights, experts = moe_reference.choose_experts(torch.randn(tokens, num_experts), top_k)
     arguments = {"x": x, "weights": weights, "experts": experts, **layer(num_experts, hidden, inner, dtype)}
     ours = moe_experts.routed_experts(**arguments, gate=gate, tiles=tiles)
-    twin = reference.routed_experts(**arguments, gate=gate)
+    twin = moe_reference.routed_experts(**arguments, gate=gate)
     assert twin.abs().mean() > 0.05
     close(ours, twin, tol)
 

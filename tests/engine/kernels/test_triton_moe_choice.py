@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels import reference
+from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.top_k import all_experts, weight_beside
 from engine.kernels.runtime.launcher import kernel
 
@@ -49,7 +49,7 @@ def test_the_choice_is_that_of_choose_experts(num_experts, top_k, renormalize, d
     logits[4] = logits[4] * 1e-4
     scale = torch.rand(num_experts) + 0.5
     experts, weights, beside = choose(logits, top_k, renormalize, scale)
-    want_weights, want = reference.choose_experts(
+    want_weights, want = moe_reference.choose_experts(
         logits[:, :-1].float(), top_k, renormalize=renormalize, expert_scale=scale
     )
     assert torch.equal(experts, want)

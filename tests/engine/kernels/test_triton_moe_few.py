@@ -5,10 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
+from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.moe import decode as moe_decode
+from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.decode import Beside, Norm, sparse_block
 from engine.kernels.moe.tiles import FewTiles, StreamTiles
+from engine.kernels.pointwise import reference as pointwise_reference
 
 FP8 = torch.float8_e4m3fn
 SMALL = FewTiles(
@@ -27,7 +29,7 @@ def weight(*shape, dtype):
     values = torch.randn(*shape) / shape[-1] ** 0.5
     if dtype != FP8:
         return values.to(dtype), None
-    quantized, scale = reference.quantize_rows(values.flatten(0, -2))
+    quantized, scale = pointwise_reference.quantize_rows(values.flatten(0, -2))
     return quantized.view(shape), scale.view(shape[:-1])
 
 
@@ -50,18 +52,18 @@ def twin(
     norm=None, for_router=None, beside=None, for_beside=None, residual=None,
 ):  # fmt: skip
     if norm is not None:
-        x = reference.rms_norm(x, norm.weight, norm.eps, wide_offset=norm.offset)
+        x = pointwise_reference.rms_norm(x, norm.weight, norm.eps, wide_offset=norm.offset)
     of_router, of_beside = (x if other is None else other for other in (for_router, for_beside))
-    routing = reference.choose_experts(
-        reference.gemv(of_router, router), top_k, renormalize=renormalize, expert_scale=expert_scale
+    routing = moe_reference.choose_experts(
+        gemm_reference.gemv(of_router, router), top_k, renormalize=renormalize, expert_scale=expert_scale
     )
-    y = reference.routed_experts(x, *routing, w13, w2, scale13, scale2, gate=gate)
+    y = moe_reference.routed_experts(x, *routing, w13, w2, scale13, scale2, gate=gate)
     apart = None
     if beside is not None:
-        h = reference.gemv(of_beside, beside.gate_up, beside.gate_up_scale, gate=gate)
-        apart = reference.gemv(h, beside.down, beside.down_scale)
+        h = gemm_reference.gemv(of_beside, beside.gate_up, beside.gate_up_scale, gate=gate)
+        apart = gemm_reference.gemv(h, beside.down, beside.down_scale)
         if beside.factor is not None:
-            y = y + reference.gemv(of_router, beside.factor).sigmoid() * apart
+            y = y + gemm_reference.gemv(of_router, beside.factor).sigmoid() * apart
             apart = None
     return y if residual is None else residual.add_(y), apart
 
@@ -154,5 +156,5 @@ def test_equal_experts_are_chosen_in_order():
     x = torch.randn(1, 64)
     ours, _ = sparse_block(x, **weights, top_k=2)
     routing = torch.full((1, 2), 0.5), torch.tensor([[0, 1]], dtype=torch.int32)
-    expected = reference.routed_experts(x, *routing, weights["w13"], weights["w2"])
+    expected = moe_reference.routed_experts(x, *routing, weights["w13"], weights["w2"])
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import reference
 from engine.kernels.pointwise import post_norm
+from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.norm import WideRMSNorm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -48,7 +48,7 @@ def test_like_separate_norms(following, with_branch, with_scalar, offset, dtype)
     kept, twin_residual = residual.clone(), residual.clone()
     first, others = run(post_norm, norm, x, residual, norms, branch, scalar=scalar)
     expected = norm.onto(kept, x, norms, None, branch=branch, scalar=scalar)
-    twin_first, twin_others = run(reference, norm, x, twin_residual, norms, branch, scalar=scalar)
+    twin_first, twin_others = run(pointwise_reference, norm, x, twin_residual, norms, branch, scalar=scalar)
     assert (first is None) == (twin_first is None) == (following == 0)
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(residual, kept, **close)
@@ -66,7 +66,7 @@ def test_quantised(following):
     (values, scale), _ = run(post_norm, norm, x, residual, norms, quantize=True)
     (expected,) = norm.onto(kept, x, norms, None)
     torch.testing.assert_close(residual, kept, rtol=1e-5, atol=1e-5)
-    twin_values, twin_scale = reference.quantize_rows(expected)
+    twin_values, twin_scale = pointwise_reference.quantize_rows(expected)
     torch.testing.assert_close(scale, twin_scale, rtol=1e-5, atol=0)
     assert (values.float() == twin_values.float()).float().mean() > 0.98
     torch.testing.assert_close(values.float(), twin_values.float(), rtol=0.126, atol=2**-9)

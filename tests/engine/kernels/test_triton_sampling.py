@@ -320,14 +320,14 @@ def test_prompt_logprobs(k: int, dtype: torch.dtype):
 
 def test_warm_up_runs_every_kernel_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
     from engine.kernels.runtime.launcher import Kernel
-    from engine.kernels.sampling import sampling
+    from engine.kernels.sampling import sampler
 
     device, tokens = DeviceSampler(2, VOCAB, LENGTH, CPU), known(2)
     before, ran = tokens.clone(), set()
     call = Kernel.__call__
     monkeypatch.setattr(Kernel, "__call__", lambda self, *a, **k: (ran.add(self.name), call(self, *a, **k)))
     device.warm_up(torch.float16, torch.zeros(NUM_COLUMNS, 16, dtype=torch.int32), tokens)
-    assert ran == {k.name for k in vars(sampling).values() if isinstance(k, Kernel)}
+    assert ran == {k.name for k in vars(sampler).values() if isinstance(k, Kernel)}
     assert torch.equal(tokens, before)
     assert device.plan([0], [0]).plain
 

@@ -7,10 +7,11 @@ from torch import nn
 
 from engine.kernels.moe.tiles import Shape, tiles_for
 from engine.kernels.runtime.gpu_target import H100
-from engine.layers.linear import Linear, UnnormedRows
+from engine.layers.gemm_inputs import UnnormedRows
 from engine.layers.moe import ExpertLinear, RoutedExperts, Router, Routing, SparseMLP, choose_experts, kinds_of_steps
 from engine.layers.norm import RMSNorm
-from engine.layers.quant import FP8
+from engine.layers.quant.fp8 import FP8, FP8_PER_CHANNEL
+from engine.layers.quant.unquantized import ON_GPU, UNQUANTIZED
 from engine.models.loading.loader import quantize
 from engine.worker.memory import loaded_bytes, weight_bytes
 
@@ -82,7 +83,9 @@ def test_fp8_experts(tokens):
     routing = choose_experts(torch.randn(tokens, EXPERTS), 2)
     exact = experts(x, routing)
     for linear in (experts.gate_up_proj, experts.down_proj):
-        linear.quantization = "fp8"
+        weight = linear.weight
+        linear.use(FP8_PER_CHANNEL.experts)
+        linear.weight = weight
         linear.finalize()
         linear.finalize()  # a second time changes nothing
         assert linear.weight.dtype == FP8
@@ -98,8 +101,9 @@ def test_quantisation_leaves_the_router_and_odd_sizes_alone():
     model.router = Router(HIDDEN, EXPERTS, 2)
     model.experts = RoutedExperts(HIDDEN, 40, EXPERTS)  # 40 is no multiple of 16
     quantize(model, "fp8")
-    assert model.router.quantization is None
-    assert model.experts.down_proj.quantization == "fp8"
+    assert model.router.method is UNQUANTIZED.linear
+    assert model.experts.down_proj.method is UNQUANTIZED.experts
+    assert model.experts.gate_up_proj.method is FP8_PER_CHANNEL.experts
     for linear in (model.experts.gate_up_proj, model.experts.down_proj):
         linear.weight = nn.Parameter(torch.randn(linear.weight.shape), requires_grad=False)
         linear.finalize()
@@ -111,7 +115,7 @@ def test_the_norm_before_a_sparse_block():
     """Few rows pass it in the block's own kernels; more come as plain numbers, for the experts read them too."""
     block, norm = SparseMLP(HIDDEN, 32, EXPERTS, 2), RMSNorm(HIDDEN, 1e-6)
     norm.weight = nn.Parameter(torch.ones(HIDDEN), requires_grad=False)
-    block.gate._product = Linear._on_gpu
+    block.gate.gemm = ON_GPU
     assert block.for_few(4)
     assert not block.for_few(5)
     assert isinstance(norm.add(None, torch.ones(4, HIDDEN), block.gate)[0], UnnormedRows)
@@ -121,10 +125,11 @@ def test_the_norm_before_a_sparse_block():
 
 def test_memory_of_a_quantised_model_is_known_before_it_is_loaded():
     model = nn.Module()
-    model.experts = filled()
+    model.experts = RoutedExperts(HIDDEN, INNER, EXPERTS)
     quantize(model, "fp8")
     expected = loaded_bytes(model)
     for linear in (model.experts.gate_up_proj, model.experts.down_proj):
+        linear.weight = nn.Parameter(torch.randn(linear.weight.shape), requires_grad=False)
         linear.finalize()
     assert weight_bytes(model) == expected
 

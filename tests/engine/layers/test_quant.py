@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.layers.linear import Linear
-from engine.layers.quant import FP8, dequantize, quantize_rows, quantize_weight
+from engine.layers.quant.fp8 import FP8, FP8_PER_CHANNEL, dequantize, quantize_rows, quantize_weight
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
@@ -28,7 +28,7 @@ def test_rows_of_zeros_stay_zeros():
 
 def test_a_weight_in_chunks_equals_it_in_one(monkeypatch):
     weight = torch.randn(33, 48)
-    monkeypatch.setattr("engine.layers.quant._CHUNK_ELEMENTS", 48 * 5)
+    monkeypatch.setattr("engine.layers.quant.fp8._CHUNK_ELEMENTS", 48 * 5)
     stored, scale = quantize_weight(weight)
     expected, expected_scale = quantize_rows(weight)
     assert torch.equal(stored.float(), expected.float())
@@ -47,7 +47,7 @@ def filled(linear: Linear) -> Linear:
 def test_a_quantised_product_is_near_the_exact_one(rows):
     torch.manual_seed(0)
     linear = Linear(256, 96, bias=True)
-    linear.quantization = "fp8"
+    linear.use(FP8_PER_CHANNEL.linear)
     weight = torch.randn(96, 256)
     linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
     linear.bias = torch.nn.Parameter(torch.randn(96), requires_grad=False)
@@ -62,7 +62,7 @@ def test_a_quantised_product_is_near_the_exact_one(rows):
 
 def test_sides_the_fp8_units_do_not_take_keep_their_precision():
     linear = Linear(24, 32)
-    linear.quantization = "fp8"
+    quantize(linear, "fp8")
     assert filled(linear).weight.dtype == torch.float32
     assert linear(torch.ones(2, 24)).shape == (2, 32)
 

@@ -1,0 +1,72 @@
+"""The kernels of moe.experts in plain torch: the same names and arguments (tuning apart), in float32."""
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.moe.tiles import VECTOR_TOKENS, max_blocks
+from engine.kernels.pointwise.reference import quantize_rows
+
+
+def choose_experts(
+    logits: torch.Tensor, top_k: int, *, renormalize: bool = True, expert_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """moe.experts.choose_experts."""
+    p = logits.softmax(-1, dtype=torch.float32)
+    experts = p.sort(dim=-1, descending=True, stable=True)[1][:, :top_k]
+    weights = p.gather(1, experts)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if expert_scale is not None:
+        weights = weights * expert_scale.float()[experts]
+    return weights, experts.int()
+
+
+def group(experts: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """moe.experts.group."""
+    flat = experts.flatten().long()
+    order = flat.sort(stable=True)[1].int()
+    blocks, first = [], 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
+        blocks += [(expert, first + at, min(rows, count - at)) for at in range(0, count, rows)]
+        first += count
+    unused = max_blocks(flat.numel(), num_experts, rows) - len(blocks)
+    return order, torch.tensor(blocks + [(num_experts, 0, 0)] * unused, dtype=torch.int32, device=experts.device)
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    scale13: torch.Tensor | None = None,
+    scale2: torch.Tensor | None = None,
+    *,
+    gate: str = "silu",
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """moe.experts.routed_experts."""
+    units = x.shape[0] > VECTOR_TOKENS  # fp8 weights meet fp8 activations
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in experts.unique().tolist():
+        token, slot = (experts == expert).nonzero(as_tuple=True)
+        gate_up = _expert_product(x[token], w13, scale13, expert, units)
+        first, second = gate_up.chunk(2, -1)
+        first = F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")
+        y = _expert_product((first * second).to(x.dtype), w2, scale2, expert, units)
+        if units:
+            y = y.to(x.dtype).float()
+        out.index_put_((token,), y * weights[token, slot, None], accumulate=True)
+    out = out.to(x.dtype)
+    return out if residual is None else residual.copy_(residual.float() + out.float())
+
+
+def _expert_product(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, expert: int, units: bool
+) -> torch.Tensor:
+    if scale is None:
+        return x.float() @ weight[expert].float().t()
+    if units:
+        values, x_scale = quantize_rows(x)
+        x = values.float() * x_scale[:, None]
+    return x.float() @ (weight[expert].float() * scale[expert, :, None]).t()

@@ -1,0 +1,6 @@
+"""Weight formats, one a file (base.py has the interface). `FORMATS` has those that --quantization names."""
+
+from engine.layers.quant.base import Format
+from engine.layers.quant.fp8 import FP8_PER_CHANNEL
+
+FORMATS: dict[str, Format] = {"fp8": FP8_PER_CHANNEL}

@@ -1,0 +1,126 @@
+"""What a weight format decides for a layer.
+
+    create    make the layer's parameters as a checkpoint stores them, without memory (on the `meta` device)
+    tensors   name in the checkpoint -> the parameter, or the slice of it, that the loader fills
+    finalize  after loading: convert the weights to their final form, and choose the GEMM
+
+A format is one file of this folder: a method for linear layers, one for stacks of experts, and an entry in `FORMATS`.
+Methods hold no tensors: one object serves every layer of its format, and the tensors live in the layer.
+
+A published checkpoint that is quantised already has packed weights and scales on disk: its method creates and names
+them. fp8.py reads 16-bit weights instead, and converts them in `finalize`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from engine.layers.gemm_inputs import QuantizedRows
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Sides(Protocol):
+    in_features: int
+    out_features: int
+
+
+class Gemm(NamedTuple):
+    """One way to compute x Wᵀ + b. `finalize` picks one for each layer."""
+
+    run: Callable[[Any, torch.Tensor], torch.Tensor]  # (layer, x [T, in]) -> [T, out]
+    run_fp8: Callable[[Any, QuantizedRows], torch.Tensor] | None = None  # set where many rows are read in fp8
+    vector: bool = False   # a few rows may run on gemm.small_batch.gemv, which fuses norm, gate and residual
+    library: bool = False  # many rows run on the GPU's library, whose algorithm gemm.autotune may choose
+
+
+class LinearLayer(Sides, Protocol):
+    """What a method reads and sets of a layer (engine/layers/linear.py)."""
+
+    weight: nn.Parameter
+    scale: nn.Parameter | None
+    bias: nn.Parameter | None
+    gemm: Gemm
+    packed: Any       # the weight in a layout of the CPU library's own, instead of `weight`
+    threads: int      # of a CPU GEMM
+    weight_t: torch.Tensor   # views of an fp8 weight and its scale, as the library takes them
+    scale_row: torch.Tensor
+    compute_dtype: torch.dtype | None
+    batch_invariant: bool
+
+    @property
+    def vector_rows(self) -> int: ...
+
+
+class LinearMethod(ABC):
+    """A format of linear layers."""
+
+    converts = False  # `finalize` replaces the loaded tensors: the loader may free their memory
+
+    def supports(self, layer: Sides) -> bool:
+        """Whether the format can hold a weight of this shape. Others keep their precision."""
+        return True
+
+    @abstractmethod
+    def create(self, layer: LinearLayer) -> None: ...
+
+    @abstractmethod
+    def tensors(self, layer: LinearLayer, outputs: slice) -> Tensors:
+        """What a checkpoint holds for these outputs of the layer, by the last part of its name ("weight", ...)."""
+
+    @abstractmethod
+    def reorder(self, layer: LinearLayer, index: torch.Tensor) -> None:
+        """After loading, before `finalize`: output i becomes what output index[i] was."""
+
+    @abstractmethod
+    def finalize(self, layer: LinearLayer, *, keep_weight: bool) -> None:
+        """Calling it again changes nothing. `keep_weight`: another module shares the weight as it was loaded."""
+
+    def num_bytes(self, layer: LinearLayer) -> int:
+        """Of the weight and its scales on a GPU after `finalize`, known before loading."""
+        return layer.weight.nbytes
+
+
+class ExpertLayer(Sides, Protocol):
+    """As LinearLayer, of a stack of experts (engine/layers/moe.py)."""
+
+    num_experts: int
+    weight: nn.Parameter
+    scale: nn.Parameter | None
+    packed: list[Any]
+    compute_dtype: torch.dtype | None
+
+
+class ExpertMethod(ABC):
+    """A format of the stacked weights [E, out, in] of a layer's experts."""
+
+    converts = False
+    fused = False  # the kernels of moe/ read `weight` and `scale` as they are after `finalize`
+
+    def supports(self, layer: Sides) -> bool:
+        return True
+
+    @abstractmethod
+    def create(self, layer: ExpertLayer) -> None: ...
+
+    @abstractmethod
+    def tensors(self, layer: ExpertLayer, expert: int | slice, outputs: slice) -> Tensors:
+        """As LinearMethod.tensors, of one expert or of a range of them."""
+
+    @abstractmethod
+    def finalize(self, layer: ExpertLayer) -> None: ...
+
+    @abstractmethod
+    def apply(self, layer: ExpertLayer, x: torch.Tensor, expert: int, *, quantize: bool) -> torch.Tensor:
+        """On a CPU: one expert's GEMM, x [n, in] -> [n, out]. `quantize`: an fp8 weight meets fp8 activations."""
+
+    def num_bytes(self, layer: ExpertLayer) -> int:
+        return layer.weight.nbytes
+
+
+class Format(NamedTuple):
+    linear: LinearMethod
+    experts: ExpertMethod
