@@ -47,6 +47,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles."),
     "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
     "doctor": ("appliance.cli.doctor", "register", "Check this machine's GPU: each kernel against plain arithmetic."),
+    "checklist": ("appliance.cli.checklist", "app", "Go from a bare server to a service, step by step; resumable."),
+    "jobs": ("appliance.cli.jobs", "app", "List, watch and cancel the long work that runs in the background."),
     "preflight": ("appliance.cli.preflight", "register", "Check this machine before installing. Changes nothing."),
     "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),
     "upgrade": ("appliance.cli.install", "register", "Install a newer release beside the one that runs, and switch."),
