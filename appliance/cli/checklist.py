@@ -25,16 +25,9 @@ from installer.operate.install import key_was_shown
 
 _HELP = """Go from a bare server to a running service, step by step.
 
-Each step records what it found and decided. A run goes on at the first step that is not done, also after a reboot;
-what an earlier step depends on may change, and then the later ones are stale and run again.
+Each step records what it found and decided. A run resumes at the first step that is not done, even after a reboot.
+When what a step depends on changes, it and the later ones become stale and run again.
 """
-_RUN = """Run the steps from the first that is not done to the last.
-
-The work is a job of its own: when this terminal goes, it goes on. Ctrl-C cancels it. With --answers nothing is asked.
-
-Exit code 0: all done; 3: a check is in the way; 20: a licence; otherwise as the step's own command has it.
-"""
-
 Medium = Annotated[
     list[Path] | None, typer.Argument(metavar="[MEDIUM]...", help="The mounted disk, or a bundle's directory.")
 ]
@@ -74,7 +67,6 @@ def show(prefix: Prefix = None, as_json: Json = False) -> None:
 
 
 @app.command(
-    help=_RUN,
     epilog=examples(
         "sudo atoll checklist run /media/usb --trust-key vendor.pub",
         "sudo atoll checklist run --answers answers.toml --json",
@@ -90,6 +82,11 @@ def run(
     by: By = None,
     as_json: Json = False,
 ) -> None:
+    """Run the steps from the first that is not done to the last.
+
+    The work is a job of its own: if this terminal is lost, it continues. Ctrl-C cancels it. With --answers nothing is
+    asked. Exit code 0: all done; 3: blocked by a check; 20: a licence is not accepted; otherwise that of the step.
+    """
     _run((), medium, prefix, answers, trust_key, waive, by, as_json)
 
 

@@ -49,10 +49,9 @@ def run(layout: Layout, request: RunRequest, reader: JobReader) -> tuple[dict[st
     refuse_if_busy(layout.checklist / "lock")
     work = checklist_work(request, layout)
     given = request.model_dump(mode="json")
-    job = jobs.start(
-        layout, "checklist", work, kind="checklist", given=given, interactive=request.interactive
+    return jobs.run(
+        layout, "checklist", work, reader, kind="checklist", given=given, interactive=request.interactive
     )
-    return jobs.attach(job, reader)
 
 
 def checklist_work(request: RunRequest, layout: Layout) -> Work:
@@ -76,6 +75,7 @@ class _Run:
 
     def run(self) -> dict[str, Any]:
         self._record_waivers()
+        self._keep_answers()  # also for the reader of a run that is killed
         survey = self._survey()
         state = self._state(survey)
         try:

@@ -26,8 +26,9 @@ def run_install(
     """Start the install as a job and follow it to its end. Raises the InstallError that it ended with."""
     options = with_absolute_paths(options)
     work = install_work(options, layout, make)
-    job = jobs.start(layout, purpose, work, kind="install", given=encode_options(options), interactive=interactive)
-    facts, secrets = jobs.attach(job, reader)
+    facts, secrets = jobs.run(
+        layout, purpose, work, reader, kind="install", given=encode_options(options), interactive=interactive
+    )
     return InstallResult(**{**facts, "api_key": secrets.get("api_key")})
 
 

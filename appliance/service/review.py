@@ -15,7 +15,7 @@ Said = Annotated[str, StringConstraints(min_length=2, max_length=500)]
 Day = Annotated[str, StringConstraints(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])\z")]
 
 
-def _of(description: str) -> str | None:
+def _about(description: str) -> str | None:
     return Field(default=None, description=description)
 
 
@@ -24,19 +24,19 @@ class ReviewAnswers(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    reviewer: Said | None = _of("Who reviewed the licence.")
-    date: Day | None = _of("When, as YYYY-MM-DD; absent: the day of the run.")
-    expires: Day | None = _of("When it must be reviewed again; a new revision always needs a new review.")
-    lineage: Said | None = _of("Original model, fine-tune and quantiser, each with its licence.")
-    acceptable_use: Said | None = _of("The acceptable-use policy, and that the planned use is within it.")
-    commercial_terms: Said | None = _of("Limits by revenue, users or use as a service.")
-    attribution: Said | None = _of("Attribution and NOTICE texts that must be shown.")
-    modifications: Said | None = _of("Whether the weights were converted or quantised, and the notice of it.")
-    template: Said | None = _of("Where the tokenizer and the chat template come from.")
-    drafter: Said | None = _of("Licences of draft or speculator weights; none: say so.")
-    trademarks: Said | None = _of("Use of the maker's names.")
-    export: Said | None = _of("Export and regional limits.")
-    redistribution: Said | None = _of("Whether the weights are passed on, and the right to do so.")
+    reviewer: Said | None = _about("Who reviewed the licence.")
+    date: Day | None = _about("When, as YYYY-MM-DD; absent: the day of the run.")
+    expires: Day | None = _about("When it must be reviewed again; a new revision always needs a new review.")
+    lineage: Said | None = _about("Original model, fine-tune and quantiser, each with its licence.")
+    acceptable_use: Said | None = _about("The acceptable-use policy, and that the planned use is within it.")
+    commercial_terms: Said | None = _about("Limits by revenue, users or use as a service.")
+    attribution: Said | None = _about("Attribution and NOTICE texts that must be shown.")
+    modifications: Said | None = _about("Whether the weights were converted or quantised, and the notice of it.")
+    template: Said | None = _about("Where the tokenizer and the chat template come from.")
+    drafter: Said | None = _about("Licences of draft or speculator weights; none: say so.")
+    trademarks: Said | None = _about("Use of the maker's names.")
+    export: Said | None = _about("Export and regional limits.")
+    redistribution: Said | None = _about("Whether the weights are passed on, and the right to do so.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ A job is a process of its own, on a server in a transient systemd unit. It appen
 that any number of readers may follow; one front may be attached to answer its questions, and any front may cancel it.
 """
 
-from appliance.service.jobs.attach import attach, watch
-from appliance.service.jobs.launch import start
+from appliance.service.jobs.attach import attach, run, watch
 from appliance.service.jobs.spool import Job, JobState, find, jobs, newest
 
-__all__ = ["Job", "JobState", "attach", "find", "jobs", "newest", "start", "watch"]
+__all__ = ["Job", "JobState", "attach", "find", "jobs", "newest", "run", "watch"]

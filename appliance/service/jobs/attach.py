@@ -8,11 +8,14 @@ import time
 from types import TracebackType
 from typing import Any, Protocol
 
+from appliance.service.jobs.launch import launch, prepare
+from appliance.service.jobs.process import Work
 from appliance.service.jobs.spool import Job
 from appliance.service.messages import decode
 from installer.access.licence import LicenceRequest
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
+from installer.base.layout import Layout
 from installer.decide.frontend import Frontend
 from installer.decide.plan import Plan, PlanItem
 from installer.preflight import CheckRecord
@@ -79,6 +82,16 @@ class _Line:
                 os.close(fd)
 
 
+def run(
+    layout: Layout, purpose: str, work: Work, reader: JobReader, *, kind: str, given: dict[str, Any], interactive: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Start a job and follow it to its end as its front, as `attach` does."""
+    job = prepare(layout, purpose, kind=kind, given=given, interactive=interactive)
+    with _Line(job) as line:  # before the job begins, so that nothing it hands over comes too early
+        launch(job, work)
+        return _attached(job, reader, line)
+
+
 def attach(job: Job, reader: JobReader) -> tuple[dict[str, Any], dict[str, str]]:
     """Follow a job to its end as its front; its result, and the secrets that it handed over.
 
@@ -86,18 +99,21 @@ def attach(job: Job, reader: JobReader) -> tuple[dict[str, Any], dict[str, str]]
     that the job ended with.
     """
     with _Line(job) as line:
-        follower = _Follower(job, reader, line)
-        while True:
-            try:
-                end = follower.to_the_end()
-                return result_of(job, end), line.secrets()
-            except KeyboardInterrupt:
-                job.cancel()
-            except InstallError:
-                raise
-            except BaseException:  # a prompt was left: nobody will answer
-                job.cancel()
-                raise
+        return _attached(job, reader, line)
+
+
+def _attached(job: Job, reader: JobReader, line: _Line) -> tuple[dict[str, Any], dict[str, str]]:
+    follower = _Follower(job, reader, line)
+    while True:
+        try:
+            return result_of(job, follower.to_the_end()), line.secrets()
+        except KeyboardInterrupt:
+            job.cancel()
+        except InstallError:
+            raise
+        except BaseException:  # a prompt was left: nobody will answer
+            job.cancel()
+            raise
 
 
 def watch(job: Job, reader: JobReader) -> dict[str, Any]:

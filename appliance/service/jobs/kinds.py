@@ -15,7 +15,7 @@ def run_spec(path: Path) -> int:
     prefix = Path(spec["prefix"])
     layout = Layout.server(prefix) if spec["system"] else Layout.at(prefix)
     os.umask(0o022)
-    return run_process(job, layout, work_of(spec, layout))
+    return run_process(job, work_of(spec, layout))
 
 
 def work_of(spec: dict, layout: Layout) -> Work:

@@ -21,26 +21,42 @@ _PASSED_ON = (CHOSEN, "ATOLL_PREFIX", "SUDO_USER", "LANG", "LC_ALL", "LC_MESSAGE
 _FIRST_FD, _LAST_FD = 3, 4096
 
 
-def start(
-    layout: Layout, purpose: str, work: Work, *, kind: str, given: dict[str, Any], interactive: bool
-) -> Job:
-    """Start a job and return when its process holds its lock.
-
-    `work` is what the process does where it is forked from this one; a unit's process makes the same of `kind` and
-    `given` (appliance/service/jobs/kinds.py). Raises InstallError, OSError.
-    """
+def prepare(layout: Layout, purpose: str, *, kind: str, given: dict[str, Any], interactive: bool) -> Job:
+    """The files of a new job, which does not run yet. Raises InstallError, OSError."""
+    unit = _booted(layout)
     spec = {
         "purpose": purpose, "kind": kind, "given": given, "interactive": interactive, "by": log.operator()["user"],
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "prefix": str(layout.prefix),
-        "system": layout.system,
+        "system": layout.system, "by_systemd": unit,
     }  # fmt: skip
-    by_systemd = _booted(layout)
-    job = make(layout, {**spec, "unit": None})
-    if by_systemd and _start_unit(job):
-        _wait(job, None)
-    else:
-        _wait(job, _fork(job, layout, work))
-    return job
+    return make(layout, spec)
+
+
+def launch(job: Job, work: Work) -> None:
+    """Start its process, and return when it holds its lock or has ended. A Ctrl-C in between cancels the job.
+
+    `work` is what the process does where it is forked from this one; a unit's process makes the same of `kind` and
+    `given` in the spec (appliance/service/jobs/kinds.py). Raises InstallError.
+    """
+    child = None if job.spec["by_systemd"] and _start_unit(job) else _fork(job, work)
+    cancelled = False
+    end = time.monotonic() + START_SECONDS
+    while not ((job.locked() and job.process()) or job.end is not None):
+        try:
+            gone = child is not None and os.waitpid(child, os.WNOHANG)[0] == child
+            if (gone and job.end is None) or time.monotonic() > end:
+                raise InstallError(
+                    t("The job could not be started."),
+                    exit_code=ExitCode.IO,
+                    why=_last_line(job),
+                    changed=t("Nothing was changed."),
+                    hint=t("Look at {path}, then run this again.", path=job.path / "log"),
+                )
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            cancelled = True
+    if cancelled:
+        job.cancel()
 
 
 def _booted(layout: Layout) -> bool:
@@ -63,7 +79,7 @@ def _start_unit(job: Job) -> bool:
     return done.code == 0
 
 
-def _fork(job: Job, layout: Layout, work: Work) -> int:
+def _fork(job: Job, work: Work) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -77,25 +93,9 @@ def _fork(job: Job, layout: Layout, work: Work) -> int:
         for fd, stands_for in ((nothing, 0), (nothing, 1), (errors, 2)):
             os.dup2(fd, stands_for)
         os.closerange(_FIRST_FD, _LAST_FD)  # a pipe of the front must not stay open because the job lives
-        code = run_process(job, layout, work)
+        code = run_process(job, work)
     finally:
         os._exit(code)
-
-
-def _wait(job: Job, child: int | None) -> None:
-    """Until the process holds its lock or has ended. Raises InstallError where neither comes about."""
-    end = time.monotonic() + START_SECONDS
-    while not (job.locked() or job.end is not None):
-        gone = child is not None and os.waitpid(child, os.WNOHANG)[0] == child
-        if (gone and job.end is None) or time.monotonic() > end:
-            raise InstallError(
-                t("The job could not be started."),
-                exit_code=ExitCode.IO,
-                why=_last_line(job),
-                changed=t("Nothing was changed."),
-                hint=t("Look at {path}, then run this again.", path=job.path / "log"),
-            )
-        time.sleep(0.01)
 
 
 def _last_line(job: Job) -> str:

@@ -7,15 +7,15 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from appliance.service.jobs.frontend import JobFrontend
-from appliance.service.jobs.spool import END_BYTES, Job, root_of
+from appliance.service.jobs.spool import END_BYTES, PROCESS_BYTES, Job
 from appliance.service.messages import encode
 from installer.base.errors import ExitCode, InstallError, io_error
 from installer.base.i18n import t
-from installer.base.layout import Layout
 from installer.base.lock import InstallLock
 from installer.base.proc import ProcessId
 
@@ -23,7 +23,7 @@ Work = Callable[[JobFrontend], dict[str, Any]]
 """Does the job's work and returns its result, JSON-able. Raises InstallError or OSError."""
 
 
-def run_process(job: Job, layout: Layout, work: Work) -> int:
+def run_process(job: Job, work: Work) -> int:
     """Do the work of `job` in this process and return its exit code. Never raises."""
     with open(job.path / "alive") as alive:  # held until this process is gone
         fcntl.flock(alive, fcntl.LOCK_EX)
@@ -31,12 +31,11 @@ def run_process(job: Job, layout: Layout, work: Work) -> int:
         me = ProcessId.of(os.getpid())
         assert me is not None
         facts = {"pid": me.pid, "start_time": me.start_time, "boot_id": me.boot_id}
-        with contextlib.suppress(OSError):
-            (job.path / "process.json").write_text(json.dumps(facts), "utf-8")
+        _overwrite(job.path / "process.json", json.dumps(facts).encode(), PROCESS_BYTES)
         end: dict[str, Any]
         try:
             frontend = JobFrontend(job, interactive=bool(job.spec.get("interactive")))
-            with InstallLock(root_of(layout) / "writer.lock", str(job.spec["purpose"])):
+            with InstallLock(job.path.parent / "writer.lock", str(job.spec["purpose"])):
                 frontend.emit("begin", job=job.id)
                 end = {"exit_code": 0, "result": work(frontend)}
         except InstallError as error:
@@ -70,9 +69,14 @@ def _write_end(job: Job, end: dict[str, Any]) -> None:
             (job.path / "end.json").write_bytes(data)
             return
         data = json.dumps({"exit_code": 0, "result": {}}).encode()
-    fd = os.open(job.path / "end.json", os.O_WRONLY | os.O_CLOEXEC)
+    _overwrite(job.path / "end.json", data, END_BYTES)
+
+
+def _overwrite(path: Path, data: bytes, size: int) -> None:
+    """Into the `size` bytes that the file has already."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(fd, data.ljust(END_BYTES), 0)
+        os.pwrite(fd, data.ljust(size), 0)
     finally:
         os.close(fd)
 

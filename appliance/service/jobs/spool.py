@@ -34,7 +34,8 @@ from installer.base.proc import ProcessId
 JobState = Literal["starting", "running", "ended", "killed"]
 
 KEPT = 20                 # ended jobs whose files stay
-END_BYTES = 64 << 10      # allocated for end.json
+END_BYTES = 64 << 10      # set aside for end.json
+PROCESS_BYTES = 256       # and for process.json
 START_SECONDS = 30.0      # from the making of its directory until a job must hold its lock
 _MAX_LINE = 8 << 20
 
@@ -69,7 +70,7 @@ class Job:
             return "running"
         if self.end is not None:
             return "ended"
-        if not (self.path / "process.json").exists() and time.time() - self._made() < START_SECONDS:
+        if self.process() is None and time.time() - self._made() < START_SECONDS:
             return "starting"
         return "killed"
 
@@ -110,7 +111,7 @@ class Job:
         spec, end = self.spec, self.end or {}
         return {
             "id": self.id, "kind": spec.get("kind"), "purpose": spec.get("purpose"), "state": self.state(),
-            "started": spec.get("at"), "by": spec.get("by"), "unit": spec.get("unit"),
+            "started": spec.get("at"), "by": spec.get("by"),
             "exit_code": end.get("exit_code"), "path": str(self.path),
         }  # fmt: skip
 
@@ -171,12 +172,9 @@ def make(layout: Layout, spec: dict[str, Any]) -> Job:
     try:
         for fifo in ("answers", "secrets"):
             os.mkfifo(path / fifo, 0o600)
-        fd = os.open(path / "end.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(fd, b" " * END_BYTES)
-        finally:
-            os.close(fd)
-        for name, text in (("alive", ""), ("progress.jsonl", ""), ("log", ""), ("spec.json", json.dumps(spec))):
+        texts = {"end.json": " " * END_BYTES, "process.json": " " * PROCESS_BYTES, "alive": "", "progress.jsonl": "",
+                 "log": "", "spec.json": json.dumps(spec)}  # fmt: skip
+        for name, text in texts.items():
             (path / name).touch(0o600)
             (path / name).write_text(text, "utf-8")
     except OSError:

@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture
-def desk(site, bundle, signer, scripted) -> Iterator["object"]:  # noqa: ANN001
+def desk(site, bundle, signer, scripted) -> object:
     from checklist_kit import Desk
 
-    yield Desk(site, bundle(), signer, scripted)
+    return Desk(site, bundle(), signer, scripted)

@@ -197,19 +197,17 @@ def test_a_step_waits_for_those_before_it(desk: Desk) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("event", ["began", "ended"])
-def test_a_killed_job_is_noticed_and_gone_on_with(
-    desk: Desk, name: str, event: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_job_is_noticed_and_gone_on_with(desk: Desk, name: str, event: str) -> None:
     real = events.Events.add
 
-    def add(self: events.Events, kind: str, **data: object) -> object:
-        record = real(self, kind, **data)
-        if kind == event and data.get("step") == name:
+    def add(self: events.Events, what: str, /, **data: object) -> object:
+        record = real(self, what, **data)
+        if what == event and data.get("step") == name:
             die()
         return record
 
-    monkeypatch.setattr(events.Events, "add", add)
-    with pytest.raises(InstallError, match="was killed") as caught:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InstallError, match="was killed") as caught:
+        patch.setattr(events.Events, "add", add)
         desk.run()
     assert caught.value.exit_code == ExitCode.INTERRUPTED
     job = jobs.newest(desk.layout)
@@ -218,8 +216,6 @@ def test_a_killed_job_is_noticed_and_gone_on_with(
     at = NAMES.index(name)
     expected = {**dict.fromkeys(NAMES[:at], "green"), **dict.fromkeys(NAMES[at + 1 :], "open")}
     assert desk.statuses() == {**expected, name: "interrupted" if event == "began" else "green"}
-    monkeypatch.undo()
-    desk.scripted("good")
     front = Front()
     desk.run(front=front)
     begun = [step for step, status in front.begun if status == "begin"]
@@ -328,33 +324,29 @@ def test_a_torn_event_is_dropped_and_damage_is_told(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("nth", range(1, 7))
-def test_a_full_disk_while_state_is_written_loses_nothing(
-    desk: Desk, nth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_while_state_is_written_loses_nothing(desk: Desk, nth: int) -> None:
     """The nth event meets a real limit of the kernel on the file's size."""
     real, count = events.Events.add, 0
 
-    def add(self: events.Events, kind: str, **data: object) -> object:
+    def add(self: events.Events, what: str, /, **data: object) -> object:
         nonlocal count
         count += 1
         if count != nth:
-            return real(self, kind, **data)
+            return real(self, what, **data)
         size = events.path_of(desk.layout).stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 7, resource.RLIM_INFINITY))
         try:
-            return real(self, kind, **data)
+            return real(self, what, **data)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    monkeypatch.setattr(events.Events, "add", add)
-    with pytest.raises(InstallError, match="file-size limit") as caught:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InstallError, match="file-size limit") as caught:
+        patch.setattr(events.Events, "add", add)
         desk.run()
     assert caught.value.exit_code == ExitCode.IO
     found = replay(events.path_of(desk.layout))
     assert (found.torn_bytes, found.damaged_lines) == (0, [])
     assert len(found.records) == nth - 1
-    monkeypatch.undo()
-    desk.scripted("good")
     desk.run()
     assert desk.statuses() == ALL_GREEN
 
