@@ -14,7 +14,7 @@ from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.decide.context import Context, Model
 from installer.decide.frontend import Unattended
-from installer.decide.options import InstallOptions
+from installer.decide.options import InstallOptions, ModelChoice
 from installer.operate.install import Installer
 from installer.operate.lifecycle import history_of
 from installer.preflight.machine import Machine
@@ -116,7 +116,9 @@ class Survey:
     def _of_what_is_installed(self) -> None:
         """The medium has been taken away: what it brought is in the store."""
         with contextlib.suppress(InstallError):
-            options = replace(self.options, bundle=None, media=[], models=[], only_these=False, trust_keys=[])
+            here = release.bundles_of(release.read_info(self.layout, release.live(self.layout) or ""))
+            kept = [ModelChoice(name=bundle["instance"]) for bundle in here]
+            options = replace(self.options, bundle=None, media=[], models=kept, trust_keys=[])
             self.context, self.error = _survey(self.layout, options), None
 
     @property

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.service.messages import decode, encode
 from installer.base.errors import InstallError
-from installer.base.i18n import t
+from installer.base.i18n import joined, t
 from installer.preflight import CheckRecord
 
 Severity = Literal["strict", "block", "warn", "info"]
@@ -72,8 +72,8 @@ class Finding(BaseModel):
 
 def made(id: str, severity: Severity, ok: bool, title: str, **more: str) -> Finding:
     """A finding whose texts keep their message ids: pydantic's validation would copy them to plain strings."""
-    return Finding.model_construct(id=id, severity=severity, ok=ok, title=title, waiver=None,
-                                   **{name: more.get(name, "") for name in _TEXTS})  # fmt: skip
+    texts: dict[str, Any] = {name: more.get(name, "") for name in _TEXTS}
+    return Finding.model_construct(id=id, severity=severity, ok=ok, title=title, waiver=None, **texts)
 
 
 _TEXTS = ("observed", "required", "why", "fix", "command", "evidence")
@@ -95,8 +95,6 @@ class StepResult(BaseModel):
 
 def blocked(step: str, findings: list[Finding], exit_code: int) -> InstallError:
     """The error that a step with these findings ends with."""
-    from installer.base.i18n import joined
-
     first = next((each for each in findings if each.severity == "strict"), findings[0])
     hint = first.fix
     if first.command:

@@ -346,7 +346,7 @@ def test_a_full_disk_while_state_is_written_loses_nothing(desk: Desk, nth: int) 
     assert caught.value.exit_code == ExitCode.IO
     found = replay(events.path_of(desk.layout))
     assert (found.torn_bytes, found.damaged_lines) == (0, [])
-    assert len(found.records) == nth - 1
+    assert nth - 1 <= len(found.records) <= nth  # the failure itself may be recorded
     desk.run()
     assert desk.statuses() == ALL_GREEN
 

@@ -28,6 +28,7 @@ NOT_FOR_THE_SCREEN = {
 NO_MESSAGES = {
     "t", "foreign", "Option", "Argument", "Typer", "command", "examples", "_about", "Field", "StringConstraints",
     "compile", "sub", "match", "fullmatch", "Popen", "startswith", "check", "gpu_check", "_text", "InstallLock",
+    "Events",
 }  # fmt: skip
 RECORDS = {"audit", "journal", "history"}  # what is written down stays English
 KEPT = {
