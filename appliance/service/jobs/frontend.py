@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from appliance.service.jobs.spool import Job
@@ -66,10 +66,11 @@ class JobFrontend:
         self.emit("note", text=text)
 
     def preflight(self, records: list[CheckRecord]) -> None:
-        self.emit("preflight", records=[asdict(record) for record in records])
+        self.emit("preflight", records=[_fields(record) for record in records])
 
     def plan(self, plan: Plan) -> None:
-        self.emit("plan", plan=plan.to_json())
+        items = [_fields(item) for item in plan.items]
+        self.emit("plan", plan={"release": plan.release, "previous": plan.previous, "items": items})
 
     # -- what the checklist says
 
@@ -82,10 +83,10 @@ class JobFrontend:
     # -- what is asked
 
     def accept_licence(self, request: LicenceRequest) -> bool:
-        return self._ask("licence", request=asdict(request)) is True
+        return self._ask("licence", request=_fields(request)) is True
 
     def licence_reference(self, request: LicenceRequest) -> str:
-        return str(self._ask("reference", request=asdict(request)) or "")
+        return str(self._ask("reference", request=_fields(request)) or "")
 
     def confirm_plan(self, plan: Plan) -> bool:
         return self._ask("plan") is True
@@ -145,6 +146,11 @@ class JobFrontend:
             return False
         finally:
             os.close(fd)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """A dataclass as a table; `asdict` would copy its texts, and so lose their message ids."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

@@ -374,6 +374,10 @@ def test_what_is_recorded_carries_message_ids(desk: Desk) -> None:
     said, _ = job.events()
     done = next(e for e in said if e["event"] == "step" and (e["name"], e["status"]) == ("stage", "done"))
     assert done["detail"]["id"].startswith("release {name}")
+    plan = next(e["plan"] for e in said if e["event"] == "plan")
+    assert {"id": "settings", "params": {}} in [item["note"] for item in plan["items"]]
+    records = next(e["records"] for e in said if e["event"] == "preflight")
+    assert all(isinstance(record["title"], dict) for record in records)
     assert json.loads(json.dumps(desk.show().to_json()))["done"]
 
 
