@@ -12,6 +12,7 @@ from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import CHOSEN, t
 from installer.base.layout import Layout
+from installer.release.code_tree import code_tree
 from installer.release.release import THIS_CODE
 from installer.service.service import code_root
 from installer.service.systemctl import run
@@ -72,11 +73,19 @@ def _start_unit(job: Job) -> bool:
             "--property=KillSignal=SIGINT", "--property=TimeoutStopSec=180", "--property=SendSIGKILL=yes",
             f"--property=StandardError=append:{job.path / 'log'}", "--property=StandardOutput=null",
             "--property=KillMode=mixed", "--property=UMask=0022", f"--working-directory={os.getcwd()}",
-            *environment, f"--setenv=PYTHONPATH={code_root()}", *THIS_CODE, "jobs", "exec", str(job.path),
+            *environment, *_this_atoll(), "jobs", "exec", str(job.path),
         ],
         30.0,
     )  # fmt: skip
     return done.code == 0
+
+
+def _this_atoll() -> list[str]:
+    """The `atoll` of the running code: a code tree has a command of its own, a checkout needs its place named."""
+    tree = code_tree()
+    if tree is not None:
+        return [str(tree / "bin/atoll")]
+    return [f"--setenv=PYTHONPATH={code_root()}", *THIS_CODE]
 
 
 def _fork(job: Job, work: Work) -> int:
