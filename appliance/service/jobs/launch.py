@@ -69,7 +69,7 @@ def _start_unit(job: Job) -> bool:
     environment = [f"--setenv={name}={value}" for name in _PASSED_ON if (value := os.environ.get(name))]
     done = run(
         [
-            "systemd-run", "--quiet", "--collect", f"--unit={UNIT}{job.id}", "--no-ask-password",
+            "systemd-run", "--quiet", "--collect", "--service-type=exec", f"--unit={UNIT}{job.id}", "--no-ask-password",
             "--property=KillSignal=SIGINT", "--property=TimeoutStopSec=180", "--property=SendSIGKILL=yes",
             f"--property=StandardError=append:{job.path / 'log'}", "--property=StandardOutput=null",
             "--property=KillMode=mixed", "--property=UMask=0022", f"--working-directory={os.getcwd()}",

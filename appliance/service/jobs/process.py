@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,8 @@ Work = Callable[[JobFrontend], dict[str, Any]]
 def run_process(job: Job, work: Work) -> int:
     """Do the work of `job` in this process and return its exit code. Never raises."""
     with open(job.path / "alive") as alive:  # held until this process is gone
-        fcntl.flock(alive, fcntl.LOCK_EX)
+        if not _locked(alive.fileno()) or job.end is not None:  # a unit that was slow to start does it already
+            return int(ExitCode.BUSY)
         _take_signals()
         me = ProcessId.of(os.getpid())
         assert me is not None
@@ -49,6 +51,19 @@ def run_process(job: Job, work: Work) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # too late to cancel
         _write_end(job, end)
         return int(end["exit_code"])
+
+
+def _locked(fd: int) -> bool:
+    """Take the lock. Readers that look whether somebody holds it hold it for a moment themselves."""
+    end = time.monotonic() + 1.0
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
 
 
 def failed(error: InstallError) -> dict[str, Any]:

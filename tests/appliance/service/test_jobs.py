@@ -73,6 +73,26 @@ def test_without_systemd_run_the_job_is_forked(desk: Desk, monkeypatch: pytest.M
     assert desk.statuses()["gpu"] == "green"
 
 
+def test_a_job_is_done_once(desk: Desk) -> None:
+    """A second process for a job that runs, or has ended, does nothing."""
+    from appliance.service.jobs.process import run_process
+
+    def never(frontend: object) -> dict:
+        raise AssertionError
+
+    seen: list[int] = []
+
+    def second(step: str, status: str) -> None:
+        job = jobs.newest(desk.layout)
+        assert job is not None
+        seen.append(run_process(job, never))
+
+    desk.run("gpu", front=Front(at=second))
+    second("", "")
+    assert set(seen) == {int(ExitCode.BUSY)}
+    assert desk.statuses()["gpu"] == "green"
+
+
 def test_options_survive_the_way_to_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = with_absolute_paths(InstallOptions(
