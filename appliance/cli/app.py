@@ -37,6 +37,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
     },
     "Install": {
+        "checklist": ("appliance.cli.checklist", "app", "Go from a bare server to a service, step by step; resumable."),
         "preflight": ("appliance.cli.preflight", "register", "Check this machine before installing. Changes nothing."),
         "answers": ("appliance.cli.answers", "app", "Check or begin an answers file for an unattended install."),
         "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),
@@ -52,6 +53,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "start": ("appliance.cli.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
         "restart": ("appliance.cli.lifecycle", "register", "Start the service anew, so that changed settings apply."),
+        "jobs": ("appliance.cli.jobs", "app", "List, watch and cancel the long work that runs in the background."),
         "logs": ("appliance.cli.logs", "register", "Show the service's log."),
         "doctor": (
             "appliance.cli.doctor", "register",

@@ -12,6 +12,7 @@ import typer
 from appliance.cli.common import Json, Prefix, examples, layout_for, told
 from appliance.cli.install_view import Terminal, print_result
 from appliance.cli.preflight import read_waivers
+from appliance.service.installing import run_install
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
@@ -224,7 +225,10 @@ def _hand_over(media: list[Path], layout: Layout) -> None:
 def _install(options: InstallOptions, layout: Layout, *, interactive: bool, as_json: bool) -> None:
     with Terminal(layout.prefix, to_stderr=as_json) as terminal:
         terminal.interactive = interactive and sys.stdin.isatty()
-        result = Installer(options, terminal, layout=layout).run()
+        if options.dry_run:  # short, and writes nothing: no job is needed
+            result = Installer(options, terminal, layout=layout).run()
+        else:
+            result = run_install(options, layout, terminal, interactive=terminal.interactive, make=Installer)
     with contextlib.suppress(OSError):  # nobody reads any more: the key stays unshown, and the next run makes another
         print_result(result, layout, as_json)
         sys.stdout.flush()

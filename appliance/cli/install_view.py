@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from appliance.cli.common import agrees, layout_for, padded, print_json, say, say_rows, spoken
+from appliance.cli.finding_view import print_findings
 from appliance.cli.preflight_view import print_checks
 from installer.access.licence import LicenceRequest
 from installer.base.i18n import t
@@ -106,6 +107,19 @@ class Terminal:
     def licence_reference(self, request: LicenceRequest) -> str:
         question = t("{model} is gated. Which contract, approval or account covers its use here?", model=request.model)
         return typer.prompt(spoken(question), default="", show_default=False, err=self.to_stderr).strip()
+
+    def ask(self, question: str) -> str:
+        self._end_progress()
+        return typer.prompt(spoken(question), default="", show_default=False, err=self.to_stderr).strip()
+
+    def checklist_step(self, name: str, title: str, status: str) -> None:
+        self._end_progress()
+        if status == "begin":
+            self._print(f"\n[bold]{escape(spoken(title))}[/]")
+
+    def findings(self, findings: list[dict[str, Any]]) -> None:
+        self._end_progress()
+        print_findings(findings, self.console)
 
     def confirm_plan(self, plan: Plan) -> bool:
         return self.interactive and agrees(t("Go on?"), err=self.to_stderr)

@@ -95,6 +95,11 @@ class Layout:
         return self.state / "lock"
 
     @property
+    def checklist(self) -> Path:
+        """What `atoll checklist` remembers, before an install and after it; made by that command only."""
+        return self.prefix / "var/lib/atoll-checklist"
+
+    @property
     def snapshots(self) -> Path:
         """What each committed release ran with: settings and unit files, one directory a release."""
         return self.state / "snapshots"

@@ -74,8 +74,11 @@ class Answers(_Strict):
     models: list[ModelAnswer] = _about("All the models that shall run; others are removed.", [])
 
 
-def read_answers(path: Path) -> Answers:
-    """Read and check an answers file (TOML; `.json` for JSON). Raises InstallError (usage) that names what is wrong."""
+def read_answers(path: Path, schema: type[Answers] = Answers) -> Answers:
+    """Read and check an answers file (TOML; `.json` for JSON). Raises InstallError (usage) that names what is wrong.
+
+    `schema` may add tables to those of an install.
+    """
     problems: list[str]
     try:
         with path.open("rb") as file:
@@ -84,9 +87,9 @@ def read_answers(path: Path) -> Answers:
             raise ValueError(t("it is larger than 1 MiB"))
         text = data.decode()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        return Answers.model_validate_json(json.dumps(values, default=str), strict=True)
+        return schema.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        problems = [_problem(entry) for entry in error.errors(include_url=False)]
+        problems = [_problem(entry, schema) for entry in error.errors(include_url=False)]
     except (OSError, ValueError) as error:  # of TOML and JSON too; they name line and column
         problems = [reason(error) if isinstance(error, OSError) else plain(error)]
     raise InstallError(
@@ -98,11 +101,11 @@ def read_answers(path: Path) -> Answers:
     )
 
 
-def _problem(entry: Any) -> str:
+def _problem(entry: Any, schema: type[BaseModel]) -> str:
     """One finding in plain words: where, what, and for an unknown key the nearest known one."""
     where = _place(entry["loc"]) or t("the file")
     if entry["type"] == "extra_forbidden":
-        known = _known(entry["loc"][:-1])
+        known = _known(entry["loc"][:-1], schema)
         wrong = str(entry["loc"][-1])
         near = difflib.get_close_matches(wrong, known, 1, 0.5)
         if near:
@@ -121,14 +124,15 @@ def _place(location: tuple[int | str, ...]) -> str:
     return text
 
 
-def _known(location: tuple[int | str, ...]) -> list[str]:
+def _known(location: tuple[int | str, ...], schema: type[BaseModel]) -> list[str]:
     """The keys that may stand at this place."""
-    model: Any = Answers
+    model: Any = schema
     for part in location:
-        if isinstance(part, str):
+        if isinstance(part, str) and part in getattr(model, "model_fields", {}):
             kind = model.model_fields[part].annotation
-            model = next(iter(get_args(kind)), kind)
-    return list(model.model_fields)
+            models = [each for each in get_args(kind) if hasattr(each, "model_fields")]
+            model = next(iter(models or get_args(kind)), kind)
+    return list(getattr(model, "model_fields", ()))
 
 
 def schema() -> dict[str, Any]:

@@ -207,6 +207,17 @@ class Installer(Run):
         super().__init__(options, frontend, layout, service or service_for(layout))
         self.release_command = release_command
 
+    def survey(self) -> Context:
+        """What this install would start from: what is here, and the models by their signed manifests. Hashes no model
+        and writes nothing. Raises InstallError, OSError."""
+        context = self._context()
+        try:
+            inspect.discover(context)
+            inspect.survey(context)
+        except BundleError as error:
+            raise as_install_error(error, t("Nothing was changed.")) from error
+        return context
+
     def _run(self) -> InstallResult:
         with contextlib.ExitStack() as stack:
             locked = False

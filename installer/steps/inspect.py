@@ -131,6 +131,19 @@ def verify(context: Context) -> str:
     return joined((_told(model) for model in context.models), "; ")
 
 
+def survey(context: Context) -> None:
+    """The models that shall run and the settings they lead to, from signed manifests alone."""
+    context.models = choose(context)
+    for model in context.models:
+        check_runtime(model.manifest)
+        stored = context.layout.models / model.digest
+        if not model.kept and stored.is_dir():
+            model.source, model.in_store = stored, True
+    context.release = Release.of([model.facts() for model in context.models], context.release_command)
+    refuse_revoked(context)
+    _render(context)
+
+
 def refuse_revoked(context: Context) -> None:
     """Raise InstallError (10) if a part of the release that this run leads to is signed by a revoked key.
 

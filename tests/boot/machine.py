@@ -172,7 +172,10 @@ class Machine:
         return Ran(command, process.returncode, out, err, seconds, waited)
 
     def kill_sessions(self) -> None:
-        """SIGKILL to every command that `run` or `popen` started; services go on."""
+        """SIGKILL to every command that `run` or `popen` started, and to the jobs of ours that do their work in units
+        of their own; services go on."""
+        for job in self._cgroup.rglob("atoll-job-*.service"):
+            kill_cgroup(job)
         kill_cgroup(self._cgroup / "operator")
 
     def beside(self, words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("appliance/cli", "installer", "offline_bundle")
+ROOMS = ("appliance/cli", "appliance/service", "installer", "offline_bundle")
 
 NOT_FOR_THE_SCREEN = {
     "installer/gpu/": "what the driver says, as it says it",
@@ -29,6 +29,7 @@ NOT_FOR_THE_SCREEN = {
 NO_MESSAGES = {
     "t", "foreign", "Option", "Argument", "Typer", "command", "examples", "_about", "Field", "StringConstraints",
     "compile", "sub", "match", "fullmatch", "Popen", "startswith", "check", "gpu_check", "_text", "InstallLock",
+    "Events",
 }  # fmt: skip
 RECORDS = {"audit", "journal", "history"}  # what is written down stays English
 KEPT = {

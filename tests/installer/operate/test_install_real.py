@@ -103,6 +103,43 @@ def test_the_real_model_is_installed_answers_and_leaves(
     assert not (tmp_path / "prefix").exists()
 
 
+def test_the_checklist_unattended_with_the_real_model(
+    atoll: Atoll, real_bundle: Path, signer: KeyPair, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    """From nothing to a service with one answers file, which then holds what was decided; a purge leaves nothing."""
+    answers = tmp_path / "answers.toml"
+    port = free_port()
+    given = {
+        "schema_version": 1, "bundle": str(real_bundle), "trust_keys": [str(signer.public_path)], "port": port,
+        "confirm_plan": True,
+        "review": {"smollm2-135m-instruct": {
+            "reviewer": "Kim", "expires": "2999-01-01", "lineage": "one model", "modifications": "none",
+            "drafter": "none there", "export": "none known",
+        }},
+    }  # fmt: skip
+    answers.write_text("# ours\n" + tomlkit.dumps(given))
+    texts: list[str] = []
+    for _ in range(2):  # the engine's licence, then the model's: apart, even where both are one text
+        refused = atoll("checklist", "run", "--answers", answers, "--json")
+        if refused.returncode == 0:
+            break
+        assert refused.returncode == 20, refused.stderr
+        texts.append(facts(refused)["next"].split('["')[1].split('"]')[0])
+        written = tomlkit.parse(answers.read_text())
+        written["accept_licenses"] = [*written.get("accept_licenses", []), texts[-1]]
+        answers.write_text(tomlkit.dumps(written))
+    done = atoll("checklist", "run", "--answers", answers, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert facts(done)["done"]
+    assert answers.read_text().startswith("# ours\n")
+    shown = facts(atoll("checklist", "show", "--json"))
+    assert [step["status"] for step in shown["steps"]] == ["green"] * 3
+    key = facts(done)["api_key"]
+    assert smoke_test(Endpoint("127.0.0.1", port), "smollm2-135m-instruct", key, 60).tokens > 3
+    assert atoll("uninstall", "--purge", "--confirm", socket.gethostname()).returncode == 0
+    assert not (tmp_path / "prefix").exists()
+
+
 def test_unattended_by_an_answers_file(
     atoll: Atoll, bundle: Callable[..., Path], signer: KeyPair, tmp_path: Path
 ) -> None:

@@ -1,0 +1,72 @@
+"""How findings and the checklist look on a terminal. A status is always a word, never only a colour."""
+
+import contextlib
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from appliance.cli.common import padded, spoken
+from appliance.service.findings import Finding
+from appliance.service.state import State, StepState
+from installer.base.i18n import t
+
+_STYLES = {"PASS": "green", "INFO": "cyan", "WARN": "yellow", "FAIL": "bold red", "WAIV": "magenta"}
+_STATUS = {
+    "open": t("open"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
+    "stale": t("stale"), "green": t("done"),
+}  # fmt: skip
+_STATUS_STYLES = {"green": "green", "failed": "bold red", "stale": "yellow", "interrupted": "yellow",
+                  "running": "cyan", "open": "default"}  # fmt: skip
+
+
+def print_findings(findings: list[dict[str, Any]], console: Console) -> None:
+    """One line a finding; what blocks says what is needed and what to do."""
+    with contextlib.suppress(OSError):
+        for facts in findings:
+            waiver = facts.get("waiver") or {}
+            finding = Finding.of_json(facts)
+            word = _word(finding, bool(waiver))
+            line = f"{padded(finding.title, 20)} {escape(spoken(finding.observed))}"
+            console.print(f"  [{_STYLES[word]}]{word}[/]  {line}")
+            if waiver:
+                said = t("waived by {by}: {reason}", by=waiver["by"], reason=waiver["reason"])
+                console.print(f"        {spoken(said)}", markup=False)
+            elif not finding.ok and finding.severity != "info":
+                for text in (finding.why, finding.fix):
+                    if text:
+                        console.print(f"        {spoken(text)}", markup=False)
+
+
+def _word(finding: Finding, waived: bool) -> str:
+    if waived:
+        return "WAIV"
+    if finding.ok:
+        return "PASS"
+    return {"warn": "WARN", "info": "INFO"}.get(finding.severity, "FAIL")
+
+
+def print_state(state: State, console: Console) -> None:
+    """The checklist: its steps, what stands in the way, and where it goes on."""
+    with contextlib.suppress(OSError):
+        for number, step in enumerate(state.steps, start=1):
+            _print_step(number, step, console)
+        first = state.first
+        done = next((step.next for step in reversed(state.steps) if step.next), "")
+        text = done or t("The checklist is complete.")
+        if first is not None:
+            text = t("Next: {command}", command="atoll checklist run")
+        console.print(f"\n{spoken(text)}", markup=False)
+
+
+def _print_step(number: int, step: StepState, console: Console) -> None:
+    word = padded(_STATUS[step.status], 12)
+    at = f"  {step.at}" if step.at else ""
+    console.print(f"  {number}  [{_STATUS_STYLES[step.status]}]{word}[/] {padded(step.title, 24)}{at}")
+    if step.why:
+        console.print(f"       {spoken(step.why)}", markup=False)
+    for finding in step.findings:
+        if finding.waiver is not None:
+            said = t("{finding}: waived by {by}: {reason}", finding=finding.id, by=finding.waiver.by,
+                     reason=finding.waiver.reason)  # fmt: skip
+            console.print(f"       {spoken(said)}", markup=False)

@@ -1,0 +1,30 @@
+"""What a job's process does, by the kind in its spec: how a unit's process makes the work that its front asked for."""
+
+import os
+from pathlib import Path
+
+from appliance.service.jobs.process import Work, run_process
+from appliance.service.jobs.spool import Job
+from installer.base.layout import Layout
+
+
+def run_spec(path: Path) -> int:
+    """Run the job whose directory is `path` in this process; its exit code."""
+    job = Job(path)
+    spec = job.spec
+    prefix = Path(spec["prefix"])
+    layout = Layout.server(prefix) if spec["system"] else Layout.at(prefix)
+    os.umask(0o022)
+    return run_process(job, work_of(spec, layout))
+
+
+def work_of(spec: dict, layout: Layout) -> Work:
+    """The work of a kind; imported when it is asked for."""
+    if spec["kind"] == "install":
+        from appliance.service.installing import decode_options, install_work
+
+        return install_work(decode_options(spec["given"]), layout)
+    from appliance.service.checklist import checklist_work
+    from appliance.service.run_request import RunRequest
+
+    return checklist_work(RunRequest.model_validate(spec["given"]), layout)

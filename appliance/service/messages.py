@@ -1,0 +1,37 @@
+"""Texts as JSON: the message id and its parameters travel, so that each reader sees them in their own language.
+
+A message's id is its English source text, as in the gettext catalogue.
+"""
+
+from typing import Any
+
+from offline_bundle.text import Text, joined
+from offline_bundle.text import t as text_of
+
+
+def encode(value: Any) -> Any:
+    """`value` as JSON, texts with their ids; what JSON cannot carry becomes a string."""
+    if isinstance(value, Text):
+        if value.parts is not None:
+            return {"join": value.source, "parts": [encode(part) for part in value.parts]}
+        return {"id": value.source, "params": {name: encode(param) for name, param in value.params.items()}}
+    if isinstance(value, dict):
+        return {str(name): encode(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(entry) for entry in value]
+    if value is None or isinstance(value, bool | float):
+        return value
+    return int(value) if isinstance(value, int) else str(value)
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given, lists for tuples."""
+    if isinstance(value, list):
+        return [decode(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"join", "parts"}:
+        return joined([decode(part) for part in value["parts"]], value["join"])
+    if value.keys() == {"id", "params"}:
+        return text_of(value["id"], **{name: decode(param) for name, param in value["params"].items()})
+    return {name: decode(entry) for name, entry in value.items()}

@@ -1,0 +1,18 @@
+"""What a checklist run is asked to do."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class RunRequest(BaseModel):
+    """`steps`: exactly these, green or not; none: all from the first that is not green. `answers_file` is written
+    back to after the run."""
+
+    model_config = ConfigDict(frozen=True)
+
+    answers: dict[str, Any]
+    steps: tuple[str, ...] = ()
+    answers_file: str | None = None
+    by: str | None = None
+    interactive: bool = False

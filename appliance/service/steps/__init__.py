@@ -1,0 +1,8 @@
+"""The steps of the checklist, in their order. A step is one file with one subclass of `Step`; it joins here."""
+
+from appliance.service.steps.base import Step
+from appliance.service.steps.gpu import GpuStep
+from appliance.service.steps.install import InstallStep
+from appliance.service.steps.model import ModelStep
+
+STEPS: tuple[Step, ...] = (GpuStep(), ModelStep(), InstallStep())

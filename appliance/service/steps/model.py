@@ -1,0 +1,133 @@
+"""Model and licence: the licences of the engine and of each model, apart, and the review of each model.
+
+A licence is accepted by its text: a person's yes to what was shown, or an answer that names the text's hash.
+"""
+
+import time
+from typing import Any
+
+from appliance.service import review
+from appliance.service.facts import Facts, engine_licence
+from appliance.service.findings import Finding, StepResult, made
+from appliance.service.review import ReviewAnswers
+from appliance.service.steps.base import Step, StepJob
+from installer.access import licence
+from installer.access.licence import LicenceRequest
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.decide.answers import Answers
+from installer.decide.context import Model
+
+
+class ModelStep(Step):
+    id = "model"
+    title = t("Model and licence")
+    blocked_code = ExitCode.LICENCE
+
+    def tables(self) -> dict[str, Any]:
+        return {"review": dict[str, ReviewAnswers]}
+
+    def finding_ids(self) -> set[str]:
+        return {f"review-{point.id}" for point in review.POINTS} | {"review-expired"}
+
+    def inputs(self, facts: Facts, answers: Answers) -> dict[str, Any]:
+        return {
+            "engine": [facts.engine.spdx, facts.engine.licence_sha256],
+            "models": sorted([model.name, model.digest, model.licence_sha256] for model in facts.models),
+            "review": answers.model_dump(mode="json", include={"review"}),
+        }
+
+    def run(self, job: StepJob) -> StepResult:
+        context = job.survey.known()
+        findings = [self._engine(job)]
+        summary: dict[str, Any] = {"models": []}
+        for model in context.models:
+            findings.append(self._licence(job, model))
+            findings += self._review(job, model)
+            summary["models"].append(model.facts() | {"licence_sha256": model.manifest.license.sha256})
+        return StepResult.model_construct(findings=findings, summary=summary, next=t("Install it."))
+
+    def _engine(self, job: StepJob) -> Finding:
+        text, facts = engine_licence(), job.facts.engine
+        if text is None or facts.licence_sha256 is None:
+            return made("engine-licence", "strict", False, t("Engine licence"), observed=t("its text is missing"),
+                        required=t("the text that came with the code"), why=t("Nobody can accept what is not there."),
+                        fix=t("Install Atoll again from its medium."))  # fmt: skip
+        name = f"atoll {facts.version}"
+        request = LicenceRequest(facts.spdx, facts.licence_sha256, text.decode("utf-8", "replace"), None, name)
+        how = self._accept(job, request, "engine", job.facts.engine.version)
+        return made("engine-licence", "info", True, t("Engine licence"),
+                    observed=t("{spdx} of {name}, SHA-256 {hash}: {how}", spdx=request.spdx, name=name,
+                               hash=request.sha256[:12], how=how))  # fmt: skip
+
+    def _licence(self, job: StepJob, model: Model) -> Finding:
+        manifest, terms = model.manifest, model.manifest.license
+        gated = terms.acceptance == "gated"
+        name = f"{manifest.name} {manifest.version}"
+        if licence.already_approved(job.layout.approvals, terms.sha256, model.digest, gated=gated):
+            how: str = t("accepted earlier")
+        else:
+            text = licence.read_text(model.source, terms.file, terms.sha256)
+            request = LicenceRequest(terms.spdx, terms.sha256, text, terms.url, name, gated)
+            how = self._accept(job, request, "model", model.digest, asked=terms.acceptance != "none")
+        return made("model-licence", "info", True, t("Model licence"),
+                    observed=t("{spdx} of {name}, SHA-256 {hash}: {how}", spdx=terms.spdx, name=name,
+                               hash=terms.sha256[:12], how=how))  # fmt: skip
+
+    def _accept(self, job: StepJob, request: LicenceRequest, kind: str, of: str, *, asked: bool = True) -> str:
+        """How it was accepted. Raises InstallError (20) where it was not."""
+        reference = licence.answered(request, job.options.accept_licenses)
+        how = "answer"
+        if reference is None and not asked:
+            return t("no acceptance required by the vendor")
+        if reference is None:
+            if not job.frontend.accept_licence(request):
+                raise self._refused(request)
+            how = "interactive"
+            given = job.frontend.licence_reference(request) if request.gated else ""
+            reference = licence.check_reference(request, given)
+        approval = licence.approve(request, of, how, reference)
+        answer = f"{request.spdx}@{request.sha256}" + (f":{reference}" if reference else "")
+        job.accepted(kind=kind, name=request.model, answer=answer, **approval.to_json())
+        job.options.accept_licenses.append(answer)
+        job.learned.setdefault("accept_licenses", []).append(answer)
+        return t("accepted")
+
+    def _refused(self, request: LicenceRequest) -> InstallError:
+        return InstallError(
+            t("The licence {spdx} of {model} was not accepted.", spdx=request.spdx, model=request.model),
+            exit_code=ExitCode.LICENCE,
+            why=t("Nothing is installed before the licences of the engine and the model are accepted, each by its "
+                  "text."),
+            changed=t("Nothing was changed."),
+            hint=t("Accept it in the answers file: accept_licenses = [\"{answer}\"]", answer=request.answer),
+        )
+
+    def _review(self, job: StepJob, model: Model) -> list[Finding]:
+        """The points of one model; a front that is there is asked for what is open."""
+        manifest = model.manifest
+        answers: ReviewAnswers = getattr(job.answers, "review").get(manifest.name) or ReviewAnswers()  # noqa: B009
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        asked: dict[str, str] = {}
+        for point in review.open_points(manifest, answers):
+            said = job.frontend.ask(point.question)
+            if len(said) >= 2:
+                asked[point.id] = said
+        if asked:
+            answers = _checked(answers, {"date": today, **asked})
+            job.learned.setdefault("review", {})[manifest.name] = answers.model_dump(exclude_none=True)
+        return review.findings(manifest, answers, today)
+
+
+def _checked(answers: ReviewAnswers, said: dict[str, str]) -> ReviewAnswers:
+    """The answers with what was said. Raises InstallError (usage) for a day that is none, or too long an answer."""
+    try:
+        return ReviewAnswers.model_validate({**said, **answers.model_dump(exclude_none=True), **said})
+    except ValueError as error:
+        raise InstallError(
+            t("An answer of the review cannot be used: {names}.", names=", ".join(
+                str(entry["loc"][0]) for entry in getattr(error, "errors", list)())),
+            exit_code=ExitCode.USAGE,
+            changed=t("Nothing was changed."),
+            hint=t("Days are written YYYY-MM-DD, answers have at most 500 characters."),
+        ) from error
