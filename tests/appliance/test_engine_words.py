@@ -24,15 +24,15 @@ from engine.core.kv.planner import MemoryBudget
 from engine.errors import AtollError, ConfigError, ModelError, OutOfMemoryPlanError
 from engine.kernels.runtime.host_memory import HostMemoryError
 from engine.models.loading.checkpoint import check_checkpoint
-from engine.server.cli.args import ServeOptions, parse_engine, parse_serve
-from engine.server.cli.gateway_args import parse_gateway
-from engine.server.cli.settings import check_gpus, engine_argv_of, model_names
 from engine.server.http.auth import KeyFile
 from engine.server.http.exposure import check_exposure
 from engine.server.http.listening import bind_tcp
 from engine.server.ipc import framing
 from engine.server.process import gpu_ready
 from engine.server.process.supervisor import EngineChild, EngineFailedError
+from engine.server.settings.commands import parse_engine, parse_gateway, parse_serve
+from engine.server.settings.options import ServeOptions
+from engine.server.settings.server_file import check_gpus, engine_argv_of, model_names
 from engine.worker import build, embedding_offload, memory
 from engine.worker.memory import Card
 from installer.base.i18n import retold, told
