@@ -90,7 +90,7 @@ def test_and_in_english_what_it_said_before(environment: dict[str, str], words: 
     (("gateway", "--config", "/x.toml"), "atoll gateway: --config /x.toml: 파일이나 디렉터리가 없습니다.\n"),
     (("engine", "--model", "/nowhere"), "atoll engine: 수신할 Unix 소켓을 --uds로 주어야 합니다.\n"),
     (("serve", "/m", "--lang", "ko", "--port", "70000"),
-     "atoll serve: --port는 0부터 65535까지여야 합니다. 받은 값: 70000.\n"),
+     "atoll serve: --port 값은 0부터 65535까지여야 합니다. 받은 값: 70000.\n"),
 ])  # fmt: skip
 def test_so_do_the_programs_of_the_units(words: tuple[str, ...], said: str) -> None:
     done = atoll(KOREAN, *words)

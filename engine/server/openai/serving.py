@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.server.http.auth import ApiKey, KeyFile
+from engine.server.http.auth import KeyFile
+from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
 from engine.server.http.limits import Limits
 from engine.server.http.metrics import Metrics
@@ -62,18 +63,6 @@ class ServedModel:
         progress = f" ({shortened(client.progress)})" if client.progress else ""
         what = "The model is still loading" if client.state == "loading" else "This model's engine does not run yet"
         raise overloaded(f"{what}{progress}; try again.", limits.retry_after_seconds, code="model_loading")
-
-
-@dataclass(slots=True)
-class Caller:
-    """Who sent a request: set by the middleware, read by the endpoints."""
-
-    request_id: str
-    key: ApiKey | None = None
-
-    @property
-    def key_id(self) -> str:
-        return self.key.id if self.key else ""
 
 
 class Gateway:
