@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 
 from engine.core.params import SamplingParams
-from engine.server.http.body import read_request
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.answer import Answer
+from engine.server.openai.body import read_request
 from engine.server.openai.endpoint import (
     admitted,
     cache_salt,
