@@ -37,12 +37,12 @@ class Limits:
     idle_seconds: float = _seconds(  # above that of common proxies, so that they close first
         75.0, "between two requests of a connection")
     linger_seconds: float = _seconds(
-        2.0, "in which what comes after the last answer is dropped, then the connection is closed")
+        2.0, "in which what a client still sends after its last answer is dropped, then the connection is closed")
 
     # who is let in
-    max_connections: int = _count(4096, "in all; fewer where the process may not open as many files")
+    max_connections: int = _count(4096, "in all; fewer where the process may not open as many files; more get 503")
     max_connections_per_address: int = _count(
-        1024, "of one address (an IPv6 /64 counts as one), 0 for no bound", at_least=0)
+        1024, "of one address (an IPv6 /64 counts as one), 0 for no bound; more get 429", at_least=0)
 
     # what a request may ask for
     max_messages: int = _count(4096, "of one chat")

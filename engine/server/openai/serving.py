@@ -109,7 +109,7 @@ class Gateway:
         """Count a generating request while it lasts. Raises ApiError 503 (server full) or 429 (key's share used up)."""
         limits, key = self.limits, caller.key_id
         if self._in_flight.total() >= limits.max_in_flight:
-            raise overloaded("The server is working on as many requests as it takes; try again.",
+            raise overloaded(f"The server is at its request limit. Retry in {limits.retry_after_seconds} seconds.",
                              limits.retry_after_seconds)
         if key and limits.max_in_flight_per_key and self._in_flight[key] >= limits.max_in_flight_per_key:
             raise overloaded(
