@@ -1,8 +1,10 @@
-"""Every knob of the engine, with vLLM's flag names and meanings."""
+"""Every setting of the engine, with vLLM's flag names and meanings."""
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
+
+from engine.setting import setting
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -12,6 +14,11 @@ STATE_DTYPES = ("float32", "bfloat16")  # in which a recurrent layer may keep it
 # Tokens a page by default. The GPU's kernels like 16. Short answers on a CPU waste less in pages of 8: of 64 requests
 # of 16-128 tokens in and out, 2.1 % of the slots are never written, against 5.0 %.
 DEFAULT_PAGE_SIZE = {"cpu": 8, "cuda": 16}
+
+_DTYPES = {"auto": "auto", "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32",
+           "float32": "float32"}
+_LOAD_FORMATS = {"auto": "auto", "safetensors": "safetensors", "dummy": "dummy", "runai_streamer": "safetensors",
+                 "fastsafetensors": "safetensors"}
 
 
 @dataclass(slots=True)
@@ -24,30 +31,57 @@ class EngineConfig:
     only, unless `kv_cache_memory_bytes` is given).
     """
 
-    model: Path
-    served_model_name: list[str] = field(default_factory=list)
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    device: Device = "auto"
-    max_model_len: int | Literal["auto"] | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
-    block_size: int | None = None               # tokens a page, one of PAGE_SIZES; None: by device
-    max_num_seqs: int | None = None             # None: 256 on CPU, 1024 on a GPU, fitted to memory
-    max_num_batched_tokens: int | None = None   # None: 512 on CPU; on a GPU 8192, or what suits its memory (planner.py)
-    tensor_parallel_size: int = 1
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    enforce_eager: bool = False
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    overlap: bool | None = None                 # schedule step N+1 while step N runs; None: only where it helps (GPU)
-    seed: int | None = None                     # base of the seeds of requests without one; None: random
+    model: Path = setting(
+        MISSING, "the model directory, if not given as first argument", group="model", metavar="MODEL_DIR",
+        as_text=True)
+    served_model_name: list[str] = setting(
+        None, "name(s) that clients use; the first is shown in answers (default: the path as given)",
+        factory=list, group="model", metavar="NAME", many=True)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto", "precision of weights and activations ({default})", group="model", choices=_DTYPES)
+    quantization: str | None = setting(
+        None, "quantise weights, where the device can", group="model", metavar="METHOD", aliases=("-q",))
+    kv_cache_dtype: str = setting(
+        "auto", "precision of the KV cache ({default})", group="memory", metavar="DTYPE")
+    load_format: Literal["auto", "safetensors", "dummy"] = setting(
+        "auto", "auto, safetensors, or dummy for random weights ({default})", group="model", metavar="FORMAT",
+        choices=_LOAD_FORMATS)
+    device: Device = setting("auto", "where to run ({default})", group="model")
+    max_model_len: int | Literal["auto"] | None = setting(
+        None, "context in tokens, prompt plus answer; auto or -1: the largest that fits", group="memory",
+        metavar="TOKENS", size=True, at_least=1)
+    gpu_memory_utilization: float = setting(
+        0.9, "share of the device's memory to use, above 0 and at most 1 ({default})", group="memory",
+        metavar="SHARE", above=0, at_most=1)
+    kv_cache_memory_bytes: int | None = setting(
+        None, "bytes for the KV cache, instead of a share", group="memory", metavar="BYTES", size=True, at_least=1)
+    block_size: int | None = setting(  # one of PAGE_SIZES; None: by device
+        None, "tokens a page (8 on a CPU, 16 on a GPU)", group="memory", metavar="TOKENS",
+        choices=PAGE_SIZES)
+    max_num_seqs: int | None = setting(  # None: 256 on CPU, 1024 on a GPU, fitted to memory
+        None, "sequences that run at a time", group="scheduling", metavar="N", size=True, at_least=1)
+    # None: 512 on CPU; on a GPU 8192, or what suits its memory (planner.py)
+    max_num_batched_tokens: int | None = setting(
+        None, "tokens of one step", group="scheduling", metavar="N", size=True, at_least=1)
+    tensor_parallel_size: int = setting(
+        1, "GPUs to split over ({default})", group="scheduling", metavar="N", aliases=("-tp",), at_least=1)
+    enable_chunked_prefill: bool = setting(True, "split long prompts over steps ({default})", group="scheduling")
+    enable_prefix_caching: bool = setting(
+        True, "reuse the pages of prompts that begin alike ({default})", group="scheduling")
+    enforce_eager: bool = setting(False, "no CUDA graphs ({default})", group="scheduling")
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
+        "fcfs", "order of waiting requests ({default})", group="scheduling")
+    overlap: bool | None = None  # schedule step N+1 while step N runs; None: only where it helps (GPU)
+    seed: int | None = setting(None, "base of the seeds of requests without one (random)", group="model")
     skip_tokenizer_init: bool = False
-    per_layer_embeddings: Literal["auto", "host", "gpu"] = "auto"  # Gemma 4 E2B, E4B: where their table is
-    mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of recurrent layers' states
-    batch_invariant: bool = False               # a request's result is the same bits in any batch; slower (GPU)
+    per_layer_embeddings: Literal["auto", "host", "gpu"] = setting(  # the table of Gemma 4 E2B, E4B
+        "auto", "where Gemma 4 E2B's and E4B's are: auto takes the host where it has room, else the GPU ({default})",
+        group="memory")
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "precision of recurrent layers' states; auto takes the model's own ({default})", group="memory")
+    # A request's result is the same bits in any batch; slower (GPU).
+    batch_invariant: bool = setting(
+        False, "the same bits for a request in any batch, at the price of speed ({default})", group="scheduling")
 
     def __post_init__(self) -> None:
         self.model = Path(self.model)

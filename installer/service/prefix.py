@@ -19,7 +19,7 @@ from installer.service.manager import ServiceState, Switched, stop_and_start
 
 # What the service may inherit. No proxies, no tokens, no Python paths of the person who typed the command.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-_SETTINGS = "ATOLL_LIMITS_"  # limits of the endpoint, see engine/server/cli/limit_settings.py
+_SETTINGS = "ATOLL_LIMITS_"  # limits of the endpoint, see engine/server/settings/limits.py
 
 _BUSY = 75  # exit status of a supervisor that found another one
 

@@ -24,15 +24,15 @@ from engine.core.kv.planner import MemoryBudget
 from engine.errors import AtollError, ConfigError, ModelError, OutOfMemoryPlanError
 from engine.kernels.runtime.host_memory import HostMemoryError
 from engine.models.loading.checkpoint import check_checkpoint
-from engine.server.cli.args import ServeOptions, parse_engine, parse_serve
-from engine.server.cli.gateway_args import parse_gateway
-from engine.server.cli.settings import check_gpus, engine_argv_of, model_names
 from engine.server.http.auth import KeyFile
 from engine.server.http.exposure import check_exposure
 from engine.server.http.listening import bind_tcp
 from engine.server.ipc import framing
 from engine.server.process import gpu_ready
 from engine.server.process.supervisor import EngineChild, EngineFailedError
+from engine.server.settings.commands import parse_engine, parse_gateway, parse_serve
+from engine.server.settings.options import ServeOptions
+from engine.server.settings.server_file import check_gpus, engine_argv_of, model_names
 from engine.worker import build, embedding_offload, memory
 from engine.worker.memory import Card
 from installer.base.i18n import retold, told
@@ -90,7 +90,7 @@ def test_and_in_english_what_it_said_before(environment: dict[str, str], words: 
     (("gateway", "--config", "/x.toml"), "atoll gateway: --config /x.toml: 파일이나 디렉터리가 없습니다.\n"),
     (("engine", "--model", "/nowhere"), "atoll engine: 수신할 Unix 소켓을 --uds로 주어야 합니다.\n"),
     (("serve", "/m", "--lang", "ko", "--port", "70000"),
-     "atoll serve: --port는 0부터 65535까지여야 합니다. 받은 값: 70000.\n"),
+     "atoll serve: --port 값은 0부터 65535까지여야 합니다. 받은 값: 70000.\n"),
 ])  # fmt: skip
 def test_so_do_the_programs_of_the_units(words: tuple[str, ...], said: str) -> None:
     done = atoll(KOREAN, *words)

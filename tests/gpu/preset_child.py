@@ -21,7 +21,7 @@ def main() -> None:
     import torch
 
     from engine.llm import LLM
-    from engine.server.cli.args import parse_serve
+    from engine.server.settings.commands import parse_serve
 
     imported = time.time()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)

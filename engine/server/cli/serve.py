@@ -13,12 +13,13 @@ from types import FrameType
 from typing import NoReturn
 
 from engine.errors import ConfigError, ModelError, complain
-from engine.server.cli.args import ServeOptions, parse_serve
 from engine.server.http.auth import KeyFile
 from engine.server.http.exposure import check_exposure, is_loopback
 from engine.server.http.listening import BACKLOG, bind_tcp, check_tls
 from engine.server.ipc import framing
 from engine.server.process import logs
+from engine.server.settings.commands import parse_serve
+from engine.server.settings.options import ServeOptions
 
 log = logging.getLogger("atoll.serve")
 

@@ -16,9 +16,6 @@ import uvicorn
 import uvloop
 
 from engine.errors import AtollError, ConfigError, ModelError, complain
-from engine.server.cli.args import model_config
-from engine.server.cli.gateway_args import GatewayOptions, parse_gateway
-from engine.server.cli.settings import model_names
 from engine.server.http import credentials
 from engine.server.http.listening import bind_tcp, check_tls, inherited_sockets, is_local, url_of
 from engine.server.ipc.client import EngineClient
@@ -27,6 +24,9 @@ from engine.server.openai.serving import ServedModel
 from engine.server.process import logs
 from engine.server.process.exit import leave
 from engine.server.process.notify import Notifier
+from engine.server.settings.commands import model_config, parse_gateway
+from engine.server.settings.options import GatewayOptions
+from engine.server.settings.server_file import model_names
 
 log = logging.getLogger("atoll.gateway")
 

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp
 
 from engine import __version__
 from engine.errors import AtollError, ModelError, complain
-from engine.server.cli.args import ServeOptions
 from engine.server.gateway.app import create_app
 from engine.server.http.access_log import AccessLog
 from engine.server.http.auth import KeyFile
@@ -28,6 +27,7 @@ from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel
 from engine.server.process.notify import Notifier
 from engine.server.process.supervisor import EngineChild, EngineFailedError
+from engine.server.settings.options import ServeOptions
 
 log = logging.getLogger("atoll.serve")
 

@@ -1,52 +1,73 @@
 """Every bound of the HTTP edge, in one place. Ranges of sampling parameters are in `engine.core.params`."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from engine.setting import setting
+
+
+def _bytes(default: int, help: str, at_least: int = 1, at_most: int = 1 << 36) -> Any:
+    return setting(default, help, size=True, at_least=at_least, at_most=at_most)
+
+
+def _count(default: int, help: str, at_least: int = 1, at_most: int = 10_000_000) -> Any:
+    return setting(default, help, at_least=at_least, at_most=at_most)
+
+
+def _seconds(default: float, help: str, at_least: float = 0.1, at_most: int = 86_400) -> Any:
+    return setting(default, help, at_least=at_least, at_most=at_most)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes are bytes or counts, times are seconds. 0 switches a per-key bound off.
+    """Each is a key of [serve.limits] and [gateway.limits] (engine.server.settings.limits).
 
-    Every field is a setting (`engine.server.cli.limit_settings`); docs/en/serve.md says what each does.
+    0 switches a bound for each key or address off.
     """
 
     # what is read
-    max_body_bytes: int = 4 << 20        # a 256k-token prompt, JSON-escaped, is about 3 MB
-    max_discarded_bytes: int = 64 << 20  # of a body that is too large, read and dropped so that its sender sees the 413
-    body_seconds: float = 30.0           # from the headers to the body's last byte
-    header_seconds: float = 10.0         # from the first byte of a connection to the end of the headers
-    max_header_bytes: int = 32 << 10
-    handshake_seconds: float = 10.0      # for TLS, from being accepted on
-    idle_seconds: float = 75.0           # between two requests: above that of common proxies, so that they close first
-    linger_seconds: float = 2.0          # in which what comes after the last answer is dropped, then closed
+    max_body_bytes: int = _bytes(  # a 256k-token prompt, JSON-escaped, is about 3 MB
+        4 << 20, "of a request body; larger ones get 413", 1 << 10, 1 << 30)
+    max_discarded_bytes: int = _bytes(
+        64 << 20, "of a body that is too large, read and dropped so that its sender reads the 413")
+    body_seconds: float = _seconds(30.0, "from the headers to the last byte of the body")
+    header_seconds: float = _seconds(10.0, "from the first byte of a connection to the end of the headers")
+    max_header_bytes: int = _bytes(32 << 10, "of the headers of a request", 1 << 10, 1 << 20)
+    handshake_seconds: float = _seconds(10.0, "for TLS, from being accepted on")
+    idle_seconds: float = _seconds(  # above that of common proxies, so that they close first
+        75.0, "between two requests of a connection")
+    linger_seconds: float = _seconds(
+        2.0, "in which what a client still sends after its last answer is dropped, then the connection is closed")
 
     # who is let in
-    max_connections: int = 4096          # fewer where the process may not open as many files
-    max_connections_per_address: int = 1024  # an IPv6 /64 counts as one address; 0: no bound
+    max_connections: int = _count(4096, "in all; fewer where the process may not open as many files; more get 503")
+    max_connections_per_address: int = _count(
+        1024, "of one address (an IPv6 /64 counts as one), 0 for no bound; more get 429", at_least=0)
 
     # what a request may ask for
-    max_messages: int = 4096
-    max_tools: int = 128
-    max_prompts: int = 1024              # of one completions request
-    max_choices: int = 1024              # prompts × n
-    max_stop_characters: int = 1024      # of one stop string
-    max_stop_token_ids: int = 1024
-    max_logit_bias: int = 1024
-    max_name_characters: int = 256       # model names, cache salts
-    refuse_unknown_fields: bool = True   # false: fields that nobody knows are dropped
+    max_messages: int = _count(4096, "of one chat")
+    max_tools: int = _count(128, "of one chat")
+    max_prompts: int = _count(1024, "of one completions request")
+    max_choices: int = _count(1024, "prompts × `n`")
+    max_stop_characters: int = _count(1024, "of one stop string")
+    max_stop_token_ids: int = _count(1024, "of one request")
+    max_logit_bias: int = _count(1024, "tokens that `logit_bias` may name")
+    max_name_characters: int = _count(256, "of a model's name, of a cache salt", at_most=4096)
+    refuse_unknown_fields: bool = setting(True, "false lets fields pass that nobody knows")
 
     # what the server takes on
-    max_in_flight: int = 1024            # generating requests of all clients
-    max_in_flight_per_key: int = 0
-    max_waiting: int = 2048              # sequences waiting in one engine
-    isolate_prefix_cache: bool = True    # prefix-cache hits only between keys of one group
-    text_threads: int = 2                # that tokenise and render templates
+    max_in_flight: int = _count(1024, "generating requests of all clients; more get 503")
+    max_in_flight_per_key: int = _count(0, "generating requests of one key, 0 for no bound; more get 429", at_least=0)
+    max_waiting: int = _count(2048, "sequences that may wait in one engine; beyond, requests get 503")
+    isolate_prefix_cache: bool = setting(True, "false has all keys share cached prompts")
+    text_threads: int = _count(2, "threads that tokenise and render templates", at_most=256)
 
     # what is written
-    send_seconds: float = 60.0           # for a client to take one piece of a stream, or 8 KiB of another answer
-    keep_alive_seconds: float = 15.0     # of silence before a comment is sent on a stream
-    first_output_seconds: float = 0.25   # an engine's refusal within that time is an HTTP error, later an error event
-    retry_after_seconds: int = 5
+    send_seconds: float = _seconds(60.0, "for a client to take one piece of a stream, or 8 KiB of another answer")
+    keep_alive_seconds: float = _seconds(15.0, "of silence before a comment is sent on a stream")
+    first_output_seconds: float = _seconds(
+        0.25, "an engine that refuses within this time is an HTTP error, later an error event", 0, 60)
+    retry_after_seconds: int = _seconds(5, "the `Retry-After` of 429 and 503", 1)
 
 
 MAX_ECHO_CHARACTERS = 200  # of any error message: never a mirror of the input

@@ -10,9 +10,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.http.auth import PUBLIC_PATHS, KeyFile, bearer_token, required_scope
+from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, internal
 from engine.server.http.metrics import UNKNOWN, Metrics
-from engine.server.openai.serving import Caller
 
 log = logging.getLogger("atoll.server")
 

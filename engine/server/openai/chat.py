@@ -1,7 +1,6 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -10,24 +9,13 @@ from starlette.requests import Request
 
 from engine.core.params import SamplingParams
 from engine.errors import InvalidRequestError
-from engine.server.http.body import read_request
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai import replies as r
-from engine.server.openai.endpoint import (
-    admitted,
-    cache_salt,
-    caller_of,
-    check_common,
-    gateway_of,
-    json_reply,
-    new_id,
-    priority_of,
-    stream_reply,
-    unless_disconnected,
-)
-from engine.server.openai.generation import ChoiceDelta, Generation
-from engine.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from engine.server.openai.answer import Addition, Answer, Choice
+from engine.server.openai.generation import ChoiceDelta
+from engine.server.openai.logprobs import chat_logprobs
+from engine.server.openai.pipeline import Pipeline
 from engine.server.openai.sampling import answer_room, check_length_before_encoding, sampling_params
 from engine.server.openai.schema import ChatRequest, Message, TokenizeRequest
 from engine.server.openai.serving import Gateway, ServedModel
@@ -36,24 +24,7 @@ from engine.text.template import checked_kwargs
 
 
 async def chat_completions(request: Request) -> Any:
-    return await admitted(request, _chat)
-
-
-async def _chat(request: Request, admission: ExitStack) -> Any:
-    gateway, caller = gateway_of(request), caller_of(request)
-    body = await read_request(request, ChatRequest, gateway.limits)
-    model = gateway.model(body.model)
-    _check(body, gateway.limits)
-    info = model.ready(gateway.limits)
-    priority = priority_of(body, caller, info)
-    prompt = await chat_prompt(gateway, model, info, body)
-    reply = _ChatReply(body, model, Generation(
-        model, gateway.metrics, [prompt], _sampling(body, info, gateway.limits, model, len(prompt)),
-        priority=priority, cache_salt=cache_salt(body, caller, gateway),
-    ))
-    if body.stream:
-        return await stream_reply(reply.events(), gateway.limits, admission)
-    return json_reply(await unless_disconnected(request, reply.whole()))
+    return await _CHAT(request)
 
 
 async def chat_prompt(
@@ -105,7 +76,6 @@ def check_chat_size(body: ChatRequest | TokenizeRequest, limits: Limits) -> None
 
 
 def _check(body: ChatRequest, limits: Limits) -> None:
-    check_common(body, limits)
     check_chat_size(body, limits)
     check_content(body.messages)
     if body.tools and body.tool_choice != "none":
@@ -134,11 +104,15 @@ def check_content(messages: list[Message]) -> None:
                                   f"messages.{i}.content")
 
 
+async def _prompts(gateway: Gateway, model: ServedModel, info: EngineInfo, body: ChatRequest) -> list[list[int]]:
+    return [await chat_prompt(gateway, model, info, body)]
+
+
 def _sampling(
-    body: ChatRequest, info: EngineInfo, limits: Limits, model: ServedModel, prompt_tokens: int
+    body: ChatRequest, info: EngineInfo, limits: Limits, model: ServedModel, prompts: list[list[int]]
 ) -> SamplingParams:
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    room = answer_room(prompt_tokens, info.max_model_len, getattr(body, field), field, "messages")
+    room = answer_room(len(prompts[0]), info.max_model_len, getattr(body, field), field, "messages")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
         raise InvalidRequestError("top_logprobs must be at least 0 and at most 20.", "top_logprobs")
     return sampling_params(
@@ -154,102 +128,53 @@ def _characters(message: Message) -> int:
     return sum(len(text) for part in content if isinstance(text := part.get("text"), str))
 
 
-class _ChatReply:
-    """The answer to one chat request, whole or as a stream of chunks."""
+class ChatAnswer(Answer[ChatRequest]):
+    id_prefix = "chatcmpl"
 
-    def __init__(self, body: ChatRequest, model: ServedModel, generation: Generation) -> None:
-        self._body, self._generation = body, generation
-        self._tokenizer = model.tokenizer
-        self._model = body.model or model.name
-        self._id, self._created = new_id("chatcmpl")
+    def addition(self, delta: ChoiceDelta) -> Addition:
+        logprobs = chat_logprobs(delta.logprobs, self.tokenizer) if self.body.logprobs and delta.logprobs else None
+        return delta.text, logprobs, delta.token_ids
 
-    async def whole(self) -> r.ChatCompletion:
-        count = self._generation.params.n
-        texts: list[list[str]] = [[] for _ in range(count)]
-        entries: list[list[r.TokenLogprob]] = [[] for _ in range(count)]
-        token_ids: list[list[int]] = [[] for _ in range(count)]
-        last: list[ChoiceDelta | None] = [None] * count
-        of_prompt = None
-        async for delta in self._generation:
-            texts[delta.index].append(delta.text)
-            token_ids[delta.index] += delta.token_ids
-            if (logprobs := self._logprobs(delta)) is not None:
-                entries[delta.index] += logprobs.content
-            if delta.prompt_logprobs is not None and delta.index == 0:
-                of_prompt = prompt_logprobs(self._generation.prompts[0], delta.prompt_logprobs, self._tokenizer)
-            last[delta.index] = delta
-        choices = [
-            r.ChatChoice(
-                index,
-                r.ChatMessage("assistant", "".join(texts[index])),
-                r.ChatLogprobs(entries[index]) if self._body.logprobs else None,
-                delta.finish_reason.value,  # type: ignore[union-attr, arg-type]
-                delta.stop_reason,
-                token_ids[index] if self._body.return_token_ids else UNSET,
-            )
-            for index, delta in enumerate(last)
-            if delta is not None
-        ]
-        return r.ChatCompletion(
-            self._id, "chat.completion", self._created, self._model, choices, self._generation.usage,
-            prompt_logprobs=UNSET if of_prompt is None else of_prompt,
-            prompt_token_ids=self._generation.prompts[0] if self._body.return_token_ids else UNSET,
-        )
+    def opening(self) -> Iterable[bytes]:
+        """The role of each choice."""
+        role = r.ChatDelta("assistant", "")
+        prompt = self.prompt_of(0) if self.body.return_token_ids else UNSET
+        return [self._event(r.ChatChunkChoice(index, role), prompt) for index in range(self.num_choices)]
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """For each choice: the role, then text, then the finish reason in a chunk of its own; last the usage."""
-        count, begun = self._generation.params.n, False
-        deltas = aiter(self._generation)
-        try:
-            async for delta in deltas:
-                if not begun:
-                    begun = True
-                    for index in range(count):
-                        yield self._chunk(index, r.ChatDelta("assistant", ""), first=True)
-                if delta.text or (delta.token_ids and (self._body.logprobs or self._body.return_token_ids)):
-                    yield self._chunk(
-                        delta.index, r.ChatDelta(content=delta.text), logprobs=self._logprobs(delta),
-                        token_ids=delta.token_ids,
-                    )
-                if delta.finish_reason is not None:
-                    yield self._chunk(delta.index, r.ChatDelta(), finish=delta)
-        finally:
-            await deltas.aclose()  # type: ignore[attr-defined]
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield r.to_json(r.ChatCompletionChunk(
-                self._id, "chat.completion.chunk", self._created, self._model, [], self._generation.usage
-            ))
+    def text_event(self, index: int, addition: Addition) -> bytes:
+        text, logprobs, token_ids = addition
+        return self._event(r.ChatChunkChoice(
+            index, r.ChatDelta(content=text), logprobs, token_ids=token_ids if self.body.return_token_ids else UNSET))
 
-    def _chunk(
-        self, index: int, delta: r.ChatDelta, *, first: bool = False, logprobs: r.ChatLogprobs | None = None,
-        token_ids: list[int] | None = None, finish: ChoiceDelta | None = None,
-    ) -> bytes:
-        wanted = self._body.return_token_ids
-        choice = r.ChatChunkChoice(
-            index, delta, logprobs,
-            finish.finish_reason.value if finish and finish.finish_reason else None,  # type: ignore[arg-type]
-            finish.stop_reason if finish else UNSET,
-            token_ids if wanted and token_ids is not None else UNSET,
-        )
+    def end_event(self, delta: ChoiceDelta) -> bytes:
+        reason: Any = delta.finish_reason.value if delta.finish_reason else None
+        return self._event(r.ChatChunkChoice(delta.index, r.ChatDelta(), None, reason, delta.stop_reason))
+
+    def usage_event(self) -> bytes:
         return r.to_json(r.ChatCompletionChunk(
-            self._id, "chat.completion.chunk", self._created, self._model, [choice],
-            usage_so_far(self._body, self._generation),
-            self._generation.prompts[0] if wanted and first else UNSET,
-        ))
+            self.id, "chat.completion.chunk", self.created, self.model, [], self.generation.usage))
 
-    def _logprobs(self, delta: ChoiceDelta) -> r.ChatLogprobs | None:
-        if not self._body.logprobs or delta.logprobs is None:
-            return None
-        return chat_logprobs(delta.logprobs, self._tokenizer)
+    def reply(self, choices: list[Choice]) -> r.ChatCompletion:
+        wants_ids, of_prompt = self.body.return_token_ids, choices[0].of_prompt
+        return r.ChatCompletion(
+            self.id, "chat.completion", self.created, self.model,
+            [self._choice(choice, choice.end) for choice in choices if choice.end is not None], self.generation.usage,
+            prompt_logprobs=UNSET if of_prompt is None else of_prompt,
+            prompt_token_ids=self.prompt_of(0) if wants_ids else UNSET,
+        )
+
+    def _choice(self, choice: Choice, end: ChoiceDelta) -> r.ChatChoice:
+        entries = [entry for logprobs in choice.logprobs for entry in logprobs.content]
+        reason: Any = end.finish_reason.value if end.finish_reason else None
+        return r.ChatChoice(
+            choice.index, r.ChatMessage("assistant", choice.text),
+            r.ChatLogprobs(entries) if self.body.logprobs else None, reason, end.stop_reason,
+            choice.token_ids if self.body.return_token_ids else UNSET,
+        )
+
+    def _event(self, choice: r.ChatChunkChoice, prompt: Any = UNSET) -> bytes:
+        return r.to_json(r.ChatCompletionChunk(
+            self.id, "chat.completion.chunk", self.created, self.model, [choice], self.usage_so_far(), prompt))
 
 
-def usage_so_far(body: Any, generation: Generation) -> Any:
-    """The `usage` of a chunk that is not the last: absent; null once usage was asked for; numbers if asked for always.
-
-    Some clients take any chunk with a usage for the last one, hence null.
-    """
-    options = body.stream_options
-    if options is None or not options.include_usage:
-        return UNSET
-    return generation.usage if options.continuous_usage_stats else None
+_CHAT = Pipeline(ChatRequest, _prompts, _sampling, ChatAnswer, _check)

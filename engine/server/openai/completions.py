@@ -1,33 +1,18 @@
 """`POST /v1/completions`: text or token ids, one or many prompts, with echo and log-probabilities."""
 
-from collections.abc import AsyncIterator
-from contextlib import ExitStack
 from typing import Any
 
-from msgspec import UNSET
 from starlette.requests import Request
 
 from engine.core.params import SamplingParams
 from engine.errors import InvalidRequestError
-from engine.server.http.body import read_request
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai import replies as r
-from engine.server.openai.chat import usage_so_far
-from engine.server.openai.endpoint import (
-    admitted,
-    cache_salt,
-    caller_of,
-    check_common,
-    gateway_of,
-    json_reply,
-    new_id,
-    priority_of,
-    stream_reply,
-    unless_disconnected,
-)
+from engine.server.openai.answer import Addition, Answer, Choice
 from engine.server.openai.generation import ChoiceDelta, Generation
-from engine.server.openai.logprobs import completion_logprobs, prompt_logprobs
+from engine.server.openai.logprobs import completion_logprobs
+from engine.server.openai.pipeline import Pipeline
 from engine.server.openai.sampling import answer_room, check_length_before_encoding, check_token, sampling_params
 from engine.server.openai.schema import CompletionRequest
 from engine.server.openai.serving import Gateway, ServedModel
@@ -38,29 +23,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 
 async def completions(request: Request) -> Any:
-    return await admitted(request, _completions)
-
-
-async def _completions(request: Request, admission: ExitStack) -> Any:
-    gateway, caller = gateway_of(request), caller_of(request)
-    body = await read_request(request, CompletionRequest, gateway.limits)
-    model = gateway.model(body.model)
-    check_common(body, gateway.limits)
-    info = model.ready(gateway.limits)
-    priority = priority_of(body, caller, info)
-    prompts = await _prompts(gateway, model, info, body)
-    params = _sampling(body, info, gateway.limits, model, max(map(len, prompts)))
-    if len(prompts) * params.n > gateway.limits.max_choices:
-        raise InvalidRequestError(
-            f"{len(prompts)} prompts × n={params.n} is more than {gateway.limits.max_choices} choices.", "n"
-        )
-    reply = _CompletionReply(body, model, Generation(
-        model, gateway.metrics, prompts, params, priority=priority,
-        cache_salt=cache_salt(body, caller, gateway),
-    ))
-    if body.stream:
-        return await stream_reply(reply.events(), gateway.limits, admission)
-    return json_reply(await unless_disconnected(request, reply.whole()))
+    return await _COMPLETIONS(request)
 
 
 def parse_prompt(prompt: str | list[Any], max_prompts: int) -> list[str] | list[list[int]]:
@@ -106,68 +69,113 @@ async def _prompts(gateway: Gateway, model: ServedModel, info: EngineInfo, body:
 
 
 def _sampling(
-    body: CompletionRequest, info: EngineInfo, limits: Limits, model: ServedModel, longest_prompt: int
+    body: CompletionRequest, info: EngineInfo, limits: Limits, model: ServedModel, prompts: list[list[int]]
 ) -> SamplingParams:
     # max_tokens 0 with echo asks for the prompt's log-probabilities only; the engine then makes one token, unseen.
     asked = 1 if _prompt_only(body) else body.max_tokens
-    room = answer_room(longest_prompt, info.max_model_len, asked, "max_tokens", "prompt", DEFAULT_MAX_TOKENS)
+    room = answer_room(
+        max(map(len, prompts)), info.max_model_len, asked, "max_tokens", "prompt", DEFAULT_MAX_TOKENS)
     of_prompt = body.prompt_logprobs
     if of_prompt is None and body.echo:
         of_prompt = body.logprobs
-    return sampling_params(
+    params = sampling_params(
         body, info, limits, model.defaults, max_tokens=room, logprobs=body.logprobs, prompt_logprobs=of_prompt
     )
+    if len(prompts) * params.n > limits.max_choices:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts × n={params.n} is more than {limits.max_choices} choices.", "n"
+        )
+    return params
 
 
 def _prompt_only(body: CompletionRequest) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
-class _Choice:
-    """One choice as it grows. With `echo` it begins with its prompt, which then counts as its first delta."""
+class CompletionAnswer(Answer[CompletionRequest]):
+    """With `echo` each choice begins with its prompt, which then counts as part of its first delta."""
 
-    def __init__(self, index: int, reply: "_CompletionReply") -> None:
-        self.index = index
-        self._reply = reply
-        self._prompt = reply.generation.prompts[index // reply.generation.params.n]
-        self._base = 0  # characters of the echoed prompt
-        self._begun = False
-        self.of_prompt: r.PromptLogprobs | None = None
+    id_prefix = "cmpl"
 
-    def take(self, delta: ChoiceDelta) -> tuple[str, r.CompletionLogprobs | None, list[int]]:
-        """(text, logprobs, token ids) that this delta adds."""
-        body, tokenizer = self._reply.body, self._reply.tokenizer
+    def __init__(self, body: CompletionRequest, model: ServedModel, generation: Generation) -> None:
+        super().__init__(body, model, generation)
+        self._prompt_only = _prompt_only(body)
+        self._echoed: dict[int, int] = {}  # choice -> characters of its prompt
+        self._ids_told: set[int] = set()   # choices whose prompt ids have been sent
+
+    def addition(self, delta: ChoiceDelta) -> Addition:
         text, logprobs, token_ids = "", None, []
-        if not self._begun:
-            self._begun = True
-            if body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
-                self.of_prompt = prompt_logprobs(self._prompt, delta.prompt_logprobs, tokenizer)
-            if body.echo:
-                text, offsets = self._reply.echo(self.index)
-                self._base = len(text)
-                if body.logprobs is not None:
-                    entries = delta.prompt_logprobs or [None] * len(self._prompt)
-                    logprobs = completion_logprobs(self._prompt, entries, offsets, tokenizer, body.logprobs)
-        if not _prompt_only(body):
+        wanted = self.body.logprobs
+        if self.body.echo and delta.index not in self._echoed:
+            prompt = self.prompt_of(delta.index)
+            text, offsets = self._echo(delta.index)
+            self._echoed[delta.index] = len(text)
+            if wanted is not None:
+                entries = delta.prompt_logprobs or [None] * len(prompt)
+                logprobs = completion_logprobs(prompt, entries, offsets, self.tokenizer, wanted)
+        if not self._prompt_only:
             text += delta.text
             token_ids = delta.token_ids
-            if body.logprobs is not None and delta.logprobs is not None:
-                offsets = [self._base + offset for offset in delta.offsets]
-                added = completion_logprobs(token_ids, delta.logprobs, offsets, tokenizer, body.logprobs)
+            if wanted is not None and delta.logprobs:
+                before = self._echoed.get(delta.index, 0)
+                offsets = [before + offset for offset in delta.offsets]
+                added = completion_logprobs(token_ids, delta.logprobs, offsets, self.tokenizer, wanted)
                 logprobs = added if logprobs is None else joined(logprobs, added)
         return text, logprobs, token_ids
 
+    def text_event(self, index: int, addition: Addition) -> bytes:
+        text, logprobs, token_ids = addition
+        choice = r.CompletionChoice(index, text, logprobs, None)
+        if self.body.return_token_ids:
+            choice.token_ids = token_ids
+            if index not in self._ids_told:
+                self._ids_told.add(index)
+                choice.prompt_token_ids = self.prompt_of(index)
+        return self._event([choice], self.usage_so_far())
 
-class _CompletionReply:
-    """The answer to one completions request, whole or as a stream of chunks."""
+    def end_event(self, delta: ChoiceDelta) -> bytes:
+        choice = r.CompletionChoice(delta.index, "", None, None)
+        self._end(choice, delta)
+        return self._event([choice], self.usage_so_far())
 
-    def __init__(self, body: CompletionRequest, model: ServedModel, generation: Generation) -> None:
-        self.body, self.generation, self.tokenizer = body, generation, model.tokenizer
-        self._model = body.model or model.name
-        self._id, self._created = new_id("cmpl")
-        self._choices = [_Choice(i, self) for i in range(len(generation.prompts) * generation.params.n)]
+    def usage_event(self) -> bytes:
+        return self._event([], self._usage())
 
-    def echo(self, index: int) -> tuple[str, list[int]]:
+    def reply(self, choices: list[Choice]) -> r.Completion:
+        return r.Completion(
+            self.id, "text_completion", self.created, self.model, [self._choice(choice) for choice in choices],
+            self._usage())
+
+    def _choice(self, said: Choice) -> r.CompletionChoice:
+        choice = r.CompletionChoice(said.index, said.text, None, None)
+        if self.body.logprobs is not None:
+            choice.logprobs = r.CompletionLogprobs()
+            for logprobs in said.logprobs:
+                joined(choice.logprobs, logprobs)
+        if said.of_prompt is not None:
+            choice.prompt_logprobs = said.of_prompt
+        if self.body.return_token_ids:
+            choice.token_ids = said.token_ids
+            choice.prompt_token_ids = self.prompt_of(said.index)
+        if said.end is not None:
+            self._end(choice, said.end)
+        return choice
+
+    def _end(self, choice: r.CompletionChoice, delta: ChoiceDelta) -> None:
+        assert delta.finish_reason is not None
+        choice.finish_reason = "length" if self._prompt_only else delta.finish_reason.value  # type: ignore[assignment]
+        choice.stop_reason = None if self._prompt_only else delta.stop_reason
+
+    def _event(self, choices: list[r.CompletionChoice], usage: Any) -> bytes:
+        return r.to_json(r.Completion(self.id, "text_completion", self.created, self.model, choices, usage))
+
+    def _usage(self) -> r.Usage:
+        usage = self.generation.usage
+        if self._prompt_only:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
+
+    def _echo(self, index: int) -> tuple[str, list[int]]:
         """(text, offset of each token) of the prompt of a choice. A prompt that came as text is echoed as it came."""
         number = index // self.generation.params.n
         text, offsets = decoded_prompt(self.tokenizer, self.generation.prompts[number])
@@ -175,74 +183,6 @@ class _CompletionReply:
         if isinstance(prompt, str):
             return prompt, offsets
         return (prompt[number] if isinstance(prompt[0], str) else text), offsets
-
-    async def whole(self) -> r.Completion:
-        choices = [r.CompletionChoice(c.index, "", None, None) for c in self._choices]
-        texts: list[list[str]] = [[] for _ in choices]
-        token_ids: list[list[int]] = [[] for _ in choices]
-        async for delta in self.generation:
-            state, choice = self._choices[delta.index], choices[delta.index]
-            text, logprobs, ids = state.take(delta)
-            texts[delta.index].append(text)
-            token_ids[delta.index] += ids
-            if logprobs is not None:
-                choice.logprobs = logprobs if choice.logprobs is None else joined(choice.logprobs, logprobs)
-            if delta.finish_reason is not None:
-                self._finish(choice, delta)
-        for choice, state in zip(choices, self._choices, strict=True):
-            choice.text = "".join(texts[choice.index])
-            if state.of_prompt is not None:
-                choice.prompt_logprobs = state.of_prompt
-            if self.body.return_token_ids:
-                choice.token_ids = token_ids[choice.index]
-                choice.prompt_token_ids = self._prompt_ids(choice.index)
-        return r.Completion(self._id, "text_completion", self._created, self._model, choices, self._usage())
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """For each choice: text, then the finish reason in a chunk of its own; last the usage."""
-        deltas = aiter(self.generation)
-        begun: set[int] = set()
-        try:
-            async for delta in deltas:
-                text, logprobs, token_ids = self._choices[delta.index].take(delta)
-                if text or logprobs is not None or (token_ids and self.body.return_token_ids):
-                    choice = r.CompletionChoice(delta.index, text, logprobs, None)
-                    if self.body.return_token_ids:
-                        choice.token_ids = token_ids
-                        if delta.index not in begun:
-                            choice.prompt_token_ids = self._prompt_ids(delta.index)
-                    begun.add(delta.index)
-                    yield self._chunk([choice])
-                if delta.finish_reason is not None:
-                    choice = r.CompletionChoice(delta.index, "", None, None)
-                    self._finish(choice, delta)
-                    yield self._chunk([choice])
-        finally:
-            await deltas.aclose()  # type: ignore[attr-defined]
-        options = self.body.stream_options
-        if options is not None and options.include_usage:
-            yield self._chunk([], self._usage())
-
-    def _finish(self, choice: r.CompletionChoice, delta: ChoiceDelta) -> None:
-        assert delta.finish_reason is not None
-        choice.finish_reason = "length" if _prompt_only(self.body) else delta.finish_reason.value  # type: ignore[assignment]
-        choice.stop_reason = None if _prompt_only(self.body) else delta.stop_reason
-
-    def _chunk(self, choices: list[r.CompletionChoice], usage: Any = UNSET) -> bytes:
-        if usage is UNSET:
-            usage = usage_so_far(self.body, self.generation)
-        return r.to_json(
-            r.Completion(self._id, "text_completion", self._created, self._model, choices, usage)
-        )
-
-    def _usage(self) -> r.Usage:
-        usage = self.generation.usage
-        if _prompt_only(self.body):
-            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
-        return usage
-
-    def _prompt_ids(self, index: int) -> list[int]:
-        return self.generation.prompts[index // self.generation.params.n]
 
 
 def decoded_prompt(tokenizer: TextTokenizer, prompt: list[int]) -> tuple[str, list[int]]:
@@ -258,3 +198,6 @@ def joined(first: r.CompletionLogprobs, second: r.CompletionLogprobs) -> r.Compl
     first.top_logprobs += second.top_logprobs
     first.text_offset += second.text_offset
     return first
+
+
+_COMPLETIONS = Pipeline(CompletionRequest, _prompts, _sampling, CompletionAnswer)

@@ -1,8 +1,6 @@
 """What the generating endpoints share: checks, prefix-cache salts, and work that stops when its client leaves."""
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -11,12 +9,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
+from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.replies import to_json
 from engine.server.openai.schema import SamplingFields
-from engine.server.openai.serving import Caller, Gateway
+from engine.server.openai.serving import Gateway
 from engine.server.openai.sse import EventStream
 
 T = TypeVar("T")
@@ -32,11 +31,6 @@ def caller_of(request: Request) -> Caller:
 
 def json_reply(reply: Any) -> Response:
     return Response(to_json(reply), media_type="application/json")
-
-
-def new_id(prefix: str) -> tuple[str, int]:
-    """(response id, created)."""
-    return f"{prefix}-{uuid.uuid4().hex}", int(time.time())
 
 
 def check_common(request: SamplingFields, limits: Limits) -> None:

@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
-from engine.server.http.body import read_request
 from engine.server.openai import replies as r
+from engine.server.openai.body import read_request
 from engine.server.openai.chat import chat_prompt, check_chat_size, check_content
 from engine.server.openai.endpoint import admitted, gateway_of, json_reply
 from engine.server.openai.sampling import check_length_before_encoding

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.server.http.auth import ApiKey, KeyFile
+from engine.server.http.auth import KeyFile
+from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
 from engine.server.http.limits import Limits
 from engine.server.http.metrics import Metrics
@@ -67,18 +68,6 @@ class ServedModel:
         raise overloaded(f"{what}{progress}; try again.", limits.retry_after_seconds, code="model_loading")
 
 
-@dataclass(slots=True)
-class Caller:
-    """Who sent a request: set by the middleware, read by the endpoints."""
-
-    request_id: str
-    key: ApiKey | None = None
-
-    @property
-    def key_id(self) -> str:
-        return self.key.id if self.key else ""
-
-
 class Gateway:
     """State that all requests share. `models` maps every served name (aliases too) to its model."""
 
@@ -123,7 +112,7 @@ class Gateway:
         """Count a generating request while it lasts. Raises ApiError 503 (server full) or 429 (key's share used up)."""
         limits, key = self.limits, caller.key_id
         if self._in_flight.total() >= limits.max_in_flight:
-            raise overloaded("The server is working on as many requests as it takes; try again.",
+            raise overloaded(f"The server is at its request limit. Retry in {limits.retry_after_seconds} seconds.",
                              limits.retry_after_seconds)
         if key and limits.max_in_flight_per_key and self._in_flight[key] >= limits.max_in_flight_per_key:
             raise overloaded(

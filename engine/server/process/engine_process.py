@@ -30,7 +30,7 @@ from engine.server.process.heartbeat import Pulse
 from engine.server.process.notify import Notifier
 
 if TYPE_CHECKING:
-    from engine.server.cli.args import EngineOptions
+    from engine.server.settings.options import EngineOptions
 
 log = logging.getLogger("atoll.engine")
 
@@ -343,11 +343,11 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     faulthandler.enable()
     go_offline()
-    from engine.server.cli.args import parse_engine
     from engine.server.ipc.framing import PeerPolicy, listen
     from engine.server.process import logs
     from engine.server.process.exit import leave
     from engine.server.process.takeover import take_over
+    from engine.server.settings.commands import parse_engine
 
     try:
         options = parse_engine(sys.argv[1:] if argv is None else argv)

@@ -4,10 +4,9 @@ import json
 import logging
 import sys
 import time
-from typing import Literal, TextIO, cast
+from typing import TextIO, cast
 
-LogFormat = Literal["auto", "text", "json"]
-LEVELS = ("critical", "error", "warning", "info", "debug", "trace")  # uvicorn's words
+from engine.server.settings.options import LogFormat
 
 
 class JsonFormatter(logging.Formatter):

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import engine as engine_package
 from engine.errors import AtollError
-from engine.server.cli.args import ServeOptions, engine_argv
 from engine.server.ipc.client import EngineClient
+from engine.server.settings.options import ServeOptions, engine_argv
 
 log = logging.getLogger("atoll.serve")
 

@@ -25,7 +25,7 @@ from test_gemma import save_tiny_gemma
 from tiny_llama import save_byte_tokenizer
 
 from engine.errors import ConfigError
-from engine.server.cli.args import parse_serve
+from engine.server.settings.commands import parse_serve
 
 READY_SECONDS = 240  # of a busy machine
 ON_A_GPU_ONLY = ("--quantization", "--kv-cache-dtype")
@@ -45,7 +45,7 @@ def without_fp8(argv: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_flags_mean_what_they_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with a GPU: parsing needs none."""
-    monkeypatch.setattr("engine.server.cli.args.nvidia_driver_present", lambda: True)
+    monkeypatch.setattr("engine.server.settings.commands.nvidia_driver_present", lambda: True)
     options = parse_serve(preset_commands.argv(name, "/models/m"))
     config = options.engine
     assert options.notes == [], "nothing is accepted and ignored"

@@ -21,12 +21,13 @@ from certificates import self_signed
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.server.cli.args import engine_argv, parse_engine, parse_serve
-from engine.server.cli.flag_parser import human_size
 from engine.server.cli.serve import base_url
 from engine.server.gateway import http_server
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
+from engine.server.settings.commands import parse_engine, parse_serve
+from engine.server.settings.options import engine_argv
+from engine.server.settings.values import human_size
 
 READY_SECONDS = 90
 

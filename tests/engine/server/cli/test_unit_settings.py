@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from engine.server.cli.args import model_config, parse_engine, parse_serve
-from engine.server.cli.gateway_args import parse_gateway
-from engine.server.cli.settings import check_gpus, model_names
 from engine.server.http import credentials, listening
 from engine.server.http.exposure import check_exposure
 from engine.server.process import gpu_ready
 from engine.server.process.heartbeat import MAX_FAILED_STEPS, Pulse
 from engine.server.process.notify import Notifier
+from engine.server.settings.commands import model_config, parse_engine, parse_gateway, parse_serve
+from engine.server.settings.server_file import check_gpus, model_names
 
 SETTINGS = """
 schema_version = 2

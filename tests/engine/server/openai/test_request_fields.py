@@ -12,8 +12,8 @@ from gateways import RunningServer
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OpenAIChat
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
 
-from engine.server.http.body import parse
 from engine.server.http.errors import ApiError
+from engine.server.openai.body import parse
 from engine.server.openai.refused_fields import _ALSO_NOTHING, _SWITCHES, HARMLESS, NOT_IN_MESSAGES, REFUSED
 from engine.server.openai.schema import (
     ChatRequest,

@@ -17,8 +17,8 @@ from process_kit import READY_SECONDS, Engine, connected, greedy, tokens_of, unt
 
 from engine.core.request import EngineRequest
 from engine.errors import EngineDeadError
-from engine.server.cli.args import parse_serve
 from engine.server.process.supervisor import EngineChild
+from engine.server.settings.commands import parse_serve
 
 
 async def test_kill_9_fails_what_runs_and_the_client_finds_the_next_engine(

@@ -1,5 +1,9 @@
-"""vLLM flags that scripts carry and that Atoll has no knob for: accepted with a note, or refused with the reason."""
+"""vLLM flags that scripts carry and that Atoll has no setting for: accepted with a note, or refused with the reason."""
 
+OTHER_NAMES = {  # vLLM's flag -> our setting
+    "--uvicorn-log-level": "log_level",
+    "--disable-uvicorn-access-log": "access_log",
+}
 _LOCAL = "the model is a local directory and nothing is ever downloaded."
 _NO_COMPILE = "there is no compile step."
 _NO_PROMPTS = "prompts and answers are never logged."

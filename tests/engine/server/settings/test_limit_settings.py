@@ -13,12 +13,13 @@ import pytest
 from gateways import RunningServer
 
 from engine.errors import ConfigError
-from engine.server.cli.args import parse_serve
-from engine.server.cli.gateway_args import parse_gateway
-from engine.server.cli.limit_settings import FIELDS, PREFIX, RANGES, described, load_limits, range_of
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel
+from engine.server.settings.commands import parse_gateway, parse_serve
+from engine.server.settings.limits import FIELDS, PREFIX, described, load_limits
+from engine.server.settings.values import within
+from engine.setting import setting, settings_of
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 Write = Callable[[str], Path]
@@ -47,8 +48,10 @@ def gateway(path: Path) -> Limits:
 
 def other_value(name: str) -> object:
     """A value in range that is not the default."""
-    default, bounds = FIELDS[name].default, range_of(name)
-    return not default if bounds is None else type(default)(bounds[1] if default != bounds[1] else bounds[0])
+    field, declared = FIELDS[name]
+    if isinstance(field.default, bool):
+        return not field.default
+    return type(field.default)(declared.at_most if field.default != declared.at_most else declared.at_least)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -62,18 +65,20 @@ def test_every_limit_is_a_setting(name: str, file: Write, monkeypatch: pytest.Mo
     if beside:
         monkeypatch.setenv(f"{PREFIX}MAX_DISCARDED_BYTES", "2147483648")
     assert getattr(load_limits(None, "serve"), name) == value
-    path = file(f"[gateway.limits]\n{name} = {str(FIELDS[name].default).lower()}\n{MODEL}")
+    path = file(f"[gateway.limits]\n{name} = {str(FIELDS[name][0].default).lower()}\n{MODEL}")
     assert getattr(gateway(path), name) == value, "the environment wins"
 
 
 def test_a_field_that_is_added_is_a_setting_at_once(monkeypatch: pytest.MonkeyPatch, file: Write) -> None:
     """Other bounds may come: nothing but the dataclass must know them."""
-    from engine.server.cli import limit_settings
+    from engine.server.settings import limits
 
-    more = dataclasses.make_dataclass("More", [("new_seconds", float, 3.0), ("max_new_per_address", int, 0)],
-                                      bases=(Limits,), frozen=True)
-    monkeypatch.setattr(limit_settings, "Limits", more)
-    monkeypatch.setattr(limit_settings, "FIELDS", {field.name: field for field in dataclasses.fields(more)})
+    more = dataclasses.make_dataclass(
+        "More", [("new_seconds", float, setting(3.0, "of something new", at_least=0.1, at_most=86_400)),
+                 ("max_new_per_address", int, setting(0, "of one address", at_least=0, at_most=9))],
+        bases=(Limits,), frozen=True)
+    monkeypatch.setattr(limits, "Limits", more)
+    monkeypatch.setattr(limits, "FIELDS", settings_of(more))
     found = load_limits(file("[gateway.limits]\nnew-seconds = 4\nmax-new-per-address = 5\n"), "gateway")
     assert (found.new_seconds, found.max_new_per_address) == (4.0, 5)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"new-seconds must be a number from 0\.1 to 86400"):
@@ -144,11 +149,14 @@ def test_limits_are_a_table(file: Write, text: str) -> None:
         gateway(file(text + MODEL))
 
 
-def test_no_default_is_out_of_its_range() -> None:
-    assert RANGES.keys() <= FIELDS.keys()
-    for name in FIELDS:
-        bounds = range_of(name)
-        assert bounds is None or bounds[0] <= getattr(Limits(), name) <= bounds[1], name
+def test_every_limit_has_bounds_and_its_default_is_within() -> None:
+    assert list(FIELDS) == [field.name for field in dataclasses.fields(Limits)]
+    for name, (field, declared) in FIELDS.items():
+        assert declared.help
+        if not isinstance(field.default, bool):
+            assert declared.at_least is not None
+            assert declared.at_most is not None
+            assert within(getattr(Limits(), name), declared), name
 
 
 @pytest.mark.parametrize("command", ["gateway", "serve"])
@@ -167,10 +175,12 @@ def test_the_documents_list_every_limit_with_its_default(language: str) -> None:
     assert rows == [described(name)[:2] for name in FIELDS]
 
 
-def test_a_plain_start_does_not_wait_for_pydantic() -> None:
-    program = ("import sys; from engine.server.cli.args import parse_serve; parse_serve(['/m', '--device', 'cpu']);"
+def test_a_start_does_not_wait_for_pydantic(file: Write) -> None:
+    path = file("[serve]\nport = 0\n[serve.limits]\nmax-tools = 3\n")
+    program = ("import sys; from engine.server.settings.commands import parse_serve;"
+               "parse_serve(['/m', '--device', 'cpu', '--config', sys.argv[1]]);"
                "sys.exit('pydantic' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program, str(path)], cwd=REPOSITORY, check=False).returncode == 0
 
 
 def test_the_limits_of_the_file_are_in_force(tiny_engine: tuple[Path, Path], file: Write) -> None:

@@ -1,7 +1,7 @@
 """The settings file of a server, as its services read it::
 
     [gateway]                 # flags of `atoll gateway`
-    [gateway.limits]          # bounds of the endpoint: engine.server.cli.limit_settings
+    [gateway.limits]          # bounds of the endpoint: engine.server.settings.limits
     [engine]                  # flags of every engine
     [models.chat]             # the engine atoll-engine@chat; what stands here wins over [engine]
     model = "/var/lib/atoll/models/…/model"
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.server.cli.flag_parser import LIMITS, read_toml, table_argv
+from engine.server.settings.sources import LIMITS, read_toml, table_argv
 
 _INSTANCE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 # "0", "GPU-5d1c…", "MIG-…": what CUDA_VISIBLE_DEVICES takes, one at a time

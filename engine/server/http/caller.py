@@ -1,0 +1,17 @@
+"""Who sent a request."""
+
+from dataclasses import dataclass
+
+from engine.server.http.auth import ApiKey
+
+
+@dataclass(slots=True)
+class Caller:
+    """Set by the middleware, read by the endpoints."""
+
+    request_id: str
+    key: ApiKey | None = None
+
+    @property
+    def key_id(self) -> str:
+        return self.key.id if self.key else ""

@@ -1,0 +1,122 @@
+"""The answer to one generating request, whole or as a stream of events: what does not depend on the endpoint."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from msgspec import UNSET
+
+from engine.server.openai import replies as r
+from engine.server.openai.generation import ChoiceDelta, Generation
+from engine.server.openai.logprobs import prompt_logprobs
+from engine.server.openai.schema import SamplingFields
+from engine.server.openai.serving import ServedModel
+
+Body = TypeVar("Body", bound=SamplingFields)
+Addition = tuple[str, Any, list[int]]  # text, log-probabilities in the endpoint's shape (None: none), token ids
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one choice has said so far."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    end: ChoiceDelta | None = None
+    of_prompt: r.PromptLogprobs | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Answer(Generic[Body]):
+    """An endpoint says how its events and its whole reply are written, and what a delta adds: `addition` is also where
+    text will become something else, such as a tool call."""
+
+    id_prefix: ClassVar[str]
+
+    def __init__(self, body: Body, model: ServedModel, generation: Generation) -> None:
+        self.body, self.generation, self.tokenizer = body, generation, model.tokenizer
+        self.model = body.model or model.name
+        self.id, self.created = f"{self.id_prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.num_choices = len(generation.prompts) * generation.params.n
+
+    # -- the endpoint's own
+
+    def addition(self, delta: ChoiceDelta) -> Addition:
+        """Called once for each delta, in order."""
+        raise NotImplementedError
+
+    def opening(self) -> Iterable[bytes]:
+        """Events before the first delta."""
+        return ()
+
+    def text_event(self, index: int, addition: Addition) -> bytes:
+        raise NotImplementedError
+
+    def end_event(self, delta: ChoiceDelta) -> bytes:
+        raise NotImplementedError
+
+    def usage_event(self) -> bytes:
+        raise NotImplementedError
+
+    def reply(self, choices: list[Choice]) -> Any:
+        raise NotImplementedError
+
+    # -- common
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """For each choice: text, then the finish reason in an event of its own; last the usage, if it was asked for."""
+        wants_ids, begun = self.body.return_token_ids, False
+        deltas = aiter(self.generation)
+        try:
+            async for delta in deltas:
+                if not begun:
+                    begun = True
+                    for event in self.opening():
+                        yield event
+                addition = self.addition(delta)
+                text, logprobs, token_ids = addition
+                if text or logprobs is not None or (wants_ids and token_ids):
+                    yield self.text_event(delta.index, addition)
+                if delta.finish_reason is not None:
+                    yield self.end_event(delta)
+        finally:
+            await deltas.aclose()  # type: ignore[attr-defined]
+        options = self.body.stream_options
+        if options is not None and options.include_usage:
+            yield self.usage_event()
+
+    async def whole(self) -> Any:
+        choices = [Choice(index) for index in range(self.num_choices)]
+        async for delta in self.generation:
+            choice = choices[delta.index]
+            text, logprobs, token_ids = self.addition(delta)
+            choice.texts.append(text)
+            choice.token_ids += token_ids
+            if logprobs is not None:
+                choice.logprobs.append(logprobs)
+            if self.body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+                choice.of_prompt = prompt_logprobs(self.prompt_of(delta.index), delta.prompt_logprobs, self.tokenizer)
+            if delta.finish_reason is not None:
+                choice.end = delta
+        return self.reply(choices)
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt ids of a choice."""
+        return self.generation.prompts[index // self.generation.params.n]
+
+    def usage_so_far(self) -> Any:
+        """The `usage` of an event that is not the last: absent; null if usage was asked for; numbers if always.
+
+        Some clients take any event with a usage for the last one, hence null.
+        """
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return UNSET
+        return self.generation.usage if options.continuous_usage_stats else None

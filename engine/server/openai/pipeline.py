@@ -1,0 +1,65 @@
+"""What every generating endpoint does: request → checked request → prompt ids → streams of deltas → reply or events.
+
+An endpoint brings the stages that are its own; the order, the admission, the salts, and who aborts what are here.
+"""
+
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+
+from engine.core.params import SamplingParams
+from engine.server.http.limits import Limits
+from engine.server.ipc.messages import EngineInfo
+from engine.server.openai.answer import Answer
+from engine.server.openai.body import read_request
+from engine.server.openai.endpoint import (
+    admitted,
+    cache_salt,
+    caller_of,
+    check_common,
+    gateway_of,
+    json_reply,
+    priority_of,
+    stream_reply,
+    unless_disconnected,
+)
+from engine.server.openai.generation import Generation
+from engine.server.openai.schema import SamplingFields
+from engine.server.openai.serving import Gateway, ServedModel
+
+Body = TypeVar("Body", bound=SamplingFields)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline(Generic[Body]):
+    """The stages of one endpoint. Each may refuse, with InvalidRequestError or ApiError, before the engine is asked."""
+
+    body: type[Body]
+    prompts: Callable[[Gateway, ServedModel, EngineInfo, Body], Awaitable[list[list[int]]]]
+    sampling: Callable[[Body, EngineInfo, Limits, ServedModel, list[list[int]]], SamplingParams]
+    answer: type[Answer[Body]]
+    check: Callable[[Body, Limits], None] | None = None
+
+    async def __call__(self, request: Request) -> Any:
+        return await admitted(request, self._run)
+
+    async def _run(self, request: Request, admission: ExitStack) -> Any:
+        gateway, caller = gateway_of(request), caller_of(request)
+        body = await read_request(request, self.body, gateway.limits)
+        model = gateway.model(body.model)
+        check_common(body, gateway.limits)
+        if self.check is not None:
+            self.check(body, gateway.limits)
+        info = model.ready(gateway.limits)
+        priority = priority_of(body, caller, info)
+        prompts = await self.prompts(gateway, model, info, body)
+        params = self.sampling(body, info, gateway.limits, model, prompts)
+        answer = self.answer(body, model, Generation(
+            model, gateway.metrics, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
+        ))
+        if body.stream:
+            return await stream_reply(answer.events(), gateway.limits, admission)
+        return json_reply(await unless_disconnected(request, answer.whole()))

@@ -1,0 +1,115 @@
+"""The bounds of the HTTP edge as settings: every field of `Limits`, from the environment, a TOML table, or its default.
+
+    [gateway.limits]                          # of `atoll serve`: [serve.limits]
+    max-in-flight-per-key = 8                 # ATOLL_LIMITS_MAX_IN_FLIGHT_PER_KEY=8 wins over the file
+"""
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.server.http.limits import Limits
+from engine.server.settings.sources import LIMITS as TABLE
+from engine.server.settings.sources import read_toml
+from engine.server.settings.values import number, truth, within
+from engine.setting import settings_of
+
+PREFIX = "ATOLL_LIMITS_"
+FIELDS = settings_of(Limits)
+
+
+def load_limits(path: Path | None, parent: str) -> Limits:
+    """The limits of [`parent`.limits] of the settings file, with those of the environment before them.
+
+    Raises ConfigError naming the file, the line and the key.
+    """
+    values, places = dict[str, Any](), dict[str, str]()
+    for key, value in (_table(path, parent) if path is not None else {}).items():
+        name, place = key.replace("-", "_"), _place(path, parent, key)
+        if name not in FIELDS:
+            raise _no_such_limit(place, name)
+        if name in values:
+            raise ConfigError(f"{place}: {key} is there twice, with a dash and with an underscore.", "--config")
+        values[name], places[name] = value, place
+    for variable in _environment():
+        name = variable[len(PREFIX):].lower()
+        if name not in FIELDS:
+            raise _no_such_limit(variable, name)
+        values[name], places[name] = os.environ[variable], variable
+    limits = Limits(**{name: _read(name, value, places[name]) for name, value in values.items()})
+    if limits.max_discarded_bytes < limits.max_body_bytes:
+        place = places.get("max_body_bytes") or places["max_discarded_bytes"]
+        raise ConfigError(f"{place}: max-discarded-bytes must be at least max-body-bytes.", "--config")
+    return limits
+
+
+def described(name: str) -> tuple[str, str, str]:
+    """(key, default, range) as a file and `--help` write them."""
+    field, declared = FIELDS[name]
+    key = name.replace("_", "-")
+    if isinstance(field.default, bool):
+        return key, str(field.default).lower(), "true, false"
+    return key, f"{field.default:.12g}", f"{declared.at_least:.12g} to {declared.at_most:.12g}"
+
+
+def help_text(parent: str) -> str:
+    """The part of `--help` about limits, as a table of the file."""
+    rows = [f"  {key} = {default} # {bounds}" for key, default, bounds in map(described, FIELDS)]
+    return "\n".join(["limits, with their defaults and ranges (ATOLL_LIMITS_… in the environment wins):",
+                      f"  [{parent}.{TABLE}]", *rows, ""])
+
+
+def _read(name: str, value: Any, place: str) -> Any:
+    """Raises ConfigError."""
+    field, declared = FIELDS[name]
+    key, _, _ = described(name)
+    kind = type(field.default)
+    if kind is bool:
+        try:
+            return truth(value)
+        except ValueError:
+            raise ConfigError(f"{place}: {key} must be true or false.", "--config") from None
+    try:
+        found = number(value, kind)
+    except (ValueError, OverflowError):
+        found = None
+    if found is None or not within(found, declared):
+        low, high = f"{declared.at_least:.12g}", f"{declared.at_most:.12g}"
+        if kind is int:
+            raise ConfigError(f"{place}: {key} must be a whole number from {low} to {high}.", "--config")
+        raise ConfigError(f"{place}: {key} must be a number from {low} to {high}.", "--config")
+    return found
+
+
+def _table(path: Path, parent: str) -> dict[str, Any]:
+    outer = read_toml(path).get(parent, {})
+    table = outer.get(TABLE, {}) if isinstance(outer, dict) else {}
+    if not isinstance(table, dict):
+        name = f"{parent}.{TABLE}"
+        raise ConfigError(f"{path}: {name} must be a table, [{name}].", "--config")
+    return table
+
+
+def _environment() -> list[str]:
+    return sorted(name for name in os.environ if name.upper().startswith(PREFIX))
+
+
+def _place(path: Path | None, parent: str, key: str) -> str:
+    """File, line (where it is plain to see) and table of a key."""
+    name, table = f"{parent}.{TABLE}", ""
+    lines = path.read_text(encoding="utf-8").splitlines() if path else []
+    for line_number, line in enumerate(lines, 1):
+        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
+            table = header[1]
+        elif table == name and re.match(rf"""\s*["']?{re.escape(key)}["']?\s*=""", line):
+            return f"{path}:{line_number}, [{name}]"
+    return f"{path}, [{name}]"
+
+
+def _no_such_limit(place: str, name: str) -> ConfigError:
+    near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6) if len(name) <= 64 else []
+    hint = f"Did you mean {near[0].replace('_', '-')}?" if near else "atoll gateway --help lists the limits."
+    return ConfigError(f"{place}: there is no limit {name[:80]!r}.", "--config", hint)

@@ -1,0 +1,85 @@
+"""Where settings stand besides the command line: TOML tables and the environment, both turned into flags.
+
+One set of rules then reads all three.
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.server.settings.values import truth
+from engine.setting import flag_of, value_type
+
+LIMITS = "limits"  # the key of [serve] and [gateway] that is a table of its own: engine.server.settings.limits
+_JSON_FLAGS = frozenset({"--allowed-origins"})  # vLLM writes a list on the line as JSON; a file has lists of its own
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}.", "--config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}.", "--config") from None
+
+
+def serve_argv_of(given: dict[str, Any]) -> list[str]:
+    """The flags of the [serve] table of the file that `--config` names. Raises ConfigError."""
+    path = given["config"]
+    table = read_toml(path).get("serve")
+    if not isinstance(table, dict):
+        raise ConfigError(f"--config {path} has no [serve] table.", "--config")
+    return table_argv({key: value for key, value in table.items() if key != LIMITS}, f"--config {path}")
+
+
+def table_argv(table: dict[str, Any], where: str) -> list[str]:
+    """A table as flags. Raises ConfigError, which begins with `where`."""
+    argv: list[str] = []
+    for key, value in table.items():
+        flag = "--" + key.replace("_", "-")
+        if flag == "--config":
+            raise ConfigError(f"{where}: a configuration file cannot name another one.", "--config")
+        if isinstance(value, bool):
+            argv.append(flag if value else f"--no-{flag[2:]}")
+        elif flag in _JSON_FLAGS and isinstance(value, list):
+            argv.append(f"{flag}={json.dumps(value)}")
+        elif isinstance(value, list) and value and all(isinstance(item, str | int) for item in value):
+            argv += [flag, *map(str, value)]
+        elif isinstance(value, str | int | float):
+            argv.append(f"{flag}={value}")
+        else:
+            raise ConfigError(f"{where}: {key} must be a string, a number, a boolean or a list of strings.", "--config")
+    return argv
+
+
+def environment_flags(prefix: str, fields: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """(variable, its flags) for the variables that begin with `prefix`: ATOLL_SERVE_MAX_NUM_SEQS=8 is --max-num-seqs=8.
+
+    Words of a list are separated by spaces. Raises ConfigError, which names the variable.
+    """
+    flags = {flag_of(name, declared): (field, declared) for name, (field, declared) in fields.items()
+             if not declared.line_only and not declared.hidden}
+    for variable in sorted(os.environ):
+        if not variable.startswith(prefix):
+            continue
+        flag, value = "--" + variable[len(prefix):].lower().replace("_", "-"), os.environ[variable]
+        if flag not in flags:
+            raise ConfigError(f"{variable}: there is no setting {flag[2:][:80]!r}.", flag)
+        field, declared = flags[flag]
+        if value_type(field.type)[0] is bool:
+            try:
+                wanted = truth(value)
+            except ValueError:
+                raise ConfigError(f"{variable} must be true or false.", flag) from None
+            yield variable, [flag] if wanted else [f"--no-{flag[2:]}"] if declared.const is None else []
+        elif declared.many == "append":
+            yield variable, [f"{flag}={word}" for word in value.split()]
+        elif declared.many:
+            yield variable, [flag, *value.split()]
+        else:
+            yield variable, [f"{flag}={value}"]

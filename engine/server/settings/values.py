@@ -1,0 +1,106 @@
+"""From what a person wrote, on the line, in a file or in the environment, to a value within its bounds."""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+from engine.errors import ConfigError
+from engine.setting import Setting, flag_of, settings_of, value_type
+
+_TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def human_size(text: str) -> int:
+    """vLLM's sizes: 32k = 32 000, 32K = 32 768, 1.5M = 1 572 864; a plain number is itself.
+
+    >>> human_size("25.6k")
+    25600
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 32k or 1M")
+    number, unit = match.groups()
+    if not unit:
+        if "." in number:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        return int(number)
+    power = "kmgt".index(unit.lower()) + 1
+    scaled = float(number) * (1000 if unit.islower() else 1024) ** power
+    if scaled != int(scaled):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(scaled)
+
+
+def human_size_or_auto(text: str) -> int | Literal["auto"]:
+    return "auto" if text in ("auto", "-1") else human_size(text)
+
+
+def json_strings(text: str) -> list[str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings")
+    return value
+
+
+def truth(value: Any) -> bool:
+    """Raises ValueError for what says neither yes nor no."""
+    if isinstance(value, bool):
+        return value
+    if (word := str(value).lower()) not in _TRUTH:
+        raise ValueError
+    return _TRUTH[word]
+
+
+def number(value: Any, kind: type) -> int | float:
+    """A number of a TOML file, or the text of one. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("not a number")  # Python takes true for 1
+    if kind is int:
+        if isinstance(value, str):
+            try:
+                return human_size(value)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(str(error)) from None
+        if value != int(value):
+            raise ValueError("not a whole number")
+        return int(value)
+    if not math.isfinite(found := float(value)):
+        raise ValueError("not finite")
+    return found
+
+
+def reader_of(annotation: Any, declared: Setting) -> Callable[[str], Any]:
+    """What turns one word of the command line into the value."""
+    kind, words = value_type(annotation)
+    if declared.json_list:
+        return json_strings
+    if declared.size:
+        return human_size_or_auto if words else human_size
+    return str if declared.as_text or declared.many else kind
+
+
+def check_bounds(options: Any) -> None:
+    """Raises ConfigError, which names the flag, for a value out of the bounds that its field declares."""
+    for name, (_, declared) in settings_of(type(options)).items():
+        value, flag = getattr(options, name), flag_of(name, declared)
+        if not isinstance(value, int | float) or isinstance(value, bool) or within(value, declared):
+            continue
+        low, high = declared.at_least, declared.at_most
+        if declared.above is not None:
+            raise ConfigError(f"{flag} must be above {declared.above} and at most {high}, got {value}.", flag)
+        if high is not None:
+            raise ConfigError(f"{flag} must lie between {low} and {high}, got {value}.", flag)
+        raise ConfigError(f"{flag} must be at least {low}, got {value}.", flag)
+
+
+def within(value: float, declared: Setting) -> bool:
+    """False for NaN if there is any bound."""
+    return ((declared.above is None or value > declared.above)
+            and (declared.at_least is None or value >= declared.at_least)
+            and (declared.at_most is None or value <= declared.at_most))
