@@ -52,7 +52,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "status": ("appliance.cli.status", "register", "Show what is installed, whether it serves, and its endpoint."),
         "start": ("appliance.cli.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
-        "restart": ("appliance.cli.lifecycle", "register", "Start the service anew, so that changed settings apply."),
+        "restart": ("appliance.cli.lifecycle", "register", "Restart the service to apply changed settings."),
         "jobs": ("appliance.cli.jobs", "app", "List, watch and cancel the long work that runs in the background."),
         "logs": ("appliance.cli.logs", "register", "Show the service's log."),
         "doctor": (
