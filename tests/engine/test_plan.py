@@ -1,6 +1,7 @@
 """A plan without a GPU and without weights."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import engine
 from engine.config import EngineConfig
 from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.plan import PlannedCard, plan_engine
+from engine.worker.build import build_engine
 
 CONFIGS = sorted((Path(engine.__file__).parent / "bench" / "configs").iterdir())
 H200 = PlannedCard("H200", 139 << 30, (9, 0))
@@ -47,3 +49,17 @@ def test_what_does_not_fit_is_refused_and_what_would_fit_is_named():
 def test_a_card_that_is_too_old_is_refused():
     with pytest.raises(ConfigError, match=r"7\.5"):
         plan_engine(EngineConfig(CONFIGS[0]), PlannedCard("T4", 15 << 30, (7, 5)))
+
+
+def test_a_started_engine_logs_the_pages_that_were_planned(tmp_path, caplog):
+    raw = json.loads((next(p for p in CONFIGS if p.name == "qwen3-0.6b") / "config.json").read_text())
+    raw |= {"num_hidden_layers": 2, "vocab_size": 512, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    flags = {"load_format": "dummy", "block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 64}
+    with caplog.at_level(logging.INFO, "engine.worker.build"):
+        build_engine(EngineConfig(tmp_path, device="cpu", kv_cache_memory_bytes=8 << 20, **flags))
+    [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Memory plan in numbers: ")]
+    started = json.loads(line.partition(": ")[2])
+    planned = plan_engine(EngineConfig(tmp_path, **flags), H200).numbers()
+    for name in ("page_size", "kv_groups", "state_bytes_per_sequence", "max_model_len", "max_num_batched_tokens"):
+        assert started[name] == planned[name], name

@@ -18,6 +18,7 @@ to change: never an out-of-memory error minutes later.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine.core.kv.spec import CacheSpec, table_widths
 from engine.errors import OutOfMemoryPlanError
@@ -95,7 +96,7 @@ class MemoryPlan:
         parts = sum(size for name, size, _ in self.budget.parts if name != "activations")
         return parts + self.table_bytes + self.kv_bytes
 
-    def numbers(self) -> dict[str, object]:
+    def numbers(self) -> dict[str, Any]:
         """The plan as JSON values, in bytes and tokens."""
         spec, budget = self.spec, self.budget
         groups = [
