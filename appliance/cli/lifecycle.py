@@ -9,6 +9,7 @@ import typer
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, spoken, told
 from appliance.cli.install_view import Terminal, human_bytes, print_result
 from appliance.service import events
+from appliance.service.jobs import spool
 from installer.audit import log
 from installer.base import journal
 from installer.base.errors import ExitCode, InstallError
@@ -113,6 +114,8 @@ def uninstall(
         made_for_the_checklist = events.remove(layout) if purge else []
         plan = remove(layout, purge=purge)
         events.remove_empty(made_for_the_checklist)
+        if purge:
+            spool.remove(layout)
     kept = t("Nothing is left of it.") if purge else t("Models, settings, keys, logs and the journal are still there.")
     _say(plan.to_json(), joined([t("Uninstalled."), kept], " "), as_json)
 

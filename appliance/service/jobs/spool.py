@@ -12,6 +12,7 @@
 Nothing here has to survive a reboot: no job does. The checklist's own state is durable (appliance/service/events.py).
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -147,6 +148,16 @@ def make_root(layout: Layout) -> Path:
         except FileExistsError:
             _private(directory)
     return root
+
+
+def remove(layout: Layout) -> None:
+    """The files of all jobs of this installation, for its purge; none of them may run."""
+    root = root_of(layout)
+    if root.is_dir():
+        _private(root)
+        shutil.rmtree(root)
+    with contextlib.suppress(OSError):  # other installations have jobs there, or it is not there
+        root.parent.rmdir()
 
 
 def _private(path: Path) -> None:

@@ -133,6 +133,17 @@ def test_old_jobs_are_forgotten(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> 
     assert {job.state() for job in jobs.jobs(desk.layout)} == {"ended"}
 
 
+def test_a_purge_leaves_no_job_of_this_installation(tmp_path: Path) -> None:
+    ours, theirs = Layout.at(tmp_path / "ours"), Layout.at(tmp_path / "theirs")
+    for layout in (ours, theirs):
+        spool.make(layout, {"purpose": "install", "kind": "install"})
+    spool.remove(ours)
+    assert (jobs.jobs(ours), len(jobs.jobs(theirs))) == ([], 1)
+    spool.remove(theirs)
+    assert not spool.root_of(theirs).parent.exists()
+    spool.remove(theirs)  # nothing is there any more
+
+
 def test_progress_on_a_full_disk_costs_the_progress_only(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     from appliance.service.jobs.frontend import JobFrontend
 
