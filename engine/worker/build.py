@@ -1,6 +1,7 @@
 """From a config to a running engine: check, load, plan memory, allocate, connect."""
 
 import gc
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
-_DEFAULT_SEQS = {"cpu": 256, "cuda": 1024}
+DEFAULT_SEQS = {"cpu": 256, "cuda": 1024}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -73,7 +74,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     build = model_class(model_config)
     dtype = resolve_dtype(config, model_config)
     check_capabilities(config, device.type)
-    max_len_wanted = _wanted_context(config, model_config)
+    max_len_wanted = wanted_context(config, model_config)
 
     torch.set_default_dtype(dtype)
     try:
@@ -104,20 +105,17 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         if card is not None:
             lock_tables(model, config, device)
 
-    kv_dtype = _kv_dtype(config, dtype)
+    kv_dtype = resolve_kv_dtype(config, dtype)
     spec = CacheSpec(
         tuple(model.cache_layers()),
         kv_dtype.itemsize,
         config.block_size or DEFAULT_PAGE_SIZE[device.type],
     )
-    default_seqs = _DEFAULT_SEQS[device.type]
+    default_seqs = DEFAULT_SEQS[device.type]
     default_tokens = _DEFAULT_BATCHED_TOKENS[device.type]
     if card is not None:
         free = card.usable(config.gpu_memory_utilization) - weight_bytes(model)
-        default_tokens = sensible_batched_tokens(
-            default_tokens, card.total, free, lambda tokens: activation_bytes(model_config, dtype, tokens, 0)
-        )
-        default_seqs = sensible_seqs(spec, default_seqs, min(free, config.kv_cache_memory_bytes or free))
+        default_seqs, default_tokens = gpu_defaults(config, model_config, spec, dtype, card.total, free)
     num_seqs = config.max_num_seqs or default_seqs
     max_tokens = config.max_num_batched_tokens or default_tokens
     if card is not None:
@@ -135,12 +133,13 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         model_max_len=model_config.max_position_embeddings,
         max_num_seqs=config.max_num_seqs,
         default_num_seqs=default_seqs,
-        usual_num_seqs=_DEFAULT_SEQS[device.type],
+        usual_num_seqs=DEFAULT_SEQS[device.type],
         step_tokens=max_tokens,
     )
     if card is not None:
         plan = replace(plan, notes=(*plan.notes, *arithmetic_notes(model, dtype, device)))
     log.info("%s", plan.table())
+    log.info("Memory plan in numbers: %s", json.dumps(plan.numbers()))
 
     with torch.inference_mode():
         cache = Cache(spec, plan.num_extents, kv_dtype, device)
@@ -168,6 +167,17 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     )
 
 
+def gpu_defaults(
+    config: EngineConfig, model_config: ModelConfig, spec: CacheSpec, dtype: torch.dtype, total: int, free: int
+) -> tuple[int, int]:
+    """(sequences at once, tokens of a step) where nobody says, on a GPU of `total` bytes with `free` of them left
+    beside the weights."""
+    tokens = sensible_batched_tokens(
+        _DEFAULT_BATCHED_TOKENS["cuda"], total, free, lambda n: activation_bytes(model_config, dtype, n, 0)
+    )
+    return sensible_seqs(spec, DEFAULT_SEQS["cuda"], min(free, config.kv_cache_memory_bytes or free)), tokens
+
+
 def prepare(config: EngineConfig) -> None:
     """What `build_engine` does before it needs the device: import every library, check flags and the model's config.
 
@@ -178,7 +188,7 @@ def prepare(config: EngineConfig) -> None:
     model_config = ModelConfig.load(config.model)
     model_class(model_config)
     resolve_dtype(config, model_config)
-    _wanted_context(config, model_config)
+    wanted_context(config, model_config)
     if kind == "cuda":
         from engine.worker import memory_profile  # noqa: F401
 
@@ -278,13 +288,13 @@ def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtyp
     return _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
 
 
-def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def resolve_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     if config.kv_cache_dtype in ("fp8", "fp8_e4m3"):
         return torch.float8_e4m3fn
     return dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
 
 
-def _wanted_context(config: EngineConfig, model_config: ModelConfig) -> int | None:
+def wanted_context(config: EngineConfig, model_config: ModelConfig) -> int | None:
     """The context length to honour, or None to fit it to memory."""
     wanted, limit = config.max_model_len, model_config.max_position_embeddings
     if wanted is None or wanted == "auto":

@@ -18,6 +18,7 @@ to change: never an out-of-memory error minutes later.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine.core.kv.spec import CacheSpec, table_widths
 from engine.errors import OutOfMemoryPlanError
@@ -95,6 +96,36 @@ class MemoryPlan:
         parts = sum(size for name, size, _ in self.budget.parts if name != "activations")
         return parts + self.table_bytes + self.kv_bytes
 
+    def numbers(self) -> dict[str, Any]:
+        """The plan as JSON values, in bytes and tokens."""
+        spec, budget = self.spec, self.budget
+        groups = [
+            {"window": group.window, "layers": len(group.layers), "bytes_per_token": group.page_bytes // spec.page_size}
+            for group in spec.groups
+        ]
+        return {
+            "total": budget.total,
+            "usable": budget.usable,
+            "parts": {name.replace(" ", "_"): size for name, size, _ in budget.parts},
+            "request_table": self.table_bytes,
+            "kv_cache": self.kv_bytes,
+            "in_host_memory": budget.on_host,
+            "page_size": spec.page_size,
+            "kv_groups": groups,
+            "state_bytes_per_sequence": spec.slot_bytes,
+            "extents": self.num_extents,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.step_tokens,
+            "full_length_requests": self.full_length_requests,
+            "notes": list(self.notes),
+        }
+
+    @property
+    def full_length_requests(self) -> int:
+        """Requests of the longest context that fit at the same time."""
+        return _largest(lambda n: self._extents_for(n) <= self.num_extents, self.num_extents, 1)
+
     def table(self) -> str:
         """The plan as text, for the log and the terminal."""
         rows = [
@@ -109,7 +140,7 @@ class MemoryPlan:
         if self.budget.on_host:
             lines.append(f"  {'in host memory':<15}{gib(self.budget.on_host):>12}   per-layer embeddings: as much GPU "
                          "memory is saved; each token's row comes over the bus")
-        full = _largest(lambda n: self._extents_for(n) <= self.num_extents, self.num_extents, 1)
+        full = self.full_length_requests
         lines.append(f"  context {self.max_model_len:,} tokens; {full:,} requests of that length fit at the same time")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 

@@ -12,7 +12,7 @@ from engine.core.kv.spec import CacheSpec
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
 from engine.models.registry import model_class
-from engine.worker.build import _DEFAULT_BATCHED_TOKENS, _DEFAULT_SEQS
+from engine.worker.build import _DEFAULT_BATCHED_TOKENS, DEFAULT_SEQS
 from engine.worker.memory import Card, StepNeeds, activation_bytes, gpu_budget, loaded_bytes
 
 CONFIGS = Path(engine.bench.__file__).parent / "configs"
@@ -49,13 +49,13 @@ def plan_of(total: int, name: str, quantization: str | None = None):
     spec = CacheSpec(tuple(model.cache_layers()), 2, 16)
     card = Card(torch.device("cuda"), total, 0)
     tokens = default_tokens(total, config, weights)
-    seqs = sensible_seqs(spec, _DEFAULT_SEQS["cuda"], card.usable(0.9) - weights)
+    seqs = sensible_seqs(spec, DEFAULT_SEQS["cuda"], card.usable(0.9) - weights)
     activations = activation_bytes(config, BF16, tokens, max(seqs, 512))  # 512: prompt positions with logprobs
     needs = StepNeeds(activations, GIB // 2, GIB // 8, weights + GIB)
     budget = gpu_budget(EngineConfig("model"), weights, needs, card)  # type: ignore[arg-type]
     return plan_memory(
         budget, spec, device="cuda:0", max_model_len=None, model_max_len=config.max_position_embeddings,
-        max_num_seqs=None, default_num_seqs=seqs, usual_num_seqs=_DEFAULT_SEQS["cuda"], step_tokens=tokens,
+        max_num_seqs=None, default_num_seqs=seqs, usual_num_seqs=DEFAULT_SEQS["cuda"], step_tokens=tokens,
     )  # fmt: skip
 
 

@@ -1,0 +1,65 @@
+"""A plan without a GPU and without weights."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+import engine
+from engine.config import EngineConfig
+from engine.errors import ConfigError, OutOfMemoryPlanError
+from engine.plan import PlannedCard, plan_engine
+from engine.worker.build import build_engine
+
+CONFIGS = sorted((Path(engine.__file__).parent / "bench" / "configs").iterdir())
+H200 = PlannedCard("H200", 139 << 30, (9, 0))
+L4 = PlannedCard("L4", 22 << 30, (8, 9))
+
+
+@pytest.mark.parametrize("model", CONFIGS, ids=lambda path: path.name)
+def test_every_bench_model_has_a_plan_whose_parts_stay_within_the_budget(model):
+    plan = plan_engine(EngineConfig(model, max_model_len="auto"), H200)
+    numbers = json.loads(json.dumps(plan.numbers()))
+    taken = sum(numbers["parts"].values()) + numbers["request_table"] + numbers["kv_cache"]
+    assert numbers["usable"] - plan.spec.extent_bytes < taken <= numbers["usable"]
+    assert numbers["full_length_requests"] >= 1
+    assert plan.table().count(f"{numbers['full_length_requests']:,} requests of that length") == 1
+
+
+def test_numbers_follow_from_the_architecture():
+    """Qwen3-8B: 36 layers of 8 KV heads of 128 in bf16; 8.19 billion parameters."""
+    model = next(path for path in CONFIGS if path.name == "qwen3-8b")
+    numbers = plan_engine(EngineConfig(model), H200).numbers()
+    assert numbers["kv_groups"] == [{"window": None, "layers": 36, "bytes_per_token": 36 * 8 * 128 * 2 * 2}]
+    assert numbers["parts"]["weights"] == pytest.approx(2 * 8.19e9, rel=0.01)
+    half = plan_engine(EngineConfig(model, kv_cache_dtype="fp8"), H200).numbers()
+    assert half["kv_groups"][0]["bytes_per_token"] * 2 == numbers["kv_groups"][0]["bytes_per_token"]
+
+
+def test_what_does_not_fit_is_refused_and_what_would_fit_is_named():
+    model = next(path for path in CONFIGS if path.name == "qwen3-8b")
+    with pytest.raises(OutOfMemoryPlanError, match="needs"):
+        plan_engine(EngineConfig(model, max_model_len=40960, max_num_seqs=8), L4)
+    assert plan_engine(EngineConfig(model, max_model_len="auto", max_num_seqs=8), L4).max_model_len < 40960
+    with pytest.raises(OutOfMemoryPlanError, match="does not fit"):
+        plan_engine(EngineConfig(next(p for p in CONFIGS if p.name == "gemma4-31b")), L4)
+
+
+def test_a_card_that_is_too_old_is_refused():
+    with pytest.raises(ConfigError, match=r"7\.5"):
+        plan_engine(EngineConfig(CONFIGS[0]), PlannedCard("T4", 15 << 30, (7, 5)))
+
+
+def test_a_started_engine_logs_the_pages_that_were_planned(tmp_path, caplog):
+    raw = json.loads((next(p for p in CONFIGS if p.name == "qwen3-0.6b") / "config.json").read_text())
+    raw |= {"num_hidden_layers": 2, "vocab_size": 512, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    flags = {"load_format": "dummy", "block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 64}
+    with caplog.at_level(logging.INFO, "engine.worker.build"):
+        build_engine(EngineConfig(tmp_path, device="cpu", kv_cache_memory_bytes=8 << 20, **flags))
+    [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Memory plan in numbers: ")]
+    started = json.loads(line.partition(": ")[2])
+    planned = plan_engine(EngineConfig(tmp_path, **flags), H200).numbers()
+    for name in ("page_size", "kv_groups", "state_bytes_per_sequence", "max_model_len", "max_num_batched_tokens"):
+        assert started[name] == planned[name], name
