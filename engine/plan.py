@@ -1,8 +1,8 @@
 """What a model would take of a GPU, without the GPU and without the weights: config.json and the engine's flags.
 
 Weights, pages, states and the split of what is left come from the code that the engine plans with when it starts. What
-it measures there (activations, graphs, overhead, buffers) is a parameter here. Without measurements, activations are the
-upper bound that the engine uses on a CPU, and `_RESERVED` stands for the rest: a start should find more room, not less.
+it measures there (activations, graphs, overhead, buffers) is a parameter here. Without measurements, activations are an
+upper bound, as on a CPU, and `_RESERVED` stands for the rest: a start should find more room, not less.
 """
 
 from dataclasses import dataclass
