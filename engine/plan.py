@@ -129,7 +129,7 @@ def _shape_of(config: EngineConfig) -> _Shape:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _built(
     directory: Path, changed: int, dtype: torch.dtype, kv_dtype: torch.dtype, context: int, states: str,
     quantization: str | None, tables_on_host: bool, page_size: int,
