@@ -22,9 +22,9 @@ SELFTEST = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob(
 
 # Parts whose fixtures are dear and shared (engines, bundles, installs) stay whole.
 PARTS = {
+    "kernels compiled for every GPU": [COMPILE],
     "installer": ["tests/installer"],
     "kernels in Triton's interpreter": [path for path in OF_TRITON if path != COMPILE],
-    "kernels compiled for every GPU": [COMPILE],
     "server": ["tests/engine/server"],
     "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
     "kernels' other tests": [KERNELS, *(f"--ignore={path}" for path in (*OF_TRITON, *SELFTEST))],

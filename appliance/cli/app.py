@@ -23,9 +23,9 @@ from installer.base.i18n import LANGUAGES, joined, language_of, libraries_in, lo
 EPILOG = """Examples:
 
 \b
-atoll preflight                             is this machine ready?
+atoll preflight                             check this machine; changes nothing
 sudo atoll install /media/usb/chat-1.0.0    verify, install, start
-atoll status                                does it serve? what is next?
+atoll status                                whether it serves, and what is next
 
 Each command explains itself, with examples: atoll install --help"""
 
@@ -54,7 +54,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "status": ("appliance.cli.status", "register", "Show what is installed, whether it serves, and its endpoint."),
         "start": ("appliance.cli.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
-        "restart": ("appliance.cli.lifecycle", "register", "Start the service anew, so that changed settings apply."),
+        "restart": ("appliance.cli.lifecycle", "register", "Restart the service to apply changed settings."),
         "jobs": ("appliance.cli.jobs", "app", "List, watch and cancel the long work that runs in the background."),
         "logs": ("appliance.cli.logs", "register", "Show the service's log."),
         "doctor": (

@@ -43,6 +43,8 @@ def told(as_json: bool) -> Iterator[None]:
     """Show errors as they are meant to be read, and leave with their exit code."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # whoever read our output has left, as in `atoll status | head -1`: click ends quietly
     except (InstallError, OSError) as error:
         known = error if isinstance(error, InstallError) else io_error(t("finish this command"), error)
         if as_json:

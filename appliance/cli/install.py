@@ -75,7 +75,7 @@ StartTimeout = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="Where the models compute: auto, cuda or cpu (auto).")]
 Remove = Annotated[
-    list[str] | None, typer.Option("--remove", metavar="NAME", help="This model shall no longer run; others stay.")
+    list[str] | None, typer.Option("--remove", metavar="NAME", help="Remove this model; the others keep running.")
 ]
 Downgrade = Annotated[
     str | None,

@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
     app.command(help="Start the installed service and wait until it answers.", epilog=examples("atoll start"))(start)
     app.command(help="Stop the service. Everything stays installed.", epilog=examples("atoll stop"))(stop)
     app.command(
-        help="Start the service anew, so that changed settings apply.", epilog=examples("atoll restart")
+        help="Restart the service to apply changed settings.", epilog=examples("atoll restart")
     )(restart)
     app.command(help=_ROLLBACK, epilog=examples("atoll rollback", "atoll rollback --dry-run --json"))(rollback)
     purge = f"atoll uninstall --purge --yes-purge {socket.gethostname()}"

@@ -71,7 +71,7 @@ def choose(context: Context) -> list[Model]:
                 t("Two models would have the name {instance}.", instance=model.instance),
                 exit_code=ExitCode.USAGE,
                 changed=_UNTOUCHED,
-                hint=t("Give each a name of its own: `name` in the answers' [[models]], or --model NAME=BUNDLE."),
+                hint=t("Give each a name of its own: `name` in the answers' [[models]], or --bundle NAME=DIR."),
             )
         chosen[model.instance] = model
     for name in options.remove:

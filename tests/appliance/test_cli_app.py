@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from appliance.cli import app as tree
+from appliance.cli.common import told
 
 
 def atoll(*arguments: str) -> subprocess.CompletedProcess:
@@ -103,3 +104,9 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(tree, "load", lambda name: typer.main.get_command(failing))
     assert isinstance(CliRunner().invoke(tree.app, ["stop"]).exception, ZeroDivisionError)
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """`atoll status | head -1`: click ends such a command quietly, if nobody before it takes the error for ours."""
+    with pytest.raises(BrokenPipeError), told(False):
+        raise BrokenPipeError

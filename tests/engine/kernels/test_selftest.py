@@ -120,9 +120,9 @@ def spoil(monkeypatch, module, name, which=None):
         ("rows out of host memory", host_rows, "gather_rows", None),
         ("gated norm", gated_norm, "gated_rms_norm", None),
         ("gated norm to fp8", gated_norm, "gated_rms_norm_to_fp8", None),
-        ("sampler greedy", sampler, "sample_rows", 4),
-        ("sampler filtered", sampler, "sample_rows", 4),
-        ("sampler log-probabilities", sampler, "logprobs", 3),
+        ("sampling greedy", sampler, "sample_rows", 4),
+        ("sampling filtered", sampler, "sample_rows", 4),
+        ("sampling log-probabilities", sampler, "logprobs", 3),
         ("prompt log-probabilities", sampler, "logprobs", 3),
     ],
 )

@@ -44,7 +44,7 @@ KEPT = {
     r"satisfies the requirement torch[^ ]* \(from versions: ([^)]*)\)",  # a pattern
 }
 CONSTANTS = re.compile(r"_?(HELP|EXIT_CODES|EPILOG|INSTALL|UPGRADE|ROLLBACK|UNINSTALL|LANGUAGE_HELP|TEMPLATE|COMMANDS|"
-                       r"HEADER|SERVER_HEADER|PROMPT|START|FIRST|SAID|REASON|ENGINE_SAYS)\Z")
+                       r"GROUPS|HEADER|SERVER_HEADER|PROMPT|START|FIRST|SAID|REASON|ENGINE_SAYS)\Z")
 SHOWN = {  # call → positions and keywords of what it tells a person
     "InstallError": ((0,), ("why", "changed", "hint")), "BundleError": ((0, 1), ("message", "hint")),
     "say": ((0,), ()), "note": ((0,), ()), "agrees": ((0,), ()), "_usage": ((0, 1), ()), "_refused": ((0, 1, 2), ()),

@@ -192,10 +192,13 @@ async def test_two_thousand_hostile_connections_beside_a_client(tmp_path: Path, 
     with many_descriptors(), gateway(tmp_path, tiny_engine) as server:
         before, memory = server.descriptors(), server.resident()
         async with honest_client(server) as answers:
-            lived = await asyncio.gather(*(
-                attack(server.port, kinds[i % len(kinds)], f"127.0.0.{2 + i // 200}") for i in range(2000)
-            ))
-            during = len(answers)
+            await after(server, lambda: bool(answers), 60)
+            first, lived = len(answers), []
+            while len(answers) < first + 5 and len(lived) < 3 * 2000:  # on a busy machine one wave can be too short
+                lived += await asyncio.gather(*(
+                    attack(server.port, kinds[i % len(kinds)], f"127.0.0.{2 + i // 200}") for i in range(2000)
+                ))
+            during = len(answers) - first
         assert max(lived) < GONE_SECONDS
         assert during >= 5, "the client was served all the while"
         await after(server, lambda: server.descriptors() <= before + 4)
@@ -207,11 +210,14 @@ async def test_over_tls_too(tmp_path: Path, tiny_engine: tuple[Path, Path]):
     with many_descriptors(), gateway(tmp_path, tiny_engine, tls=True) as server:
         before = server.descriptors()
         async with honest_client(server) as answers:
-            lived = await asyncio.gather(*(
-                attack(server.port, how, "127.0.0.2", None if how is half_a_handshake else server.context)
-                for how in kinds * 50
-            ))
-            during = len(answers)
+            await after(server, lambda: bool(answers), 60)
+            first, lived = len(answers), []
+            while len(answers) < first + 5 and len(lived) < 3 * 200:
+                lived += await asyncio.gather(*(
+                    attack(server.port, how, "127.0.0.2", None if how is half_a_handshake else server.context)
+                    for how in kinds * 50
+                ))
+            during = len(answers) - first
         assert max(lived) < GONE_SECONDS
         assert during >= 5
         await after(server, lambda: server.descriptors() <= before + 4)

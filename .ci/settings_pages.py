@@ -1,6 +1,6 @@
 """Write docs/en/settings.md and docs/ko/settings.md from the declarations of the settings. For developers.
 
-    .venv/bin/python docs/settings_pages.py
+    .venv/bin/python .ci/settings_pages.py
 
 Korean comes from the same catalogue as `--help`: run installer/locale/update.py first when a text has changed.
 """
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 from engine.config import EngineConfig
 from engine.server.settings.flag_parser import help_of
@@ -23,7 +23,7 @@ WORDS = {
     "en": {
         "title": "Every setting", "flag": "Flag", "bounds": "Bounds", "variable": "Variable", "meaning": "Meaning",
         "why": "Why it is refused",
-        "about": "Made from the code by `docs/settings_pages.py`. A flag without its dashes is a key of the TOML "
+        "about": "Made from the code by `.ci/settings_pages.py`. A flag without its dashes is a key of the TOML "
                  "table. The command line wins over the environment, and that over the file. The bounds of the "
                  "endpoint are in [Limits](serve.md#limits).",
         "model": "The model and its engine: `[serve]`, `[engine]`, `[models.NAME]`",
@@ -36,7 +36,7 @@ WORDS = {
     "ko": {
         "title": "모든 설정", "flag": "플래그", "bounds": "범위", "variable": "환경 변수", "meaning": "의미",
         "why": "거부하는 이유",
-        "about": "`docs/settings_pages.py`가 코드에서 만든 문서입니다. 줄표를 뺀 플래그 이름이 TOML 표의 키입니다. "
+        "about": "`.ci/settings_pages.py`가 코드에서 만든 문서입니다. 줄표를 뺀 플래그 이름이 TOML 표의 키입니다. "
                  "명령줄이 환경 변수보다, 환경 변수가 파일보다 우선합니다. "
                  "엔드포인트의 한도는 [한도](serve.md#한도)에 있습니다.",
         "model": "모델과 엔진: `[serve]`, `[engine]`, `[models.이름]`",
@@ -97,7 +97,7 @@ def bounds(annotation: Any, declared: Setting) -> str:
 
 def main() -> None:
     for language in WORDS:
-        (HERE / language / "settings.md").write_text(page(language), encoding="utf-8")
+        (ROOT / "docs" / language / "settings.md").write_text(page(language), encoding="utf-8")
 
 
 if __name__ == "__main__":
