@@ -1,6 +1,6 @@
 """`atoll plan`: what fits on a GPU, before anything is bought, copied or started."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -8,7 +8,11 @@ from appliance.cli.common import Json, examples, print_json, say, say_rows, told
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import language_of, t
 
-_NEVER_FITS = ExitCode.PREFLIGHT_FAIL
+if TYPE_CHECKING:
+    from appliance.service.planner import Planned
+    from appliance.service.presets.catalogue import Card
+
+_DOES_NOT_FIT = ExitCode.PREFLIGHT_FAIL
 
 
 def register(app: typer.Typer) -> None:
@@ -64,7 +68,7 @@ def plan(
             return
         fits = _plan(asked, gpu, context, users, quantization, kv_cache_dtype, share, as_json)
     if not fits:
-        raise typer.Exit(_NEVER_FITS)
+        raise typer.Exit(_DOES_NOT_FIT)
 
 
 def _plan(
@@ -93,9 +97,8 @@ def _plan(
     planner.check(knobs)
     found = planner.plan(subject.directory, card, knobs)
     if found is None and quantization is None and subject.preset is None:
-        smaller = planner.changed(knobs, "quantization", "fp8")
-        if found := planner.plan(subject.directory, card, smaller):
-            knobs = smaller
+        knobs = planner.smaller_weights(subject.directory, card, knobs) or knobs
+        found = planner.plan(subject.directory, card, knobs)
     ways = list(planner.fitting(subject.directory, card, knobs)) if found is None else []
     turned = list(planner.what_if(subject.directory, card, found)) if found else []
     if as_json:
@@ -120,43 +123,46 @@ def _plan(
     return found is not None
 
 
-def _print_plan(title: str, card, found, turned) -> None:  # type: ignore[no-untyped-def]
+def _print_plan(
+    title: str, card: "Card", found: "Planned", turned: "list[tuple[str, str, Planned | None]]"
+) -> None:
     numbers = found.numbers
     weights = found.knobs.quantization or "bf16"
-    say(t("{model} ({weights}) on {gpu}: {users} users with {context} tokens each, all full.", model=title,
-          weights=weights, gpu=card.title, users=f"{found.users:,}", context=f"{found.context:,}"))  # fmt: skip
+    say(t("{model} ({weights}) on {gpu}: {fits}", model=title, weights=weights, gpu=card.title, fits=_outcome(found)))
     say()
     parts = {"weights": t("weights"), "overhead": t("context, graphs, libraries (estimated)"),
              "activations": t("activations of the largest step (upper bound)")}  # fmt: skip
     rows = [(t("usable memory"), _gib(numbers["usable"]))]
     rows += [(parts[name], _gib(size)) for name, size in numbers["parts"].items()]
-    rows += [(t("request table"), _gib(numbers["request_table"])), (t("KV cache and states"), _gib(numbers["kv_cache"]))]
+    rows.append((t("request table"), _gib(numbers["request_table"])))
+    rows.append((t("KV cache and states"), _gib(numbers["kv_cache"])))
     if numbers["in_host_memory"]:
-        rows.append((t("in host memory beside"), _gib(numbers["in_host_memory"])))
-    say_rows(rows, indent=2)
-    say()
+        rows.append((t("in host memory, beside these"), _gib(numbers["in_host_memory"])))
     for group in numbers["kv_groups"]:
-        size = f"{group['bytes_per_token']:,}"
+        size, layers = f"{group['bytes_per_token']:,}", group["layers"]
         if group["window"] is None:
-            say(t("  each token: {size} bytes in {layers} layers of full attention", size=size, layers=group["layers"]))
+            text = t("{size} bytes in {layers} layers of full attention", size=size, layers=layers)
         else:
-            say(t("  each token: {size} bytes in {layers} layers that see {window} tokens, no more after these",
-                  size=size, layers=group["layers"], window=f"{group['window']:,}"))  # fmt: skip
+            text = t("{size} bytes in {layers} layers, for the last {window} tokens only", size=size, layers=layers,
+                     window=f"{group['window']:,}")  # fmt: skip
+        rows.append((t("each token"), text))
     if numbers["state_bytes_per_sequence"]:
-        say(t("  each request: {size} of state in recurrent layers", size=_gib(numbers["state_bytes_per_sequence"])))
+        state = t("{size} of state in recurrent layers", size=_gib(numbers["state_bytes_per_sequence"]))
+        rows.append((t("each request"), state))
+    say_rows(rows, indent=2)
     if turned:
         say()
         say(t("One memory, four knobs. Turn one:"))
         say_rows([(text, _outcome(then)) for _, text, then in turned], indent=2)
 
 
-def _outcome(then) -> str:  # type: ignore[no-untyped-def]
+def _outcome(then: "Planned | None") -> str:
     if then is None:
         return t("does not fit")
-    return t("{users} users with {context} tokens", users=f"{then.users:,}", context=f"{then.context:,}")
+    return t("{users} × {context} tokens at once", users=f"{then.users:,}", context=f"{then.context:,}")
 
 
-def _print_ways(ways) -> None:  # type: ignore[no-untyped-def]
+def _print_ways(ways: "list[tuple[str, str, str, Planned]]") -> None:
     if not ways:
         say(t("No single change makes it fit. Choose a smaller model."), err=True)
         return

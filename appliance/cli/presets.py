@@ -6,7 +6,7 @@ import typer
 
 from appliance.cli.common import Json, examples, print_json, say, say_rows, told
 from installer.base.errors import ExitCode, InstallError
-from installer.base.i18n import language_of, t
+from installer.base.i18n import joined, language_of, t
 
 if TYPE_CHECKING:
     from appliance.service.presets.resolve import Preset
@@ -52,7 +52,7 @@ def _list(ctx: typer.Context, gpu: Gpu = None, as_json: Json = False) -> None:
 
 
 @app.command(
-    epilog=examples("atoll presets show gemma4-31b/chat --gpu h100", "atoll presets show qwen3.6-27b/white-paper --json")
+    epilog=examples("atoll presets show gemma4-31b/chat --gpu h100", "atoll presets show qwen3.6-27b/white-paper"),
 )
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="MODEL/USE, as `atoll presets` lists them.")],
@@ -79,15 +79,15 @@ def _line(row: dict[str, Any]) -> str:
     if "fits" not in row:
         return ""
     if not row["fits"]:
-        return t("{message} {hint}", message=row["message"], hint=row["hint"])
-    return t("{users} users with {context} tokens", users=f"{row['users']:,}", context=f"{row['context']:,}")
+        return joined([row["message"], row["hint"]], " ")
+    return t("{users} × {context} tokens at once", users=f"{row['users']:,}", context=f"{row['context']:,}")
 
 
 def _print(found: "Preset") -> None:
     language, sampling, speed = language_of(), found.sampling, found.speed
     users, context = f"{found.planned.users:,}", f"{found.planned.context:,}"
-    say(t("{name} on {gpu}: {users} users with {context} tokens each, all full.", name=found.name,
-          gpu=found.card.title, users=users, context=context))  # fmt: skip
+    fits = t("{users} × {context} tokens at once", users=users, context=context)
+    say(t("{name} on {gpu}: {fits}", name=found.name, gpu=found.card.title, fits=fits))
     say()
     typer.echo(f"  {found.command}")
     say()

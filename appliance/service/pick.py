@@ -5,7 +5,6 @@ from pathlib import Path
 
 from appliance.service.presets.catalogue import Card, catalogue, find_card, find_model
 from installer.base.errors import InstallError
-from installer.base.i18n import t
 from installer.preflight.machine import Machine
 
 
@@ -51,7 +50,3 @@ def _of_this_machine(name: str, memory: int, capability: tuple[int, int]) -> Car
         "memory_gib": gib, "capability": ".".join(map(str, capability)), "sms": known.sms if known else None,
         "tb_per_s": known.tb_per_s if known else None, "measured": True,
     })  # fmt: skip
-
-
-def machine_text(found: Card) -> str:
-    return t("{name}, {memory} GiB", name=found.title, memory=f"{found.memory_gib:.1f}")

@@ -99,46 +99,56 @@ def refusal(model: Path, card: Card, knobs: Knobs) -> str:
 
 
 def what_if(model: Path, card: Card, base: Planned) -> Iterator[tuple[str, str, Planned | None]]:
-    """(knob, what is changed, what then fits): each of the four knobs turned alone. Users follow from the rest."""
-    knobs = replace(base.knobs, context=base.context, users=None, sequences=None)
+    """(knob, what is changed, what then fits): each of the four knobs turned alone. Users follow from the rest; so does
+    the context, where nobody asked for one."""
+    free = replace(base.knobs, users=None, sequences=None)
+    knobs = replace(free, context=base.context)
     for context in (base.context // 2, base.context * 2):
         if _STEP <= context <= native_context(model):
             changed = t("context {context}", context=f"{context:,}")
             yield "context", changed, plan(model, card, replace(knobs, context=context))
     for users in (base.users * 2, base.users * 4):
-        longest = _longest(model, card, knobs, users)
-        yield "users", t("{users} users at once", users=f"{users:,}"), longest
+        yield "users", t("{users} at once", users=f"{users:,}"), _longest(model, card, knobs, users)
     if knobs.kv_cache_dtype == "auto":
-        yield "kv_cache_dtype", t("KV cache in fp8"), plan(model, card, replace(knobs, kv_cache_dtype="fp8"))
+        yield "kv_cache_dtype", t("KV cache in fp8"), plan(model, card, replace(free, kv_cache_dtype="fp8"))
     else:
-        yield "kv_cache_dtype", t("KV cache in 16 bits"), plan(model, card, replace(knobs, kv_cache_dtype="auto"))
+        yield "kv_cache_dtype", t("KV cache in 16 bits"), plan(model, card, replace(free, kv_cache_dtype="auto"))
     for share in (0.85, 0.95):
         if abs(share - knobs.gpu_memory_utilization) > 0.001:
             changed = t("GPU memory share {share}", share=share)
-            yield "gpu_memory_utilization", changed, plan(model, card, replace(knobs, gpu_memory_utilization=share))
+            yield "gpu_memory_utilization", changed, plan(model, card, replace(free, gpu_memory_utilization=share))
+
+
+def smaller_weights(model: Path, card: Card, asked: Knobs) -> Knobs | None:
+    """In fp8, where that makes what is asked for fit, or makes anything fit where nothing did."""
+    fp8 = replace(asked, quantization="fp8")
+    if plan(model, card, fp8) or (not plan(model, card, _open(asked)) and plan(model, card, _open(fp8))):
+        return fp8
+    return None
 
 
 def fitting(model: Path, card: Card, asked: Knobs) -> Iterator[tuple[str, str, str, Planned]]:
     """(kind, what is changed, GPU, what then fits): ways to make what does not fit as asked fit, each alone, the
     smallest change first."""
-    open_users = replace(asked, users=None, sequences=None)
-    if asked.users is not None and (found := plan(model, card, open_users)):
-        yield "users", t("fewer users at once"), card.title, found
-    if asked.context is not None and (found := _longest(model, card, open_users, asked.users or 1)):
+    if asked.users is not None and (found := plan(model, card, replace(asked, users=None, sequences=None))):
+        yield "users", t("fewer at once"), card.title, found
+    if asked.context is not None and (found := _longest(model, card, asked, asked.users or 1)):
         yield "context", t("a shorter context"), card.title, found
-    smaller = [replace(asked, kv_cache_dtype="fp8")] if asked.kv_cache_dtype == "auto" else []
-    if asked.quantization is None:
-        smaller += [replace(asked, quantization="fp8"), replace(asked, quantization="fp8", kv_cache_dtype="fp8")]
-    for knobs in smaller:
-        if found := plan(model, card, knobs):
-            weights, kv = knobs.quantization is not None, knobs.kv_cache_dtype != asked.kv_cache_dtype
-            both = t("weights and KV cache in fp8") if weights and kv else None
-            yield "precision", both or (t("weights in fp8") if weights else t("KV cache in fp8")), card.title, found
+    ways = [(t("KV cache in fp8"), replace(asked, kv_cache_dtype="fp8"))]
+    ways += [(t("weights in fp8"), replace(asked, quantization="fp8"))]
+    ways += [(t("weights and KV cache in fp8"), replace(asked, quantization="fp8", kv_cache_dtype="fp8"))]
+    for changed, knobs in ways:
+        if knobs != asked and (found := plan(model, card, knobs)):
+            yield "precision", changed, card.title, found
             break
     for other in sorted(catalogue().cards.values(), key=lambda each: each.memory_gib):
         if other.memory_gib > card.memory_gib and (found := plan(model, other, asked)):
             yield "gpu", t("another GPU"), other.title, found
             break
+
+
+def _open(knobs: Knobs) -> Knobs:
+    return replace(knobs, context=None, users=None, sequences=None)
 
 
 def stream_bound(model: Path, card: Card, knobs: Knobs) -> float | None:

@@ -107,8 +107,9 @@ def find(name: str, card: Card | None) -> Preset:
 
 
 def no_gpu() -> InstallError:
+    known = joined(list(catalogue().cards))
     return _usage(t("No GPU is named, and this machine has none."),
-                  t("Name one: --gpu h100. The known ones: {names}.", names=joined(list(catalogue().cards))))  # fmt: skip
+                  t("Name one: --gpu h100. The known ones: {names}.", names=known))  # fmt: skip
 
 
 def resolve(model: Model, card: Card, workload: Workload) -> Preset:
