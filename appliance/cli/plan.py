@@ -1,6 +1,6 @@
 """`atoll plan`: what fits on a GPU, before anything is bought, copied or started."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -123,9 +123,7 @@ def _plan(
     return found is not None
 
 
-def _print_plan(
-    title: str, card: "Card", found: "Planned", turned: "list[tuple[str, str, Planned | None]]"
-) -> None:
+def _print_plan(title: str, card: "Card", found: "Planned", turned: list[Any]) -> None:
     numbers = found.numbers
     weights = found.knobs.quantization or "bf16"
     say(t("{model} ({weights}) on {gpu}: {fits}", model=title, weights=weights, gpu=card.title, fits=_outcome(found)))
@@ -162,7 +160,7 @@ def _outcome(then: "Planned | None") -> str:
     return t("{users} × {context} tokens at once", users=f"{then.users:,}", context=f"{then.context:,}")
 
 
-def _print_ways(ways: "list[tuple[str, str, str, Planned]]") -> None:
+def _print_ways(ways: list[Any]) -> None:
     if not ways:
         say(t("No single change makes it fit. Choose a smaller model."), err=True)
         return

@@ -1,5 +1,6 @@
 """`atoll presets`: tested starting points for a model, a GPU and a use; every value with its reason."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -105,7 +106,7 @@ def _print(found: "Preset") -> None:
     ], indent=2)  # fmt: skip
 
 
-def _speed(speed: Any) -> list[str]:
+def _speed(speed: Any) -> Sequence[str]:
     if speed.single is None:
         return []
     if not speed.measured:

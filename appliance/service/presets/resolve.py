@@ -196,7 +196,7 @@ def _speed(model: Model, card: Card, planned: Planned) -> Speed:
     if found and planned.knobs.kv_cache_dtype == "auto":
         return Speed(True, found.single, found.many, "docs/performance.md")
     bound = stream_bound(model.directory, card, planned.knobs)
-    return Speed(False, round(bound, 1) if bound else None, None, "memory bandwidth (data sheet) / bytes per token")
+    return Speed(False, round(bound, 1) if bound else None, None, t("memory bandwidth (data sheet) / bytes per token"))
 
 
 def _nearest(model: Model, card: Card, workload: Workload) -> str:
