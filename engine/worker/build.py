@@ -139,7 +139,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if card is not None:
         plan = replace(plan, notes=(*plan.notes, *arithmetic_notes(model, dtype, device)))
     log.info("%s", plan.table())
-    log.info("Memory plan in numbers: %s", json.dumps(plan.numbers()))
+    log.info("Planned memory in numbers: %s", json.dumps(plan.numbers()))
 
     with torch.inference_mode():
         cache = Cache(spec, plan.num_extents, kv_dtype, device)

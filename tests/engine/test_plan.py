@@ -58,7 +58,7 @@ def test_a_started_engine_logs_the_pages_that_were_planned(tmp_path, caplog):
     flags = {"load_format": "dummy", "block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 64}
     with caplog.at_level(logging.INFO, "engine.worker.build"):
         build_engine(EngineConfig(tmp_path, device="cpu", kv_cache_memory_bytes=8 << 20, **flags))
-    [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Memory plan in numbers: ")]
+    [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Planned memory in numbers: ")]
     started = json.loads(line.partition(": ")[2])
     planned = plan_engine(EngineConfig(tmp_path, **flags), H200).numbers()
     for name in ("page_size", "kv_groups", "state_bytes_per_sequence", "max_model_len", "max_num_batched_tokens"):
