@@ -5,7 +5,7 @@ it measures there (activations, graphs, overhead, buffers) is a parameter here. 
 upper bound, as on a CPU, and `_RESERVED` stands for the rest: a start should find more room, not less.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from engine.capabilities import MIN_COMPUTE_CAPABILITY, check_capabilities
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, plan_memory
-from engine.core.kv.spec import CacheSpec, StateLayer
+from engine.core.kv.spec import CacheLayer, CacheSpec, StateLayer
 from engine.errors import ConfigError, ModelError
 from engine.layers.embed import Embedding
 from engine.layers.moe import ExpertLinear, Router
@@ -53,10 +53,11 @@ class _Shape:
     """What a model's tensors and caches take. Bytes."""
 
     config: ModelConfig
-    weights: int
+    weights: int         # with rotary tables for the model's longest context
+    per_position: int    # of the rotary tables
     on_host: int
     per_token: int       # moved by one decoded token: weights that it meets, states read and written
-    spec: CacheSpec
+    layers: tuple[CacheLayer, ...]
 
 
 def shipped_shape(name: str) -> Path | None:
@@ -79,8 +80,10 @@ def plan_engine(config: EngineConfig, card: PlannedCard, measured: Measured | No
     check_capabilities(config, "cuda")
     shape = _shape_of(config)
     dtype, wanted = resolve_dtype(config, shape.config), wanted_context(config, shape.config)
+    page_size = config.block_size or DEFAULT_PAGE_SIZE["cuda"]
+    spec = CacheSpec(shape.layers, resolve_kv_dtype(config, dtype).itemsize, page_size)
     usable = int(card.total * config.gpu_memory_utilization)
-    seqs, tokens = gpu_defaults(config, shape.config, shape.spec, dtype, card.total, usable - shape.weights)
+    seqs, tokens = gpu_defaults(config, shape.config, spec, dtype, card.total, usable - shape.weights)
     tokens = config.max_num_batched_tokens or tokens
     if measured is None:
         most = min(config.max_num_seqs or seqs, tokens)
@@ -90,7 +93,7 @@ def plan_engine(config: EngineConfig, card: PlannedCard, measured: Measured | No
         measured.overhead, measured.buffers, shape.on_host,
     )  # fmt: skip
     return plan_memory(
-        budget, shape.spec, device=card.name, max_model_len=wanted,
+        budget, spec, device=card.name, max_model_len=wanted,
         model_max_len=shape.config.max_position_embeddings, max_num_seqs=config.max_num_seqs, default_num_seqs=seqs,
         usual_num_seqs=DEFAULT_SEQS["cuda"], step_tokens=tokens,
     )  # fmt: skip
@@ -121,25 +124,25 @@ def full_requests(plan: MemoryPlan, context: int) -> int:
 
 def _shape_of(config: EngineConfig) -> _Shape:
     model_config = ModelConfig.load(config.model)
-    return _built(
+    shape = _built(
         config.model.resolve(), (config.model / "config.json").stat().st_mtime_ns, resolve_dtype(config, model_config),
-        resolve_kv_dtype(config, resolve_dtype(config, model_config)),
-        wanted_context(config, model_config) or model_config.max_position_embeddings, config.mamba_ssm_cache_dtype,
-        config.quantization, config.per_layer_embeddings != "gpu", config.block_size or DEFAULT_PAGE_SIZE["cuda"],
+        config.mamba_ssm_cache_dtype, config.quantization, config.per_layer_embeddings != "gpu",
     )  # fmt: skip
+    longest = model_config.max_position_embeddings
+    unused = longest - (wanted_context(config, model_config) or longest)
+    return replace(shape, weights=shape.weights - unused * shape.per_position)
 
 
 @lru_cache(maxsize=256)
 def _built(
-    directory: Path, changed: int, dtype: torch.dtype, kv_dtype: torch.dtype, context: int, states: str,
-    quantization: str | None, tables_on_host: bool, page_size: int,
+    directory: Path, changed: int, dtype: torch.dtype, states: str, quantization: str | None, tables_on_host: bool,
 ) -> _Shape:  # fmt: skip
     """Build the model as the engine does before it loads: its tensors have shapes, but no memory yet."""
     config = ModelConfig.load(directory)
     build, before = model_class(config), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = build(config, context).eval()
+        model = build(config, config.max_position_embeddings).eval()
     except (RuntimeError, MemoryError) as error:
         raise ModelError(f"The shapes of {directory.name} are too large to lay out on this machine: {error}.") from None
     finally:
@@ -150,8 +153,10 @@ def _built(
     if tables_on_host:
         for table in model.lookup_tables():
             table.on_host = True  # it has no weights to move
-    spec = CacheSpec(tuple(model.cache_layers()), kv_dtype.itemsize, page_size)
-    return _Shape(config, loaded_bytes(model), host_bytes(model), _per_token(model, config), spec)
+    tables = {id(t): t for t in model.buffers() if t.dim() and t.shape[0] == config.max_position_embeddings}
+    per_position = sum(table.nbytes // table.shape[0] for table in tables.values())
+    return _Shape(config, loaded_bytes(model), per_position, host_bytes(model), _per_token(model, config),
+                  tuple(model.cache_layers()))  # fmt: skip
 
 
 def _per_token(model: CausalLM, config: ModelConfig) -> int:
