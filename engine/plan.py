@@ -1,26 +1,32 @@
 """What a model would take of a GPU, without the GPU and without the weights: config.json and the engine's flags.
 
 Weights, pages, states and the split of what is left come from the code that the engine plans with when it starts. What
-it measures there (activations, graphs, overhead, buffers) is a parameter here; without measurements, activations are
-the upper bound that the engine uses on a CPU, overhead is a CUDA context, and the rest counts as nothing.
+it measures there (activations, graphs, overhead, buffers) is a parameter here. Without measurements, activations are an
+upper bound, as on a CPU, and `_RESERVED` stands for the rest: a start should find more room, not less.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 
 from engine.capabilities import MIN_COMPUTE_CAPABILITY, check_capabilities
 from engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from engine.core.kv.planner import MemoryBudget, MemoryPlan, plan_memory
-from engine.core.kv.spec import CacheSpec
-from engine.errors import ConfigError
+from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, plan_memory
+from engine.core.kv.spec import CacheLayer, CacheSpec, StateLayer
+from engine.errors import ConfigError, ModelError
+from engine.layers.embed import Embedding
+from engine.layers.moe import ExpertLinear, Router
+from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
 from engine.models.registry import model_class
 from engine.worker.build import DEFAULT_SEQS, gpu_defaults, resolve_dtype, resolve_kv_dtype, wanted_context
 from engine.worker.memory import activation_bytes, host_bytes, loaded_bytes
 
-_CONTEXT = 3 << 28  # a CUDA context, kernels' code and library workspaces, where nobody has measured them
+_RESERVED = 5 * GIB // 2  # CUDA context, kernels' code, library workspaces, graphs and buffers
+_SHAPES = Path(__file__).parent / "bench/configs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,29 @@ class Measured:
     buffers: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a model's tensors and caches take. Bytes."""
+
+    config: ModelConfig
+    weights: int         # with rotary tables for the model's longest context
+    per_position: int    # of the rotary tables
+    on_host: int
+    per_token: int       # moved by one decoded token: weights that it meets, states read and written
+    layers: tuple[CacheLayer, ...]
+
+
+def shipped_shape(name: str) -> Path | None:
+    """The directory with the config.json of a model that Atoll was measured with; it holds no weights."""
+    found = _SHAPES / name
+    return found if found.parent == _SHAPES and (found / "config.json").is_file() else None
+
+
+def native_context(model: Path) -> int:
+    """The longest context that config.json allows. Raises ModelError."""
+    return ModelConfig.load(model).max_position_embeddings
+
+
 def plan_engine(config: EngineConfig, card: PlannedCard, measured: Measured | None = None) -> MemoryPlan:
     """Raises ModelError, ConfigError or OutOfMemoryPlanError, as the engine would."""
     if card.capability < MIN_COMPUTE_CAPABILITY:
@@ -49,38 +78,103 @@ def plan_engine(config: EngineConfig, card: PlannedCard, measured: Measured | No
         raise ConfigError(f"{card.name} has compute capability {version}; at least 8.0 is needed.", "--device",
                           "Use a newer GPU.")  # fmt: skip
     check_capabilities(config, "cuda")
-    model_config = ModelConfig.load(config.model)
-    dtype = resolve_dtype(config, model_config)
-    wanted = wanted_context(config, model_config)
-    build, before = model_class(model_config), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        model = build(model_config, wanted or model_config.max_position_embeddings).eval()
-    finally:
-        torch.set_default_dtype(before)
-    model.set_state_dtype(config.mamba_ssm_cache_dtype, "cuda")
-    if config.quantization is not None:
-        quantize(model, config.quantization)
-    if config.per_layer_embeddings != "gpu":
-        for table in model.lookup_tables():
-            table.on_host = True  # it has no weights to move
-
-    spec = CacheSpec(
-        tuple(model.cache_layers()), resolve_kv_dtype(config, dtype).itemsize,
-        config.block_size or DEFAULT_PAGE_SIZE["cuda"],
-    )  # fmt: skip
-    weights, usable = loaded_bytes(model), int(card.total * config.gpu_memory_utilization)
-    seqs, tokens = gpu_defaults(config, model_config, spec, dtype, card.total, usable - weights)
+    shape = _shape_of(config)
+    dtype, wanted = resolve_dtype(config, shape.config), wanted_context(config, shape.config)
+    page_size = config.block_size or DEFAULT_PAGE_SIZE["cuda"]
+    spec = CacheSpec(shape.layers, resolve_kv_dtype(config, dtype).itemsize, page_size)
+    usable = int(card.total * config.gpu_memory_utilization)
+    seqs, tokens = gpu_defaults(config, shape.config, spec, dtype, card.total, usable - shape.weights)
     tokens = config.max_num_batched_tokens or tokens
     if measured is None:
         most = min(config.max_num_seqs or seqs, tokens)
-        measured = Measured(activation_bytes(model_config, dtype, tokens, most), 0, _CONTEXT, 0)
+        measured = Measured(activation_bytes(shape.config, dtype, tokens, most), 0, _RESERVED, 0)
     budget = MemoryBudget(
-        card.total, usable, weights, measured.activations, config.kv_cache_memory_bytes, measured.graphs,
-        measured.overhead, measured.buffers, host_bytes(model),
+        card.total, usable, shape.weights, measured.activations, config.kv_cache_memory_bytes, measured.graphs,
+        measured.overhead, measured.buffers, shape.on_host,
     )  # fmt: skip
     return plan_memory(
-        budget, spec, device=card.name, max_model_len=wanted, model_max_len=model_config.max_position_embeddings,
-        max_num_seqs=config.max_num_seqs, default_num_seqs=seqs, usual_num_seqs=DEFAULT_SEQS["cuda"],
-        step_tokens=tokens,
+        budget, spec, device=card.name, max_model_len=wanted,
+        model_max_len=shape.config.max_position_embeddings, max_num_seqs=config.max_num_seqs, default_num_seqs=seqs,
+        usual_num_seqs=DEFAULT_SEQS["cuda"], step_tokens=tokens,
     )  # fmt: skip
+
+
+def weight_bytes(config: EngineConfig) -> tuple[int, int]:
+    """(on a GPU, in host memory). Raises ModelError or ConfigError."""
+    shape = _shape_of(config)
+    return shape.weights, shape.on_host
+
+
+def bytes_per_token(config: EngineConfig) -> int:
+    """What one stream's next token moves over the memory bus at least, whatever its context."""
+    return _shape_of(config).per_token
+
+
+def full_requests(plan: MemoryPlan, context: int) -> int:
+    """Requests of `context` tokens that the plan's pages hold at the same time; as many as may run at once at most."""
+    low, high = 0, plan.max_num_seqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plan.spec.extents_for(context, plan.step_tokens, middle) <= plan.num_extents:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _shape_of(config: EngineConfig) -> _Shape:
+    model_config = ModelConfig.load(config.model)
+    shape = _built(
+        config.model.resolve(), (config.model / "config.json").stat().st_mtime_ns, resolve_dtype(config, model_config),
+        config.mamba_ssm_cache_dtype, config.quantization, config.per_layer_embeddings != "gpu",
+    )  # fmt: skip
+    longest = model_config.max_position_embeddings
+    unused = longest - (wanted_context(config, model_config) or longest)
+    return replace(shape, weights=shape.weights - unused * shape.per_position)
+
+
+@lru_cache(maxsize=256)
+def _built(
+    directory: Path, changed: int, dtype: torch.dtype, states: str, quantization: str | None, tables_on_host: bool,
+) -> _Shape:  # fmt: skip
+    """Build the model as the engine does before it loads: its tensors have shapes, but no memory yet."""
+    config = ModelConfig.load(directory)
+    build, before = model_class(config), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = build(config, config.max_position_embeddings).eval()
+    except (RuntimeError, MemoryError) as error:
+        raise ModelError(f"The shapes of {directory.name} are too large to lay out on this machine: {error}.") from None
+    finally:
+        torch.set_default_dtype(before)
+    model.set_state_dtype(states, "cuda")
+    if quantization is not None:
+        quantize(model, quantization)
+    if tables_on_host:
+        for table in model.lookup_tables():
+            table.on_host = True  # it has no weights to move
+    tables = {id(t): t for t in model.buffers() if t.dim() and t.shape[0] == config.max_position_embeddings}
+    per_position = sum(table.nbytes // table.shape[0] for table in tables.values())
+    return _Shape(config, loaded_bytes(model), per_position, host_bytes(model), _per_token(model, config),
+                  tuple(model.cache_layers()))  # fmt: skip
+
+
+def _per_token(model: CausalLM, config: ModelConfig) -> int:
+    """Of experts those that a token goes to; of tables that are only looked up in, nothing."""
+    modules = list(model.modules())
+    weights = loaded_bytes(model)
+    experts = [module for module in modules if isinstance(module, ExpertLinear)]
+    routers = [module for module in modules if isinstance(module, Router)]
+    if experts and routers:
+        everything = sum(module.loaded_bytes for module in experts)
+        weights -= everything - everything * routers[0].top_k // experts[0].num_experts
+    for table in modules:
+        if isinstance(table, Embedding) and not table.on_host and not _multiplied(table, model, config):
+            weights -= table.weight.nbytes
+    states = sum(2 * sum(layer.sizes) for layer in model.cache_layers() if isinstance(layer, StateLayer))
+    return weights + states
+
+
+def _multiplied(table: Embedding, model: CausalLM, config: ModelConfig) -> bool:
+    """Whether it is the output head too."""
+    return config.tie_word_embeddings and table not in model.lookup_tables()

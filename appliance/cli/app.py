@@ -38,6 +38,8 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "Install": {
         "checklist": ("appliance.cli.checklist", "app", "Go from a bare server to a service, step by step; resumable."),
+        "presets": ("appliance.cli.presets", "app", "List starting points for a model, a GPU and a use, with reasons."),
+        "plan": ("appliance.cli.plan", "register", "Compute what fits on a GPU; needs neither GPU nor weights."),
         "preflight": ("appliance.cli.preflight", "register", "Check this machine before installing. Changes nothing."),
         "answers": ("appliance.cli.answers", "app", "Check or begin an answers file for an unattended install."),
         "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),

@@ -5,12 +5,18 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 import engine
+from engine.bench.floor import bytes_per_token as floor_bytes
 from engine.config import EngineConfig
 from engine.errors import ConfigError, OutOfMemoryPlanError
-from engine.plan import PlannedCard, plan_engine
+from engine.models.config.model import ModelConfig
+from engine.models.loading.loader import quantize
+from engine.models.registry import model_class
+from engine.plan import PlannedCard, bytes_per_token, plan_engine, weight_bytes
 from engine.worker.build import build_engine
+from engine.worker.memory import host_bytes, loaded_bytes
 
 CONFIGS = sorted((Path(engine.__file__).parent / "bench" / "configs").iterdir())
 H200 = PlannedCard("H200", 139 << 30, (9, 0))
@@ -63,3 +69,28 @@ def test_a_started_engine_logs_the_pages_that_were_planned(tmp_path, caplog):
     planned = plan_engine(EngineConfig(tmp_path, **flags), H200).numbers()
     for name in ("page_size", "kv_groups", "state_bytes_per_sequence", "max_model_len", "max_num_batched_tokens"):
         assert started[name] == planned[name], name
+
+
+@pytest.mark.parametrize("model", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("context", [64, 8192, 32768])
+def test_weights_are_those_of_the_model_that_an_engine_builds(model, quantization, context):
+    """The plan builds a model once, for its longest context; the engine builds it for the context that is asked for."""
+    config = ModelConfig.load(model)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        built = model_class(config)(config, context).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if quantization:
+        quantize(built, quantization)
+    for table in built.lookup_tables():
+        table.on_host = True
+    planned = weight_bytes(EngineConfig(model, max_model_len=context, quantization=quantization))
+    assert planned == (loaded_bytes(built), host_bytes(built))
+
+
+def test_the_floor_of_a_stream_is_what_the_benchmark_computes():
+    for model in CONFIGS:
+        floor = floor_bytes(model, device="cuda")
+        assert bytes_per_token(EngineConfig(model)) == pytest.approx(floor, rel=0.12), model.name
