@@ -157,7 +157,7 @@ def _run(
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             terminal.interactive = request.interactive
             result, secrets = checklist.run(layout, request, terminal)
-        with contextlib.suppress(OSError):  # nobody reads any more: the key stays unshown
+        with contextlib.suppress(OSError):  # the reader has gone: the key is not shown
             _say_result(layout, result, secrets, as_json)
 
 

@@ -229,7 +229,7 @@ def _install(options: InstallOptions, layout: Layout, *, interactive: bool, as_j
             result = Installer(options, terminal, layout=layout).run()
         else:
             result = run_install(options, layout, terminal, interactive=terminal.interactive, make=Installer)
-    with contextlib.suppress(OSError):  # nobody reads any more: the key stays unshown, and the next run makes another
+    with contextlib.suppress(OSError):  # the reader has gone: the key is not shown, and the next run makes another
         print_result(result, layout, as_json)
         sys.stdout.flush()
         if result.api_key:

@@ -4,7 +4,7 @@
                             answers.toml   the answers as of the last run
                             lock           flock of the one writer
 
-It is the installer's journal format: a line torn by a power cut is dropped, damage anywhere else is told.
+It is the installer's journal format: a line torn by a power cut is dropped; any other damage is an error.
 Decisions of people also go to the audit log as soon as an installation has one.
 """
 
@@ -124,7 +124,7 @@ def remove(layout: Layout) -> list[Path]:
 
 
 def remove_empty(directories: list[Path]) -> None:
-    """Of these directories, those that hold nothing any more. Raises OSError."""
+    """Those of these directories that are now empty. Raises OSError."""
     for path in sorted(directories, key=lambda path: len(path.parts), reverse=True):
         if path.is_dir() and not os.listdir(path):
             path.rmdir()

@@ -168,7 +168,7 @@ def weights_of(model: Path, quantization: str | None) -> tuple[int, int]:
 
 
 def _longest(model: Path, card: Card, knobs: Knobs, users: int) -> Planned | None:
-    """The longest context of which `users` requests fit."""
+    """The longest context that `users` requests can have at once."""
     if users > MOST_USERS:
         return None
     knobs = replace(knobs, users=users, sequences=users)

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,7 +35,7 @@ class Choice:
         return "".join(self.texts)
 
 
-class Answer(Generic[Body]):
+class Answer(ABC, Generic[Body]):
     """An endpoint says how its events and its whole reply are written, and what a delta adds: `addition` is also where
     text will become something else, such as a tool call."""
 
@@ -48,25 +49,25 @@ class Answer(Generic[Body]):
 
     # -- the endpoint's own
 
+    @abstractmethod
     def addition(self, delta: ChoiceDelta) -> Addition:
         """Called once for each delta, in order."""
-        raise NotImplementedError
 
     def opening(self) -> Iterable[bytes]:
         """Events before the first delta."""
         return ()
 
-    def text_event(self, index: int, addition: Addition) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def text_event(self, index: int, addition: Addition) -> bytes: ...
 
-    def end_event(self, delta: ChoiceDelta) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def end_event(self, delta: ChoiceDelta) -> bytes: ...
 
-    def usage_event(self) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def usage_event(self) -> bytes: ...
 
-    def reply(self, choices: list[Choice]) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def reply(self, choices: list[Choice]) -> Any: ...
 
     # -- common
 
