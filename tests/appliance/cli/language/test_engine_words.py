@@ -16,7 +16,7 @@ import pytest
 import torch
 from tiny_llama import save_tiny_llama
 
-from appliance.cli import engine_words
+from appliance.cli.language import engine_words
 from engine import errors
 from engine.config import EngineConfig
 from engine.core.kv import planner
