@@ -13,7 +13,6 @@ ROOMS = ("appliance/cli", "appliance/service", "installer", "offline_bundle")
 
 NOT_FOR_THE_SCREEN = {
     "installer/gpu/": "what the driver says, as it says it",
-    "installer/service/prefix_supervisor.py": "writes to the service's log",
     "installer/operate/boot_recovery.py": "a unit's words, for the journal",
     "installer/support/items.py": "what is in the archive, for support",
     "installer/support/redact.py": "patterns",
