@@ -1,6 +1,7 @@
 """Architecture name in config.json -> the class that runs it. Nothing outside this table is ever imported."""
 
 from engine.errors import ModelError
+from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
 from engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration
@@ -40,6 +41,7 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
         return _ARCHITECTURES[config.architecture]
     except KeyError:
         raise ModelError(
-            f"config.json: architecture {config.architecture!r} is not supported.",
-            f"This version runs {', '.join(sorted(_ARCHITECTURES))}.",
+            msg("config.json: architecture {architecture} is not supported.",
+                architecture=f"{config.architecture!r}"),
+            msg("This version runs {architectures}.", architectures=", ".join(sorted(_ARCHITECTURES))),
         ) from None
