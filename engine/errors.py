@@ -1,7 +1,7 @@
 """Errors that a person may see. Each says what happened; `hint` says what to do about it.
 
-They are English: they go into logs and API answers, and across sockets. A front end that speaks another language to the
-person who started a program retells them at the last moment (`retelling`, `told`, `complain`).
+`str()` of them is English, for logs and API answers. Those of a start are messages (engine.message), which keep their
+id and values: a front end that speaks another language translates them where they are shown (`retelling`, `told`).
 """
 
 import sys
@@ -57,7 +57,7 @@ class EngineDeadError(AtollError):
 
 @contextmanager
 def retelling(retell: Callable[[str], str]) -> Iterator[None]:
-    """For the duration of the block, `told` and `complain` say what `retell` makes of each English text."""
+    """For the duration of the block, `told` and `complain` say what `retell` makes of each message."""
     global _retell
     before, _retell = _retell, retell
     try:

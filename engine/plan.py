@@ -18,7 +18,7 @@ from engine.core.kv.spec import CacheLayer, CacheSpec, StateLayer
 from engine.errors import ConfigError, ModelError
 from engine.layers.embed import Embedding
 from engine.layers.moe import ExpertLinear, Router
-from engine.message import msg
+from engine.message import msg, reason
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
@@ -147,7 +147,7 @@ def _built(
         model = build(config, config.max_position_embeddings).eval()
     except (RuntimeError, MemoryError) as error:
         raise ModelError(msg("The shapes of {name} are too large to lay out on this machine: {error}.",
-                             name=directory.name, error=error)) from None
+                             name=directory.name, error=reason(error))) from None
     finally:
         torch.set_default_dtype(before)
     model.set_state_dtype(states, "cuda")

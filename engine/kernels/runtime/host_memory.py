@@ -112,7 +112,7 @@ def _driver() -> Any:
         torch.cuda.synchronize()  # torch makes the context, and it becomes this thread's
         driver = ctypes.CDLL("libcuda.so.1")
     except (OSError, RuntimeError, AssertionError) as error:
-        raise HostMemoryError(msg("there is no CUDA driver ({error})", error=error)) from None
+        raise HostMemoryError(msg("there is no CUDA driver ({error})", error=reason(error))) from None
     pointer = ctypes.c_void_p
     driver.cuMemHostRegister_v2.argtypes = [pointer, ctypes.c_size_t, ctypes.c_uint]
     driver.cuMemHostGetDevicePointer_v2.argtypes = [pointer, pointer, ctypes.c_uint]

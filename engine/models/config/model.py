@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.message import msg
+from engine.message import msg, reason
 from engine.models.config.fields import get_field, get_size
 from engine.models.config.gemma import DEFAULTS as GEMMA
 from engine.models.config.rope import read_rope
@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
                                                                        "*.safetensors and "
                                                         "tokenizer.json.")) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(msg("{path} cannot be read as JSON: {error}.", path=path, error=error)) from None
+        raise ModelError(msg("{path} cannot be read as JSON: {error}.", path=path, error=reason(error))) from None
     if not isinstance(value, dict):
         raise ModelError(msg("{path} must hold a JSON object.", path=path))
     return value

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.message import msg
+from engine.message import msg, reason
 from engine.models.config.model import ModelConfig, read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
@@ -75,7 +75,8 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
         raise ModelError(msg("Weight file {shard} is missing.", shard=shard), msg("Copy the model again, or "
                                                                                   "verify the bundle.")) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(msg("Weight file {shard} cannot be read: {error}.", shard=shard, error=error)) from None
+        raise ModelError(msg("Weight file {shard} cannot be read: {error}.", shard=shard,
+                             error=reason(error))) from None
     if not isinstance(header, dict):
         raise ModelError(msg("Weight file {shard} is corrupt: its header is no JSON object.", shard=shard))
     header.pop("__metadata__", None)

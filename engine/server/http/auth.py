@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.message import msg
+from engine.message import msg, reason
 
 log = logging.getLogger("atoll.auth")
 
@@ -78,7 +78,8 @@ class KeyFile:
             self._keys = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                msg("The key file {path} cannot be used: {error}.", path=self._path, error=error), "--api-key-file",
+                msg("The key file {path} cannot be used: {error}.", path=self._path, error=reason(error)),
+                "--api-key-file",
                 msg('It holds {{"keys": [{{"id", "name", "sha256", …}}]}}.'),
             ) from None
 

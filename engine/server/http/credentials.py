@@ -16,7 +16,7 @@ import pwd
 from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.message import msg
+from engine.message import msg, reason
 from engine.server.http.auth import ApiKey, KeyFile
 
 KEYS = "api-keys.json"
@@ -79,7 +79,8 @@ def publish(source: Path, target: Path, user: str) -> None:
         finally:
             os.close(directory)
     except OSError as error:
-        raise ConfigError(msg("The credentials could not be published: {error}.", error=error), "--publish") from None
+        raise ConfigError(msg("The credentials could not be published: {error}.", error=reason(error)),
+                          "--publish") from None
 
 
 def _replace(directory: int, name: str, data: bytes, uid: int, gid: int) -> None:

@@ -42,8 +42,8 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
             certificate, key, password=lambda: "")  # never ask on the terminal
     except (ssl.SSLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ConfigError(msg("--ssl-certfile and --ssl-keyfile cannot be used together: {reason}.", reason=reason),
+        why = getattr(error, "reason", None) or reason(error)
+        raise ConfigError(msg("--ssl-certfile and --ssl-keyfile cannot be used together: {reason}.", reason=why),
                           "--ssl-certfile",
                           msg("Both must be PEM, belong to each other, and the key must not be encrypted.")) from None
 

@@ -100,7 +100,8 @@ class PeerPolicy:
             uids = {int(u) if u.isdigit() else pwd.getpwnam(u).pw_uid for u in users}
             gids = {int(g) if g.isdigit() else grp.getgrnam(g).gr_gid for g in groups}
         except KeyError as error:
-            raise ConfigError(msg("{args}: no such user or group on this machine.", args=error.args[0]),
+            name = str(error.args[0]).rpartition(": ")[2]  # behind the C function's name
+            raise ConfigError(msg("{name}: no such user or group on this machine.", name=name),
                               "--allow-user") from None
         return cls(frozenset(uids), frozenset(gids))
 
@@ -158,7 +159,7 @@ def _remove_dead_socket(path: Path) -> None:
                 return
             if error.errno == errno.ENOENT:
                 return
-            raise ConfigError(msg("The socket {path} cannot be tried: {error}.", path=path, error=error),
+            raise ConfigError(msg("The socket {path} cannot be tried: {error}.", path=path, error=reason(error)),
                               "--uds") from None
     raise ConfigError(
         msg("Another process already serves on {path}.", path=path),

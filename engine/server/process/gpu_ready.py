@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.errors import told
-from engine.message import msg
+from engine.message import msg, reason
 from engine.server.process.notify import Notifier
 
 POLL_SECONDS = 1.0
@@ -66,7 +66,7 @@ def look(root: Path = Path("/"), library: str = LIBRARY) -> Readiness:
     try:
         found = _nvml(library)
     except OSError as error:
-        return Readiness(msg("The driver's library cannot be loaded: {error}.", error=error),
+        return Readiness(msg("The driver's library cannot be loaded: {error}.", error=reason(error)),
                          msg("reinstall the driver's packages"), driver)
     if isinstance(found, int):
         if found == _MISMATCH:

@@ -26,7 +26,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(msg("--config {path}: {strerror}.", path=path, strerror=reason(error)), "--config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(msg("--config {path} is not TOML: {error}.", path=path, error=error), "--config") from None
+        raise ConfigError(msg("--config {path} is not TOML: {error}.", path=path, error=reason(error)),
+                          "--config") from None
 
 
 def serve_argv_of(given: dict[str, Any]) -> list[str]:

@@ -342,5 +342,6 @@ def test_every_error_of_the_engine_is_a_message() -> None:
         for call in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) in SPOKEN:
                 for given in [*call.args, *(keyword.value for keyword in call.keywords)]:
-                    finished = isinstance(given, ast.JoinedStr) or " " in str(getattr(given, "value", ""))
+                    constant = given.value if isinstance(given, ast.Constant) else ""
+                    finished = isinstance(given, ast.JoinedStr) or " " in str(constant)
                     assert not finished, f"{path}:{given.lineno}"
