@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.message import msg
 
 # One after the other; what others do meanwhile (compilers, a thread that opens the GPU) costs nothing here.
-PARTS = ("python", "torch", "triton", "gpu", "jobs", "rates", "twins", "waiting", "kernels")
+PARTS: tuple[str, ...] = ("python", "torch", "triton", "gpu", "jobs", "rates", "twins", "waiting", "kernels")
 
 
 def process_began() -> float:

@@ -32,7 +32,7 @@ KOREAN = {
     "doctor --json=3": "'--json' 옵션에는 값을 주지 않습니다.",
     "doctor --time-limit 0": "'--time-limit'의 값이 잘못되었습니다: 1보다 작습니다",
     "doctor --time-limit x": "'--time-limit'의 값이 잘못되었습니다: 숫자가 아닙니다",
-    "keys words": "인자가 필요합니다",
+    "keys words": "인자 'HEX'이(가) 필요합니다.",
 }
 
 
