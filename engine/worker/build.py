@@ -105,7 +105,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         if card is not None:
             lock_tables(model, config, device)
 
-    kv_dtype = resolve_kv_dtype(config, dtype)
+    kv_dtype = resolve_kv_dtype(config, compute)
     spec = CacheSpec(
         tuple(model.cache_layers()),
         kv_dtype.itemsize,
@@ -288,10 +288,14 @@ def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtyp
     return _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
 
 
-def resolve_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def resolve_kv_dtype(config: EngineConfig, compute: torch.dtype) -> torch.dtype:
+    """The dtype of cached keys and values; `compute` is that of activations.
+
+    A CPU that computes in float32 caches float32: it would widen every page that it reads, in every layer and step.
+    """
     if config.kv_cache_dtype in ("fp8", "fp8_e4m3"):
         return torch.float8_e4m3fn
-    return dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
+    return compute if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
 
 
 def wanted_context(config: EngineConfig, model_config: ModelConfig) -> int | None:

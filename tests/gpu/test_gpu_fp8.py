@@ -21,6 +21,7 @@ from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers import linear
 from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
 from engine.layers.linear import Linear
+from engine.layers.quant import unquantized
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -45,7 +46,7 @@ def test_few_sequences_multiply_with_large_weights_on_the_fp8_units(
 ) -> None:
     """As above, of up to four sequences, in whose steps small weights meet activations that are not rounded."""
     monkeypatch.setattr(linear, "_SMALL_WEIGHT", 0)
-    monkeypatch.setattr(linear, "_SOME_OUTPUTS", 0)
+    monkeypatch.setattr(unquantized, "SOME_OUTPUTS", 0)
     lost_as_is_due(checkpoint(tmp_path / family, family), max_num_seqs=4)
 
 
