@@ -164,9 +164,9 @@ def test_the_check_for_libraries_sees_them(where: str, source: str, found: list[
     assert outside_libraries(where, source) == found
 
 
-LIGHT = ["appliance.cli", "appliance.cli.app", "appliance.cli.bundle", "appliance.cli.keys", "appliance.cli.install",
-         "appliance.demo.run", "engine.core.loop", "engine.server.gateway.app", "engine.server.cli.serve", "installer",
-         "offline_bundle"]  # fmt: skip
+LIGHT = ["appliance.cli", "appliance.cli.app", "appliance.cli.publish.bundle", "appliance.cli.publish.keys",
+         "appliance.cli.install.install", "appliance.demo.run", "engine.core.loop", "engine.server.gateway.app",
+         "engine.server.cli.serve", "installer", "offline_bundle"]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -19,6 +19,6 @@ def main() -> None:
 
 
 def _told(text: str) -> str:
-    from appliance.cli.engine_words import told_here  # the catalogue is read when there is something to say
+    from appliance.cli.language.engine_words import told_here  # the catalogue is read when there is something to say
 
     return told_here(text)

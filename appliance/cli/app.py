@@ -13,10 +13,10 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from appliance.cli.common import say
-from appliance.cli.engine_words import told_here
-from appliance.cli.help_texts import translate
-from appliance.cli.own_parsers import helping
-from appliance.cli.usage_errors import usage_errors_told
+from appliance.cli.language.engine_words import told_here
+from appliance.cli.language.help_texts import translate
+from appliance.cli.language.own_parsers import helping
+from appliance.cli.language.usage_errors import usage_errors_told
 from installer.base.errors import ExitCode
 from installer.base.i18n import LANGUAGES, joined, language_of, libraries_in, looked_up, speaking, t
 
@@ -33,52 +33,76 @@ Each command explains itself, with examples: atoll install --help"""
 # app, and `main` is a program with a parser of its own. What only units start has a group without a title: not listed.
 _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "Publish, on a connected PC": {
-        "bundle": ("appliance.cli.bundle", "app", "Build, inspect and verify signed model bundles and media."),
-        "keys": ("appliance.cli.keys", "app", "Make and look at the keys that sign bundles."),
+        "bundle": ("appliance.cli.publish.bundle", "app", "Build, inspect and verify signed model bundles and media."),
+        "keys": ("appliance.cli.publish.keys", "app", "Make and look at the keys that sign bundles."),
     },
     "Install": {
-        "checklist": ("appliance.cli.checklist", "app", "Go from a bare server to a service, step by step; resumable."),
-        "presets": ("appliance.cli.presets", "app", "List starting points for a model, a GPU and a use, with reasons."),
-        "plan": ("appliance.cli.plan", "register", "Compute what fits on a GPU; needs neither GPU nor weights."),
-        "preflight": ("appliance.cli.preflight", "register", "Check this machine before installing. Changes nothing."),
-        "answers": ("appliance.cli.answers", "app", "Check or begin an answers file for an unattended install."),
-        "install": ("appliance.cli.install", "register", "Verify a bundle, install it and start the service."),
+        "checklist": (
+            "appliance.cli.install.checklist", "app",
+            "Go from a bare server to a service, step by step; resumable.",
+        ),
+        "presets": (
+            "appliance.cli.install.presets", "app",
+            "List starting points for a model, a GPU and a use, with reasons.",
+        ),
+        "plan": (
+            "appliance.cli.install.plan", "register",
+            "Compute what fits on a GPU; needs neither GPU nor weights.",
+        ),
+        "preflight": (
+            "appliance.cli.install.preflight", "register",
+            "Check this machine before installing. Changes nothing.",
+        ),
+        "answers": (
+            "appliance.cli.install.answers", "app",
+            "Check or begin an answers file for an unattended install.",
+        ),
+        "install": ("appliance.cli.install.install", "register", "Verify a bundle, install it and start the service."),
         "upgrade": (
-            "appliance.cli.install", "register",
+            "appliance.cli.install.install", "register",
             "Install a newer release beside the one that runs, and switch.",
         ),
-        "rollback": ("appliance.cli.lifecycle", "register", "Go back to the release before; no medium is needed."),
-        "uninstall": ("appliance.cli.lifecycle", "register", "Stop the service and remove what was installed."),
+        "rollback": (
+            "appliance.cli.operate.lifecycle", "register",
+            "Go back to the release before; no medium is needed.",
+        ),
+        "uninstall": ("appliance.cli.operate.lifecycle", "register", "Stop the service and remove what was installed."),
     },
     "Operate": {
-        "status": ("appliance.cli.status", "register", "Show what is installed, whether it serves, and its endpoint."),
-        "start": ("appliance.cli.lifecycle", "register", "Start the installed service."),
-        "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
-        "restart": ("appliance.cli.lifecycle", "register", "Restart the service to apply changed settings."),
-        "jobs": ("appliance.cli.jobs", "app", "List, watch and cancel the long work that runs in the background."),
-        "logs": ("appliance.cli.logs", "register", "Show the service's log."),
+        "status": (
+            "appliance.cli.operate.status", "register",
+            "Show what is installed, whether it serves, and its endpoint.",
+        ),
+        "start": ("appliance.cli.operate.lifecycle", "register", "Start the installed service."),
+        "stop": ("appliance.cli.operate.lifecycle", "register", "Stop the service; everything stays installed."),
+        "restart": ("appliance.cli.operate.lifecycle", "register", "Restart the service to apply changed settings."),
+        "jobs": (
+            "appliance.cli.operate.jobs", "app",
+            "List, watch and cancel the long work that runs in the background.",
+        ),
+        "logs": ("appliance.cli.operate.logs", "register", "Show the service's log."),
         "doctor": (
-            "appliance.cli.doctor", "register",
+            "appliance.cli.operate.doctor", "register",
             "Check this machine's GPU: each kernel against plain arithmetic.",
         ),
         "support-bundle": (
-            "appliance.cli.support", "register",
+            "appliance.cli.operate.support", "register",
             "Collect what helps to find a fault: no keys, no prompts.",
         ),
-        "journal": ("appliance.cli.lifecycle", "register", "Check or repair the installer's journal."),
+        "journal": ("appliance.cli.operate.lifecycle", "register", "Check or repair the installer's journal."),
     },
     "Secure": {
-        "verify": ("appliance.cli.verify", "register", "Compare every installed byte with what was signed."),
+        "verify": ("appliance.cli.secure.verify", "register", "Compare every installed byte with what was signed."),
         "trust": (
-            "appliance.cli.trust", "app",
+            "appliance.cli.secure.trust", "app",
             "List, add, remove and revoke the vendor keys that are trusted here.",
         ),
-        "apikey": ("appliance.cli.apikey", "app", "Make, list and revoke the API keys that open the endpoint."),
+        "apikey": ("appliance.cli.secure.apikey", "app", "Make, list and revoke the API keys that open the endpoint."),
         "tls": (
-            "appliance.cli.tls", "app",
+            "appliance.cli.secure.tls", "app",
             "Show, renew or replace the endpoint's certificate; export the local CA.",
         ),
-        "audit": ("appliance.cli.audit", "app", "Show the audit log, and check that it is whole."),
+        "audit": ("appliance.cli.secure.audit", "app", "Show the audit log, and check that it is whole."),
     },
     "Develop": {
         "serve": (

@@ -45,9 +45,9 @@ def help_paragraphs() -> set[str]:
 
     from typer.main import get_group
 
-    from appliance.cli import own_parsers
     from appliance.cli.app import COMMANDS, GROUP_OF, app, load
-    from appliance.cli.help_texts import paragraphs
+    from appliance.cli.language import own_parsers
+    from appliance.cli.language.help_texts import paragraphs
     from installer.base.i18n import speaking
 
     with speaking("en"):

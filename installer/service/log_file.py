@@ -1,11 +1,14 @@
-"""Reading the log that the service writes under a prefix: its end, and its lines as they come."""
+"""The log that the service writes under a prefix: its end, its lines as they come, its rotation."""
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+LOG_CAP = 16 << 20       # bytes; then the log is rotated
+LOG_KEEP = 3             # serve.log.1 … serve.log.3
 
 def tail(path: Path, lines: int, limit: int = 1 << 20) -> list[str]:
     """The last lines of a file, reading at most `limit` bytes of it."""
@@ -52,3 +55,22 @@ def follow(path: Path) -> Iterator[str]:
                 file.seek(0)
     finally:
         file.close()
+
+
+def rotate(log: Path, *, running: bool = False) -> None:
+    """Keep the log under its cap. One that a writer holds open is copied and truncated: a rename would not reach it."""
+    try:
+        if log.stat().st_size <= LOG_CAP:
+            return
+        for number in range(LOG_KEEP, 1, -1):
+            older = log.with_name(f"{log.name}.{number - 1}")
+            if older.exists():
+                older.replace(log.with_name(f"{log.name}.{number}"))
+        first = log.with_name(f"{log.name}.1")
+        if running:
+            shutil.copyfile(log, first)
+            os.truncate(log, 0)
+        else:
+            log.replace(first)
+    except OSError:
+        pass

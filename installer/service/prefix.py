@@ -21,6 +21,8 @@ from installer.service.manager import ServiceState, Switched, stop_and_start
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _SETTINGS = "ATOLL_LIMITS_"  # limits of the endpoint, see engine/server/settings/limits.py
 
+# Of the code that runs this command, not of the release: what starts a release must not depend on its flags.
+SUPERVISOR = "appliance.supervise"
 _BUSY = 75  # exit status of a supervisor that found another one
 
 
@@ -46,7 +48,7 @@ def service_environment(layout: Layout) -> dict[str, str]:
 
 
 class PrefixService:
-    """The service of a prefix installation, under `installer.service.prefix_supervisor`."""
+    """The service of a prefix installation, under its supervisor."""
 
     def __init__(self, layout: Layout, *, stop_timeout: float = 40.0) -> None:
         self.layout = layout
@@ -68,7 +70,7 @@ class PrefixService:
         with open(self.layout.log, "ab") as log:
             process = subprocess.Popen(
                 [
-                    sys.executable, "-s", "-P", "-m", "installer.service.prefix_supervisor",
+                    sys.executable, "-s", "-P", "-m", SUPERVISOR,
                     "--prefix", str(self.layout.prefix),
                 ],
                 stdin=subprocess.DEVNULL,

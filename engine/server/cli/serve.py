@@ -10,16 +10,20 @@ import socket
 import sys
 import time
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from engine.errors import ConfigError, ModelError, complain
+from engine.errors import AtollError, ConfigError, ModelError, complain
 from engine.server.http.auth import KeyFile
 from engine.server.http.exposure import check_exposure, is_loopback
 from engine.server.http.listening import BACKLOG, bind_tcp, check_tls
 from engine.server.ipc import framing
+from engine.server.ipc.client import EngineClient
 from engine.server.process import logs
 from engine.server.settings.commands import parse_serve
 from engine.server.settings.options import ServeOptions
+
+if TYPE_CHECKING:
+    from engine.server.gateway.http_server import HttpServer
 
 log = logging.getLogger("atoll.serve")
 
@@ -50,16 +54,27 @@ def main(argv: list[str]) -> int:
         return EXIT_MODEL
     _warn_if_open(options)
 
-    from engine.server.process.supervisor import EngineChild, runtime_directory
+    from engine.server.process.engine_child import EngineChild
+    from engine.server.process.runtime_directory import runtime_directory
 
-    signal.signal(signal.SIGTERM, _leave)  # until the event loop takes the signals over
+    signal.signal(signal.SIGTERM, _exit_quietly)  # until the event loop handles signals
     with runtime_directory() as directory:
-        engine = EngineChild(options, directory / "engine.sock")
+        client = EngineClient(directory / "engine.sock")
+        engine = EngineChild(options, client)
         try:
             engine.spawn()  # it imports and loads while we import and bind
-            from engine.server.gateway.http_server import run_http
+            from engine.server.cli.report import Report
+            from engine.server.gateway.serving import Serving, run
 
-            return run_http(options, listener, engine, base_url(options), started)
+            server, report = http_server(options, client), Report(options, client, base_url(options), started)
+            return run(Serving(
+                "atoll serve", log, server, [listener], options.shutdown_timeout,
+                lambda notifier: report.run(server, notifier), engine=engine,
+            ))
+        except AtollError as error:
+            log.error("%s", error)
+            complain("atoll serve", error, logged=True)
+            return EXIT_MODEL if isinstance(error, ModelError) else EXIT_CONFIG
         except KeyboardInterrupt:  # before the event loop handles signals
             return EXIT_INTERRUPTED
         finally:
@@ -69,7 +84,23 @@ def main(argv: list[str]) -> int:
                 options.uds.unlink(missing_ok=True)
 
 
-def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+def http_server(options: ServeOptions, client: EngineClient) -> "HttpServer":
+    """Raises ModelError (tokenizer) and ConfigError (key file)."""
+    from engine.server.gateway.app import create_app
+    from engine.server.gateway.http_server import make_server
+    from engine.server.openai.serving import ServedModel
+
+    config = options.engine
+    keys = KeyFile(options.api_key_file) if options.api_key_file else None
+    model = ServedModel.load(config.model_name, config.model, client,
+                             vendor_defaults=options.generation_config == "auto")
+    app = create_app(dict.fromkeys(config.served_model_name, model), auth=keys, limits=options.limits,
+                     allowed_origins=options.allowed_origins)
+    return make_server(app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
+                       ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile)
+
+
+def _exit_quietly(signum: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
 
 

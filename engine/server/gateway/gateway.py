@@ -7,13 +7,10 @@ only; the gateway finds the new process on the same socket path. Exit status: 0 
 
 import asyncio
 import logging
-import signal
 import socket
 import ssl
 from pathlib import Path
-
-import uvicorn
-import uvloop
+from typing import TYPE_CHECKING
 
 from engine.errors import AtollError, ConfigError, ModelError, complain
 from engine.server.http import credentials
@@ -22,19 +19,22 @@ from engine.server.ipc.client import EngineClient
 from engine.server.ipc.framing import PeerPolicy
 from engine.server.openai.serving import ServedModel
 from engine.server.process import logs
-from engine.server.process.exit import leave
+from engine.server.process.exit import exit_now
 from engine.server.process.notify import Notifier
 from engine.server.settings.commands import model_config, parse_gateway
 from engine.server.settings.options import GatewayOptions
 from engine.server.settings.server_file import model_names
 
+if TYPE_CHECKING:
+    from engine.server.gateway.http_server import HttpServer
+    from engine.server.gateway.serving import Serving
+
 log = logging.getLogger("atoll.gateway")
 
 EXIT_CONFIG = 2
 EXIT_MODEL = 11
-EXIT_INTERRUPTED = 130
 _STATES = {"connecting": "not running", "dead": "down", "stalled": "does not answer"}  # of a client, in plain words
-STATUS_SECONDS = 1.0  # between two looks at the engines; also how often the watchdog is fed
+STATUS_SECONDS = 1.0  # how often the engines' states are read and the watchdog is fed
 
 
 def main(argv: list[str]) -> int:
@@ -58,14 +58,14 @@ def main(argv: list[str]) -> int:
     except ModelError as error:
         complain("atoll gateway", error)
         return EXIT_MODEL
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(_serve(options, sockets, keys, models, broken))
-    return leave(status)
+    from engine.server.gateway.serving import run
+
+    return exit_now(run(_serving(options, sockets, keys, models, broken)))
 
 
 def _check(options: GatewayOptions) -> int:
     """Load what serving needs, without a socket; 0 if every model can be served."""
-    from engine.server.http import metrics  # noqa: F401
+    from engine.server.gateway import app, serving  # noqa: F401
 
     _, broken = load_models(options)
     return EXIT_MODEL if broken else 0
@@ -129,48 +129,26 @@ def _refuse_exposure(options: GatewayOptions, sockets: list[socket.socket]) -> N
                 f"API keys: {' and '.join(missing)} missing.", "--host", "Listen on 127.0.0.1, or give both.")
 
 
-async def _serve(options: GatewayOptions, sockets: list[socket.socket], keys: credentials.GatewayKeys | None,
-                 models: dict[str, ServedModel], broken: dict[str, str]) -> int:
+def _serving(options: GatewayOptions, sockets: list[socket.socket], keys: credentials.GatewayKeys | None,
+             models: dict[str, ServedModel], broken: dict[str, str]) -> "Serving":
     from engine.server.gateway.app import create_app
     from engine.server.gateway.http_server import make_server
-    from engine.server.http.metrics import Metrics
+    from engine.server.gateway.serving import Serving
 
-    limits = options.limits
     certificate, key = _tls(options)
-    app = create_app(models, auth=keys, limits=limits, allowed_origins=options.allowed_origins, broken=broken,
-                     metrics=Metrics({name: model.client for name, model in models.items()}))
+    app = create_app(models, auth=keys, limits=options.limits, allowed_origins=options.allowed_origins, broken=broken)
     server = make_server(
-        app, limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
+        app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
         ssl_certfile=certificate, ssl_keyfile=key)
-    notifier = Notifier()
-    loop, interrupts = asyncio.get_running_loop(), 0
-
-    def on_stop(name: str) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        server.should_exit = True
-        server.force_exit = interrupts > 1
-        notifier.stopping("finishing running requests")
-        log.info("%s: finishing running requests, at most %.0f s", name, options.shutdown_timeout)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_stop, number.name)
-    loop.add_signal_handler(signal.SIGHUP, lambda: _reload(options, server.config.ssl, keys))
-
-    narrator = asyncio.create_task(_narrate(server, notifier, options, sockets, models, broken))
-    try:
-        await server.serve(sockets=sockets)
-    finally:
-        narrator.cancel()
-    if not server.started and not interrupts:
-        log.error("the gateway did not start")
-        return 1
-    log.info("stopped")
-    return EXIT_INTERRUPTED if interrupts > 1 else 0
+    return Serving(
+        "atoll gateway", log, server, sockets, options.shutdown_timeout,
+        lambda notifier: _report(server, notifier, options, sockets, models, broken),
+        reload=lambda: _reload(options, server.config.ssl, keys),
+    )
 
 
 def _reload(options: GatewayOptions, context: ssl.SSLContext | None, keys: credentials.GatewayKeys | None) -> None:
-    """SIGHUP: certificate and keys anew, for new connections. What cannot be used leaves the present one in force."""
+    """SIGHUP: read certificate and keys again, for new connections. If one cannot be used, the present one stays."""
     try:
         certificate, key = _tls(options)
         check_tls(certificate, key)  # in a context of its own: half a pair must not get into the live one
@@ -193,8 +171,8 @@ def _summary(models: dict[str, ServedModel], broken: dict[str, str]) -> str:
     return "; ".join([*words, *(f"{name} not served" for name in broken)])
 
 
-async def _narrate(server: uvicorn.Server, notifier: Notifier, options: GatewayOptions,
-                   sockets: list[socket.socket], models: dict[str, ServedModel], broken: dict[str, str]) -> None:
+async def _report(server: "HttpServer", notifier: Notifier, options: GatewayOptions,
+                  sockets: list[socket.socket], models: dict[str, ServedModel], broken: dict[str, str]) -> None:
     """Ready when the port answers: each engine's health is its own. Then feed the watchdog: this loop turns."""
     while not server.started:
         await asyncio.sleep(0.02)

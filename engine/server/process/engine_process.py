@@ -345,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
     go_offline()
     from engine.server.ipc.framing import PeerPolicy, listen
     from engine.server.process import logs
-    from engine.server.process.exit import leave
+    from engine.server.process.exit import exit_now
     from engine.server.process.takeover import take_over
     from engine.server.settings.commands import parse_engine
 
@@ -374,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
         status = serve(options, server, notifier, started=started)
     finally:
         options.uds.unlink(missing_ok=True)
-    return leave(status)
+    return exit_now(status)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The end of a process that has nothing left to save."""
+"""A fast exit for a process that has nothing left to save."""
 
 import atexit
 import logging
@@ -7,10 +7,10 @@ import sys
 from typing import NoReturn
 
 
-def leave(status: int) -> NoReturn:
-    """Exit without taking every library apart first: the kernel frees the memory in a tenth of that time.
+def exit_now(status: int) -> NoReturn:
+    """Exit without tearing every library down first: the kernel frees the memory in a tenth of that time.
 
-    What was registered with `atexit` still runs, and what was logged is written.
+    `atexit` functions still run, and logs are flushed.
     """
     atexit._run_exitfuncs()
     logging.shutdown()

@@ -17,7 +17,7 @@ import pytest
 from installer_kit import Site, Witness
 from server_kit import Server
 
-from appliance.cli.trust import _writable
+from appliance.cli.secure.trust import _writable
 from installer.access import vendor_keys
 from installer.audit import log
 from installer.base import fs

@@ -13,7 +13,6 @@ ROOMS = ("appliance/cli", "appliance/service", "installer", "offline_bundle")
 
 NOT_FOR_THE_SCREEN = {
     "installer/gpu/": "what the driver says, as it says it",
-    "installer/service/prefix_supervisor.py": "writes to the service's log",
     "installer/operate/boot_recovery.py": "a unit's words, for the journal",
     "installer/support/items.py": "what is in the archive, for support",
     "installer/support/redact.py": "patterns",
@@ -22,8 +21,8 @@ NOT_FOR_THE_SCREEN = {
     "offline_bundle/runtime/licenses.py": "files of a medium",
     "offline_bundle/medium/": "has words of its own (language.py), tested in tests/offline_bundle",
     "offline_bundle/signing/hash_words.py": "a list of words",
-    "appliance/cli/usage_errors.py": "what a library says, marked by foreign()",
-    "appliance/cli/doctor_words.py": "what the engine says, marked by foreign()",
+    "appliance/cli/language/usage_errors.py": "what a library says, marked by foreign()",
+    "appliance/cli/operate/doctor_words.py": "what the engine says, marked by foreign()",
 }
 # Calls whose arguments are no messages: patterns, commands, records, types; and typer's, which the help is made from.
 NO_MESSAGES = {

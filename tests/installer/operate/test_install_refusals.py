@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from installer_kit import Site, Witness, tree
 
-from appliance.cli import install as install_command
+from appliance.cli.install import install as install_command
 from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.lock import InstallLock

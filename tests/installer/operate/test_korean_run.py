@@ -22,11 +22,11 @@ from rich.console import Console
 from server_kit import Server
 from typer.testing import CliRunner
 
-from appliance.cli import install as install_command
 from appliance.cli.app import app
 from appliance.cli.common import print_error, say_rows
-from appliance.cli.install_view import Terminal, print_plan, print_result
-from appliance.cli.own_parsers import wrapped
+from appliance.cli.install import install as install_command
+from appliance.cli.language.own_parsers import wrapped
+from appliance.cli.view.install_view import Terminal, print_plan, print_result
 from installer.base.errors import InstallError
 from installer.base.i18n import language_of, t
 from installer.decide.plan import Plan

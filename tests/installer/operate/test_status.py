@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from installer_kit import Site
 
-from appliance.cli.status import rows
+from appliance.cli.operate.status import rows
 from installer.access import api_keys
 from installer.base.journal import History
 from installer.base.layout import Layout
@@ -197,7 +197,7 @@ def test_another_user_sees_what_he_may_and_is_told_the_rest(site: Site, bundle: 
     assert (facts["state"], facts["healthy"], facts["health"]["ok"]) == ("serving", True, True)
     assert facts["problems"] == []
     assert any(label == "not seen" and "sudo atoll status" in text for label, text in rows({**facts, "engines": {}}))
-    from appliance.cli.apikey import _layout
+    from appliance.cli.secure.apikey import _layout
 
     denied = as_nobody(lambda: str(_layout(site.prefix)))
     assert "belong to another user" in denied["error"]

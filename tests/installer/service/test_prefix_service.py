@@ -17,9 +17,9 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.proc import ProcessId, boot_id, start_time
 from installer.operate.lifecycle import start, stop
 from installer.operate.status import status
-from installer.service import prefix_supervisor
-from installer.service.log_file import follow, tail
-from installer.service.prefix import PrefixService, service_environment
+from installer.service import log_file
+from installer.service.log_file import follow, rotate, tail
+from installer.service.prefix import SUPERVISOR, PrefixService, service_environment
 
 Bundles = Callable[..., Path]
 
@@ -133,8 +133,8 @@ def test_only_one_supervisor_a_prefix(site: Site, bundle: Bundles) -> None:
     site.install(bundle())
     before = site.layout.pidfile.read_bytes()
     other = subprocess.run(
-        [sys.executable, "-m", "installer.service.prefix_supervisor", "--prefix", str(site.prefix)],
-        capture_output=True, timeout=30, cwd=Path(prefix_supervisor.__file__).parents[2],
+        [sys.executable, "-m", SUPERVISOR, "--prefix", str(site.prefix)],
+        capture_output=True, timeout=30, cwd=Path(log_file.__file__).parents[2],
     )
     assert other.returncode == ExitCode.BUSY
     assert site.layout.pidfile.read_bytes() == before
@@ -165,17 +165,17 @@ def test_commands_where_nothing_is_installed(site: Site) -> None:
 def test_the_log_is_rotated_and_followed_across_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "serve.log"
     log.write_text("old\n")
-    monkeypatch.setattr(prefix_supervisor, "LOG_CAP", 100)
+    monkeypatch.setattr(log_file, "LOG_CAP", 100)
     for generation in range(5):
         log.write_text(f"generation {generation}\n" * 20)
-        prefix_supervisor.rotate(log)
+        rotate(log)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["serve.log.1", "serve.log.2", "serve.log.3"]
     assert (tmp_path / "serve.log.1").read_text().startswith("generation 4")
     with log.open("a") as writer:
         writer.write("x" * 200 + "\n")
         writer.flush()
-        prefix_supervisor.rotate(log, running=True)
+        rotate(log, running=True)
         assert log.stat().st_size == 0
         writer.write("after\n")
         writer.flush()

@@ -21,9 +21,7 @@ from certificates import self_signed
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.server.cli.serve import base_url
-from engine.server.gateway import http_server
-from engine.server.http.limits import Limits
+from engine.server.cli.serve import base_url, http_server
 from engine.server.ipc.client import EngineClient
 from engine.server.settings.commands import parse_engine, parse_serve
 from engine.server.settings.options import engine_argv
@@ -141,7 +139,7 @@ def test_the_sampling_defaults_are_the_vendors_or_neutral(
     model = shutil.copytree(tiny_llama_dir(), tmp_path / "model")
     (model / "generation_config.json").write_text('{"temperature": 0.25}')
     options = serve(f"{model} --generation-config {said} --disable-access-log")
-    server = http_server._server(options, EngineClient(tmp_path / "none.sock"), Limits())
+    server = http_server(options, EngineClient(tmp_path / "none.sock"))
     served = server.config.app.state.gateway.model(None)  # type: ignore[union-attr]
     assert served.defaults.get("temperature") == temperature
 

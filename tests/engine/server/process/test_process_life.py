@@ -17,7 +17,8 @@ from process_kit import READY_SECONDS, Engine, connected, greedy, tokens_of, unt
 
 from engine.core.request import EngineRequest
 from engine.errors import EngineDeadError
-from engine.server.process.supervisor import EngineChild
+from engine.server.ipc.client import EngineClient
+from engine.server.process.engine_child import EngineChild
 from engine.server.settings.commands import parse_serve
 
 
@@ -138,20 +139,25 @@ async def test_a_stalled_engine_is_replaced(
     tiny_llama_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.server.ipc.client.PING_SECONDS", 0.2)
-    monkeypatch.setattr("engine.server.process.supervisor.STALL_KILL_SECONDS", 1.0)
-    monkeypatch.setattr("engine.server.process.supervisor.STALL_POLL_SECONDS", 0.2)
+    monkeypatch.setattr("engine.server.process.engine_child.STALL_KILL_SECONDS", 1.0)
+    monkeypatch.setattr("engine.server.process.engine_child.STALL_POLL_SECONDS", 0.2)
     options = parse_serve([str(tiny_llama_dir()), "--kv-cache-memory-bytes=4M", "--log-format=json"])
-    child = EngineChild(options, tmp_path / "s")
+    client = EngineClient(tmp_path / "s", stall_seconds=0.5)
+    child = EngineChild(options, client)
     child.spawn()
-    async with connected(tmp_path / "s", stall_seconds=0.5) as client:
-        supervisor = asyncio.create_task(child.supervise(client))
+    await client.start()
+    supervisor = asyncio.create_task(child.supervise())
+    try:
         await client.wait_ready(READY_SECONDS)
         first = child.pid
         assert first is not None
         os.kill(first, signal.SIGSTOP)  # the socket stays open, the loop does not turn
         await until(lambda: not client.healthy(), 5)
-        await until(lambda: child.pid != first, 10)
+        await until(lambda: child.pid not in (first, None), 10)
         await until(client.healthy, READY_SECONDS)
         assert len((await tokens_of(client, EngineRequest("r", [1], greedy(2))))[0]) == 2
-        await child.stop()
+        assert not await child.stop()
         await supervisor
+    finally:
+        child.kill()
+        await client.close()

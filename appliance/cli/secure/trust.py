@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, told
-from appliance.cli.keys import grouped, word_lines
+from appliance.cli.view.fingerprint import grouped, word_lines
 from installer.access import vendor_keys
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 from rich.cells import cell_len
 
-from appliance.cli.byte_progress import byte_progress, size
 from appliance.cli.common import Json, Prefix, examples, layout_for, padded, print_json, say, spoken, told
+from appliance.cli.view.byte_progress import byte_progress, size
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.operate.deep_verify import Report, Target, rebuild, verify

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import say_rows, spoken
-from appliance.cli.json_output import emit, json_errors
+from appliance.cli.view.fingerprint import grouped, word_lines
+from appliance.cli.view.json_output import emit, json_errors
 from installer.base.i18n import t
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.signing.hash_words import from_words, in_words
@@ -109,17 +110,6 @@ def words(
             emit({"ok": True, "hex": plain, "words": in_words(plain)})
             return
         typer.echo("\n".join([grouped(plain), *word_lines(plain)]))
-
-
-def word_lines(digits: str) -> list[str]:
-    """The words of a hash, eight a line."""
-    found = in_words(digits).split()
-    return [" ".join(found[at : at + 8]) for at in range(0, len(found), 8)]
-
-
-def grouped(fingerprint: str) -> str:
-    """A fingerprint in groups of four that can be read aloud."""
-    return " ".join(fingerprint[i : i + 4] for i in range(0, len(fingerprint), 4))
 
 
 def _new_passphrase() -> bytes:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, told
-from appliance.cli.preflight_view import print_checks, print_verdict
+from appliance.cli.view.preflight_view import print_checks, print_verdict
 from installer.access.vendor_keys import keyring
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError

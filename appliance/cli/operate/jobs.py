@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
-from appliance.cli.install_view import Terminal
+from appliance.cli.view.install_view import Terminal
 from appliance.service import jobs
 from installer.base.i18n import t
 from installer.operate.install import key_was_shown

@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
-from appliance.cli.byte_progress import byte_progress, size
 from appliance.cli.common import say, say_rows
-from appliance.cli.json_output import emit
-from appliance.cli.keys import grouped, word_lines
+from appliance.cli.view.byte_progress import byte_progress, size
+from appliance.cli.view.fingerprint import grouped, word_lines
+from appliance.cli.view.json_output import emit
 from installer.base.i18n import joined, t
 from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.progress import Progress

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from appliance.cli.common import agrees, layout_for, padded, print_json, say, say_rows, spoken
-from appliance.cli.finding_view import print_findings
-from appliance.cli.preflight_view import print_checks
+from appliance.cli.view.finding_view import print_findings
+from appliance.cli.view.preflight_view import print_checks
 from installer.access.licence import LicenceRequest
 from installer.base.i18n import t
 from installer.base.layout import Layout

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
-from appliance.cli.finding_view import print_state
-from appliance.cli.install_view import Terminal
-from appliance.cli.preflight import read_waivers
+from appliance.cli.install.preflight import read_waivers
+from appliance.cli.view.finding_view import print_state
+from appliance.cli.view.install_view import Terminal
 from appliance.service import answers as answers_of
 from appliance.service import checklist
 from appliance.service.run_request import RunRequest

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli import bundle_runtime
-from appliance.cli.byte_progress import byte_progress, size
 from appliance.cli.common import layout_for, say, say_rows, spoken
-from appliance.cli.json_output import emit, json_errors
+from appliance.cli.publish import bundle_runtime
+from appliance.cli.view.byte_progress import byte_progress, size
+from appliance.cli.view.json_output import emit, json_errors
 from installer.access.vendor_keys import keyring
 from installer.base.errors import InstallError
 from installer.base.i18n import joined, t

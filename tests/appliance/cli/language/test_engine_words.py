@@ -16,7 +16,7 @@ import pytest
 import torch
 from tiny_llama import save_tiny_llama
 
-from appliance.cli import engine_words
+from appliance.cli.language import engine_words
 from engine import errors
 from engine.config import EngineConfig
 from engine.core.kv import planner
@@ -28,8 +28,9 @@ from engine.server.http.auth import KeyFile
 from engine.server.http.exposure import check_exposure
 from engine.server.http.listening import bind_tcp
 from engine.server.ipc import framing
+from engine.server.ipc.client import EngineClient
 from engine.server.process import gpu_ready
-from engine.server.process.supervisor import EngineChild, EngineFailedError
+from engine.server.process.engine_child import EngineChild, EngineFailedError
 from engine.server.settings.commands import parse_engine, parse_gateway, parse_serve
 from engine.server.settings.options import ServeOptions
 from engine.server.settings.server_file import check_gpus, engine_argv_of, model_names
@@ -214,12 +215,12 @@ def test_tables_that_have_no_room_on_the_host(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("status", [1, -9, -11])
 @pytest.mark.parametrize("was_ready", [True, False])
 def test_an_engine_that_keeps_ending(status: int, was_ready: bool) -> None:
-    child = EngineChild(ServeOptions(EngineConfig(Path("/m"), ["m"]), max_restarts=2), Path("/run/engine.sock"))
+    child = EngineChild(ServeOptions(EngineConfig(Path("/m"), ["m"]), max_restarts=2), EngineClient("/run/engine.sock"))
     child._was_ready = was_ready
 
     def crash() -> None:
         for _ in range(3):
-            child._after_crash(status, "")
+            child.delay_after(status, "")
 
     error = refusal(crash)
     assert isinstance(error, EngineFailedError)

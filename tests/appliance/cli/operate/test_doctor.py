@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from appliance.cli import app as tree
-from appliance.cli import doctor as module
+from appliance.cli.operate import doctor as module
 from engine.capabilities import nvidia_driver_present
 from engine.selftest import report
 from engine.selftest.stopwatch import Stopwatch

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from appliance.cli.byte_progress import size
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say_rows, spoken, told
+from appliance.cli.view.byte_progress import size
 from appliance.engines import engine_facts
 from installer.access.api_keys import shown_name
 from installer.base.errors import ExitCode

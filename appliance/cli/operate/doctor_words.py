@@ -1,5 +1,5 @@
 """What the engine's self-test says, for the catalogue: the engine knows no other language than English, and `atoll
-doctor` recognises its sentences. tests/appliance/test_doctor.py sees that they are still these."""
+doctor` recognises its sentences. tests/appliance/cli/operate/test_doctor.py sees that they are still these."""
 
 from installer.base.i18n import foreign
 

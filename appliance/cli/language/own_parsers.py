@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from appliance.cli.help_texts import LANGUAGE_HELP
+from appliance.cli.language.help_texts import LANGUAGE_HELP
 
 # An indented line is to be typed; what explains it stands after a gap.
 _EXAMPLE = re.compile(r"(?P<typed>\s+\S.*?)(?:(?P<gap>\s{2,})(?P<words>\S.*))?")

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, told
-from appliance.cli.install_view import Terminal, print_result
-from appliance.cli.preflight import read_waivers
+from appliance.cli.install.preflight import read_waivers
+from appliance.cli.view.install_view import Terminal, print_result
 from appliance.service.installing import run_install
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError

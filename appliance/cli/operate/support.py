@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.byte_progress import size
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, spoken, told
+from appliance.cli.view.byte_progress import size
 from appliance.engines import engine_facts
 from installer.base.i18n import t
 from installer.base.layout import Layout

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from appliance.cli.common import padded, spoken
-from appliance.cli.json_output import emit
+from appliance.cli.view.json_output import emit
 from installer.base.i18n import retold, t
 
 SELF_TEST = (sys.executable, "-s", "-P", "-m", "engine.selftest", "--json")

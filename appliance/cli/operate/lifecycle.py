@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, spoken, told
-from appliance.cli.install_view import Terminal, human_bytes, print_result
+from appliance.cli.view.install_view import Terminal, human_bytes, print_result
 from appliance.service import events
 from appliance.service.jobs import spool
 from installer.audit import log

@@ -1,0 +1,1 @@
+"""`atoll --help`, Install: from a bare server to a running service."""

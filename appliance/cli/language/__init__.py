@@ -1,0 +1,1 @@
+"""The operator's language: help, usage errors, and messages of the engine."""

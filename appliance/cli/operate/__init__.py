@@ -1,0 +1,1 @@
+"""`atoll --help`, Operate: look after a running service."""

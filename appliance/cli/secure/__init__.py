@@ -1,0 +1,1 @@
+"""`atoll --help`, Secure: signatures, trusted keys, API keys, certificates, the audit log."""

@@ -1,0 +1,94 @@
+"""The main loop of every process that answers HTTP: `atoll gateway`, and `atoll serve` with its engine as a child."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+
+from engine.errors import complain
+from engine.server.gateway.http_server import HttpServer
+from engine.server.process.engine_child import EngineChild, EngineFailedError
+from engine.server.process.notify import Notifier
+
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(slots=True)
+class Serving:
+    """An HTTP server and what runs with it."""
+
+    command: str                                                  # "atoll serve", for messages
+    log: logging.Logger
+    server: HttpServer
+    sockets: list[socket.socket]
+    shutdown_timeout: float                                       # seconds for running requests at the end
+    report: Callable[[Notifier], Coroutine[Any, Any, None]]       # tells systemd and the operator about the state
+    engine: EngineChild | None = None                             # ours to restart and to stop
+    reload: Callable[[], None] | None = None                      # on SIGHUP; without it SIGHUP stops, as SIGTERM does
+
+
+def run(serving: Serving) -> int:
+    """Serve until a signal comes or the engine gives up; returns the exit status.
+
+    The first SIGTERM or SIGINT lets running requests end, the second stops at once.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(serving))
+
+
+async def _run(serving: Serving) -> int:
+    server, engine, log = serving.server, serving.engine, serving.log
+    notifier, interrupts = Notifier(), 0
+
+    def stop(name: str) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        server.should_exit = True
+        if interrupts == 1:
+            notifier.stopping("finishing running requests")
+            log.info("%s: finishing running requests, at most %.0f s; a second signal stops at once", name,
+                     serving.shutdown_timeout)
+            return
+        server.force_exit = True
+        if engine is not None:
+            engine.kill()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number.name)
+    if serving.reload is not None:
+        loop.add_signal_handler(signal.SIGHUP, serving.reload)
+    elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a closed terminal does not stop us
+        loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP.name)
+
+    http = asyncio.create_task(server.serve(sockets=serving.sockets), name="http")
+    supervisor = asyncio.create_task(engine.supervise(), name="supervisor") if engine is not None else None
+    reporter = asyncio.create_task(serving.report(notifier), name="reporter")
+    try:
+        await asyncio.wait({http, supervisor} - {None}, return_when=asyncio.FIRST_COMPLETED)  # type: ignore[arg-type]
+        reporter.cancel()
+        if not server.should_exit:  # the engine gave up
+            notifier.stopping("the engine failed")
+            server.should_exit = True
+        await http
+        if interrupts > 1:
+            return EXIT_INTERRUPTED
+        if not server.started and not interrupts and (supervisor is None or not supervisor.done()):
+            log.error("the gateway did not start")
+            return 1
+        if engine is not None and supervisor is not None:
+            await engine.stop()
+            await supervisor
+    except EngineFailedError as error:
+        log.error("%s", error)
+        complain(serving.command, error, logged=True)
+        return error.status
+    finally:
+        reporter.cancel()
+    log.info("stopped")
+    return 0

@@ -1,0 +1,114 @@
+"""The engine process as the child of `atoll serve`."""
+
+import asyncio
+import logging
+import os
+import signal
+import site
+import sys
+from pathlib import Path
+
+import engine as engine_package
+from engine.errors import AtollError
+from engine.server.ipc.client import EngineClient
+from engine.server.process.supervisor import (
+    FINAL_STATUSES,
+    RESTART_WINDOW_SECONDS,
+    Restarts,
+    Supervisor,
+    how_it_ended,
+)
+from engine.server.settings.options import ServeOptions, engine_argv
+
+log = logging.getLogger("atoll.serve")
+
+EXIT_UNHEALTHY = 40
+LOAD_ATTEMPTS = 2               # before it was ready even once
+STOP_SECONDS = 15.0             # between SIGTERM and SIGKILL
+LAST_WORDS_SECONDS = 0.1        # for the client to read the Goodbye of an engine that has ended
+STALL_POLL_SECONDS = 5.0
+STALL_KILL_SECONDS = 180.0      # of a loop that does not turn; its health is bad long before
+
+
+class EngineFailedError(AtollError):
+    """The engine ended and a restart is pointless or has been tried often enough; `status` is for our own exit."""
+
+    def __init__(self, message: str, status: int, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.status = status
+
+
+class EngineChild(Supervisor):
+    """Restarted when it crashes or stalls; `client` is connected to its socket."""
+
+    def __init__(self, options: ServeOptions, client: EngineClient) -> None:
+        # -P: neither the working directory nor a script's directory may shadow a module of the engine.
+        argv = [
+            sys.executable, "-P", "-m", "engine.server.process.engine_process",
+            f"--uds={client.path}", f"--parent-pid={os.getpid()}",
+            f"--log-level={options.log_level}", f"--log-format={options.log_format}", *engine_argv(options.engine),
+        ]
+        super().__init__(
+            argv, stop_seconds=STOP_SECONDS, stdout=sys.stderr.fileno(), env=_environment(),
+            start_new_session=True,  # Ctrl-C in the terminal is for us; we tell the engine
+        )
+        self.client = client
+        self._restarts = Restarts(options.max_restarts, first_delay=0.5)
+        self._was_ready = False
+
+    def spawn(self) -> None:
+        super().spawn()
+        log.debug("started the engine", extra={"fields": {"pid": self.pid}})
+
+    async def supervise(self) -> None:
+        """Returns after `stop`. Raises EngineFailedError to give up."""
+        watcher = asyncio.create_task(self._watch_for_stall())
+        try:
+            await super().supervise()
+        finally:
+            watcher.cancel()
+
+    async def stop(self) -> bool:
+        killed = await super().stop()
+        if killed:
+            log.warning("the engine did not stop within %.0f s and was killed", STOP_SECONDS)
+        return killed
+
+    async def ended(self, status: int) -> float:
+        self._was_ready = self._was_ready or self.client.info is not None
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        return self.delay_after(status, self.client.last_error)
+
+    def delay_after(self, status: int, last_words: str) -> float:
+        """Seconds until the next start. Raises EngineFailedError."""
+        how, delay = how_it_ended(status), self._restarts.delay_after(status)
+        if status in FINAL_STATUSES:
+            raise EngineFailedError(f"The engine could not start: {last_words or how}", status)
+        count = self._restarts.count
+        if not self._was_ready and count >= LOAD_ATTEMPTS:
+            raise EngineFailedError(f"The engine {how} while loading, {count} times.", EXIT_UNHEALTHY,
+                                    "Its last log lines say why.")
+        if delay is None:
+            raise EngineFailedError(f"The engine {how}, {count} times in {RESTART_WINDOW_SECONDS / 60:.0f} minutes.",
+                                    EXIT_UNHEALTHY, "Its last log lines say why; restarting has been given up.")
+        log.error("the engine %s; restarting it in %.1f s", how, delay, extra={"fields": {"restart": count}})
+        return delay
+
+    async def _watch_for_stall(self) -> None:
+        """A loop that no longer turns is dumped and killed; `supervise` then starts a new one."""
+        while True:
+            await asyncio.sleep(STALL_POLL_SECONDS)
+            if self.client.stalled(STALL_KILL_SECONDS) and self._process is not None and self.running:
+                log.error("the engine's loop has stalled; its stacks follow, then it is killed")
+                self._process.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks
+                await asyncio.sleep(1)
+                self._process.kill()
+
+
+def _environment() -> dict[str, str]:
+    """Ours; a bare checkout is put on the child's path, since -P keeps the working directory off it."""
+    environment = dict(os.environ)
+    root = str(Path(engine_package.__file__).resolve().parents[1])
+    if root not in site.getsitepackages():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    return environment
