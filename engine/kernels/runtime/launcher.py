@@ -162,7 +162,9 @@ def _target_of(device: torch.device) -> Target:
     if device.type != "cuda":
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)
-    return Target((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
+    return Target(
+        (found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count, found.name
+    )
 
 
 def interpreted() -> bool:
