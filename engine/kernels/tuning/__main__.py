@@ -35,9 +35,10 @@ examples:
   python -m engine.kernels.tuning --model DIR --quantization fp8 --budget 300
   python -m engine.kernels.tuning --show                            which tables this GPU takes; searches nothing
 
-  On a server, as the user that runs the engine, with that engine's cache (NAME: see 'atoll models list'):
+  On a server, as the user that runs the engine, with that engine's cache:
   sudo atoll stop
-  sudo -u atoll-engine python -m engine.kernels.tuning --model DIR --cache /var/cache/atoll/engine/NAME
+  sudo -u atoll-engine env PYTHONPATH=/opt/atoll/current/lib python3 -P -m engine.kernels.tuning \\
+      --model /var/lib/atoll/models/DIGEST --cache /var/cache/atoll/engine/NAME
   sudo atoll start
 
   In a checkout, for a release, with all shapes in engine/bench/configs:
