@@ -26,7 +26,7 @@ from engine.worker.build import DEFAULT_SEQS, gpu_defaults, resolve_dtype, resol
 from engine.worker.memory import activation_bytes, host_bytes, loaded_bytes
 
 _RESERVED = 5 * GIB // 2  # CUDA context, kernels' code, library workspaces, graphs and buffers
-_SHAPES = Path(__file__).parent / "bench/configs"
+SHAPES = Path(__file__).parent / "bench/configs"  # of models that are planned and measured without their weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class _Shape:
 
 def shipped_shape(name: str) -> Path | None:
     """The directory with the config.json of a model that Atoll was measured with; it holds no weights."""
-    found = _SHAPES / name
-    return found if found.parent == _SHAPES and (found / "config.json").is_file() else None
+    found = SHAPES / name
+    return found if found.parent == SHAPES and (found / "config.json").is_file() else None
 
 
 def native_context(model: Path) -> int:

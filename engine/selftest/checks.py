@@ -98,16 +98,16 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.attention import chunks as attention_chunks
     from engine.kernels.attention import decode as attention_decode
     from engine.kernels.attention import heads as attention_heads
-    from engine.kernels.gemm import quantize as gemm_quantize
     from engine.kernels.gemm import small_batch
     from engine.kernels.moe import experts as moe_experts
     from engine.kernels.pointwise import fused as pointwise_fused
     from engine.kernels.pointwise import inputs as pointwise_inputs
     from engine.kernels.pointwise import post_norm as pointwise_post_norm
+    from engine.kernels.pointwise import quantize as pointwise_quantize
 
     return Side(
         device, dtype, attention_chunks, attention_decode, pointwise_fused, small_batch, pointwise_inputs,
-        gemm_quantize,
+        pointwise_quantize,
         moe_experts, attention_heads, pointwise_post_norm, dry,
     )  # fmt: skip
 

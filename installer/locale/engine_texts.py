@@ -16,7 +16,7 @@ from pathlib import Path
 ERRORS = {"ConfigError", "OutOfMemoryPlanError", "ModelError", "EngineFailedError", "HostMemoryError"}
 OF_A_FLAG = "ArgumentTypeError"  # argparse puts the flag before it, FlagParser a full stop behind it
 REASONS = re.compile("REFUSED_|ONLY_ONE")  # tables of flags and why they are refused
-NOT_AT_A_START = {"bench", "llm.py"}  # for developers
+NOT_AT_A_START = {"bench", "tuning", "llm.py"}  # programs of their own
 
 
 def engine_texts(engine: Path) -> dict[str, set[str]]:

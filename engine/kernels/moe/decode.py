@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.gemm.e4m3 import widened
 from engine.kernels.gemm.weight_stream import block, first_blocks, halves, times_rows, within_threads
 from engine.kernels.moe.router import route_kernel
 from engine.kernels.moe.tiles import FewTiles, Shape, few_tiles
 from engine.kernels.moe.top_k import MOST_EXPERTS
+from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 

@@ -24,7 +24,7 @@ may even come before the wait:
 Every program of every kernel with a PDL constant must wait, before it returns too: only so does waiting for the last
 kernel mean waiting for all before it. The launcher sets PDL where the GPU can do it (compute capability 9.0 or newer).
 
-Before compute capability 8.9 Triton knows no e4m3 numbers: kernels get them as bytes there (gemm.e4m3).
+Before compute capability 8.9 Triton knows no e4m3 numbers: kernels get them as bytes there (pointwise.e4m3).
 """
 
 import ctypes
@@ -162,7 +162,9 @@ def _target_of(device: torch.device) -> Target:
     if device.type != "cuda":
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)
-    return Target((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
+    return Target(
+        (found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count, found.name
+    )
 
 
 def interpreted() -> bool:

@@ -8,7 +8,7 @@ GPU's fp8 units; a GPU without such units widens the weight instead (kernels/gem
 
     scale = max |row| / 448        stored = round_to_fp8(row / scale)        value = stored * scale
 
-448 is the largest e4m3 number. On a GPU the activations' half is a kernel (kernels/gemm/quantize.py).
+448 is the largest e4m3 number. On a GPU the activations' half is a kernel (kernels/pointwise/quantize.py).
 """
 
 import torch
@@ -66,7 +66,7 @@ def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         from engine.kernels.gemm.small_batch import gemv
 
         return gemv(x, layer.weight, layer.scale, layer.bias)
-    from engine.kernels.gemm.quantize import quantize_rows as quantize_rows_on_gpu
+    from engine.kernels.pointwise.quantize import quantize_rows as quantize_rows_on_gpu
 
     return _on_fp8_units(layer, QuantizedRows(*quantize_rows_on_gpu(x), x.dtype))
 

@@ -10,10 +10,10 @@ pytest.importorskip("triton")
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads
-from engine.kernels.gemm import quantize, small_batch
+from engine.kernels.gemm import small_batch
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts
-from engine.kernels.pointwise import fused, gated_norm, host_rows, inputs, post_norm
+from engine.kernels.pointwise import fused, gated_norm, host_rows, inputs, post_norm, quantize
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.recurrent import gated_delta
 from engine.kernels.sampling import sampler

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels.gemm import quantize, small_batch
 from engine.kernels.gemm import reference as gemm_reference
-from engine.kernels.pointwise import fused
+from engine.kernels.gemm import small_batch
+from engine.kernels.pointwise import fused, quantize
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.norm import WideRMSNorm
 

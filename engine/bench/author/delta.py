@@ -16,12 +16,12 @@ from functools import partial
 import torch
 
 from engine.bench import floor, report
-from engine.bench.timing import step_seconds
 from engine.capabilities import resolve_device
 from engine.config import STATE_DTYPES
 from engine.core.kv.spec import StateLayer
 from engine.errors import ConfigError
 from engine.kernels.recurrent.reference import DeviceRecurrentBatch, RecurrentBatch
+from engine.kernels.tuning.timing import step_seconds
 from engine.layers.gated_delta import GatedDeltaNet
 from engine.models.config.model import ModelConfig
 from engine.models.config.qwen3_5 import read_qwen3_5

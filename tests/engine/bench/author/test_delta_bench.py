@@ -2,16 +2,16 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import pytest
 
-from engine.bench import delta, floor
+from engine.bench import floor
+from engine.bench.author import delta
 from engine.core.kv.spec import StateLayer
 from engine.models.config.model import ModelConfig
 from engine.models.registry import model_class
 
-CONFIGS = Path(delta.__file__).parent / "configs"
+CONFIGS = floor.CONFIGS
 TINY = {
     "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 32, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,

@@ -1,16 +1,16 @@
-"""The search for tiles in a decode step, with made-up times, and the files it writes."""
+"""The search for tiles in a decode step, with made-up times."""
 
 import math
 
 import pytest
 
-from engine.bench import gemv_search
-from engine.bench.gemv_search import Block, Stage
-from engine.bench.moe_search import few_stages
 from engine.kernels.gemm import tiles as gemm_tiles
-from engine.kernels.gemm.tiles import Product, VectorTiles
+from engine.kernels.gemm.tiles import Product
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.moe.tiles import Shape
+from engine.kernels.tuning import step_search
+from engine.kernels.tuning.experts_search import few_stages
+from engine.kernels.tuning.step_search import Block, Stage
 
 PRODUCTS = [Product(4096, 4096, 1), Product(24576, 4096, 2, True, True), Product(1536, 256, 2, False, True)]
 BLOCK = Block(Shape(128, 8, 2048, 768, 1), 0)
@@ -19,7 +19,7 @@ SOON = math.inf
 
 @pytest.mark.parametrize("product", [*PRODUCTS, Product(64, 2048, 2)], ids=str)
 def test_candidates_read_whole_vectors(product):
-    found = gemv_search.candidates(product)
+    found = step_search.candidates(product)
     assert len(set(found)) == len(found) >= 4
     for tiles in found:
         each = tiles.block_n * (2 if product.gated else 1) * tiles.block_k * product.itemsize / (32 * tiles.warps)
@@ -28,7 +28,7 @@ def test_candidates_read_whole_vectors(product):
 
 
 def stage_of(product=PRODUCTS[0], head=False):
-    changes = [tiles._asdict() for tiles in gemv_search.candidates(product)]
+    changes = [tiles._asdict() for tiles in step_search.candidates(product)]
     return Stage(str(product), product, changes, head)
 
 
@@ -38,15 +38,15 @@ def start_of(*products):
 
 def others(product=PRODUCTS[0]):
     """The candidates that are not there at the start."""
-    return [tiles for tiles in gemv_search.candidates(product) if tiles != gemm_tiles.by_rule(product)]
+    return [tiles for tiles in step_search.candidates(product) if tiles != gemm_tiles.by_rule(product)]
 
 
 def ready_with(ms, compiled=lambda *_: True, right=lambda *_: True):
-    return gemv_search.Ready(ms, compiled, right)
+    return step_search.Ready(ms, compiled, right)
 
 
 def search_one(ms, deadline=SOON, **how):
-    found = gemv_search.search([stage_of()], start_of(PRODUCTS[0]), ready_with(ms, **how), deadline)
+    found = step_search.search([stage_of()], start_of(PRODUCTS[0]), ready_with(ms, **how), deadline)
     return list(found)
 
 
@@ -54,7 +54,7 @@ def search_one(ms, deadline=SOON, **how):
 def test_the_search_finds_the_fastest_candidate(product):
     best = others(product)[-2]
     ready = ready_with(lambda chosen, _: 1.0 if chosen[product] == best else 2.0)
-    (found,) = gemv_search.search([stage_of(product)], start_of(product), ready, SOON)
+    (found,) = step_search.search([stage_of(product)], start_of(product), ready, SOON)
     assert (found.tiles, found.is_new) == (best, True)
     assert (found.row["ms"], found.row["ms_before"], found.row["tiles"]) == (1.0, 2.0, list(best))
     assert found.row["tried"] == len(others(product))
@@ -69,11 +69,11 @@ def test_each_product_is_timed_in_the_step_with_the_tiles_chosen_before_it():
         return 4.0 - (chosen[one] == first) - (chosen[two] == (second if chosen[one] == first else other))
 
     stages, start = [stage_of(one), stage_of(two)], start_of(one, two)
-    found = list(gemv_search.search(stages, start, ready_with(ms), SOON))
+    found = list(step_search.search(stages, start, ready_with(ms), SOON))
     assert [each.tiles for each in found] == [first, second]
     assert [(each.row["ms_before"], each.row["ms"]) for each in found] == [(4.0, 3.0), (3.0, 2.0)]
     assert start == start_of(one, two)
-    found = list(gemv_search.search(stages[1:], start, ready_with(ms), SOON))
+    found = list(step_search.search(stages[1:], start, ready_with(ms), SOON))
     assert [each.tiles for each in found] == [other]
 
 
@@ -85,7 +85,7 @@ def test_kernels_of_a_block_get_their_tiles_one_after_the_other():
     def ms(chosen, _):
         return 4.0 - (chosen[BLOCK].gate_up == gate_up) - (chosen[BLOCK].down == down)
 
-    found = list(gemv_search.search(stages, {BLOCK: start}, ready_with(ms), SOON))
+    found = list(step_search.search(stages, {BLOCK: start}, ready_with(ms), SOON))
     assert [each.is_new for each in found] == [True, True, False]
     assert (found[-1].tiles.gate_up, found[-1].tiles.down, found[-1].row["ms"]) == (gate_up, down, 2.0)
 
@@ -100,7 +100,7 @@ def test_only_products_of_the_head_are_timed_with_it():
         return 1.0
 
     stages = [stage_of(products[0], head=True), stage_of(products[1])]
-    list(gemv_search.search(stages, start_of(*products), ready_with(ms), SOON))
+    list(step_search.search(stages, start_of(*products), ready_with(ms), SOON))
     assert asked == {(True,), (products[0], True), (False,), (products[1], False)}
 
 
@@ -165,51 +165,3 @@ def test_without_a_time_of_the_tiles_before_others_are_not_tried():
 
 def test_a_search_ends_at_its_deadline():
     assert search_one(lambda *_: 1.0, deadline=0) == []
-
-
-# -- what is written --------------------------------------------------------------------------------------------------
-
-
-def found_of(part, tiles, is_new=True):
-    return gemv_search.Found(Stage("", part, []), tiles, is_new, {})
-
-
-def test_what_was_found_takes_its_place_among_the_others(tmp_path):
-    path = tmp_path / "tuned.json"
-    tiles = VectorTiles(8, 512, 2)
-    for product in PRODUCTS:
-        gemv_search.write(found_of(product, tiles), path, None)
-    assert list(read(path)) == PRODUCTS
-    gemv_search.write(found_of(PRODUCTS[1], tiles._replace(warps=4)), path, None)
-    assert read(path) == dict.fromkeys(PRODUCTS, tiles) | {PRODUCTS[1]: tiles._replace(warps=4)}
-    rule = gemm_tiles.by_rule(PRODUCTS[0])
-    gemv_search.write(found_of(PRODUCTS[0], rule), path, None)
-    assert list(read(path)) == PRODUCTS[1:]
-
-
-def test_tiles_of_a_block_go_to_a_file_of_their_own_if_they_are_new(tmp_path):
-    out, moe_out = tmp_path / "gemv.json", tmp_path / "moe.json"
-    tiles = moe_tiles.few_tiles(BLOCK.shape, 1)
-    gemv_search.write(found_of(BLOCK, tiles, is_new=False), out, moe_out)
-    gemv_search.write(found_of(BLOCK, tiles), out, None)
-    assert list(tmp_path.iterdir()) == []
-    gemv_search.write(found_of(BLOCK, tiles), out, moe_out)
-    gemv_search.write(found_of(PRODUCTS[0], VectorTiles(8, 512, 2)), None, moe_out)
-    assert list(tmp_path.iterdir()) == [moe_out]
-    assert moe_tiles._read(moe_out) == [moe_tiles.Measured(BLOCK.shape, 0, 1, tiles)]
-
-
-def test_the_shipped_file_stays_as_it_is_but_for_one_product(tmp_path):
-    shipped = gemm_tiles._TUNED.read_text("utf-8")
-    path = tmp_path / "tuned.json"
-    path.write_text(shipped, "utf-8")
-    other = Product(12345, 4096, 1)
-    gemv_search.write(found_of(other, VectorTiles(2, 512, 1)), path, None)
-    before, after = shipped.splitlines(), path.read_text("utf-8").splitlines()
-    assert after == [*before[:-2], before[-2] + ",", gemm_tiles.line_of(other, VectorTiles(2, 512, 1)), "]"]
-
-
-def read(path):
-    """As the engine does."""
-    lines = path.read_text("utf-8").splitlines()
-    return gemm_tiles.read(line.rstrip(",") for line in lines if line.startswith("{"))

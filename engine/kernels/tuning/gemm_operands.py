@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from engine.bench.gemv_products import Subject
 from engine.kernels.gemm.tiles import VectorTiles
+from engine.kernels.tuning.step_gemms import Subject
 from engine.layers.quant.fp8 import FP8
 
 _TURNS_BYTES = 200 * 10**6  # of the copies that take turns: more than caches hold

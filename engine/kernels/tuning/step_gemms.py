@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.bench.random_checkpoint import empty_model
 from engine.core.kv.spec import CacheSpec
 from engine.kernels.gemm.tiles import Product
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
 from engine.models.base import CausalLM
 from engine.models.loading.loader import quantize
+from engine.models.registry import empty_model
 from engine.worker.cache import Cache
 
 if TYPE_CHECKING:

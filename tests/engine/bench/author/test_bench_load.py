@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from engine.bench import __main__ as bench
-from engine.bench import random_checkpoint
+from engine.bench.author import random_checkpoint
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import load_weights
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from engine.bench import floor, report
 from engine.kernels.moe.tiles import Shape
+from engine.kernels.tuning.rows import Row
+from engine.layers.activation import Gate
 from engine.layers.moe import SparseMLP
 from engine.layers.quant.fp8 import FP8, quantize_weight
+from engine.models.config.fields import get_size
 from engine.models.config.model import read_json
 from engine.models.loading.loader import quantize
 
@@ -30,16 +32,22 @@ class Subject:
     shape: Shape
     beside: "Beside | None"  # the MLP beside the experts, which only a search runs
     width: int
+    widened: bool = False  # fp8 weights on a GPU without fp8 tensor cores
 
     @property
-    def facts(self) -> report.Row:
+    def matrix_shape(self) -> Shape:
+        """The shape that the kernels on tensor cores go by."""
+        return self.shape._replace(widened=self.widened)
+
+    @property
+    def facts(self) -> Row:
         return {"bench": "moe", "engine": "atoll", "model": self.model, "quantization": self.quantization}
 
 
 def make_subject(config: Path, device: torch.device, quantization: str) -> Subject:
     raw = read_json(config / "config.json")
     layer, shape = make_layer(raw, device, fp8=quantization == "fp8")
-    width, factor = floor.beside_experts(raw)
+    width, factor = beside_experts(raw)
     beside = None
     if width and device.type == "cuda":
         from engine.kernels.moe.decode import Beside
@@ -50,12 +58,19 @@ def make_subject(config: Path, device: torch.device, quantization: str) -> Subje
 
         first, second = weight(2 * width, shape.hidden), weight(shape.hidden, width)
         beside = Beside(*first, *second, layer.gate.weight[:1] if factor else None)
-    return Subject(config.name, quantization, layer, shape, beside, width)
+    widened = shape.itemsize == 1 and device.type == "cuda" and not _has_fp8_units(device)
+    return Subject(config.name, quantization, layer, shape, beside, width, widened)
+
+
+def _has_fp8_units(device: torch.device) -> bool:
+    from engine.kernels.runtime.launcher import target_of
+
+    return target_of(device).fp8_units
 
 
 def make_layer(raw: dict[str, Any], device: torch.device, *, fp8: bool) -> tuple[SparseMLP, Shape]:
     """Random weights in a model's shapes: a router that uses all experts alike, and the experts."""
-    shape, gate = floor.read_shape(raw, 1 if fp8 else 2)
+    shape, gate = read_shape(raw, 1 if fp8 else 2)
     dtype = torch.bfloat16
     layer = SparseMLP(shape.hidden, shape.inner, shape.num_experts, shape.top_k)
     layer.experts.gate = gate
@@ -77,3 +92,31 @@ def inputs_for(layer: SparseMLP, shape: Shape, tokens: int) -> list[torch.Tensor
     generator = torch.Generator(device=device).manual_seed(1)
     wide = torch.randn(_INPUTS, tokens, shape.hidden, device=device, generator=generator)
     return list(wide.to(layer.gate.weight.dtype))
+
+
+def read_shape(raw: dict[str, Any], itemsize: int = 2) -> tuple[Shape, Gate]:
+    """Of the layers with experts, whatever family a config.json is of. Raises ModelError with the field's name."""
+    raw = raw.get("text_config") or raw
+    experts = "num_experts" if "num_experts" in raw else "num_local_experts"
+    top_k = "top_k_experts" if "top_k_experts" in raw else "num_experts_per_tok"
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in raw else "intermediate_size"
+    act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
+    shape = Shape(
+        get_size(raw, experts), get_size(raw, top_k), get_size(raw, "hidden_size"), get_size(raw, inner), itemsize
+    )
+    return shape, "gelu_tanh" if "gelu" in act else "silu"
+
+
+def has_experts(raw: dict[str, Any]) -> bool:
+    """Whether a config.json describes a mixture of experts."""
+    raw = raw.get("text_config") or raw
+    return bool(raw.get("num_experts") or raw.get("num_local_experts"))
+
+
+def beside_experts(raw: dict[str, Any]) -> tuple[int, bool]:
+    """Width of the MLP beside the experts (0: none), and whether a sigmoid weighs it."""
+    raw = raw.get("text_config") or raw
+    if raw.get("enable_moe_block"):
+        return get_size(raw, "intermediate_size"), False
+    shared = raw.get("shared_expert_intermediate_size") or 0
+    return shared, shared > 0

@@ -13,20 +13,10 @@ from safetensors.torch import save_file
 from engine.errors import AtollError
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig, read_json
-from engine.models.registry import model_class
+from engine.models.registry import empty_model
 
 _POOL = (32 << 20) + 1   # random numbers that all tensors take turns to use: drawing each anew would take minutes
 _DEFAULT_BYTES = 8 << 30
-
-
-def empty_model(model_dir: Path, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
-    """The model of a config.json without memory, ready to load."""
-    config = ModelConfig.load(model_dir)
-    torch.set_default_dtype(dtype)
-    try:
-        return model_class(config)(config, min(4096, config.max_position_embeddings)).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def write(config_dir: Path, target: Path, *, num_layers: int | None = None) -> Path:

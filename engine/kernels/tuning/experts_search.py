@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.bench import report
-from engine.bench.moe_layer import Subject, inputs_for
-from engine.bench.timing import step_seconds
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
     FewTiles,
@@ -25,9 +22,13 @@ from engine.kernels.moe.tiles import (
     Tiles,
     few_tiles,
     matrix,
+    shared_bytes,
     tiles_for,
 )
 from engine.kernels.runtime.gpu_target import Target
+from engine.kernels.tuning.experts_layer import Subject, inputs_for
+from engine.kernels.tuning.rows import Row, say
+from engine.kernels.tuning.timing import step_seconds
 
 _REPEATS = 7
 _BETTER = 0.99  # of the time so far: less is noise
@@ -81,7 +82,7 @@ def cells(
                 if number > 1:  # its kernel takes long to compile, and has the same weights to read
                     del stages[-1]
             else:
-                start = tiles_for(subject.shape, number, shared, gpu)
+                start = tiles_for(subject.matrix_shape, number, shared, gpu)
                 stages = matrix_stages(start, subject, shared)
             other = [[change for change in stage if start._replace(**change) != start] for stage in stages]
             found.append(Cell(subject, number, start, other))
@@ -111,30 +112,30 @@ def few_stages(start: FewTiles, shape: Shape, width: int) -> list[list[Change]]:
 
 def matrix_stages(start: Tiles, subject: Subject, shared: int) -> list[list[Change]]:
     """The rows of a block, with tiles by rule; both products, for the rows that the rule gives."""
-    shape = subject.shape
+    shape = subject.matrix_shape
     rows: list[Change] = []
     at = _ROWS.index(start.rows)
     for other in _ROWS[max(0, at - 1) : at + 2]:
         if other != start.rows:
             by_rule = [matrix(shape, other, shared, gate=gate) for gate in (True, False)]
             rows.append({"rows": other, "gate_up": by_rule[0], "down": by_rule[1]})
-    return [rows, *[matrix_candidates(start, name, shape.itemsize, shared) for name in ("gate_up", "down")]]
+    return [rows, *[matrix_candidates(start, name, shape, shared) for name in ("gate_up", "down")]]
 
 
-def matrix_candidates(start: Tiles, name: str, itemsize: int, shared: int) -> list[Change]:
-    """Tiles for the kernel `name` such as the card has memory and registers for."""
+def matrix_candidates(start: Tiles, name: str, shape: Shape, shared: int) -> list[Change]:
+    """Tiles for the kernel `name` that the GPU has shared memory and registers for."""
     found: list[Change] = []
     for block_n, row_bytes, warps, stages in _MATRIX:
-        change: Change = {name: MatrixTiles(block_n, row_bytes // itemsize, warps, stages)}
+        change: Change = {name: MatrixTiles(block_n, row_bytes // shape.itemsize, warps, stages)}
         weights = 2 if name == "gate_up" else 1
         numbers = weights * block_n * start.rows // (32 * warps)  # of results, that a thread holds
-        fits = (weights * block_n + start.rows) * row_bytes * stages + 1024 <= shared
+        fits = shared_bytes(start._replace(**change), shape) <= shared
         if fits and numbers <= 128:
             found.append(change)
     return found
 
 
-def best_of(cell: Cell, ready: Ready, deadline: float) -> tuple[Measured, report.Row] | None:
+def best_of(cell: Cell, ready: Ready, deadline: float) -> tuple[Measured, Row] | None:
     """The fastest tiles and a row about them; None if the time is up. What could not be compiled is passed over."""
     best, fastest, tried = cell.start, 0.0, 0
     for stage in [[{}], *cell.stages]:
@@ -159,15 +160,16 @@ def best_of(cell: Cell, ready: Ready, deadline: float) -> tuple[Measured, report
         "tokens": cell.tokens, "tried": tried, "us_by_rule": round(by_rule * 1e6, 1), "us": round(fastest * 1e6, 1),
         "tiles": str(best),
     }  # fmt: skip
-    few = cell.tokens <= VECTOR_TOKENS
-    return Measured(cell.subject.shape, cell.subject.width if few else None, cell.tokens, best), row
+    if cell.tokens <= VECTOR_TOKENS:
+        return Measured(cell.subject.shape, cell.subject.width, cell.tokens, best), row
+    return Measured(cell.subject.matrix_shape, None, cell.tokens, best), row
 
 
 def _rows(tiles: AnyTiles) -> int:
     return tiles.rows if isinstance(tiles, Tiles) else 0
 
 
-def search(todo: Sequence[Cell], ready: Ready, budget: float) -> Iterator[tuple[Subject, Measured, report.Row]]:
+def search(todo: Sequence[Cell], ready: Ready, budget: float) -> Iterator[tuple[Subject, Measured, Row]]:
     """One after the other until `budget` seconds are over; those that were not reached are left out."""
     deadline = time.monotonic() + budget
     for cell in todo:
@@ -216,7 +218,7 @@ class OnGpu:
                 lines = {line_of(job, capability) for job in jobs}
                 self._lines[id(cell.subject), cell.tokens, tiles] = lines
                 order |= dict.fromkeys(sorted(lines))
-        report.say(f"{len(order)} kernels to compile")
+        say(f"{len(order)} kernels to compile")
         self._pool = compile_pool.take()
         self._pool.submit(list(order))
 
@@ -235,7 +237,7 @@ class OnGpu:
         try:
             return step_seconds(self._steps(subject, tokens, tiles), self._device, _REPEATS)
         except KernelError as error:
-            report.say(f"{tiles}: {error}")
+            say(f"{tiles}: {error}")
             return float("inf")
 
     def _steps(self, subject: Subject, tokens: int, tiles: AnyTiles) -> list[Callable[[], object]]:

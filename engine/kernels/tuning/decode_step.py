@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine.bench import report
-from engine.bench.gemv_operands import Operands
-from engine.bench.gemv_products import Subject, subjects_of
-from engine.bench.gemv_search import Block, Change, Chosen, Part, Ready, Stage, Tiles, candidates
-from engine.bench.moe_search import few_stages
 from engine.kernels.gemm.tiles import Product, VectorTiles, by_rule, vector_tiles
 from engine.kernels.moe.tiles import FewTiles, Shape, few_tiles
 from engine.kernels.runtime.gpu_target import Target
+from engine.kernels.tuning.experts_search import few_stages
+from engine.kernels.tuning.gemm_operands import Operands
+from engine.kernels.tuning.rows import say
+from engine.kernels.tuning.step_gemms import Subject, subjects_of
+from engine.kernels.tuning.step_search import Block, Change, Chosen, Part, Ready, Stage, Tiles, candidates
 from engine.models.config.model import read_json
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def few_layers(config: Path) -> Iterator[Path]:
 @contextmanager
 def start(config: Path, quantization: str) -> Iterator[DecodeStep]:
     """Start such a model on the GPU. `quantization`: "fp8" or "none"."""
-    from engine import LLM
+    from engine.llm import LLM
     from engine.worker.device_runner import DeviceRunner
     from engine.worker.staging import aligned
 
@@ -189,7 +189,7 @@ class OnGpu:
         self._step, self._todo, self._device = step, todo, device
         self._lines = lines_of(step, todo, torch.cuda.get_device_capability(device))
         order = list(dict.fromkeys(line for lines in self._lines.values() for line in sorted(lines)))
-        report.say(f"{len(todo.stages)} stages, {len(self._lines)} candidates, {len(order)} kernels")
+        say(f"{len(todo.stages)} stages, {len(self._lines)} candidates, {len(order)} kernels")
         self._pool = compile_pool.take()
         self._pool.submit(order)
 
@@ -210,7 +210,7 @@ class OnGpu:
             with using(chosen):
                 return step_ms(lambda: self._step.run(head=head))
         except KernelError as error:
-            report.say(f"A step does not run: {error}")
+            say(f"A step does not run: {error}")
             return float("inf")
 
     def _right(self, part: Part, tiles: Tiles) -> bool:
@@ -221,7 +221,7 @@ class OnGpu:
         expected = operands.result(by_rule(part))
         wrong = float((operands.result(tiles) - expected).norm() / expected.norm())
         if not wrong <= _WRONG:
-            report.say(f"{self._todo.subjects[part]}, {tiles}: the result is wrong by {wrong:.2g}")
+            say(f"{self._todo.subjects[part]}, {tiles}: the result is wrong by {wrong:.2g}")
         return wrong <= _WRONG
 
 

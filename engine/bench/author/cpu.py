@@ -10,8 +10,8 @@ import torch
 from tqdm import tqdm
 
 from engine.bench import floor, report, workloads
+from engine.bench.author.peer import Transformers
 from engine.bench.ours import Ours
-from engine.bench.peer import Transformers
 
 _DTYPE = "bfloat16"
 

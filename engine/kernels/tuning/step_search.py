@@ -6,17 +6,14 @@ and keeps them for the stages after it. Each product alone would not do, even in
 last programs leave idle, the next kernel of a step may use.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.bench import report
-from engine.kernels.gemm import tiles as gemm_tiles
 from engine.kernels.gemm.tiles import Product, VectorTiles
-from engine.kernels.moe.tiles import FewTiles, Measured, Shape, write_measured
+from engine.kernels.moe.tiles import FewTiles, Shape
+from engine.kernels.tuning.rows import Row
 
 _BETTER = 0.998  # of the step's time: less is noise
 _FINALISTS = 3
@@ -61,7 +58,7 @@ class Found(NamedTuple):
     stage: Stage
     tiles: Tiles
     is_new: bool
-    row: report.Row
+    row: Row
 
 
 def candidates(product: Product) -> list[VectorTiles]:
@@ -129,26 +126,3 @@ def search(stages: Sequence[Stage], start: Chosen, ready: Ready, deadline: float
         if found is not None:
             chosen[stage.part] = found.tiles
             yield found
-
-
-def write(found: Found, out: Path | None, moe_out: Path | None) -> None:
-    """Where there is a file for it: a product's tiles always, a block's if they are not those before."""
-    part, tiles = found.stage.part, found.tiles
-    if isinstance(part, Product) and isinstance(tiles, VectorTiles):
-        if out is not None:
-            write_product(out, part, tiles)
-    elif isinstance(part, Block) and isinstance(tiles, FewTiles) and found.is_new and moe_out is not None:
-        write_measured(moe_out, [Measured(part.shape, part.width, 1, tiles)])
-
-
-def write_product(path: Path, product: Product, tiles: VectorTiles) -> None:
-    """As tuned.json has them, a line each: those in `path` and this one, or without it where the rule is best."""
-    entries = {}
-    if path.exists():
-        entries = gemm_tiles.read(json.dumps(entry) for entry in json.loads(path.read_text("utf-8")))
-    if tiles == gemm_tiles.by_rule(product):
-        entries.pop(product, None)
-    else:
-        entries[product] = tiles
-    lines = ",\n".join(gemm_tiles.line_of(*entry) for entry in entries.items())
-    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The benchmark of products with one row: which ones models and their decode steps have, and searches without a GPU."""
+"""The benchmark of GEMMs with one row: which ones models and their decode steps have."""
 
 import json
 import math
@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 from engine.bench import __main__ as bench
-from engine.bench import gemv, gemv_step
-from engine.bench.gemv_products import Subject
+from engine.bench.author import gemv
 from engine.kernels.gemm.tiles import Product
-from engine.kernels.moe import tiles as moe_tiles
-from engine.kernels.moe.tiles import StreamTiles
+from engine.kernels.tuning import decode_step
+from engine.kernels.tuning.step_gemms import Subject
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 # In processes of their own: the tests of kernels, which may run in this one, have Triton's interpreter run all of them.
 SCRIPT = """
 import json, sys
 from engine.bench import floor
-from engine.bench.gemv_products import find_subjects
+from engine.kernels.tuning.step_gemms import find_subjects
 
 forms = json.loads(sys.argv[1])
 found = {}
@@ -38,20 +37,21 @@ print(json.dumps({
 STEPS = """
 import json, sys
 import torch
-from engine.bench import floor, gemv_products, gemv_step
-from engine.bench.gemv_search import Block
-from engine.bench.random_checkpoint import empty_model
+from engine.bench import floor
+from engine.kernels.tuning import step_gemms, decode_step
+from engine.kernels.tuning.step_search import Block
+from engine.models.registry import empty_model
 
 found = {}
 for name, form in json.loads(sys.argv[1]):
-    whole = gemv_products.of_step(empty_model(floor.CONFIGS / name), form, name)
-    with gemv_step.few_layers(floor.CONFIGS / name) as directory:
+    whole = step_gemms.of_step(empty_model(floor.CONFIGS / name), form, name)
+    with decode_step.few_layers(floor.CONFIGS / name) as directory:
         model = empty_model(directory)
-    cut = gemv_products.of_step(model, form, name)
-    step = gemv_step.DecodeStep(lambda: gemv_products._hidden(model), model.logits)
-    with torch.inference_mode(), gemv_products._AsOnGpu():
-        plan = gemv_step.plan(step, name, {})
-        lines = gemv_step.lines_of(step, plan, (9, 0))
+    cut = step_gemms.of_step(model, form, name)
+    step = decode_step.DecodeStep(lambda: step_gemms._hidden(model), model.logits)
+    with torch.inference_mode(), step_gemms._AsOnGpu():
+        plan = decode_step.plan(step, name, {})
+        lines = decode_step.lines_of(step, plan, (9, 0))
     stages = []
     for at, stage in enumerate(plan.stages):
         of_changes = [{line for line in lines[at, number]} for number in range(len(stage.changes))]
@@ -153,13 +153,13 @@ def test_a_few_layers_have_all_products_of_the_model(steps, model, layers):
 
 def test_lists_with_an_entry_for_each_layer_are_cut_to_two_periods():
     kinds = ["a", "a", "b"] * 7
-    cut = gemv_step.cut({"text_config": {"num_hidden_layers": 22, "layer_types": [*kinds, "b"], "other": [1, 2]}})
+    cut = decode_step.cut({"text_config": {"num_hidden_layers": 22, "layer_types": [*kinds, "b"], "other": [1, 2]}})
     assert cut["text_config"] == {"num_hidden_layers": 9, "layer_types": kinds[:9], "other": [1, 2]}
 
 
 def test_what_has_no_period_stays_whole():
     raw = {"num_hidden_layers": 12, "layer_types": ["a"] * 3 + ["b"] * 9}
-    assert gemv_step.cut(raw) == raw
+    assert decode_step.cut(raw) == raw
 
 
 @pytest.mark.parametrize("model", [name for name, _ in STEP_MODELS])
@@ -202,66 +202,6 @@ def test_sparse_blocks_of_a_step_come_last(steps):
     assert {kernel["name"] for kernels in router["own"] for kernel in kernels} == {"route_kernel"}
 
 
-# Two models with a product in common, of which nothing is made up but times.
-SEARCH = """
-import argparse, json, sys
-from contextlib import contextmanager
-from pathlib import Path
-import torch
-from engine.bench import floor, gemv, gemv_products, gemv_search, gemv_step
-from engine.bench.random_checkpoint import empty_model
-from engine.kernels.gemm.tiles import Product, VectorTiles
-
-best = {Product(2048, 4096, 1): VectorTiles(16, 1024, 4)}
-started = []
-
-@contextmanager
-def start(config, form):
-    started.append(f"{config.name} {form}")
-    with gemv_step.few_layers(config) as directory:
-        model = empty_model(directory)
-    gemv_products.of_step(model, form, config.name)
-    with torch.inference_mode(), gemv_products._AsOnGpu():
-        yield gemv_step.DecodeStep(lambda: gemv_products._hidden(model), model.logits)
-
-@contextmanager
-def on_gpu(step, plan, device):
-    def ms(chosen, head):
-        blocks = [tiles for part, tiles in chosen.items() if isinstance(part, gemv_search.Block)]
-        faster = sum(chosen[part] == tiles for part, tiles in best.items())
-        return 3.0 - faster - any(tiles.gate_up == (8, 256, 3, 1) for tiles in blocks)
-    yield gemv_search.Ready(ms, lambda *_: True, lambda *_: True)
-
-gemv_step.start, gemv_step.OnGpu = start, on_gpu
-directory, budget = sys.argv[1:]
-models = [floor.CONFIGS / "qwen3.6-35b-a3b", floor.CONFIGS / "qwen3-30b-a3b"]
-files = {"out": Path(directory, "gemv.json"), "moe_out": Path(directory, "moe.json")}
-args = argparse.Namespace(model=models, quantization="fp8", budget=float(budget), **files)
-rows = list(gemv._run_search(args, torch.device("cpu")))
-print(json.dumps({"started": started, "rows": rows}))
-"""
-
-
-def test_a_search_of_two_models_writes_both_files(tmp_path):
-    found = run_apart(SEARCH, str(tmp_path), "1000")
-    assert found["started"] == ["qwen3.6-35b-a3b fp8", "qwen3-30b-a3b fp8"]
-    common = [row for row in found["rows"] if row["product"] == "2048x4096 fp8"]
-    assert [row["model"] for row in common] == ["qwen3.6-35b-a3b", "qwen3-30b-a3b"]
-    assert [row["tiles"] for row in common] == [[16, 1024, 4]] * 2
-    first, second = ((row["ms_before"], row["ms"]) for row in common)
-    assert (first, second) == ((3.0, 2.0), (2.0, 2.0))  # the second model starts with what the first one found
-    entries = [json.loads(line.rstrip(",")) for line in (tmp_path / "gemv.json").read_text("utf-8").splitlines()[1:-1]]
-    assert [entry["tiles"] for entry in entries if entry["outputs"] == 2048] == [[16, 1024, 4]]
-    blocks = [(each.shape, each.beside, each.tiles.gate_up) for each in moe_tiles._read(tmp_path / "moe.json")]
-    expected = StreamTiles(8, 256, 3, 1)
-    assert blocks == [((128, 8, 2048, 768, 1, False), 0, expected), ((256, 8, 2048, 512, 1, False), 512, expected)]
-
-
-def test_without_time_no_model_is_started(tmp_path):
-    assert run_apart(SEARCH, str(tmp_path), "-1") == {"started": [], "rows": []}
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_speed_is_of_the_weights_bytes():
     half = gemv.speed(Subject(Product(4096, 4096, 1), ()), 4096 * 4096 / 500e9, 1000.0)
     assert half == {"tb_s": 0.5, "of_floor": 0.5}
@@ -269,9 +209,4 @@ def test_speed_is_of_the_weights_bytes():
 
 def test_it_needs_a_gpu(capsys):
     assert bench.main(["gemv", "--device", "cpu"]) == 1
-    assert "error: These products are a GPU's" in capsys.readouterr().err
-
-
-def test_a_search_needs_one_too_and_takes_several_models(capsys, tmp_path):
-    assert bench.main(["gemv", "--search", "--model", str(tmp_path), str(tmp_path), "--device", "cpu"]) == 1
     assert "error: These products are a GPU's" in capsys.readouterr().err

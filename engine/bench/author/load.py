@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from engine.bench import random_checkpoint, report
+from engine.bench import report
+from engine.bench.author import random_checkpoint
 from engine.capabilities import resolve_device
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import load_weights, quantize

@@ -7,9 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.bench import gemv, gemv_operands, gemv_search, gemv_step
-from engine.bench.gemv_products import Subject
-from engine.bench.gemv_search import Block, Stage
+from engine.bench.author import gemv
 from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
@@ -19,6 +17,9 @@ from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.moe.tiles import Shape, StreamTiles
 from engine.kernels.runtime import compile_pool
 from engine.kernels.runtime.launcher import KernelError
+from engine.kernels.tuning import decode_step, gemm_operands, step_search
+from engine.kernels.tuning.step_gemms import Subject
+from engine.kernels.tuning.step_search import Block, Stage
 
 CPU = torch.device("cpu")
 
@@ -31,8 +32,8 @@ CPU = torch.device("cpu")
 ], ids=str)  # fmt: skip
 def test_copies_take_turns_with_what_is_around_them(monkeypatch, subject):
     torch.manual_seed(0)
-    monkeypatch.setattr(gemv_operands, "_TURNS_BYTES", 3 * subject.num_bytes)
-    operands = gemv_operands.Operands(subject, CPU, torch.float32)
+    monkeypatch.setattr(gemm_operands, "_TURNS_BYTES", 3 * subject.num_bytes)
+    operands = gemm_operands.Operands(subject, CPU, torch.float32)
     tiles = gemm_tiles.by_rule(subject.product)
     assert [weight.element_size() == 1 for weight in operands.weights] == [subject.product.itemsize == 1] * 3
     around = {"norm": operands.norm, "gate": subject.gate}
@@ -50,7 +51,7 @@ def test_copies_take_turns_with_what_is_around_them(monkeypatch, subject):
 
 def test_a_row_of_a_product(monkeypatch):
     subject = Subject(Product(512, 256, 2), ("one", "other"))
-    monkeypatch.setattr(gemv_operands, "_TURNS_BYTES", 0)
+    monkeypatch.setattr(gemm_operands, "_TURNS_BYTES", 0)
     row = {**gemv.facts(subject), **gemv.measure(subject, CPU, 0.001)}
     assert row["product"] == "512x256 bf16"
     assert row["models"] == "one other"
@@ -83,7 +84,7 @@ class Layer:
         self.head_weight = torch.randn(320, 256) / 20
 
     def step(self):
-        return gemv_step.DecodeStep(
+        return decode_step.DecodeStep(
             lambda: small_batch.gemv(self.x, self.weight), lambda hidden: small_batch.gemv(hidden, self.head_weight)
         )
 
@@ -92,16 +93,16 @@ def test_a_step_takes_the_tiles_chosen_for_it_and_tells_which_it_took():
     torch.manual_seed(0)
     layer = Layer()
     inside, head = Product(256, 512, 4), Product(320, 256, 4)
-    with gemv_step.using({}) as taken:
+    with decode_step.using({}) as taken:
         expected = layer.step().run(head=True)
     assert taken == {product: gemm_tiles.vector_tiles(product) for product in (inside, head)}
     torch.testing.assert_close(expected, layer.x @ layer.weight.t() @ layer.head_weight.t(), rtol=1e-3, atol=1e-3)
     tiles = VectorTiles(4, 128, 1)
-    with gemv_step.using({inside: tiles}) as taken:
+    with decode_step.using({inside: tiles}) as taken:
         other = layer.step().run(head=False)
     assert taken == {inside: tiles}
     torch.testing.assert_close(other, layer.x @ layer.weight.t(), rtol=1e-3, atol=1e-3)
-    with gemv_step.using({}) as taken:  # afterwards all is as it was
+    with decode_step.using({}) as taken:  # afterwards all is as it was
         layer.step().run(head=False)
     assert taken == {inside: gemm_tiles.vector_tiles(inside)}
     assert small_batch.vector_tiles is gemm_tiles.vector_tiles
@@ -119,10 +120,10 @@ def test_a_sparse_block_takes_the_tiles_chosen_for_it():
 
     rule = moe_tiles.few_tiles(shape, 1)
     tiles = rule._replace(gate_up=StreamTiles(4, 32, 2, 1), down=StreamTiles(2, 16, 2, rule.down.warps))
-    with gemv_step.using({}) as taken:
+    with decode_step.using({}) as taken:
         expected = forward()
     assert taken == {block: rule}
-    with gemv_step.using({block: tiles}) as taken:
+    with decode_step.using({block: tiles}) as taken:
         other = forward()
     assert taken == {block: tiles}
     torch.testing.assert_close(other, expected, rtol=1e-3, atol=1e-3)
@@ -133,13 +134,13 @@ def test_a_search_on_a_card(monkeypatch):
     subject = Subject(Product(96, 512, 2), ())
     product = subject.product
     rule = gemm_tiles.by_rule(product)
-    wrong, missing, refused, good, *_ = found = [t for t in gemv_search.candidates(product) if t != rule]
+    wrong, missing, refused, good, *_ = found = [t for t in step_search.candidates(product) if t != rule]
     stage = Stage("a product", product, [tiles._asdict() for tiles in found])
-    todo = gemv_step.Plan([stage], {product: rule}, {product: subject})
+    todo = decode_step.Plan([stage], {product: rule}, {product: subject})
     lines = {(0, number): {f"{number}", "what all have"} for number in range(len(found))}
     pool = Pool(str(found.index(missing)))
-    monkeypatch.setattr(gemv_operands, "_TURNS_BYTES", 0)
-    monkeypatch.setattr(gemv_step, "lines_of", lambda *_: lines)
+    monkeypatch.setattr(gemm_operands, "_TURNS_BYTES", 0)
+    monkeypatch.setattr(decode_step, "lines_of", lambda *_: lines)
     monkeypatch.setattr(compile_pool, "take", lambda: pool)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     multiply = small_batch.gemv
@@ -155,10 +156,10 @@ def test_a_search_on_a_card(monkeypatch):
         return {wrong: 1.0, good: 2.0}.get(tiles, 3.0)
 
     monkeypatch.setattr(small_batch, "gemv", spoiled)
-    monkeypatch.setattr(gemv_step, "step_ms", ms)
-    step = gemv_step.DecodeStep(lambda: small_batch.vector_tiles(product), lambda tiles: tiles)
-    with gemv_step.OnGpu(step, todo, CPU) as ready:
-        (best,) = gemv_search.search(todo.stages, todo.start, ready, math.inf)
+    monkeypatch.setattr(decode_step, "step_ms", ms)
+    step = decode_step.DecodeStep(lambda: small_batch.vector_tiles(product), lambda tiles: tiles)
+    with decode_step.OnGpu(step, todo, CPU) as ready:
+        (best,) = step_search.search(todo.stages, todo.start, ready, math.inf)
     assert pool.submitted[:3] == ["0", "what all have", "1"]
     assert pool.is_closed
     assert (best.tiles, best.row["ms"], best.row["ms_before"]) == (good, 2.0, 3.0)
