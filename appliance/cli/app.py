@@ -80,6 +80,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.operate.jobs", "app",
             "List, watch and cancel the long work that runs in the background.",
         ),
+        "bench": ("appliance.cli.bench.app", "app", "Measure an OpenAI endpoint under load; compare results."),
         "logs": ("appliance.cli.operate.logs", "register", "Show the service's log."),
         "doctor": (
             "appliance.cli.operate.doctor", "register",
