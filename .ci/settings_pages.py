@@ -17,7 +17,7 @@ from engine.server.settings.flag_parser import help_of
 from engine.server.settings.options import EngineOptions, GatewayOptions, ServeOptions
 from engine.server.settings.vllm_flags import ONLY_ONE, REFUSED_SWITCHES, REFUSED_VALUES
 from engine.setting import Setting, flag_of, settings_of, value_type
-from installer.base.i18n import retold, told
+from installer.base.i18n import is_text, looked_up, told
 
 WORDS = {
     "en": {
@@ -53,7 +53,7 @@ def page(language: str) -> str:
     words = WORDS[language]
 
     def said(text: str) -> str:
-        return (text if language == "en" else told(retold(text), language)).replace("|", r"\|")
+        return (told(text, language) if is_text(text) else looked_up(text, language)).replace("|", r"\|")
 
     def table(cls: type, variables: str = "") -> list[str]:
         head = [words["flag"], words["bounds"], *([words["variable"]] if variables else []), words["meaning"]]

@@ -13,6 +13,7 @@ from installer.service.log_file import tail
 TIMEOUT = 2.0
 _LOG_LINES = 4000   # of a prefix installation's log, in which its last plan stands
 _ENGINE_USER = "atoll-engine"
+_LOGGED = {"memory_plan": "Memory plan", "planned": "Planned memory in numbers: "}  # how these log lines begin
 
 
 def engine_facts(layout: Layout, models: list[str]) -> dict[str, dict[str, Any]]:
@@ -23,7 +24,7 @@ def engine_facts(layout: Layout, models: list[str]) -> dict[str, dict[str, Any]]
     """
     if not layout.system:
         plan = _plan_in(tail(layout.log, _LOG_LINES, limit=4 << 20))
-        return {name: {"memory_plan": plan} for name in models[:1]} if plan else {}
+        return dict.fromkeys(models[:1], plan) if plan else {}
     sockets = {name: layout.run / "engine" / name / "engine.sock" for name in models}
     return asyncio.run(_ask_all({name: path for name, path in sockets.items() if _is_there(path)}))
 
@@ -65,13 +66,19 @@ def _policy() -> Any:
     return PeerPolicy()
 
 
-def _plan_in(lines: list[str]) -> str:
-    """The last memory plan that was logged."""
+def _plan_in(lines: list[str]) -> dict[str, Any]:
+    """The last memory plan that was logged: as a table, and in numbers."""
+    found: dict[str, Any] = {}
     for line in reversed(lines):
-        if "Memory plan" in line:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                return str(json.loads(line)["message"])
-    return ""
+        for name, beginning in _LOGGED.items():
+            if name not in found and beginning in line:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    found[name] = str(json.loads(line)["message"])
+        if found.keys() == _LOGGED.keys():
+            break
+    if "planned" in found:
+        found["planned"] = json.loads(found["planned"].removeprefix(_LOGGED["planned"]))
+    return found
 
 
 def _is_there(path: Path) -> bool:

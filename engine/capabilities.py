@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.config import PAGE_SIZES, STATE_DTYPES, TABLE_PLACES, EngineConfig
 from engine.errors import ConfigError
+from engine.message import msg
 
 # Grows with the code that makes them work.
 CPU_QUANTIZATION: frozenset[str] = frozenset()
@@ -26,8 +27,8 @@ def resolve_device(requested: str, cuda_available: bool) -> str:
     """ "cpu" or "cuda". Raises ConfigError for `--device cuda` where there is none."""
     if requested == "cuda" and not cuda_available:
         raise ConfigError(
-            "--device cuda: no CUDA GPU is usable on this machine.", "--device",
-            "Leave the flag out, use --device cpu, or check the driver with nvidia-smi.",
+            msg("--device cuda: no CUDA GPU is usable on this machine."), "--device",
+            msg("Leave the flag out, use --device cpu, or check the driver with nvidia-smi."),
         )
     if requested == "auto":
         return "cuda" if cuda_available else "cpu"
@@ -40,42 +41,56 @@ def check_capabilities(config: EngineConfig, device: str) -> None:
     kv_dtypes = CPU_KV_DTYPES if device == "cpu" else CUDA_KV_DTYPES
     if config.quantization is not None and config.quantization not in quantization:
         raise ConfigError(
-            f"--quantization {config.quantization} is not available on {device}.", "--quantization",
-            "Leave the flag out to run the checkpoint in its own precision.",
+            msg("--quantization {quantization} is not available on {device}.", quantization=config.quantization,
+                device=device), "--quantization",
+            msg("Leave the flag out to run the checkpoint in its own precision."),
         )
     if config.kv_cache_dtype not in kv_dtypes:
         raise ConfigError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} is not available on {device}.", "--kv-cache-dtype",
-            f"Use one of: {', '.join(sorted(kv_dtypes))}.",
+            msg("--kv-cache-dtype {kv_cache_dtype} is not available on {device}.",
+                kv_cache_dtype=config.kv_cache_dtype, device=device), "--kv-cache-dtype",
+            msg("Use one of: {kv_dtypes}.", kv_dtypes=", ".join(sorted(kv_dtypes))),
         )
     if config.mamba_ssm_cache_dtype not in ("auto", *STATE_DTYPES):
         raise ConfigError(
-            f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype} is not available.", "--mamba-ssm-cache-dtype",
-            f"Use one of: auto, {', '.join(STATE_DTYPES)}.",
+            msg("--mamba-ssm-cache-dtype {mamba_ssm_cache_dtype} is not available.",
+                mamba_ssm_cache_dtype=config.mamba_ssm_cache_dtype), "--mamba-ssm-cache-dtype",
+            msg("Use one of: auto, {state_dtypes}.", state_dtypes=", ".join(STATE_DTYPES)),
         )
     if config.per_layer_embeddings not in ("auto", *TABLE_PLACES):
         raise ConfigError(
-            f"--per-layer-embeddings {config.per_layer_embeddings} is not available.", "--per-layer-embeddings",
-            f"Use one of: auto, {', '.join(TABLE_PLACES)}.",
+            msg("--per-layer-embeddings {per_layer_embeddings} is not available.",
+                per_layer_embeddings=config.per_layer_embeddings), "--per-layer-embeddings",
+            msg("Use one of: auto, {table_places}.", table_places=", ".join(TABLE_PLACES)),
         )
     if device == "cpu" and config.per_layer_embeddings == "gpu":
         raise ConfigError(
-            "--per-layer-embeddings gpu is not available on cpu.", "--per-layer-embeddings",
-            "Leave the flag out: all weights are in host memory.",
+            msg("--per-layer-embeddings gpu is not available on cpu."), "--per-layer-embeddings",
+            msg("Leave the flag out: all weights are in host memory."),
         )
     if device == "cpu" and config.batch_invariant:
         raise ConfigError(
-            "--batch-invariant is not available on cpu: its libraries choose the order of sums by the size of a step.",
-            "--batch-invariant", "Leave the flag out, or use a GPU.",
+            msg(
+                "--batch-invariant is not available on cpu: its libraries choose the order of sums by the size of "
+                "a step."
+            ),
+            "--batch-invariant",
+            msg("Leave the flag out, or use a GPU."),
         )
     if config.block_size is not None and config.block_size not in PAGE_SIZES:
         raise ConfigError(
-            f"--block-size {config.block_size} is not available.", "--block-size",
-            f"Use one of: {', '.join(map(str, PAGE_SIZES))}.",
+            msg("--block-size {block_size} is not available.", block_size=config.block_size), "--block-size",
+            msg("Use one of: {page_sizes}.", page_sizes=", ".join(map(str, PAGE_SIZES))),
         )
     if config.tensor_parallel_size != 1:
-        where = "a CPU" if device == "cpu" else "more than one GPU"
+        where = msg("a CPU") if device == "cpu" else msg("more than one GPU")
         raise ConfigError(
-            f"--tensor-parallel-size {config.tensor_parallel_size} is not available: this engine cannot yet split a "
-            f"model over {where}.", "--tensor-parallel-size", "Use 1.",
+            msg(
+                "--tensor-parallel-size {tensor_parallel_size} is not available: this engine cannot yet split a "
+                "model over {where}.",
+                tensor_parallel_size=config.tensor_parallel_size,
+                where=where,
+            ),
+            "--tensor-parallel-size",
+            msg("Use 1."),
         )

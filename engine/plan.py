@@ -19,6 +19,7 @@ from engine.errors import ConfigError, ModelError
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear, Router
+from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
@@ -79,8 +80,9 @@ def plan_engine(config: EngineConfig, card: PlannedCard, measured: Measured | No
     """Raises ModelError, ConfigError or OutOfMemoryPlanError, as the engine would."""
     if card.capability < MIN_COMPUTE_CAPABILITY:
         version = ".".join(map(str, card.capability))
-        raise ConfigError(f"{card.name} has compute capability {version}; at least 8.0 is needed.", "--device",
-                          "Use a newer GPU.")  # fmt: skip
+        raise ConfigError(msg("{name} has compute capability {version}; at least 8.0 is needed.", name=card.name,
+                              version=version), "--device",
+                          msg("Use a newer GPU."))  # fmt: skip
     check_capabilities(config, "cuda")
     shape = _shape_of(config)
     dtype, wanted = resolve_dtype(config, shape.config), wanted_context(config, shape.config)
@@ -158,7 +160,8 @@ def _built(
     try:
         model = build(config, config.max_position_embeddings).eval()
     except (RuntimeError, MemoryError) as error:
-        raise ModelError(f"The shapes of {directory.name} are too large to lay out on this machine: {error}.") from None
+        raise ModelError(msg("The shapes of {name} are too large to lay out on this machine: {error}.",
+                             name=directory.name, error=error)) from None
     finally:
         torch.set_default_dtype(before)
     model.set_state_dtype(states, "cuda")

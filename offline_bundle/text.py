@@ -49,7 +49,7 @@ def joined(parts: Iterable[str], separator: str = ", ") -> Text:
 def plain(error: Exception) -> str:
     """What `error` says: the sentence it was made with, if it was one, else its text."""
     said = error.args[0] if len(error.args) == 1 else None
-    return said if isinstance(said, Text) else str(error)
+    return said if hasattr(said, "source") else str(error)
 
 
 def complaint(finding: Any) -> str:

@@ -8,17 +8,11 @@ def main() -> None:
     argv = sys.argv[1:]
     asked = {word.partition("=")[0] for word in argv}
     if argv[:1] == ["serve"] and not {"-h", "--help", "--lang"} & asked:  # the command tree knows these
-        from engine.errors import retelling
+        from appliance.cli.language.engine_programs import engine_errors_told
         from engine.server.cli.serve import main as serve
 
-        with retelling(_told):
+        with engine_errors_told():
             sys.exit(serve(argv[1:]))
     from appliance.cli.app import app
 
     app()
-
-
-def _told(text: str) -> str:
-    from appliance.cli.language.engine_words import told_here  # the catalogue is read when there is something to say
-
-    return told_here(text)

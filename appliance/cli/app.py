@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from appliance.cli.common import say
-from appliance.cli.language.engine_words import told_here
+from appliance.cli.language.engine_programs import engine_errors_told
 from appliance.cli.language.help_texts import translate
 from appliance.cli.language.own_parsers import helping
 from appliance.cli.language.usage_errors import usage_errors_told
@@ -233,9 +233,7 @@ def _pass_through(name: str, help_line: str, run: Callable[[list[str]], int | No
     @holder.command(name=name, help=help_line, context_settings=settings)
     def call(ctx: typer.Context) -> None:
         if not {"-h", "--help"} & set(ctx.args):
-            from engine.errors import retelling
-
-            with retelling(told_here):
+            with engine_errors_told():
                 raise typer.Exit(run(ctx.args) or 0)
         language = language_of()
         with helping(lambda text: looked_up(text, language)):

@@ -14,7 +14,6 @@ from appliance.service.findings import Finding, StepResult, Waiver, blocked
 from appliance.service.jobs.attach import JobReader
 from appliance.service.jobs.frontend import JobFrontend
 from appliance.service.jobs.process import Work
-from appliance.service.messages import encode
 from appliance.service.run_request import RunRequest
 from appliance.service.state import State, chain, derive
 from appliance.service.steps import STEPS
@@ -25,6 +24,7 @@ from installer.base.errors import ExitCode, InstallError, io_error
 from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 from installer.base.lock import refuse_if_busy
+from installer.base.messages import encode
 from installer.decide.answers import Answers
 from installer.decide.options import InstallOptions, ModelChoice, TlsChoice
 from installer.preflight import CHECKS

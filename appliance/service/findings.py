@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from appliance.service.messages import decode, encode
 from installer.base.errors import InstallError
 from installer.base.i18n import joined, t
+from installer.base.messages import decode, encode
 from installer.preflight import CheckRecord
 
 Severity = Literal["strict", "block", "warn", "info"]

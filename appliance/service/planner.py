@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import AtollError, OutOfMemoryPlanError
 from engine.plan import bytes_per_token, full_requests, native_context, plan_engine, weight_bytes
 from installer.base.errors import ExitCode, InstallError
-from installer.base.i18n import retold, t
+from installer.base.i18n import t
 
 _STEP = 1024  # contexts are proposed in multiples of this
 MOST_TOKENS, MOST_USERS = 16 << 20, 100_000
@@ -92,7 +92,7 @@ def refusal(model: Path, card: Card, knobs: Knobs) -> str:
     try:
         found = plan_engine(_config(model, replace(knobs, users=None, sequences=knobs.users)), card.planned)
     except OutOfMemoryPlanError as error:
-        return retold(error.message)
+        return error.message
     fit = full_requests(found, found.max_model_len)
     return t("{users} requests of {context} tokens do not fit: {fit} do.", users=f"{knobs.users:,}",
              context=f"{found.max_model_len:,}", fit=f"{fit:,}")  # fmt: skip
@@ -206,4 +206,4 @@ def _wrong(message: str, hint: str) -> InstallError:
 
 
 def _told(error: AtollError) -> InstallError:
-    return _wrong(retold(error.message), retold(error.hint))
+    return _wrong(error.message, error.hint)

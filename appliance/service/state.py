@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from appliance.service.facts import Facts
 from appliance.service.findings import Finding, Waiver
-from appliance.service.messages import decode
 from appliance.service.steps import STEPS
 from appliance.service.steps.base import Step
 from installer.base.i18n import t
 from installer.base.journal import Record
+from installer.base.messages import decode
 from installer.decide.answers import Answers
 
 Status = Literal["open", "running", "interrupted", "failed", "stale", "green"]

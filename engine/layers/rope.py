@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from engine.errors import ModelError
+from engine.message import msg
 
 
 class Rope(NamedTuple):
@@ -79,7 +80,8 @@ def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[torch.Tens
     if kind == "yarn":
         return _yarn(inv_freq, rotary_dim, base, rope)
     raise ModelError(
-        f"config.json: rope_type {kind!r} is not supported (default, linear, llama3, yarn, proportional are)."
+        msg("config.json: rope_type {kind} is not supported (default, linear, llama3, yarn, proportional are).",
+            kind=f"{kind!r}")
     )
 
 

@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts
+from engine.message import msg
 from engine.models.base import CausalLM
 
 
@@ -19,14 +20,15 @@ def make_batch_invariant(model: CausalLM, *, fp8: bool = False, fp8_units: bool 
     """
     if fp8 and not fp8_units:
         raise ConfigError(
-            "--batch-invariant is not available with fp8 weights or an fp8 cache on a GPU without fp8 units.",
-            "--batch-invariant", "Leave one of the two out, or use a GPU of compute capability 8.9 or newer.",
+            msg("--batch-invariant is not available with fp8 weights or an fp8 cache on a GPU without fp8 units."),
+            "--batch-invariant", msg("Leave one of the two out, or use a GPU of compute capability 8.9 or newer."),
         )  # fmt: skip
     if any(isinstance(layer, StateLayer) for layer in model.cache_layers()):
         raise ConfigError(
-            f"--batch-invariant is not available for {model.config.architecture}: its recurrent layers round their "
-            "states where a step ends, and steps depend on what else runs.", "--batch-invariant",
-            "Leave the flag out, or use a model with attention layers only.",
+            msg("--batch-invariant is not available for {architecture}: its recurrent layers round their "
+                "states where a step ends, and steps depend on what else runs.",
+                architecture=model.config.architecture), "--batch-invariant",
+            msg("Leave the flag out, or use a model with attention layers only."),
         )  # fmt: skip
     for module in model.modules():
         if isinstance(module, Linear | RoutedExperts | Attention):

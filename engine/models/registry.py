@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelError
+from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
 from engine.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration
@@ -44,8 +45,9 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
         return _ARCHITECTURES[config.architecture]
     except KeyError:
         raise ModelError(
-            f"config.json: architecture {config.architecture!r} is not supported.",
-            f"This version runs {', '.join(sorted(_ARCHITECTURES))}.",
+            msg("config.json: architecture {architecture} is not supported.",
+                architecture=f"{config.architecture!r}"),
+            msg("This version runs {architectures}.", architectures=", ".join(sorted(_ARCHITECTURES))),
         ) from None
 
 

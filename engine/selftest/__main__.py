@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from engine.capabilities import nvidia_driver_present
 from engine.kernels.runtime import compile_pool, warm_cache_hint
+from engine.message import joined, msg, without_ids
 from engine.selftest import jobs
 from engine.selftest.report import Tally, as_text, print_line
 from engine.selftest.stopwatch import Stopwatch, process_began
@@ -88,9 +89,11 @@ def supervise(command: list[str], tally: Tally, time_limit: float) -> int:
     listener.join(1)
     name = tally.running or "start"
     if late:
-        reason = f"no answer within {time_limit:.0f} s"
+        reason = msg("no answer within {seconds} s", seconds=f"{time_limit:.0f}")
     else:
-        reason = f"its process {_how_it_ended(child.poll())}{_last_words(errors)}"
+        reason = msg("its process {end}", end=_how_it_ended(child.poll()))
+        if last := _last_words(errors):
+            reason = joined([reason, last], ": ")
     tally.see({
         "kind": "check", "name": name, "passed": False, "error": None, "bound": None, "ms": 0.0, "fault": "silent",
         "reason": reason,
@@ -110,7 +113,7 @@ def _parse(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
     except ValueError:
         return None
-    return line if isinstance(line, dict) and "kind" in line else None
+    return without_ids(line) if isinstance(line, dict) and "kind" in line else None
 
 
 def _stop(child: subprocess.Popen, ended: bool) -> None:
@@ -128,13 +131,13 @@ def _stop(child: subprocess.Popen, ended: bool) -> None:
 
 def _how_it_ended(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+        return msg("was ended by {signal}", signal=signal.Signals(-code).name)
+    return msg("ended with exit code {code}", code=code)
 
 
 def _last_words(errors: list[str]) -> str:
     last = next((line.strip() for line in reversed(errors) if line.strip()), "")
-    return f": {last[:_LAST_WORDS]}" if last else ""
+    return last[:_LAST_WORDS]
 
 
 def _print_text(line: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.capabilities import FP8_COMPUTE_CAPABILITY, MIN_COMPUTE_CAPABILITY, nvidia_driver_present
+from engine.message import Message, msg
 from engine.selftest.report import Tally
 
 GIB = 1 << 30
@@ -28,49 +29,54 @@ class Machine:
 def examine(tally: Tally) -> Machine | int:
     """Report the facts. Returns the exit code instead where no GPU can be used."""
     cuda = torch.version.cuda
-    tally.fact("PyTorch", f"{torch.__version__}, built for {f'CUDA {cuda}' if cuda else 'CPUs only'}")
+    built = msg("{version}, built for CPUs only", version=torch.__version__)
+    if cuda:
+        built = msg("{version}, built for CUDA {cuda}", version=torch.__version__, cuda=cuda)
+    tally.fact("PyTorch", built)
     if not nvidia_driver_present():
         return tally.no_gpu(
-            "There is no usable GPU here: no NVIDIA driver is loaded.",
-            "On a machine with an NVIDIA GPU, install its driver until nvidia-smi lists the GPU. Without one, "
-            "'atoll serve' uses the CPU.",
+            msg("There is no usable GPU here: no NVIDIA driver is loaded."),
+            msg("On a machine with an NVIDIA GPU, install its driver until nvidia-smi lists the GPU. Without one, "
+                "'atoll serve' uses the CPU."),
         )
-    tally.fact("driver", _driver())
+    tally.fact(msg("driver"), _driver())
     if cuda is None:
         return tally.no_gpu(
-            f"No GPU can be used: this PyTorch ({torch.__version__}) is a build for CPUs.",
-            "Install Atoll with the PyTorch build for CUDA.",
+            msg("No GPU can be used: this PyTorch ({version}) is a build for CPUs.", version=torch.__version__),
+            msg("Install Atoll with the PyTorch build for CUDA."),
         )
     try:
         device = _first_gpu()
     except RuntimeError as error:
         return tally.no_gpu(
-            f"No GPU can be used: {_sentence(error)}",
-            f"See whether nvidia-smi lists the GPU; this PyTorch needs a driver for CUDA {cuda}. A variable "
-            "CUDA_VISIBLE_DEVICES hides GPUs.",
+            msg("No GPU can be used: {why}", why=_sentence(error)),
+            msg("See whether nvidia-smi lists the GPU; this PyTorch needs a driver for CUDA {cuda}. A variable "
+                "CUDA_VISIBLE_DEVICES hides GPUs.", cuda=cuda),
         )
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     tally.fact("GPU", properties.name)
-    tally.fact("compute capability", f"{properties.major}.{properties.minor}")
+    tally.fact(msg("compute capability"), f"{properties.major}.{properties.minor}")
     if capability < MIN_COMPUTE_CAPABILITY:
         return tally.no_gpu(
-            f"This GPU is too old: {properties.name} has compute capability {properties.major}.{properties.minor}, and "
-            f"{'.'.join(map(str, MIN_COMPUTE_CAPABILITY))} is needed.",
-            "Use a newer GPU, or 'atoll serve --device cpu'.",
+            msg("This GPU is too old: {name} has compute capability {capability}, and {needed} is needed.",
+                name=properties.name, capability=f"{properties.major}.{properties.minor}",
+                needed=".".join(map(str, MIN_COMPUTE_CAPABILITY))),
+            msg("Use a newer GPU, or 'atoll serve --device cpu'."),
         )
     tally.fact("Triton", metadata.version("triton"))
     fp8 = capability >= FP8_COMPUTE_CAPABILITY
-    tally.fact("fp8", "yes" if fp8 else "weights only: units for it need compute capability 8.9")
+    tally.fact("fp8", msg("yes") if fp8 else msg("weights only: units for it need compute capability 8.9"))
     free, total = torch.cuda.mem_get_info(device)
-    tally.fact("free memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB", free)
+    shown = msg("{free} of {total} GiB", free=f"{free / GIB:.1f}", total=f"{total / GIB:.1f}")
+    tally.fact(msg("free memory"), shown, free)
     return Machine(device, fp8, free)
 
 
 def measure(tally: Tally, machine: Machine) -> None:
     """Report how fast the GPU is. Others may use the processors meanwhile."""
-    _rate(tally, "memory bandwidth", "GB/s", lambda: _bandwidth(machine.device, machine.free))
-    _rate(tally, "bf16 products", "TFLOP/s", lambda: _product_rate(machine.device))
+    _rate(tally, msg("memory bandwidth"), "GB/s", lambda: _bandwidth(machine.device, machine.free))
+    _rate(tally, msg("bf16 products"), "TFLOP/s", lambda: _product_rate(machine.device))
 
 
 def _first_gpu() -> torch.device:
@@ -79,7 +85,7 @@ def _first_gpu() -> torch.device:
         warnings.simplefilter("ignore")  # the same words come as the error
         torch.cuda.init()
         if not torch.cuda.device_count():
-            raise RuntimeError("the driver shows no GPU to this process.")
+            raise RuntimeError(msg("the driver shows no GPU to this process."))
         device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.mem_get_info(device)
     return device
@@ -93,11 +99,14 @@ def _driver() -> str:
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     except OSError:
-        return f"{version}; its library libcuda.so.1 cannot be loaded"
+        return msg("{version}; its library libcuda.so.1 cannot be loaded", version=version)
     return version if failed else f"{version}, CUDA {number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _sentence(error: Exception) -> str:
+    """Its first sentence, or ours as it is."""
+    if error.args and isinstance(error.args[0], Message):
+        return error.args[0]
     return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:300] + "."
 
 
@@ -105,7 +114,7 @@ def _rate(tally: Tally, name: str, unit: str, measure: Callable[[], float]) -> N
     try:
         rate = measure()
     except RuntimeError as error:
-        tally.fact(name, f"not measured: {_sentence(error)}")
+        tally.fact(name, msg("not measured: {why}", why=_sentence(error)))
     else:
         tally.fact(name, f"{rate:,.0f} {unit}", round(rate, 1))
 

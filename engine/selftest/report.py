@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.message import msg, with_ids
 from engine.selftest.stopwatch import Stopwatch
 
 OK, FAILED, NO_GPU = 0, 1, 2  # exit codes
@@ -25,28 +26,48 @@ Fault = Literal["wrong", "error", "memory", "lost", "silent"]
 
 _RANK: list[Fault] = ["lost", "silent", "memory", "error", "wrong"]  # the first of these is what to say
 _NEXT: dict[Fault, str] = {
-    "wrong": "Do not serve with this GPU. Run it again: if the same checks fail, update the NVIDIA driver, and report "
-    "the output of 'atoll doctor --json'; if others fail each time, suspect the GPU's memory.",
-    "error": "Read the reasons above. Kernels are compiled into $TRITON_CACHE_DIR (~/.cache/atoll/triton) by way of "
-    "$TMPDIR: both must be writable. If they are, report the output of 'atoll doctor --json'.",
-    "memory": "Stop what else uses the GPU (nvidia-smi lists it; 'atoll stop' stops an installed service), then run it "
-    "again.",
-    "lost": "Run it again. If it happens again, look for 'Xid' in the kernel's log (dmesg), and restart the machine or "
-    "reset the GPU.",
-    "silent": "See whether nvidia-smi answers, and look for 'Xid' in the kernel's log (dmesg); restart the machine if "
-    "it does not. A very slow disk can be the cause too: --time-limit gives more time.",
+    "wrong": msg(
+        "Do not serve with this GPU. Run it again: if the same checks fail, update the NVIDIA driver, and report the "
+        "output of 'atoll doctor --json'; if others fail each time, suspect the GPU's memory."
+    ),
+    "error": msg(
+        "Read the reasons above. Kernels are compiled into $TRITON_CACHE_DIR (~/.cache/atoll/triton) by way of "
+        "$TMPDIR: both must be writable. If they are, report the output of 'atoll doctor --json'."
+    ),
+    "memory": msg(
+        "Stop what else uses the GPU (nvidia-smi lists it; 'atoll stop' stops an installed service), then run it "
+        "again."
+    ),
+    "lost": msg(
+        "Run it again. If it happens again, look for 'Xid' in the kernel's log (dmesg), and restart the machine or "
+        "reset the GPU."
+    ),
+    "silent": msg(
+        "See whether nvidia-smi answers, and look for 'Xid' in the kernel's log (dmesg); restart the machine if it "
+        "does not. A very slow disk can be the cause too: --time-limit gives more time."
+    ),
 }
-_WHAT: dict[Fault, str] = {
-    "wrong": "computed something other than plain arithmetic does",
-    "error": "could not be compiled or run",
-    "memory": "found too little free GPU memory",
-    "lost": "made the GPU refuse every later call",
-    "silent": "gave no answer",
-}
+
+
+def _failures(worst: Fault, **counts: Any) -> str:
+    match worst:
+        case "wrong":
+            return msg(
+                "{failed} of {total} checks failed: {names} computed something other than plain arithmetic does.",
+                **counts,
+            )
+        case "error":
+            return msg("{failed} of {total} checks failed: {names} could not be compiled or run.", **counts)
+        case "memory":
+            return msg("{failed} of {total} checks failed: {names} found too little free GPU memory.", **counts)
+        case "lost":
+            return msg("{failed} of {total} checks failed: {names} made the GPU refuse every later call.", **counts)
+        case "silent":
+            return msg("{failed} of {total} checks failed: {names} gave no answer.", **counts)
 
 
 def print_line(line: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(with_ids(line), ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
@@ -84,8 +105,8 @@ class Tally:
         """How long kernels were waited for; `work`, if anything was compiled: what compile_ahead.Work says."""
         seconds = self.watch.parts["waiting"]
         line = {
-            "kind": "fact", "name": "compilation", "number": round(seconds, 2),
-            "value": f"{seconds:.1f} s of waiting (none when kernels are at hand)",
+            "kind": "fact", "name": msg("compilation"), "number": round(seconds, 2),
+            "value": msg("{seconds} s of waiting (none when kernels are at hand)", seconds=f"{seconds:.1f}"),
         }  # fmt: skip
         if work is not None:
             since = {when: round(work[when] - self.watch.began, 2) for when in ("ready", "done")}
@@ -95,7 +116,7 @@ class Tally:
     def times(self) -> None:
         """Where the time went."""
         parts = {part: round(seconds, 2) for part, seconds in self.watch.parts.items()}
-        self.see({"kind": "fact", "name": "time", "value": str(self.watch), "parts": parts})
+        self.see({"kind": "fact", "name": msg("time"), "value": self.watch.text(), "parts": parts})
 
     def no_gpu(self, message: str, next_step: str) -> int:
         self._end(NO_GPU, message, next_step)
@@ -106,14 +127,21 @@ class Tally:
         seconds = time.monotonic() - self.watch.began
         total = self.passed + len(self.faults)
         if not self.faults:
-            more = f" ({self.skipped} need a newer GPU)" if self.skipped else ""
-            message = f"All {total} kernel checks passed in {seconds:.1f} s{more}: this GPU is fit to serve."
+            message = msg("All {total} kernel checks passed in {seconds} s: this GPU is fit to serve.", total=total,
+                          seconds=f"{seconds:.1f}")
+            if self.skipped:
+                message = msg(
+                    "All {total} kernel checks passed in {seconds} s ({skipped} need a newer GPU): this GPU is fit to "
+                    "serve.", total=total, seconds=f"{seconds:.1f}", skipped=self.skipped,
+                )  # fmt: skip
             self._end(OK, message, "")
             return OK
         worst = min(self.faults.values(), key=_RANK.index)
         names = [name for name, fault in self.faults.items() if fault == worst]
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        message = f"{len(self.faults)} of {total} checks failed: {shown} {_WHAT[worst]}."
+        shown = ", ".join(names[:4])
+        if len(names) > 4:
+            shown = msg("{names} and {count} more", names=shown, count=len(names) - 4)
+        message = _failures(worst, failed=len(self.faults), total=total, names=shown)
         self._end(FAILED, message, _NEXT[worst])
         return FAILED
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.kernels.runtime import compile_pool, warm_cache_hint
+from engine.message import msg
 from engine.selftest import checks, delta, early, few, host, sampling
 from engine.selftest.checks import Check, Side, kernel_side
 from engine.selftest.compare import Difference, Result, difference
@@ -72,7 +73,8 @@ def run_checks(
     for check in every:
         twin = twins.pop(check.name, None)
         if twin is None:
-            tally.see({"kind": "check", "name": check.name, "passed": True, "skipped": True, "reason": "needs fp8"})
+            skipped = {"skipped": True, "reason": msg("needs fp8")}
+            tally.see({"kind": "check", "name": check.name, "passed": True} | skipped)
             continue
         if kernels is not None:
             kernels.wait(check)
@@ -119,7 +121,7 @@ def _judge(tally: Tally, check: Check, twin: Twin, side: Side) -> Fault | None:
         fault, reason = _fault(error, side.device), _reason(error)
     error = worst.error if worst and math.isfinite(worst.error) else None
     if worst and error is None:
-        reason = "the result holds NaN, infinity or another shape"
+        reason = msg("the result holds NaN, infinity or another shape")
     line = {
         "kind": "check", "name": check.name, "passed": fault is None, "error": error,
         "bound": worst.bound if worst else None, "ms": round(side.ms, 3),

@@ -4,18 +4,10 @@ import os
 import time
 from pathlib import Path
 
+from engine.message import msg
+
 # One after the other; what others do meanwhile (compilers, a thread that opens the GPU) costs nothing here.
-PARTS = {
-    "python": "Python",
-    "torch": "PyTorch",
-    "triton": "Triton",
-    "gpu": "GPU",
-    "jobs": "list of kernels",
-    "rates": "rates",
-    "twins": "plain arithmetic",
-    "waiting": "waiting for compilers",
-    "kernels": "kernels",
-}
+PARTS = ("python", "torch", "triton", "gpu", "jobs", "rates", "twins", "waiting", "kernels")
 
 
 def process_began() -> float:
@@ -43,5 +35,9 @@ class Stopwatch:
         self.parts[part] += now - self._last
         self._last = now
 
-    def __str__(self) -> str:
-        return ", ".join(f"{words} {self.parts[part]:.1f} s" for part, words in PARTS.items())
+    def text(self) -> str:
+        return msg(
+            "Python {python} s, PyTorch {torch} s, Triton {triton} s, GPU {gpu} s, list of kernels {jobs} s, rates "
+            "{rates} s, plain arithmetic {twins} s, waiting for compilers {waiting} s, kernels {kernels} s",
+            **{part: f"{seconds:.1f}" for part, seconds in self.parts.items()},
+        )

@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import InvalidRequestError, ModelError
+from engine.message import msg
 from engine.text.marks import TAIL, unmarked
 
 RENDER_SECONDS = 5.0
@@ -50,7 +51,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
-            raise ModelError(f"The chat template does not compile: {str(error)[:200]}") from None
+            raise ModelError(msg("The chat template does not compile: {error}", error=str(error)[:200])) from None
 
     def render(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers
 
 from engine.errors import InvalidRequestError, ModelError
+from engine.message import msg
 from engine.text.marks import MARKS, ControlTokens
 from engine.text.pieces import Pieces
 from engine.text.template import ChatTemplate
@@ -61,13 +62,15 @@ class TextTokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ModelError(
-                f"{path} is missing.",
-                "Atoll reads tokenizers in the tokenizers library's format; convert other formats before bundling.",
+                msg("{path} is missing.", path=path),
+                msg(
+                    "Atoll reads tokenizers in the tokenizers library's format; convert other formats before bundling."
+                ),
             )
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{path} cannot be read: {str(error)[:200]}") from None
+            raise ModelError(msg("{path} cannot be read: {error}", path=path, error=str(error)[:200])) from None
         config = _read_json(directory / "tokenizer_config.json")
         eos: set[int] = set()
         for name in ("generation_config.json", "config.json"):
@@ -202,7 +205,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {str(error)[:200]}") from None
+        raise ModelError(msg("{path} cannot be read: {error}", path=path, error=str(error)[:200])) from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object.")
+        raise ModelError(msg("{path} must hold a JSON object.", path=path))
     return value

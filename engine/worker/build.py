@@ -31,6 +31,7 @@ from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels.gemm import cpu_format
 from engine.kernels.gemm.scaled import has_fp8_units
 from engine.kernels.runtime import compile_pool, warm_cache_hint
+from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.batch_invariant import make_batch_invariant
 from engine.models.config.model import ModelConfig
@@ -216,10 +217,12 @@ def _measured_budget(
         )
     except torch.OutOfMemoryError:
         raise OutOfMemoryPlanError(
-            f"A step of {max_tokens} tokens of {min(num_seqs, max_tokens)} sequences does not fit beside the weights "
-            f"({gib(weights)}) on {card.device} ({gib(card.total)}, of which others hold {gib(card.others)}).",
+            msg("A step of {max_tokens} tokens of {num_seqs} sequences does not fit beside the weights "
+                "({weights}) on {device} ({total}, of which others hold {others}).", max_tokens=max_tokens,
+                num_seqs=min(num_seqs, max_tokens), weights=gib(weights), device=card.device, total=gib(card.total),
+                others=gib(card.others)),
             "--max-num-batched-tokens",
-            "Lower --max-num-batched-tokens and --max-num-seqs.",
+            msg("Lower --max-num-batched-tokens and --max-num-seqs."),
         ) from None
     return gpu_budget(config, weights, needs, card, host_bytes(model))
 
@@ -270,16 +273,20 @@ def choose_device(config: EngineConfig) -> torch.device:
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     version = ".".join(map(str, capability))
     if capability < MIN_COMPUTE_CAPABILITY:
-        raise ConfigError(f"{name} has compute capability {version}; at least 8.0 is needed.", "--device",
-                          "Use a newer GPU, or --device cpu.")
+        raise ConfigError(msg("{name} has compute capability {version}; at least 8.0 is needed.", name=name,
+                              version=version), "--device",
+                          msg("Use a newer GPU, or --device cpu."))
     torch.cuda.empty_cache()  # of an engine that this process had before
     free, total = torch.cuda.mem_get_info(device)
     wanted = int(total * config.gpu_memory_utilization)
     if free < wanted:
         raise ConfigError(
-            f"{name} has {free / GIB:.1f} GiB of {total / GIB:.1f} GiB free, but --gpu-memory-utilization "
-            f"{config.gpu_memory_utilization} asks for {wanted / GIB:.1f} GiB.", "--gpu-memory-utilization",
-            f"Stop what else uses the GPU (nvidia-smi lists it), or use at most {int(free / total * 99) / 100}.",
+            msg("{name} has {free} GiB of {total} GiB free, but --gpu-memory-utilization "
+                "{gpu_memory_utilization} asks for {wanted} GiB.", name=name, free=f"{free / GIB:.1f}",
+                total=f"{total / GIB:.1f}", gpu_memory_utilization=config.gpu_memory_utilization,
+                wanted=f"{wanted / GIB:.1f}"), "--gpu-memory-utilization",
+            msg("Stop what else uses the GPU (nvidia-smi lists it), or use at most {free}.",
+                free=int(free / total * 99) / 100),
         )  # fmt: skip
     return device
 
@@ -304,11 +311,13 @@ def wanted_context(config: EngineConfig, model_config: ModelConfig) -> int | Non
     if wanted is None or wanted == "auto":
         return None
     if wanted < 2:
-        raise ConfigError(f"--max-model-len {wanted}: a request needs at least 2 tokens.", "--max-model-len")
+        raise ConfigError(msg("--max-model-len {wanted}: a request needs at least 2 tokens.", wanted=wanted),
+                          "--max-model-len")
     if wanted > limit:
         raise ConfigError(
-            f"--max-model-len {wanted}: the model was trained for {limit} positions (max_position_embeddings).",
-            "--max-model-len", f"Use at most {limit}.",
+            msg("--max-model-len {wanted}: the model was trained for {limit} positions (max_position_embeddings).",
+                wanted=wanted, limit=limit),
+            "--max-model-len", msg("Use at most {limit}.", limit=limit),
         )
     return wanted
 

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.core.kv.planner import gib
 from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.kernels.runtime.host_memory import HostMemoryError, lock
+from engine.message import msg
 from engine.models.base import CausalLM
 from engine.worker.host import host_memory
 from engine.worker.memory import host_bytes
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 FLAG = "--per-layer-embeddings"
 _RESERVE = 4 << 30  # for the rest of the engine (PyTorch, CUDA, compilers at work) and of the machine
-_WAYS = f"Free host memory (a unit's MemoryMax= counts too), or use {FLAG} gpu."
+_WAYS = msg("Free host memory (a unit's MemoryMax= counts too), or use {flag} gpu.", flag=FLAG)
 
 
 def keep_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> None:
@@ -43,11 +44,12 @@ def keep_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> 
         for table in tables if problem is None else ():
             table.keep_on_host()
     except HostMemoryError as error:
-        problem = str(error)
+        problem = error.args[0]
     if problem is None:
         return
     if wanted == "host":
-        raise ConfigError(f"{FLAG} host: {gib(size)} cannot be kept in host memory: {problem}.", FLAG, _WAYS)
+        raise ConfigError(msg("{flag} host: {size} cannot be kept in host memory: {problem}.", flag=FLAG,
+                              size=gib(size), problem=problem), FLAG, _WAYS)
     log.warning("Per-layer embeddings take %s of the GPU's memory: on the host, %s.", gib(size), problem)
 
 
@@ -63,10 +65,11 @@ def lock_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> 
                 lock(table.weight)
         return
     except HostMemoryError as error:
-        reason = str(error)
+        reason = error.args[0]
     if config.per_layer_embeddings == "host":
-        raise ConfigError(f"{FLAG} host: {gib(size)} of host memory cannot be locked for {device}: {reason}.", FLAG,
-                          f"Use {FLAG} gpu, or leave the flag out.")  # fmt: skip
+        raise ConfigError(msg("{flag} host: {size} of host memory cannot be locked for {device}: {reason}.",
+                              flag=FLAG, size=gib(size), device=device, reason=reason), FLAG,
+                          msg("Use {flag} gpu, or leave the flag out.", flag=FLAG))  # fmt: skip
     log.warning("Per-layer embeddings take %s of the GPU's memory: the host's cannot be locked, %s.", gib(size), reason)
     try:
         for table in model.lookup_tables():
@@ -76,9 +79,10 @@ def lock_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> 
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info(device)
         raise OutOfMemoryPlanError(
-            f"The per-layer embeddings ({gib(size)}) fit nowhere: host memory cannot be locked for the GPU ({reason}), "
-            f"and {gib(free)} of the {gib(total)} on {device} are free.", FLAG,
-            "Free memory on the GPU, or have the driver's fault looked at (atoll doctor).",
+            msg("The per-layer embeddings ({size}) fit nowhere: host memory cannot be locked for the GPU ({reason}), "
+                "and {free} of the {total} on {device} are free.", size=gib(size), reason=reason, free=gib(free),
+                total=gib(total), device=device), FLAG,
+            msg("Free memory on the GPU, or have the driver's fault looked at (atoll doctor)."),
         ) from None  # fmt: skip
 
 
@@ -87,7 +91,8 @@ def _lack_of_memory(size: int) -> str | None:
     _, available = host_memory()
     if available >= size + _RESERVE:
         return None
-    return f"{gib(available)} are available, and {gib(size)} with {gib(_RESERVE)} to spare are needed"
+    return msg("{available} are available, and {size} with {reserve} to spare are needed", available=gib(available),
+               size=gib(size), reserve=gib(_RESERVE))
 
 
 def _shares_memory(device: torch.device) -> bool:

@@ -12,6 +12,7 @@ from engine.kernels.gemm import scaled
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
+from engine.message import joined, msg
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
 from engine.worker.host import host_memory
@@ -91,15 +92,18 @@ def check_weights_fit(model: CausalLM, config: EngineConfig, card: Card) -> None
     """Before anything is read. Raises OutOfMemoryPlanError."""
     weights, usable = loaded_bytes(model), card.usable(config.gpu_memory_utilization)
     if weights >= usable:
-        ways = ["raise --gpu-memory-utilization"] if config.gpu_memory_utilization < 0.9 else []
-        ways += ["--quantization fp8 halves most of the weights"] if config.quantization is None else []
+        ways = [msg("raise --gpu-memory-utilization")] if config.gpu_memory_utilization < 0.9 else []
+        ways += [msg("--quantization fp8 halves most of the weights")] if config.quantization is None else []
         tables = sum(table.weight.nbytes for table in model.lookup_tables() if not table.on_host)
-        ways += [f"--per-layer-embeddings host keeps {gib(tables)} of them in host memory"] if tables else []
-        hint = "; ".join([*ways, "a smaller model or a larger GPU"]) + "."
+        if tables:
+            ways.append(msg("--per-layer-embeddings host keeps {size} of them in host memory", size=gib(tables)))
+        hint = msg("What helps: {ways}.", ways=joined([*ways, msg("a smaller model or a larger GPU")], "; "))
         raise OutOfMemoryPlanError(
-            f"The model does not fit: its weights take {gib(weights)}; {gib(usable)} of the {gib(card.total)} on "
-            f"{card.device} are usable (--gpu-memory-utilization {config.gpu_memory_utilization}; other processes hold "
-            f"{gib(card.others)}).", "--gpu-memory-utilization", hint[0].upper() + hint[1:],
+            msg("The model does not fit: its weights take {weights}; {usable} of the {total} on "
+                "{device} are usable (--gpu-memory-utilization {gpu_memory_utilization}; other processes hold "
+                "{others}).", weights=gib(weights), usable=gib(usable), total=gib(card.total), device=card.device,
+                gpu_memory_utilization=config.gpu_memory_utilization, others=gib(card.others)),
+            "--gpu-memory-utilization", hint,
         )  # fmt: skip
 
 

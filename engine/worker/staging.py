@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from engine.errors import ConfigError
+from engine.message import msg
 
 _RING = 4    # more than the steps in flight
 _ALIGN = 16  # words: kernels are compiled for aligned addresses
@@ -42,8 +43,8 @@ def check_addressable(*tables: torch.Tensor) -> None:
     """Runs of changes count a table's words in int32. Raises ConfigError for a larger table: 8 GiB."""
     if max(table.numel() for table in tables) > 2**31:
         raise ConfigError(
-            "The request table has more than 2^31 entries: --max-num-seqs times --max-model-len is too large.",
-            "--max-num-seqs", "Lower --max-num-seqs or --max-model-len.",
+            msg("The request table has more than 2^31 entries: --max-num-seqs times --max-model-len is too large."),
+            "--max-num-seqs", msg("Lower --max-num-seqs or --max-model-len."),
         )
 
 

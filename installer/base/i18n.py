@@ -16,16 +16,15 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from string import Formatter
 from typing import Any, TextIO
 
 from offline_bundle.text import Text, joined, plain, reason, t
 
 __all__ = [
-    "CHOSEN", "LANGUAGES", "Text", "foreign", "joined", "language_of", "libraries_in", "looked_up", "plain", "reason",
-    "retold", "speaking", "t", "told",
+    "CHOSEN", "LANGUAGES", "Text", "foreign", "is_text", "joined", "language_of", "libraries_in", "looked_up", "plain",
+    "reason", "speaking", "t", "told",
 ]  # fmt: skip
 
 LANGUAGES = ("en", "ko")
@@ -43,7 +42,7 @@ def told(value: Any, language: str) -> Any:
         return value
     if isinstance(value, BaseException):
         return _exception(value, language)
-    if not isinstance(value, Text):
+    if not is_text(value):
         return value
     if value.parts is not None:
         return value.source.join(told(part, language) for part in value.parts)
@@ -54,6 +53,11 @@ def told(value: Any, language: str) -> Any:
         return str(value)
 
 
+def is_text(value: Any) -> bool:
+    """Whether it knows its id and values: a `Text`, or a message of the engine, which has a class of its own."""
+    return isinstance(value, str) and hasattr(value, "source")
+
+
 def _exception(error: BaseException, language: str) -> str:
     """As `str(error)` would say it: an error of ours its message and hint, any other its first argument."""
     message, hint = getattr(error, "message", None), getattr(error, "hint", "")
@@ -62,7 +66,7 @@ def _exception(error: BaseException, language: str) -> str:
     if isinstance(error, OSError):
         return str(told(reason(error), language))
     first = error.args[0] if len(error.args) == 1 else None
-    return told(first, language) if isinstance(first, Text) else str(error)
+    return told(first, language) if is_text(first) else str(error)
 
 
 def language_of(environment: Mapping[str, str] | None = None) -> str:
@@ -120,87 +124,8 @@ def looked_up(source: str, language: str) -> str:
 
 
 def foreign(source: str) -> str:
-    """Marks what another program says, for the catalogue."""
+    """Marks an id that a library looks up itself, for the catalogue."""
     return source
-
-
-def retold(said: str) -> str:
-    """A sentence that was written down in English (a journal's, another program's), as one that can be told again.
-
-    It is recognised by the catalogue's own wording; what is not known stays as it is. So are sentences that follow one
-    another, if each is known, and the terms of a sum or list.
-    """
-    if isinstance(said, Text) or not said:
-        return said
-    reading = _recognised(said)
-    return said if reading is None else reading[0]
-
-
-_JOINTS = (re.compile(r"(?<=[.?]) "), re.compile(r" \+ "), re.compile("; "))
-_MOST_JOINTS = 12  # of one kind; what has more is no message
-
-
-@lru_cache(maxsize=512)
-def _recognised(said: str) -> tuple[Text, int] | None:
-    """The reading that leaves the fewest letters to values that nobody knows, and how many these are; of several such
-    readings the most specific."""
-    if source := _fixed().get(said):
-        return t(source), 0
-    readings = [*_as_one(said), *_in_two(said)]
-    return min(readings, key=lambda reading: reading[1], default=None)
-
-
-def _as_one(said: str) -> Iterator[tuple[Text, int]]:
-    for source, shape in _shapes():
-        if found := shape.fullmatch(said):
-            values = {name: _recognised(value) or (_Said(value), _letters(value))
-                      for name, value in found.groupdict().items()}
-            yield t(source, **{name: value for name, (value, _) in values.items()}), sum(n for _, n in values.values())
-
-
-def _in_two(said: str) -> Iterator[tuple[Text, int]]:
-    for joint in _JOINTS:
-        cuts = list(joint.finditer(said))
-        for cut in cuts if len(cuts) <= _MOST_JOINTS else ():
-            first = _recognised(said[: cut.start()])
-            if first is not None and (rest := _recognised(said[cut.end() :])) is not None:
-                yield joined([first[0], rest[0]], cut[0]), first[1] + rest[1]
-
-
-def _letters(text: str) -> int:
-    return len(re.findall("[A-Za-z]", text))
-
-
-class _Said(str):
-    """A value that was formatted before."""
-
-    __slots__ = ()
-
-    def __format__(self, spec: str) -> str:
-        return str(self)
-
-
-@cache
-def _fixed() -> dict[str, str]:
-    """What the sentences and words without placeholders say, and they themselves; short single words may be names."""
-    plain = [source for source in _sources("ko") if all(name is None for _, name, *_ in Formatter().parse(source))]
-    return {source.format(): source for source in plain if " " in source or _letters(source) >= 5}
-
-
-@cache
-def _shapes() -> list[tuple[str, re.Pattern[str]]]:
-    """Every other sentence as a pattern; those with little but placeholders would match anything."""
-    known = []
-    for source in _sources("ko"):
-        parts = list(Formatter().parse(source))
-        words = sum(_letters(literal) for literal, *_ in parts)
-        names = [name for _, name, *_ in parts if name is not None]
-        apart = all(text for text, name, *_ in parts[1:] if name is not None)
-        distinct = len(names) == len(set(names)) and all(name.isidentifier() for name in names)
-        if names and words >= 5 and apart and distinct:
-            pattern = "".join(re.escape(text) + (f"(?P<{name}>.+?)" if name else "") for text, name, *_ in parts)
-            known.append((words, source, re.compile(pattern, re.DOTALL)))
-    return [(source, shape) for _, source, shape in sorted(known, key=lambda each: -each[0])]
 
 
 @contextmanager
@@ -217,10 +142,6 @@ def libraries_in(language: str) -> Iterator[None]:
         os.environ.pop("LANGUAGE")
         if before is not None:
             os.environ["LANGUAGE"] = before
-
-
-def _sources(language: str) -> list[str]:
-    return [source for source in getattr(_catalogue(language), "_catalog", {}) if source]
 
 
 @cache

@@ -17,6 +17,7 @@ from typing import Any
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
+from installer.base.messages import with_ids
 
 Record = dict[str, Any]
 
@@ -98,7 +99,7 @@ class Journal:
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "run": self.run,
             "event": event,
-            **data,
+            **with_ids(data),
         }
         record = json.loads(_line(record))
         self.records.append(record)

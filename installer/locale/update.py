@@ -9,33 +9,31 @@ from pathlib import Path
 from babel.messages import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
-from engine_texts import engine_texts  # beside this file
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
-ROOMS = ("appliance/cli", "appliance/service", "installer", "offline_bundle", "tui")
+ROOMS = ("appliance", "engine", "installer", "offline_bundle", "tui")
+MARKS = ("t", "msg", "foreign")
 PO = HERE / "ko/LC_MESSAGES/atoll.po"
 MEDIUM = ROOT / "offline_bundle/medium"
 
 
 def extracted() -> Catalog:
-    """Every text of the code and error of the engine, with their files; every paragraph of the commands' help."""
+    """Every text of the code, with its files; every paragraph of the commands' help."""
     catalogue = Catalog(project="atoll", charset="utf-8", fuzzy=False)
     for path in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
         for message in literals(path):
             catalogue.add(message, locations=[(str(path.relative_to(ROOT)), 0)])
-    for text, paths in engine_texts(ROOT / "engine").items():
-        catalogue.add(text, locations=[(path, 0) for path in sorted(paths)])
     for paragraph in help_paragraphs():
         catalogue.add(paragraph, locations=[("--help", 0)])
     return catalogue
 
 
 def literals(path: Path) -> set[str]:
-    """What the calls of t(…) and foreign(…) in a file are given, also inside other texts and f-strings."""
+    """What the calls of t(…), msg(…) and foreign(…) in a file are given, also inside other texts and f-strings."""
     calls = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
-    first = (call.args[0] for call in calls if getattr(call.func, "id", "") in ("t", "foreign") and call.args)
+    first = (call.args[0] for call in calls if getattr(call.func, "id", "") in MARKS and call.args)
     return {str(node.value) for node in first if isinstance(node, ast.Constant)}
 
 

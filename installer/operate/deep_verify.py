@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from platform import python_version
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, reason, t
 from installer.base.journal import History, replay
 from installer.base.layout import Layout
+from installer.base.messages import with_ids, without_ids
 from installer.release import release, replay_guard
 from installer.release.code_tree import is_bytecode, read_facts, rebuild_bytecode, verify_code
 from offline_bundle import limits
@@ -78,6 +79,12 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return {"schema_version": 1, **asdict(self)}
 
+    def to_record(self) -> dict[str, Any]:
+        """The same for the state file, in which each text keeps its id."""
+        texts = [with_ids({field.name: getattr(target, field.name) for field in fields(target)})
+                 for target in self.targets]  # fmt: skip
+        return self.to_json() | {"targets": texts}
+
 
 def verify(
     layout: Layout,
@@ -110,7 +117,7 @@ def verify(
             report.finished, report.seconds = _now(), round(time.monotonic() - began, 2)
             report.bytes = sum(target.bytes for target in report.targets)
             if recording:
-                fs.write_atomic(layout.verify_state, json.dumps(report.to_json(), indent=1) + "\n", 0o644)
+                fs.write_atomic(layout.verify_state, json.dumps(report.to_record(), indent=1) + "\n", 0o644)
     return report
 
 
@@ -139,7 +146,9 @@ def last(layout: Layout) -> dict[str, Any] | None:
     """What the last check found, as it was recorded; None if there was none, or it cannot be read."""
     try:
         found = json.loads(fs.read_regular(layout.verify_state, 1 << 20)[0])
-        return found if isinstance(found, dict) and isinstance(found.get("targets"), list) else None
+        if not isinstance(found, dict) or not isinstance(found.get("targets"), list):
+            return None
+        return found | {"targets": [without_ids(target) for target in found["targets"] if isinstance(target, dict)]}
     except (OSError, ValueError):
         return None
 

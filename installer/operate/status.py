@@ -16,9 +16,10 @@ from installer.access import api_keys, licence, vendor_keys
 from installer.audit import anchor, check
 from installer.base import fs, lock
 from installer.base.exposure import check_exposure
-from installer.base.i18n import retold, t
+from installer.base.i18n import t
 from installer.base.journal import History, Replay, replay
 from installer.base.layout import Layout
+from installer.base.messages import without_ids
 from installer.base.recovery_mark import went_back
 from installer.operate import deep_verify as deep
 from installer.operate.findings import Findings
@@ -228,10 +229,10 @@ def _tell_state(
     elif state == "starting" and running["phase"] == "running":
         found.error(t("The service runs but is not ready: {said}.", said=said), f"atoll logs{where}")
     if history.last_failure is not None:
-        failure = history.last_failure
+        failure = without_ids(history.last_failure)
         found.warn(
             t("The last install failed in step {step} at {at}: {error}", step=failure["step"], at=failure["at"],
-              error=retold(failure["error"])),
+              error=failure["error"]),
             t("Correct it and run the same install again."),
         )
 
@@ -265,11 +266,12 @@ def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings)
             found.warn(t("Nothing was verified since the install at {at}.", at=at), "atoll verify")
         if installed is None:
             return None
-        return {"at": at, "by": "install", "outcome": "good", "exit_code": 0, "detail": installed["detail"]}
+        detail = without_ids(installed)["detail"]
+        return {"at": at, "by": "install", "outcome": "good", "exit_code": 0, "detail": detail}
     if record["outcome"] == "bad":
         for target in (target for target in record["targets"] if target.get("exit_code")):
-            message = t("Verification of {at}: {error}", at=record["finished"], error=retold(target["error"]))
-            found.error(message, retold(target.get("hint", "")))
+            message = t("Verification of {at}: {error}", at=record["finished"], error=target["error"])
+            found.error(message, target.get("hint", ""))
     elif record["outcome"] == "interrupted":
         found.warn(t("The verification begun at {at} was cut off.", at=record["started"]), "atoll verify")
     elif _age_days(record["finished"]) > VERIFY_DAYS:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
+from appliance.cli.language.usage_errors import checks_told
 from installer.base.i18n import looked_up
 
 LANGUAGE_HELP = "Language of what is said: ko or en (as the system's; English where Hangul cannot be shown)."
@@ -31,6 +32,7 @@ def translate(command: Any, language: str) -> Any:
     """The same command, helping in `language`."""
     _add_language_option(command)
     if language != "en":
+        checks_told(command)
         _say_help(command, language)
         _each(command, lambda paragraph: looked_up(paragraph, language))
     return command

@@ -13,7 +13,8 @@ from rich.markup import escape
 
 from appliance.cli.common import padded, spoken
 from appliance.cli.view.json_output import emit
-from installer.base.i18n import retold, t
+from engine.message import without_ids
+from installer.base.i18n import t
 
 SELF_TEST = (sys.executable, "-s", "-P", "-m", "engine.selftest", "--json")
 FAILED = 1
@@ -58,7 +59,7 @@ def _self_test(command: list[str]) -> Iterator[dict[str, Any]]:
     ended = False
     try:
         for text in child.stdout:
-            line = json.loads(text)
+            line = without_ids(json.loads(text))
             ended = ended or line["kind"] == "end"
             yield line
         said = child.stderr.read().strip().splitlines()
@@ -89,14 +90,14 @@ class View:
         if line["kind"] == "begin" and self._status:
             self._status.update(escape(f"{line['name']} …"))
         elif line["kind"] == "fact":
-            self.console.print(f"      {padded(_said(line['name']), 28)} {_said(line['value'])}", markup=False)
+            self.console.print(f"      {padded(spoken(line['name']), 28)} {spoken(line['value'])}", markup=False)
         elif line["kind"] == "check":
             self._check(line)
 
     def _check(self, line: dict[str, Any]) -> None:
         name = f"{line['name']:28}"
         if line.get("skipped"):
-            self.console.print(f"[dim]  --  {escape(name)} {escape(_said(line['reason']))}[/]")
+            self.console.print(f"[dim]  --  {escape(name)} {escape(spoken(line['reason']))}[/]")
             return
         word, style = (t("ok"), "green") if line["passed"] else (t("FAIL"), "bold red")
         said = spoken(word)
@@ -106,24 +107,16 @@ class View:
             numbers = t("error {error}, allowed {bound}", error=f"{line['error']:.1e}", bound=f"{line['bound']:.0e}")
         self.console.print(f"{mark}  {escape(name)} {padded(numbers, 32)} {line['ms']:8.2f} ms")
         if line.get("reason"):
-            self.console.print(f"      {_said(line['reason'])}", markup=False)
+            self.console.print(f"      {spoken(line['reason'])}", markup=False)
 
     def end(self, line: dict[str, Any]) -> None:
         if self._status:
             self._status.stop()
         self.console.print()
         style = "green" if line["exit_code"] == 0 else "bold red"
-        self.console.print(_said(line["message"]), style=style, markup=False)
+        self.console.print(spoken(line["message"]), style=style, markup=False)
         if line["next"]:
-            self.console.print(spoken(t("Next: {command}", command=retold(line["next"]))), markup=False)
-
-
-def _said(text: str) -> str:
-    """The self-test's English, in the language of this terminal."""
-    return spoken(KNOWN[text] if text in KNOWN else retold(text))
-
-
-KNOWN = {"yes": t("yes"), "driver": t("driver"), "ok": t("ok"), "time": t("time")}  # too short to be recognised
+            self.console.print(spoken(t("Next: {command}", command=line["next"])), markup=False)
 
 
 class Report:

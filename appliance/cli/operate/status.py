@@ -10,7 +10,7 @@ from appliance.cli.view.byte_progress import size
 from appliance.engines import engine_facts
 from installer.access.api_keys import shown_name
 from installer.base.errors import ExitCode
-from installer.base.i18n import foreign, joined, retold, t
+from installer.base.i18n import joined, t
 from installer.operate.status import status
 from installer.support.logs import printable
 
@@ -83,7 +83,7 @@ def rows(facts: dict[str, Any], *, plan: bool = False) -> list[tuple[str, str]]:
     for problem in facts["problems"]:
         found.append((t("PROBLEM") if problem["severity"] == "error" else t("warning"), problem["what"]))
         if problem["next"]:
-            found.append(("", t("next: {command}", command=retold(problem["next"]))))
+            found.append(("", t("next: {command}", command=problem["next"])))
     if facts["unseen"]:
         found.append((t("not seen"), t("{what}; to see them: sudo atoll status", what=joined(facts["unseen"]))))
     return found
@@ -112,14 +112,12 @@ def _memory(engine: dict[str, Any], full: bool) -> list[tuple[str, str]]:
         return [(t("memory"), text)]
     if engine.get("progress"):
         return [(t("memory"), t("loading: {progress}", progress=engine["progress"]))]
-    short = [line.strip() for line in table if line.strip().startswith(("KV", "context"))]
-    return [(t("memory") if i == 0 else "", retold(" ".join(line.split()))) for i, line in enumerate(short)]
-
-
-ENGINE_SAYS = (
-    foreign("KV pages {size} GiB {pages} pages of {tokens} tokens = {total} tokens"),
-    foreign("context {tokens} tokens; {count} requests of that length fit at the same time"),
-)
+    if planned := engine.get("planned"):
+        text = t("{size:.2f} GiB of KV cache; {count:,} requests of {context:,} tokens fit at the same time",
+                 size=planned["kv_cache"] / 2**30, count=planned["full_length_requests"],
+                 context=planned["max_model_len"])  # fmt: skip
+        return [(t("memory"), text)]
+    return []
 
 
 def _service(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -140,7 +138,7 @@ def _service(facts: dict[str, Any]) -> list[tuple[str, str]]:
             what = t("{service}, {count} restarts", service=what, count=service["restarts"])
         found.append((t("service"), what))
     good = t("good") if facts["health"]["ok"] else t("bad")
-    found.append((t("health"), t("{verdict}: {said}", verdict=good, said=retold(facts["health"]["said"]))))
+    found.append((t("health"), t("{verdict}: {said}", verdict=good, said=facts["health"]["said"])))
     if smoke := facts["smoke"]:
         first, rate = f"{smoke['ttft_s'] * 1000:.0f}", f"{smoke['tokens_per_s']:.1f}"
         text = t("first token after {first} ms, then {rate} tokens/s", first=first, rate=rate)
@@ -153,7 +151,7 @@ def _permissions(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if verified := facts["last_verify"]:
         words = {"good": t("all as signed"), "bad": t("NOT AS SIGNED"), "interrupted": t("cut off")}
         text = t("{at} by {who}: {verdict}; {detail}", at=verified["at"], who=verified["by"],
-                 verdict=words[verified["outcome"]], detail=retold(verified["detail"]))
+                 verdict=words[verified["outcome"]], detail=verified["detail"])
         found.append((t("verified"), text))
     for entry in facts["licences"]:
         who = (entry.get("who") or {}).get("user", "?")

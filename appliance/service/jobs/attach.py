@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from appliance.service.jobs.launch import launch, prepare
 from appliance.service.jobs.process import Work
 from appliance.service.jobs.spool import Job
-from appliance.service.messages import decode
 from installer.access.licence import LicenceRequest
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
+from installer.base.messages import decode
 from installer.decide.frontend import Frontend
 from installer.decide.plan import Plan, PlanItem
 from installer.preflight import CheckRecord

@@ -11,10 +11,10 @@ from dataclasses import fields
 from typing import Any
 
 from appliance.service.jobs.spool import Job
-from appliance.service.messages import encode
 from installer.access.licence import LicenceRequest
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
+from installer.base.messages import encode
 from installer.decide.frontend import StepStatus
 from installer.decide.plan import Plan
 from installer.preflight import CheckRecord

@@ -14,10 +14,10 @@ from typing import Any
 
 from appliance.service.jobs.frontend import JobFrontend
 from appliance.service.jobs.spool import END_BYTES, PROCESS_BYTES, Job
-from appliance.service.messages import encode
 from installer.base.errors import ExitCode, InstallError, io_error
 from installer.base.i18n import t
 from installer.base.lock import InstallLock
+from installer.base.messages import encode
 from installer.base.proc import ProcessId
 
 Work = Callable[[JobFrontend], dict[str, Any]]

@@ -22,6 +22,7 @@ from typing import Any
 
 from engine.core.kv.spec import CacheSpec, table_widths
 from engine.errors import OutOfMemoryPlanError
+from engine.message import joined, msg
 
 GIB = 1 << 30
 _FEWEST_SEQS = 8   # sequences at once are not fitted to less than this for the sake of the request table
@@ -51,11 +52,11 @@ class MemoryBudget:
     def parts(self) -> list[tuple[str, int, str]]:
         """(name, bytes, what it is) of all that does not depend on context and sequences."""
         every = [
-            ("weights", self.weights, self.weights_text),
-            ("overhead", self.overhead, "CUDA context, kernels, library workspaces"),
-            ("activations", self.activations, "the largest step"),
-            ("graphs", self.graphs, "recorded steps"),
-            ("step buffers", self.buffers, "inputs of a step, sampler"),
+            (msg("weights"), self.weights, self.weights_text),
+            (msg("overhead"), self.overhead, "CUDA context, kernels, library workspaces"),
+            (msg("activations"), self.activations, "the largest step"),
+            (msg("graphs"), self.graphs, "recorded steps"),
+            (msg("step buffers"), self.buffers, "inputs of a step, sampler"),
         ]
         return [part for part in every if part[1]]
 
@@ -268,16 +269,19 @@ def _nothing_fits(budget: MemoryBudget, spec: CacheSpec, seqs: int) -> OutOfMemo
     least = spec.extents_for(1, 1) * spec.extent_bytes + spec.fixed_bytes
     if budget.kv_limit is not None and budget.kv_limit < min(budget.left, least):
         return OutOfMemoryPlanError(
-            f"--kv-cache-memory-bytes {budget.kv_limit} holds not even one token: at least {least} are needed.",
+            msg("--kv-cache-memory-bytes {kv_limit} holds not even one token: at least {least} are needed.",
+                kv_limit=budget.kv_limit, least=least),
             "--kv-cache-memory-bytes",
-            "Raise it, or leave it out.",
+            msg("Raise it, or leave it out."),
         )
     table = request_table_bytes(spec.page_size, seqs, spec)
     return OutOfMemoryPlanError(
-        f"The model does not fit: {_sum(budget)} leave {gib(max(budget.left, 0))} of {gib(budget.usable)} usable "
-        f"memory for the request table (at least {gib(table)}) and the KV cache (at least {gib(least)}).",
+        msg("The model does not fit: {budget} leave {left} of {usable} usable "
+            "memory for the request table (at least {table}) and the KV cache (at least {least}).",
+            budget=_sum(budget), left=gib(max(budget.left, 0)), usable=gib(budget.usable), table=gib(table),
+            least=gib(least)),
         "--gpu-memory-utilization",
-        "Free memory on the device, raise --gpu-memory-utilization, or lower --max-num-batched-tokens.",
+        msg("Free memory on the device, raise --gpu-memory-utilization, or lower --max-num-batched-tokens."),
     )
 
 
@@ -285,15 +289,16 @@ def _too_long(budget: MemoryBudget, need: int, wanted: int, room: int, limit: in
     by_flag = budget.kv_limit is not None and budget.kv_limit < budget.left
     flag = "--kv-cache-memory-bytes" if by_flag else "--gpu-memory-utilization"
     return OutOfMemoryPlanError(
-        f"--max-model-len {wanted} needs {gib(need)} of KV cache for one request; {gib(room)} are available "
-        f"({gib(budget.usable)} usable memory; taken: {_sum(budget)}, and the request table).",
+        msg("--max-model-len {wanted} needs {need} of KV cache for one request; {room} are available "
+            "({usable} usable memory; taken: {budget}, and the request table).", wanted=wanted, need=gib(need),
+            room=gib(room), usable=gib(budget.usable), budget=_sum(budget)),
         "--max-model-len",
-        f"The largest that fits is --max-model-len {limit}; or raise {flag}.",
+        msg("The largest that fits is --max-model-len {limit}; or raise {flag}.", limit=limit, flag=flag),
     )
 
 
 def _sum(budget: MemoryBudget) -> str:
-    return " + ".join(f"{name} {gib(size)}" for name, size, _ in budget.parts)
+    return joined((msg("{name} {size}", name=name, size=gib(size)) for name, size, _ in budget.parts), " + ")
 
 
 def _halves(default: int) -> list[int]:

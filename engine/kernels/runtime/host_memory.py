@@ -17,6 +17,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from engine.message import msg, reason
+
 _PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_...
 # Huge pages are locked and looked up faster; a fork (of whatever library) must neither inherit nor copy the table.
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP")
@@ -35,7 +37,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     try:
         pages = _Pages(count * dtype.itemsize)
     except OSError as error:
-        raise HostMemoryError(f"the system gives no memory ({error.strerror})") from None
+        raise HostMemoryError(msg("the system gives no memory ({strerror})", strerror=reason(error))) from None
     flat = torch.frombuffer(pages, dtype=dtype, count=count)  # holds `pages` as long as it lives
     _alive[flat.data_ptr()] = pages
     return flat.view(shape)
@@ -81,7 +83,7 @@ class _Pages(mmap.mmap):
         if result or seen.value != address:
             self.unlock()
             _check(driver, result)
-            raise HostMemoryError("the GPU would see it under another address")
+            raise HostMemoryError(msg("the GPU would see it under another address"))
 
     def unlock(self) -> None:
         """After what still reads it on the GPU. An error says that the driver is gone, and with it the lock."""
@@ -110,7 +112,7 @@ def _driver() -> Any:
         torch.cuda.synchronize()  # torch makes the context, and it becomes this thread's
         driver = ctypes.CDLL("libcuda.so.1")
     except (OSError, RuntimeError, AssertionError) as error:
-        raise HostMemoryError(f"there is no CUDA driver ({error})") from None
+        raise HostMemoryError(msg("there is no CUDA driver ({error})", error=error)) from None
     pointer = ctypes.c_void_p
     driver.cuMemHostRegister_v2.argtypes = [pointer, ctypes.c_size_t, ctypes.c_uint]
     driver.cuMemHostGetDevicePointer_v2.argtypes = [pointer, pointer, ctypes.c_uint]
@@ -125,4 +127,5 @@ def _check(driver: Any, result: int) -> None:
     if result:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(result, ctypes.byref(text))
-        raise HostMemoryError(f"the CUDA driver says: {(text.value or b'unknown error').decode()} ({result})")
+        raise HostMemoryError(msg("the CUDA driver says: {value} ({result})",
+                                  value=(text.value or b"unknown error").decode(), result=result))

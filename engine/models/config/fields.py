@@ -3,6 +3,7 @@
 from typing import Any
 
 from engine.errors import ModelError
+from engine.message import msg
 
 
 def get_field(raw: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
@@ -11,7 +12,8 @@ def get_field(raw: dict[str, Any], name: str, kind: type, default: Any = None) -
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind):
-        raise ModelError(f"config.json: {name} must be a {kind.__name__}, found {value!r:.60}.")
+        raise ModelError(msg("config.json: {name} must be a {name_2}, found {value}.", name=name,
+                             name_2=kind.__name__, value=f"{value!r:.60}"))
     return value
 
 
@@ -20,7 +22,8 @@ def get_size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
     value = raw.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ModelError(f"config.json: {name} must be a positive number, found {value!r:.60}.")
+        raise ModelError(msg("config.json: {name} must be a positive number, found {value}.", name=name,
+                             value=f"{value!r:.60}"))
     return value
 
 
@@ -30,5 +33,5 @@ def get_scale(raw: dict[str, Any], name: str) -> float | None:
         return None
     value = get_field(raw, name, float)
     if value <= 0:
-        raise ModelError(f"config.json: {name} must be positive, found {value}.")
+        raise ModelError(msg("config.json: {name} must be positive, found {value}.", name=name, value=value))
     return value

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelError
+from engine.message import msg
 from engine.models.config.fields import get_field, get_scale, get_size
 from engine.models.config.moe import MoeConfig
 from engine.models.config.rope import check_rope, read_rope
@@ -115,7 +116,7 @@ def read_gemma4(raw: dict[str, Any]) -> GemmaConfig:
     shapes = _shapes(raw, kinds)
     per_layer_size, per_layer_vocab = _count(raw, "hidden_size_per_layer_input"), raw["vocab_size_per_layer_input"]
     if per_layer_size and get_size(raw, "vocab_size_per_layer_input") < get_size(raw, "vocab_size"):
-        raise ModelError("config.json: vocab_size_per_layer_input is smaller than vocab_size.")
+        raise ModelError(msg("config.json: vocab_size_per_layer_input is smaller than vocab_size."))
     inner, wide = get_size(raw, "intermediate_size"), get_field(raw, "use_double_wide_mlp", bool, False)
     k_eq_v = get_field(raw, "attention_k_eq_v", bool, False)
     own = len(kinds) - _count(raw, "num_kv_shared_layers")
@@ -148,7 +149,8 @@ def read_gemma4(raw: dict[str, Any]) -> GemmaConfig:
 def _experts(raw: dict[str, Any]) -> MoeConfig:
     num_experts, top_k = get_size(raw, "num_experts"), get_size(raw, "top_k_experts")
     if top_k > num_experts:
-        raise ModelError(f"config.json: top_k_experts ({top_k}) is larger than num_experts ({num_experts}).")
+        raise ModelError(msg("config.json: top_k_experts ({top_k}) is larger than num_experts ({num_experts}).",
+                             top_k=top_k, num_experts=num_experts))
     return MoeConfig(num_experts, top_k, get_size(raw, "moe_intermediate_size"), renormalize=True)
 
 
@@ -167,30 +169,32 @@ def _shapes(raw: dict[str, Any], kinds: list[str]) -> list[tuple[int, int]]:
     of_kind = dict(zip(kinds, shapes, strict=True))
     for kind, shape in zip(kinds, shapes, strict=True):
         if shape != of_kind[kind]:
-            raise ModelError(f"config.json: per_layer_config gives {kind} layers different shapes.")
+            raise ModelError(msg("config.json: per_layer_config gives {kind} layers different shapes.", kind=kind))
         if heads % shape[0] or shape[1] % 2:
-            raise ModelError(f"config.json: {kind} layers cannot have {shape[0]} key heads of {shape[1]} numbers for "
-                             f"{heads} query heads.")
+            raise ModelError(msg("config.json: {kind} layers cannot have {shape} key heads of {shape_2} numbers for "
+                                 "{heads} query heads.", kind=kind, shape=shape[0], shape_2=shape[1], heads=heads))
     return shapes
 
 
 def _override(overrides: Any, layer: int, usual: tuple[int, int]) -> tuple[int, int]:
     block = overrides.get(str(layer), {}) if isinstance(overrides, dict) else None
     if not isinstance(block, dict) or not set(block) <= {"num_key_value_heads", "head_dim"}:
-        raise ModelError("config.json: per_layer_config must give layers by number, and of each no more than "
-                         "num_key_value_heads and head_dim.")
+        raise ModelError(msg("config.json: per_layer_config must give layers by number, and of each no more than "
+                             "num_key_value_heads and head_dim."))
     return get_size(block, "num_key_value_heads", usual[0]), get_size(block, "head_dim", usual[1])
 
 
 def _check_common(raw: dict[str, Any]) -> None:
     activation = raw.get("hidden_activation")
     if activation not in (None, "gelu_pytorch_tanh"):
-        raise ModelError(f"config.json: hidden_activation {activation!r:.60} is not supported (gelu_pytorch_tanh is).")
+        raise ModelError(msg("config.json: hidden_activation {activation} is not supported (gelu_pytorch_tanh is).",
+                             activation=f"{activation!r:.60}"))
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise ModelError("config.json: use_bidirectional_attention: a model whose text attends to what follows it is "
-                         "an encoder and generates nothing.")
+        raise ModelError(msg("config.json: use_bidirectional_attention: a model whose text attends to what "
+                             "follows it is "
+                             "an encoder and generates nothing."))
     if raw.get("attention_bias"):
-        raise ModelError("config.json: attention_bias is not supported for this architecture.")
+        raise ModelError(msg("config.json: attention_bias is not supported for this architecture."))
 
 
 def _layer_kinds(raw: dict[str, Any]) -> list[str]:
@@ -200,14 +204,15 @@ def _layer_kinds(raw: dict[str, Any]) -> list[str]:
         pattern = get_size(raw, "sliding_window_pattern")
         return [_FULL if (i + 1) % pattern == 0 else _SLIDING for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {_SLIDING, _FULL}:
-        raise ModelError(f"config.json: layer_types must name {num_layers} layers (num_hidden_layers), each "
-                         f"{_SLIDING} or {_FULL}.")
+        raise ModelError(msg("config.json: layer_types must name {num_layers} layers (num_hidden_layers), each "
+                             "{sliding} or {full}.", num_layers=num_layers, sliding=_SLIDING, full=_FULL))
     return list(kinds)
 
 
 def _ropes(blocks: Any, raw: dict[str, Any], thetas: dict[str, float]) -> dict[str, dict[str, Any]]:
     if not isinstance(blocks, dict) or not set(blocks) <= set(thetas):
-        raise ModelError(f"config.json: rope_parameters must have a block for {_SLIDING} and one for {_FULL} layers.")
+        raise ModelError(msg("config.json: rope_parameters must have a block for {sliding} and one for {full} layers.",
+                             sliding=_SLIDING, full=_FULL))
     return {kind: check_rope(blocks.get(kind) or {}, raw, theta) for kind, theta in thetas.items()}
 
 
@@ -215,7 +220,9 @@ def _last(kinds: list[str], kind: str, end: int) -> int:
     """The last layer before `end` of that kind."""
     found = [i for i in range(end) if kinds[i] == kind]
     if not found:
-        raise ModelError(f"config.json: num_kv_shared_layers leaves no {kind} layer whose keys the others could share.")
+        raise ModelError(msg("config.json: num_kv_shared_layers leaves no {kind} layer whose keys the others "
+                             "could share.",
+                             kind=kind))
     return found[-1]
 
 
@@ -224,5 +231,6 @@ def _count(raw: dict[str, Any], name: str) -> int:
     value = 0 if raw.get(name) is None else get_field(raw, name, int)
     limit = get_size(raw, "num_hidden_layers") if name == "num_kv_shared_layers" else 2**31
     if isinstance(value, bool) or not 0 <= value < limit:
-        raise ModelError(f"config.json: {name} must be a number from 0 to {limit - 1}, found {value!r}.")
+        raise ModelError(msg("config.json: {name} must be a number from 0 to {limit}, found {value}.", name=name,
+                             limit=limit - 1, value=f"{value!r}"))
     return value

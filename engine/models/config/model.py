@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.message import msg
 from engine.models.config.fields import get_field, get_size
 from engine.models.config.gemma import DEFAULTS as GEMMA
 from engine.models.config.rope import read_rope
@@ -22,15 +23,17 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size; ModelError names the file and the reason."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB; this is no model configuration.")
+            raise ModelError(msg("{path} is larger than {max_json_bytes} MiB; this is no model configuration.",
+                                 path=path, max_json_bytes=_MAX_JSON_BYTES >> 20))
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelError(f"{path} does not exist.", "A model directory holds config.json, *.safetensors and "
-                         "tokenizer.json.") from None
+        raise ModelError(msg("{path} does not exist.", path=path), msg("A model directory holds config.json, "
+                                                                       "*.safetensors and "
+                                                        "tokenizer.json.")) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
+        raise ModelError(msg("{path} cannot be read as JSON: {error}.", path=path, error=error)) from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object.")
+        raise ModelError(msg("{path} must hold a JSON object.", path=path))
     return value
 
 
@@ -67,28 +70,32 @@ class ModelConfig:
     def parse(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
         """Raises ModelError with the field's name for anything missing, of the wrong kind, or contradictory."""
         if "auto_map" in raw:
-            raise ModelError("config.json asks for code from the model's repository (auto_map); Atoll runs none.")
+            raise ModelError(msg("config.json asks for code from the model's repository (auto_map); Atoll runs none."))
         if raw.get("quantization_config"):
             method = get_field(raw["quantization_config"], "quant_method", str, "an unnamed method")
-            raise ModelError(f"config.json: the weights are quantised ({method}); this version loads unquantised ones.")
+            raise ModelError(msg("config.json: the weights are quantised ({method}); this version loads "
+                                 "unquantised ones.",
+                                 method=method))
         architectures = raw.get("architectures")
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-            raise ModelError("config.json: 'architectures' must name the model class.")
+            raise ModelError(msg("config.json: 'architectures' must name the model class."))
         layered = architectures[0] in _LAYERED
         raw = _LAYERED.get(architectures[0], {}) | _text_fields(raw)
         hidden, heads = get_size(raw, "hidden_size"), get_size(raw, "num_attention_heads")
         kv_heads = get_size(raw, "num_key_value_heads", heads)
         head_dim = get_size(raw, "head_dim", hidden // heads)
         if heads % kv_heads:
-            raise ModelError(f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
-                             f"({kv_heads}).")
+            raise ModelError(msg("config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads "
+                                 "({kv_heads}).", heads=heads, kv_heads=kv_heads))
         if head_dim % 2:
-            raise ModelError(f"config.json: head_dim ({head_dim}) must be even.")
+            raise ModelError(msg("config.json: head_dim ({head_dim}) must be even.", head_dim=head_dim))
         if not layered and raw.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ModelError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported (silu is).")
+            raise ModelError(msg("config.json: hidden_act {hidden_act} is not supported (silu is).",
+                                 hidden_act=f"{raw['hidden_act']!r}"))
         dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
         if dtype not in _DTYPES:
-            raise ModelError(f"config.json: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
+            raise ModelError(msg("config.json: dtype {dtype} is not one of {dtypes}.", dtype=f"{dtype!r}",
+                                 dtypes=", ".join(_DTYPES)))
         return cls(
             architecture=architectures[0],
             vocab_size=get_size(raw, "vocab_size"),
@@ -117,7 +124,7 @@ def _text_fields(raw: dict[str, Any]) -> dict[str, Any]:
     if text is None:
         return raw
     if not isinstance(text, dict):
-        raise ModelError("config.json: text_config must be an object.")
+        raise ModelError(msg("config.json: text_config must be an object."))
     whole = {name: value for name, value in raw.items() if not name.endswith("_config")}
     decided = {name for name in ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
                if whole.get(name) is not None}
@@ -136,8 +143,8 @@ def _window(raw: dict[str, Any]) -> int | None:
     if not isinstance(kinds, list) or not kinds:
         return window
     if any(kind != kinds[0] for kind in kinds) or kinds[0] not in ("full_attention", "sliding_attention"):
-        raise ModelError("config.json: layers with and without a sliding window in one model (use_sliding_window, "
-                         "max_window_layers, layer_types) are not supported.")
+        raise ModelError(msg("config.json: layers with and without a sliding window in one model (use_sliding_window, "
+                             "max_window_layers, layer_types) are not supported."))
     return window if kinds[0] == "sliding_attention" else None
 
 
@@ -147,5 +154,5 @@ def _eos(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
     for source in (generation.get("eos_token_id"), raw.get("eos_token_id")):
         ids += source if isinstance(source, list) else [] if source is None else [source]
     if any(not isinstance(i, int) or i < 0 for i in ids):
-        raise ModelError("config.json: eos_token_id must be a token id or a list of them.")
+        raise ModelError(msg("config.json: eos_token_id must be a token id or a list of them."))
     return tuple(dict.fromkeys(ids))

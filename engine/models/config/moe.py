@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelError
+from engine.message import msg
 from engine.models.config.fields import get_size
 
 
@@ -20,7 +21,8 @@ class MoeConfig:
         name = "num_experts" if "num_experts" in raw else "num_local_experts"
         num_experts, top_k = get_size(raw, name), get_size(raw, "num_experts_per_tok")
         if top_k > num_experts:
-            raise ModelError(f"config.json: num_experts_per_tok ({top_k}) is larger than {name} ({num_experts}).")
+            raise ModelError(msg("config.json: num_experts_per_tok ({top_k}) is larger than {name} ({num_experts}).",
+                                 top_k=top_k, name=name, num_experts=num_experts))
         return cls(num_experts, top_k, get_size(raw, inner), renormalize)
 
 
@@ -29,5 +31,6 @@ def sparse_layers(raw: dict[str, Any], num_layers: int) -> list[bool]:
     step = get_size(raw, "decoder_sparse_step", 1)
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in dense):
-        raise ModelError(f"config.json: mlp_only_layers must be a list of layer numbers, found {dense!r:.60}.")
+        raise ModelError(msg("config.json: mlp_only_layers must be a list of layer numbers, found {dense}.",
+                             dense=f"{dense!r:.60}"))
     return [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]

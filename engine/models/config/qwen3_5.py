@@ -5,6 +5,7 @@ from typing import Any
 
 from engine.config import STATE_DTYPES
 from engine.errors import ModelError
+from engine.message import msg
 from engine.models.config.fields import get_field, get_size
 from engine.models.config.moe import MoeConfig, sparse_layers
 
@@ -31,13 +32,13 @@ class Qwen35Config:
 def read_qwen3_5(raw: dict[str, Any], rope: dict[str, Any], *, is_next: bool = False) -> Qwen35Config:
     """`rope` is the checked rope block; `is_next`: of Qwen3-Next. Raises ModelError with the field's name."""
     if get_field(raw, "attention_bias", bool, False):
-        raise ModelError("config.json: attention_bias is not supported for this architecture.")
+        raise ModelError(msg("config.json: attention_bias is not supported for this architecture."))
     if not get_field(raw, "attn_output_gate", bool, True):
-        raise ModelError("config.json: attn_output_gate: attention without a gate is not supported.")
+        raise ModelError(msg("config.json: attn_output_gate: attention without a gate is not supported."))
     key_heads, value_heads = get_size(raw, "linear_num_key_heads", 16), get_size(raw, "linear_num_value_heads", 32)
     if value_heads % key_heads:
-        raise ModelError(f"config.json: linear_num_value_heads ({value_heads}) is not a multiple of "
-                         f"linear_num_key_heads ({key_heads}).")
+        raise ModelError(msg("config.json: linear_num_value_heads ({value_heads}) is not a multiple of "
+                             "linear_num_key_heads ({key_heads}).", value_heads=value_heads, key_heads=key_heads))
     moe, layers = None, _layer_kinds(raw)
     sparse = [False] * len(layers)
     if raw.get("num_experts"):
@@ -65,7 +66,8 @@ def read_qwen3_5(raw: dict[str, Any], rope: dict[str, Any], *, is_next: bool = F
 def _state_dtype(raw: dict[str, Any]) -> str | None:
     name = raw.get("mamba_ssm_dtype")
     if name is not None and name not in STATE_DTYPES:
-        raise ModelError(f"config.json: mamba_ssm_dtype must be {' or '.join(STATE_DTYPES)}, found {name!r:.60}.")
+        raise ModelError(msg("config.json: mamba_ssm_dtype must be {state_dtypes}, found {name}.",
+                             state_dtypes=" or ".join(STATE_DTYPES), name=f"{name!r:.60}"))
     return name
 
 
@@ -76,6 +78,6 @@ def _layer_kinds(raw: dict[str, Any]) -> tuple[str, ...]:
         interval = get_size(raw, "full_attention_interval", 4)
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
-        raise ModelError(f"config.json: layer_types must name {num_layers} layers (num_hidden_layers), each "
-                         f"{' or '.join(_KINDS)}.")
+        raise ModelError(msg("config.json: layer_types must name {num_layers} layers (num_hidden_layers), each "
+                             "{kinds}.", num_layers=num_layers, kinds=" or ".join(_KINDS)))
     return tuple(kinds)

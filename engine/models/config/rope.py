@@ -3,6 +3,7 @@
 from typing import Any
 
 from engine.errors import ModelError
+from engine.message import msg
 from engine.models.config.fields import get_field
 
 _NEEDED = {
@@ -23,18 +24,19 @@ def read_rope(raw: dict[str, Any]) -> dict[str, Any]:
 def check_rope(block: Any, raw: dict[str, Any], theta: float) -> dict[str, Any]:
     """One block of all that its type needs. `theta` is for blocks that name none."""
     if not isinstance(block, dict):
-        raise ModelError("config.json: rope_parameters must be an object.")
+        raise ModelError(msg("config.json: rope_parameters must be an object."))
     rope = dict(block)
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", theta)
     kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in _NEEDED:
-        raise ModelError(f"config.json: rope_type {kind!r:.60} is not supported ({', '.join(_NEEDED)} are).")
+        raise ModelError(msg("config.json: rope_type {kind} is not supported ({needed} are).", kind=f"{kind!r:.60}",
+                             needed=", ".join(_NEEDED)))
     if kind == "yarn":
         rope.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     for name in ("rope_theta", *_NEEDED[kind]):
         if get_field(rope, name, float) <= 0:
-            raise ModelError(f"config.json: {name} of the rope block must be positive.")
+            raise ModelError(msg("config.json: {name} of the rope block must be positive.", name=name))
     if not 0 < get_field(rope, "partial_rotary_factor", float, 1.0) <= 1:
-        raise ModelError("config.json: partial_rotary_factor of the rope block must be above 0 and at most 1.")
+        raise ModelError(msg("config.json: partial_rotary_factor of the rope block must be above 0 and at most 1."))
     return rope

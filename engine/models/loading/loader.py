@@ -20,6 +20,7 @@ from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
 from engine.layers.quant import FORMATS
 from engine.layers.weight_memory import for_good, weight_pool
+from engine.message import msg
 from engine.models.base import CausalLM, Weights
 from engine.models.loading.checkpoint import TensorInfo, check_checkpoint
 from engine.models.loading.reader import DTYPES, Reader, read_into
@@ -105,24 +106,30 @@ def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo
         if name not in wanted and model.ignores(name):
             skipped.setdefault(".".join(name.split(".")[:2]), []).append(name)
     for part, names in sorted(skipped.items()):
-        log.info("Not loaded, as the model has no use for it: %s%s of %s.", names[0], _and_more(names), part)
+        log.info("Not loaded, as the model has no use for it: %s of %s.", _and_more(names), part)
     if missing := [name for name in wanted if name not in tensors]:
-        raise ModelError(f"The checkpoint {model_dir} lacks tensor {missing[0]}{_and_more(missing)}.")
+        raise ModelError(msg("The checkpoint {model_dir} lacks tensor {missing}.", model_dir=model_dir,
+                             missing=_and_more(missing)))
     if unexpected := [name for name in tensors if name not in wanted and not model.ignores(name)]:
-        raise ModelError(f"The checkpoint {model_dir} holds tensor {unexpected[0]}{_and_more(unexpected)}, which this "
-                         "architecture does not have.")
+        raise ModelError(msg("The checkpoint {model_dir} holds tensor {unexpected}, which this "
+                             "architecture does not have.", model_dir=model_dir,
+                             unexpected=_and_more(unexpected)))
     for name, target in wanted.items():
         dtype = tensors[name].dtype
         if tensors[name].shape != tuple(target.shape):
-            raise ModelError(f"Tensor {name} has shape {list(tensors[name].shape)} in the checkpoint; config.json "
-                             f"implies {list(target.shape)}.")
+            raise ModelError(msg("Tensor {name} has shape {shape} in the checkpoint; config.json "
+                                 "implies {shape_2}.", name=name, shape=list(tensors[name].shape),
+                                 shape_2=list(target.shape)))
         if target.dtype in _CONVERTIBLE.values():
             if dtype not in _CONVERTIBLE:  # it stands for numbers only together with a scale
-                raise ModelError(f"Tensor {name} is {dtype} in the checkpoint, and no scale is beside it.",
-                                 "Use the checkpoint in bfloat16: --quantization fp8 quantises it while it loads.")
+                raise ModelError(msg("Tensor {name} is {dtype} in the checkpoint, and no scale is beside it.",
+                                     name=name, dtype=dtype),
+                                 msg("Use the checkpoint in bfloat16: --quantization fp8 quantises it while it loads."))
         elif DTYPES[dtype] != target.dtype:  # a quantised weight: bits that no conversion may touch
             expected = next(known for known, torch_dtype in DTYPES.items() if torch_dtype == target.dtype)
-            raise ModelError(f"Tensor {name} is {dtype} in the checkpoint; its quantisation format stores {expected}.")
+            raise ModelError(msg("Tensor {name} is {dtype} in the checkpoint; its quantisation format stores "
+                                 "{expected}.",
+                                 name=name, dtype=dtype, expected=expected))
 
 
 def _read_files(
@@ -243,4 +250,5 @@ def _finalize(module: nn.Module) -> None:
 
 
 def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    """The first name, and how many others there are."""
+    return msg("{name} (and {count} more)", name=names[0], count=len(names) - 1) if len(names) > 1 else names[0]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engine.errors import ModelError
+from engine.message import msg, reason
 from engine.models.loading.checkpoint import TensorInfo
 
 _BUFFER_BYTES = 16 << 20
@@ -159,7 +160,8 @@ def _open(shard: Path) -> int:
     try:
         return os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise ModelError(f"Weight file {shard} cannot be read: {error.strerror}.") from None
+        raise ModelError(msg("Weight file {shard} cannot be read: {strerror}.", shard=shard,
+                             strerror=reason(error))) from None
 
 
 def _read_whole(shard: Path, descriptor: int, offset: int, view: memoryview) -> None:
@@ -169,9 +171,10 @@ def _read_whole(shard: Path, descriptor: int, offset: int, view: memoryview) -> 
         try:
             count = os.preadv(descriptor, [view[done:]], offset + done)
         except OSError as error:
-            raise ModelError(f"Weight file {shard} cannot be read: {error.strerror}.") from None
+            raise ModelError(msg("Weight file {shard} cannot be read: {strerror}.", shard=shard,
+                                 strerror=reason(error))) from None
         if count == 0:
-            raise ModelError(f"Weight file {shard} became shorter while it was read.")
+            raise ModelError(msg("Weight file {shard} became shorter while it was read.", shard=shard))
         done += count
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import AtollError, ConfigError, ModelError, complain
+from engine.message import joined, msg
 from engine.server.http import credentials
 from engine.server.http.listening import bind_tcp, check_tls, inherited_sockets, is_local, url_of
 from engine.server.ipc.client import EngineClient
@@ -85,20 +86,21 @@ def load_models(options: GatewayOptions) -> tuple[dict[str, ServedModel], dict[s
             config = model_config(instance, options.config)
             taken = [name for name in config.served_model_name if name in models]
             if taken:
-                raise ConfigError(f"[models.{instance}] uses the name {taken[0]!r} of another model.",
+                raise ConfigError(msg("[models.{instance}] uses the name {taken} of another model.",
+                                      instance=instance, taken=f"{taken[0]!r}"),
                                   "--served-model-name")
             client = EngineClient(options.engines / instance / "engine.sock", policy=policy)
             model = ServedModel.load(config.model_name, config.model, client)
         except (ConfigError, ModelError) as error:
             log.error("%s is not served: %s", instance, error)
-            broken[instance] = error.message
+            broken[instance] = str(error.message)
             errors.append(error)
         else:
             models.update(dict.fromkeys(config.served_model_name, model))
     if errors and not models:
         raise errors[0]
     if not models:
-        raise ConfigError(f"{options.config} names no model: it has no [models.NAME].", "--config")
+        raise ConfigError(msg("{config} names no model: it has no [models.NAME].", config=options.config), "--config")
     return models, broken
 
 
@@ -120,13 +122,14 @@ def _tls(options: GatewayOptions) -> tuple[Path | None, Path | None]:
 
 def _refuse_exposure(options: GatewayOptions, sockets: list[socket.socket]) -> None:
     """Raises ConfigError for a socket that other machines reach without TLS or without keys."""
-    missing = [flag for flag, given in (("--ssl-certfile and --ssl-keyfile", options.ssl_certfile),
+    missing = [flag for flag, given in ((msg("--ssl-certfile and --ssl-keyfile"), options.ssl_certfile),
                                         ("--api-key-file", options.api_key_file)) if given is None]
     for sock in sockets:
         if missing and not is_local(sock):
             raise ConfigError(
-                f"{url_of(sock, tls=False).partition('://')[2]} can be reached by other machines, which takes TLS and "
-                f"API keys: {' and '.join(missing)} missing.", "--host", "Listen on 127.0.0.1, or give both.")
+                msg("{sock} can be reached by other machines, which takes TLS and "
+                    "API keys: {missing} missing.", sock=url_of(sock, tls=False).partition("://")[2],
+                    missing=joined(missing)), "--host", msg("Listen on 127.0.0.1, or give both."))
 
 
 def _serving(options: GatewayOptions, sockets: list[socket.socket], keys: credentials.GatewayKeys | None,

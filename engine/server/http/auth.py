@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.message import msg
 
 log = logging.getLogger("atoll.auth")
 
@@ -77,8 +78,8 @@ class KeyFile:
             self._keys = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"The key file {self._path} cannot be used: {error}.", "--api-key-file",
-                'It holds {"keys": [{"id", "name", "sha256", …}]}.',
+                msg("The key file {path} cannot be used: {error}.", path=self._path, error=error), "--api-key-file",
+                msg('It holds {{"keys": [{{"id", "name", "sha256", …}}]}}.'),
             ) from None
 
     def check(self, presented: str) -> ApiKey | None:

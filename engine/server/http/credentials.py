@@ -16,6 +16,7 @@ import pwd
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.message import msg
 from engine.server.http.auth import ApiKey, KeyFile
 
 KEYS = "api-keys.json"
@@ -53,13 +54,15 @@ def publish(source: Path, target: Path, user: str) -> None:
     try:
         account = pwd.getpwnam(user)
     except KeyError:
-        raise ConfigError(f"{user}: no such user on this machine.", "--user") from None
+        raise ConfigError(msg("{user}: no such user on this machine.", user=user), "--user") from None
     try:
         target.mkdir(mode=0o711, exist_ok=True)
         directory = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(directory).st_uid != os.geteuid():
-                raise ConfigError(f"{target} does not belong to us.", "--to", "Remove it; it is made anew.")
+                raise ConfigError(
+                    msg("{target} does not belong to us.", target=target), "--to", msg("Remove it; it is made anew.")
+                )
             os.fchmod(directory, 0o711)
             for name in PUBLISHED:
                 try:
@@ -70,12 +73,13 @@ def publish(source: Path, target: Path, user: str) -> None:
                         continue
                     data = _NO_KEYS
                 if len(data) > MAX_BYTES:
-                    raise ConfigError(f"{source / name} is larger than {MAX_BYTES} bytes.", "--publish")
+                    raise ConfigError(msg("{source} is larger than {max_bytes} bytes.", source=source / name,
+                                          max_bytes=MAX_BYTES), "--publish")
                 _replace(directory, name, data, account.pw_uid, account.pw_gid)
         finally:
             os.close(directory)
     except OSError as error:
-        raise ConfigError(f"The credentials could not be published: {error}.", "--publish") from None
+        raise ConfigError(msg("The credentials could not be published: {error}.", error=error), "--publish") from None
 
 
 def _replace(directory: int, name: str, data: bytes, uid: int, gid: int) -> None:

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.message import msg
 
 log = logging.getLogger("atoll.serve")
 
@@ -29,8 +30,8 @@ def check_exposure(host: str, uds: Path | None, tls: bool, allow_plain_http: boo
                     host or "every address")
         return
     raise ConfigError(
-        f"Plain HTTP on {host or 'every address'} is refused: anyone on that network could read keys, prompts and "
-        "answers.", "--host",
-        "Give --ssl-certfile and --ssl-keyfile, listen on 127.0.0.1, or, behind a proxy that speaks TLS, say "
-        "--allow-plain-http.",
+        msg("Plain HTTP on {host} is refused: anyone on that network could read keys, prompts and "
+            "answers.", host=host or msg("every address")), "--host",
+        msg("Give --ssl-certfile and --ssl-keyfile, listen on 127.0.0.1, or, behind a proxy that speaks TLS, say "
+            "--allow-plain-http."),
     )

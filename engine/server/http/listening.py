@@ -7,6 +7,7 @@ import ssl
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.message import msg, reason
 
 BACKLOG = 2048
 FIRST_FD = 3
@@ -18,7 +19,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host}: {getattr(error, 'strerror', None) or error}.", "--host") from None
+        raise ConfigError(msg("--host {host}: {error}.", host=host, error=reason(error)), "--host") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -26,8 +27,9 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}.", "--port",
-                          "Choose another with --port, or stop what uses it.") from None
+        raise ConfigError(msg("Cannot listen on {host}:{port}: {strerror}.", host=host, port=port,
+                              strerror=reason(error)), "--port",
+                          msg("Choose another with --port, or stop what uses it.")) from None
     listener.setblocking(False)
     return listener
 
@@ -41,8 +43,9 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
             certificate, key, password=lambda: "")  # never ask on the terminal
     except (ssl.SSLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used together: {reason}.", "--ssl-certfile",
-                          "Both must be PEM, belong to each other, and the key must not be encrypted.") from None
+        raise ConfigError(msg("--ssl-certfile and --ssl-keyfile cannot be used together: {reason}.", reason=reason),
+                          "--ssl-certfile",
+                          msg("Both must be PEM, belong to each other, and the key must not be encrypted.")) from None
 
 
 def inherited_sockets() -> list[socket.socket]:
@@ -62,10 +65,11 @@ def inherited_sockets() -> list[socket.socket]:
             sock = socket.socket(fileno=fd)
             listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         except OSError as error:
-            raise ConfigError(f"Descriptor {fd}, which systemd passed, is no socket: {error.strerror}.") from None
+            raise ConfigError(msg("Descriptor {fd}, which systemd passed, is no socket: {strerror}.", fd=fd,
+                                  strerror=reason(error))) from None
         if not listens or sock.type != socket.SOCK_STREAM:
-            raise ConfigError(f"Descriptor {fd}, which systemd passed, is no listening stream socket.",
-                              hint="The socket unit needs ListenStream= and Accept=no.")
+            raise ConfigError(msg("Descriptor {fd}, which systemd passed, is no listening stream socket.", fd=fd),
+                              hint=msg("The socket unit needs ListenStream= and Accept=no."))
         sock.setblocking(False)
         sockets.append(sock)
     return sockets

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.core.request import EngineRequest, EngineStats, StepOutput
 from engine.errors import AtollError, EngineDeadError, InvalidRequestError
+from engine.message import from_json, msg
 from engine.server.ipc import messages as m
 from engine.server.ipc.framing import FrameError, FrameReader, PeerCredentials, PeerPolicy, frame
 
@@ -144,7 +145,7 @@ class EngineClient:
                 self.last_error = self.last_error or str(error)
             if self.state in ("ready", "loading"):
                 attempt = 0
-            self._lost(self.last_error or "The engine process closed its connection.")
+            self._lost(self.last_error or msg("The engine process closed its connection."))
             await asyncio.sleep(BACKOFF_SECONDS[min(attempt, len(BACKOFF_SECONDS) - 1)])
             attempt += 1
 
@@ -178,7 +179,7 @@ class EngineClient:
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self.stalled(DROP_SECONDS) and self._writer is not None:
-                self.last_error = f"The engine has not answered for {DROP_SECONDS:.0f} s."
+                self.last_error = msg("The engine has not answered for {seconds} s.", seconds=f"{DROP_SECONDS:.0f}")
                 self._writer.transport.abort()
                 return
             if not self._asked and time.monotonic() - self._heard >= PING_SECONDS:
@@ -211,7 +212,8 @@ class EngineClient:
                 self._progressed = time.monotonic()
                 self._become("ready")
             case m.Goodbye():
-                self.last_error, self.progress = f"{event.reason} {event.hint}".strip(), ""
+                self.last_error = from_json(event.message) or f"{event.reason} {event.hint}".strip()
+                self.progress = ""
                 self._become("dead")
 
     def _advance(self, stats: EngineStats) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.message import msg, reason
 
 LENGTH = struct.Struct(">I")
 MAX_UDS_PATH = 107  # bytes; sun_path of Linux holds 108 with its closing zero
@@ -99,7 +100,8 @@ class PeerPolicy:
             uids = {int(u) if u.isdigit() else pwd.getpwnam(u).pw_uid for u in users}
             gids = {int(g) if g.isdigit() else grp.getgrnam(g).gr_gid for g in groups}
         except KeyError as error:
-            raise ConfigError(f"{error.args[0]}: no such user or group on this machine.", "--allow-user") from None
+            raise ConfigError(msg("{args}: no such user or group on this machine.", args=error.args[0]),
+                              "--allow-user") from None
         return cls(frozenset(uids), frozenset(gids))
 
 
@@ -107,11 +109,13 @@ def check_path(path: Path) -> None:
     """Raise ConfigError unless `path` can name a Unix socket."""
     if len(os.fsencode(path)) > MAX_UDS_PATH:
         raise ConfigError(
-            f"The socket path {path} is longer than the {MAX_UDS_PATH} bytes that Linux allows.", "--uds",
-            "Choose a directory nearer to the root.",
+            msg("The socket path {path} is longer than the {max_uds_path} bytes that Linux allows.", path=path,
+                max_uds_path=MAX_UDS_PATH), "--uds",
+            msg("Choose a directory nearer to the root."),
         )
     if not path.parent.is_dir():
-        raise ConfigError(f"The directory {path.parent} of the socket does not exist.", "--uds", "Create it first.")
+        raise ConfigError(msg("The directory {parent} of the socket does not exist.", parent=path.parent),
+                          "--uds", msg("Create it first."))
 
 
 def listen(path: Path, *, shared_with_group: bool = False, backlog: int = 64) -> socket.socket:
@@ -127,7 +131,8 @@ def listen(path: Path, *, shared_with_group: bool = False, backlog: int = 64) ->
         sock.bind(str(path))
     except OSError as error:
         sock.close()
-        raise ConfigError(f"Cannot create the socket {path}: {error.strerror}.", "--uds") from None
+        raise ConfigError(msg("Cannot create the socket {path}: {strerror}.", path=path, strerror=reason(error)),
+                          "--uds") from None
     finally:
         os.umask(old)
     sock.listen(backlog)
@@ -141,7 +146,8 @@ def _remove_dead_socket(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"{path} exists and is not a socket.", "--uds", "Remove it or choose another path.")
+        raise ConfigError(msg("{path} exists and is not a socket.", path=path), "--uds", msg("Remove it or choose "
+                                                                                             "another path."))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         try:
@@ -152,7 +158,10 @@ def _remove_dead_socket(path: Path) -> None:
                 return
             if error.errno == errno.ENOENT:
                 return
-            raise ConfigError(f"The socket {path} cannot be tried: {error}.", "--uds") from None
+            raise ConfigError(msg("The socket {path} cannot be tried: {error}.", path=path, error=error),
+                              "--uds") from None
     raise ConfigError(
-        f"Another process already serves on {path}.", "--uds", "Stop it, or choose another path for this one."
+        msg("Another process already serves on {path}.", path=path),
+        "--uds",
+        msg("Stop it, or choose another path for this one."),
     )

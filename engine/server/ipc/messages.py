@@ -120,6 +120,7 @@ class Goodbye(Event):
     reason: str
     hint: str = ""
     fatal: bool = False
+    message: Any = None  # reason and hint with their ids (engine.message.to_json), for another language
 
 
 AnyCommand = Hello | Submit | Abort | Ping

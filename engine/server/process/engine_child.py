@@ -10,6 +10,7 @@ from pathlib import Path
 
 import engine as engine_package
 from engine.errors import AtollError
+from engine.message import msg
 from engine.server.ipc.client import EngineClient
 from engine.server.process.supervisor import (
     FINAL_STATUSES,
@@ -83,14 +84,18 @@ class EngineChild(Supervisor):
         """Seconds until the next start. Raises EngineFailedError."""
         how, delay = how_it_ended(status), self._restarts.delay_after(status)
         if status in FINAL_STATUSES:
-            raise EngineFailedError(f"The engine could not start: {last_words or how}", status)
+            raise EngineFailedError(msg("The engine could not start: {last_words}", last_words=last_words or how),
+                                    status)
         count = self._restarts.count
         if not self._was_ready and count >= LOAD_ATTEMPTS:
-            raise EngineFailedError(f"The engine {how} while loading, {count} times.", EXIT_UNHEALTHY,
-                                    "Its last log lines say why.")
+            raise EngineFailedError(msg("The engine {how} while loading, {count} times.", how=how, count=count),
+                                    EXIT_UNHEALTHY,
+                                    msg("Its last log lines say why."))
         if delay is None:
-            raise EngineFailedError(f"The engine {how}, {count} times in {RESTART_WINDOW_SECONDS / 60:.0f} minutes.",
-                                    EXIT_UNHEALTHY, "Its last log lines say why; restarting has been given up.")
+            raise EngineFailedError(msg("The engine {how}, {count} times in {restart_window_seconds} minutes.",
+                                        how=how, count=count,
+                                        restart_window_seconds=f"{RESTART_WINDOW_SECONDS / 60:.0f}"),
+                                    EXIT_UNHEALTHY, msg("Its last log lines say why; restarting has been given up."))
         log.error("the engine %s; restarting it in %.1f s", how, delay, extra={"fields": {"restart": count}})
         return delay
 

@@ -24,6 +24,7 @@ from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
 from engine.errors import AtollError, ConfigError, InvalidRequestError, ModelError, complain
+from engine.message import joined, msg, to_json
 from engine.server.ipc import messages as m
 from engine.server.ipc.server import Connected, Connection, Disconnected, Incoming, IpcServer
 from engine.server.process.heartbeat import Pulse
@@ -163,7 +164,8 @@ class EngineService:
         deadline = time.monotonic() + patience
         while not self._server.clients and (left := deadline - time.monotonic()) > 0:
             self._serve(self._server.poll(left))
-        self._server.broadcast(m.Goodbye(reason, hint, fatal=True))
+        message = to_json(joined(filter(None, (reason, hint)), " "))
+        self._server.broadcast(m.Goodbye(str(reason), str(hint), fatal=True, message=message))
         self._server.close()
 
     def _serve(self, incoming: list[Incoming]) -> None:
@@ -314,8 +316,8 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
             return _status_of(error)
         except Exception as error:
             log.exception("the engine cannot go on")
-            defect = f"The engine met a defect: {type(error).__name__}."
-            service.farewell(defect, "Its log holds the traceback.", patience=patience)
+            defect = msg("The engine met a defect: {kind}.", kind=type(error).__name__)
+            service.farewell(defect, msg("Its log holds the traceback."), patience=patience)
             return 1
     server.close()
     log.info("stopped")

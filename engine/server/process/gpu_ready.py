@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.errors import told
+from engine.message import msg
 from engine.server.process.notify import Notifier
 
 POLL_SECONDS = 1.0
@@ -23,9 +24,15 @@ LIBRARY = "libnvidia-ml.so.1"
 
 _MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
 _WORDS = {
-    2: "an argument was refused", 3: "not supported", 4: "no permission", 9: "the driver is not loaded",
-    12: "a library function is missing", 15: "the GPU has fallen off the bus", 16: "the GPU must be reset",
-    _MISMATCH: "driver and library have different versions", 999: "unknown error",
+    2: msg("an argument was refused"),
+    3: msg("not supported"),
+    4: msg("no permission"),
+    9: msg("the driver is not loaded"),
+    12: msg("a library function is missing"),
+    15: msg("the GPU has fallen off the bus"),
+    16: msg("the GPU must be reset"),
+    _MISMATCH: msg("driver and library have different versions"),
+    999: msg("unknown error"),
 }
 _HELP = """\
 examples:
@@ -51,23 +58,25 @@ def look(root: Path = Path("/"), library: str = LIBRARY) -> Readiness:
     try:
         kernel = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", version.read_text())
     except OSError:
-        return Readiness("The NVIDIA driver is not loaded.", "modprobe nvidia; dmesg | grep -i nvidia")
+        return Readiness(msg("The NVIDIA driver is not loaded."), "modprobe nvidia; dmesg | grep -i nvidia")
     driver = kernel[1] if kernel else ""
     for node, fix in (("nvidiactl", "nvidia-modprobe -c0"), ("nvidia-uvm", "nvidia-modprobe -u -c0")):
         if not (root / "dev" / node).exists():
-            return Readiness(f"/dev/{node} does not exist.", fix, driver)
+            return Readiness(msg("/dev/{node} does not exist.", node=node), fix, driver)
     try:
         found = _nvml(library)
     except OSError as error:
-        return Readiness(f"The driver's library cannot be loaded: {error}.", "reinstall the driver's packages", driver)
+        return Readiness(msg("The driver's library cannot be loaded: {error}.", error=error),
+                         msg("reinstall the driver's packages"), driver)
     if isinstance(found, int):
         if found == _MISMATCH:
-            return Readiness(f"Driver and library have different versions (the loaded driver is {driver}).",
-                             "reboot, then keep the packages from upgrading: apt-mark hold 'nvidia-*'", driver)
-        return Readiness(f"NVML answers: {_WORDS.get(found, f'error {found}')}.", "nvidia-smi; dmesg | grep -i nvrm",
-                         driver)
+            return Readiness(
+                msg("Driver and library have different versions (the loaded driver is {driver}).", driver=driver),
+                msg("reboot, then keep the packages from upgrading: apt-mark hold 'nvidia-*'"), driver)
+        said = _WORDS.get(found) or f"error {found}"
+        return Readiness(msg("NVML answers: {said}.", said=said), "nvidia-smi; dmesg | grep -i nvrm", driver)
     if not found:
-        return Readiness("The driver works, but finds no GPU.", "lspci -d 10de:; dmesg | grep -i nvrm", driver)
+        return Readiness(msg("The driver works, but finds no GPU."), "lspci -d 10de:; dmesg | grep -i nvrm", driver)
     return Readiness(driver=driver, gpus=found)
 
 
@@ -111,14 +120,19 @@ def main(argv: Sequence[str]) -> int:
             said = found.problem
             notifier.status(said)
             if not options.json:
-                print(told(f"waiting: {said}"), file=sys.stderr)
+                print(told(msg("waiting: {said}", said=said)), file=sys.stderr)
         time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
     if options.json:
         print(json.dumps({"ready": not found.problem, **asdict(found)}))
     elif found.problem:
-        print(told(f"The GPU is not ready. {found.problem}\n  Next: {found.fix}"), file=sys.stderr)
+        print(told(msg("The GPU is not ready. {problem}\n  Next: {fix}", problem=found.problem, fix=found.fix)),
+              file=sys.stderr)
     else:
-        print(told(f"{len(found.gpus)} GPU{'s' * (len(found.gpus) != 1)} ready, driver {found.driver}"))
+        count = len(found.gpus)
+        ready = msg("{count} GPU ready, driver {driver}", count=count, driver=found.driver)
+        if count != 1:
+            ready = msg("{count} GPUs ready, driver {driver}", count=count, driver=found.driver)
+        print(told(ready))
     return 1 if found.problem else 0
 
 

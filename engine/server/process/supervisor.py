@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from engine.message import msg
+
 FINAL_STATUSES = (2, 10, 11, 12)  # wrong settings or broken integrity, which a restart does not heal; as in the units
 RESTART_WINDOW_SECONDS = 600.0    # in which restarts are counted
 MAX_BACKOFF_SECONDS = 30.0
@@ -132,10 +134,11 @@ class Supervisor:
 
 def how_it_ended(status: int) -> str:
     if status >= 0:
-        return f"ended with status {status}"
+        return msg("ended with status {status}", status=status)
     try:
         name = signal.Signals(-status).name
     except ValueError:
         name = str(-status)
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
+    if name == "SIGKILL":
+        return msg("was killed by {signal} (out of memory?)", signal=name)
+    return msg("was killed by {signal}", signal=name)

@@ -10,6 +10,7 @@ from typing import Any
 from engine.capabilities import check_capabilities, nvidia_driver_present, resolve_device
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.message import msg, reason
 from engine.server.settings.flag_parser import FlagParser
 from engine.server.settings.limits import help_text, load_limits
 from engine.server.settings.options import EndpointOptions, EngineOptions, GatewayOptions, ServeOptions
@@ -86,7 +87,8 @@ def parse_serve(argv: Sequence[str]) -> ServeOptions:
             try:
                 path.open("rb").close()
             except OSError as error:
-                raise ConfigError(f"{flag} {path}: {error.strerror}.", flag) from None
+                raise ConfigError(msg("{flag} {path}: {strerror}.", flag=flag, path=path, strerror=reason(error)),
+                                  flag) from None
     check_capabilities(config, resolve_device(config.device, nvidia_driver_present()))
     return options
 
@@ -105,11 +107,11 @@ def parse_engine(argv: Sequence[str]) -> EngineOptions:
 
     given, _ = parser.parse(argv, from_file)
     if "uds" not in given and not given.get("check"):
-        raise ConfigError("--uds is required: the Unix socket to listen on.", "--uds")
+        raise ConfigError(msg("--uds is required: the Unix socket to listen on."), "--uds")
     config = _engine_config(given)
     given["gpus"] = check_gpus(given.get("gpus", []))
     if given["gpus"] and config.device == "cpu":
-        raise ConfigError("--gpus and --device cpu exclude each other.", "--gpus")
+        raise ConfigError(msg("--gpus and --device cpu exclude each other."), "--gpus")
     if given["gpus"]:
         config.device = "cuda"  # who names a GPU does not want to fall back to the CPU
     return EngineOptions(config, **_fields_of(EngineOptions, given))
@@ -132,12 +134,13 @@ def parse_gateway(argv: Sequence[str]) -> GatewayOptions:
 
     given, _ = parser.parse(argv, from_file, environment="ATOLL_GATEWAY_")
     if "model" in given:
-        raise ConfigError(f"Unexpected argument {given['model']!r}: models stand in the file of --config.")
+        raise ConfigError(msg("Unexpected argument {model}: models stand in the file of --config.",
+                              model=f"{given['model']!r}"))
     options = GatewayOptions(**given)
     if options.publish is None:
         options.limits = load_limits(options.config, "gateway")
     elif options.to is None or not options.user:
-        raise ConfigError("--publish needs --to DIR and --user USER.", "--publish")
+        raise ConfigError(msg("--publish needs --to DIR and --user USER."), "--publish")
     _check_endpoint(options)
     return options
 
@@ -149,17 +152,17 @@ def _fields_of(cls: type, given: dict[str, Any]) -> dict[str, Any]:
 def _engine_config(given: dict[str, Any]) -> EngineConfig:
     model = given.get("model")
     if not model:
-        raise ConfigError("No model directory was given, neither first nor with --model.", "--model",
-                          "For example: atoll serve ./my-model")
+        raise ConfigError(msg("No model directory was given, neither first nor with --model."), "--model",
+                          msg("For example: atoll serve ./my-model"))
     if (tokenizer := given.get("tokenizer")) and Path(tokenizer).resolve() != Path(model).resolve():
-        raise ConfigError("--tokenizer is refused: the tokenizer comes from the model directory.", "--tokenizer")
+        raise ConfigError(msg("--tokenizer is refused: the tokenizer comes from the model directory."), "--tokenizer")
     config = EngineConfig(**{"served_model_name": [model], **_fields_of(EngineConfig, given)})
     if config.quantization in ("none", "None", ""):
         config.quantization = None
     check_bounds(config)
     for name in config.served_model_name:
         if not name.strip() or not name.isprintable() or len(name) > 256:
-            raise ConfigError("--served-model-name must be 1 to 256 printable characters.", "--served-model-name")
+            raise ConfigError(msg("--served-model-name must be 1 to 256 printable characters."), "--served-model-name")
     return config
 
 
@@ -167,4 +170,5 @@ def _check_endpoint(options: EndpointOptions) -> None:
     """Raises ConfigError."""
     check_bounds(options)
     if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
-        raise ConfigError("--ssl-certfile and --ssl-keyfile belong together: one of them is missing.", "--ssl-certfile")
+        raise ConfigError(msg("--ssl-certfile and --ssl-keyfile belong together: one of them is missing."),
+                          "--ssl-certfile")

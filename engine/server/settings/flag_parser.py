@@ -2,11 +2,11 @@
 
 import argparse
 import difflib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 from engine.errors import ConfigError
+from engine.message import msg
 from engine.server.settings import vllm_flags
 from engine.server.settings.sources import environment_flags, serve_argv_of
 from engine.server.settings.values import reader_of
@@ -38,7 +38,8 @@ class Refuse(_Why):
                  option_string: str | None = None) -> None:
         if option_string and option_string.startswith("--no-"):
             return  # "not this" is what we do
-        raise ConfigError(f"{option_string} is refused: {self.why}", option_string)  # never echoes the value
+        raise ConfigError(msg("{option_string} is refused: {why}", option_string=option_string, why=self.why),
+                          option_string)  # never echoes the value
 
 
 class OnlyOne(_Why):
@@ -47,7 +48,8 @@ class OnlyOne(_Why):
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
         if values[0] != 1:
-            raise ConfigError(f"{option_string} {values[0]} is refused: {self.why}", option_string, "Use 1.")
+            raise ConfigError(msg("{option_string} {values} is refused: {why}", option_string=option_string,
+                                  values=values[0], why=self.why), option_string, msg("Use 1."))
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -55,7 +57,7 @@ class FlagParser(argparse.ArgumentParser):
     suggestion, and a file and the environment fill in what the line does not say."""
 
     def __init__(self, *settings: type, **kwargs: Any) -> None:
-        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False,
                          formatter_class=_HelpFormatter, **kwargs)
         self.notes: list[str] = []
         self._fields = {name: entry for cls in settings for name, entry in settings_of(cls).items()}
@@ -86,8 +88,7 @@ class FlagParser(argparse.ArgumentParser):
             self.add_argument(*names, action=OnlyOne, type=int, nargs=1, why=why, **hidden)
 
     def error(self, message: str) -> NoReturn:
-        flag = re.match(r"argument (?:-\w+/)?(--[\w-]+)", message)
-        raise ConfigError(message.removeprefix("argument ").rstrip(".") + ".", flag and flag.group(1))
+        raise ConfigError(message.rstrip(".") + ".")
 
     def parse(
         self, argv: Sequence[str], from_file: Callable[[dict[str, Any]], list[str]] = serve_argv_of,
@@ -116,19 +117,24 @@ class FlagParser(argparse.ArgumentParser):
             try:
                 found |= vars(self._parse(argv))
             except ConfigError as error:
-                raise ConfigError(f"The environment variable {variable} cannot be used: {error.message}", error.flag,
+                raise ConfigError(msg("The environment variable {variable} cannot be used: {message}",
+                                      variable=variable, message=error.message), error.flag,
                                   error.hint) from None
         return found
 
     def _parse(self, argv: list[str]) -> argparse.Namespace:
-        namespace, rest = self.parse_known_args(argv)
+        try:
+            namespace, rest = self.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            raise _refusal(error) from None
         for arg in rest:
             if arg.startswith("-") and arg != "--":
                 self._unknown(arg)
         positional = [arg for arg in rest if arg != "--"]
         if len(positional) > 1:
-            raise ConfigError(f"Unexpected argument {positional[1]!r}: the model was already given as "
-                              f"{positional[0]!r}.")
+            raise ConfigError(msg("Unexpected argument {positional}: the model was already given as "
+                                  "{positional_2}.", positional=f"{positional[1]!r}",
+                                  positional_2=f"{positional[0]!r}"))
         if positional:
             namespace.model = positional[0]
         return namespace
@@ -138,8 +144,18 @@ class FlagParser(argparse.ArgumentParser):
         known = [option for option, action in self._option_string_actions.items()
                  if action.help is not argparse.SUPPRESS]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        hint = f"Did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags."
-        raise ConfigError(f"Unknown flag {name}.", name, hint)
+        hint = msg("{prog} --help lists the flags.", prog=self.prog)
+        if near:
+            hint = msg("Did you mean {near}?", near=near[0])
+        raise ConfigError(msg("Unknown flag {name}.", name=name), name, hint)
+
+
+def _refusal(error: argparse.ArgumentError) -> ConfigError:
+    """What argparse found wrong: in its own words, or in those of a reader of ours (values.py)."""
+    ours = error.__context__
+    problem = ours.args[0] if isinstance(ours, argparse.ArgumentTypeError) else error.message
+    flag = (error.argument_name or "").rpartition("/")[2]
+    return ConfigError(msg("{flag}: {problem}.", flag=error.argument_name, problem=problem), flag)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.message import msg
 from engine.server.http.limits import Limits
 from engine.server.settings.sources import LIMITS as TABLE
 from engine.server.settings.sources import read_toml
@@ -32,7 +33,8 @@ def load_limits(path: Path | None, parent: str) -> Limits:
         if name not in FIELDS:
             raise _no_such_limit(place, name)
         if name in values:
-            raise ConfigError(f"{place}: {key} is there twice, with a dash and with an underscore.", "--config")
+            raise ConfigError(msg("{place}: {key} is there twice, with a dash and with an underscore.", place=place,
+                                  key=key), "--config")
         values[name], places[name] = value, place
     for variable in _environment():
         name = variable[len(PREFIX):].lower()
@@ -42,7 +44,7 @@ def load_limits(path: Path | None, parent: str) -> Limits:
     limits = Limits(**{name: _read(name, value, places[name]) for name, value in values.items()})
     if limits.max_discarded_bytes < limits.max_body_bytes:
         place = places.get("max_body_bytes") or places["max_discarded_bytes"]
-        raise ConfigError(f"{place}: max-discarded-bytes must be at least max-body-bytes.", "--config")
+        raise ConfigError(msg("{place}: max-discarded-bytes must be at least max-body-bytes.", place=place), "--config")
     return limits
 
 
@@ -71,7 +73,7 @@ def _read(name: str, value: Any, place: str) -> Any:
         try:
             return truth(value)
         except ValueError:
-            raise ConfigError(f"{place}: {key} must be true or false.", "--config") from None
+            raise ConfigError(msg("{place}: {key} must be true or false.", place=place, key=key), "--config") from None
     try:
         found = number(value, kind)
     except (ValueError, OverflowError):
@@ -79,8 +81,10 @@ def _read(name: str, value: Any, place: str) -> Any:
     if found is None or not within(found, declared):
         low, high = f"{declared.at_least:.12g}", f"{declared.at_most:.12g}"
         if kind is int:
-            raise ConfigError(f"{place}: {key} must be a whole number from {low} to {high}.", "--config")
-        raise ConfigError(f"{place}: {key} must be a number from {low} to {high}.", "--config")
+            raise ConfigError(msg("{place}: {key} must be a whole number from {low} to {high}.", place=place,
+                                  key=key, low=low, high=high), "--config")
+        raise ConfigError(msg("{place}: {key} must be a number from {low} to {high}.", place=place, key=key, low=low,
+                              high=high), "--config")
     return found
 
 
@@ -89,7 +93,8 @@ def _table(path: Path, parent: str) -> dict[str, Any]:
     table = outer.get(TABLE, {}) if isinstance(outer, dict) else {}
     if not isinstance(table, dict):
         name = f"{parent}.{TABLE}"
-        raise ConfigError(f"{path}: {name} must be a table, [{name}].", "--config")
+        raise ConfigError(msg("{path}: {name} must be a table, [{name_2}].", path=path, name=name, name_2=name),
+                          "--config")
     return table
 
 
@@ -111,5 +116,7 @@ def _place(path: Path | None, parent: str, key: str) -> str:
 
 def _no_such_limit(place: str, name: str) -> ConfigError:
     near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6) if len(name) <= 64 else []
-    hint = f"Did you mean {near[0].replace('_', '-')}?" if near else "atoll gateway --help lists the limits."
-    return ConfigError(f"{place}: there is no limit {name[:80]!r}.", "--config", hint)
+    hint = msg("atoll gateway --help lists the limits.")
+    if near:
+        hint = msg("Did you mean {near}?", near=near[0].replace("_", "-"))
+    return ConfigError(msg("{place}: there is no limit {name}.", place=place, name=f"{name[:80]!r}"), "--config", hint)

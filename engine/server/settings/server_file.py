@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.message import msg
 from engine.server.settings.sources import LIMITS, read_toml, table_argv
 
 _INSTANCE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -26,20 +27,22 @@ def model_names(path: Path) -> list[str]:
     models = _table(read_toml(path), "models", path)
     for name, table in models.items():
         if not _INSTANCE.fullmatch(name) or not isinstance(table, dict):
-            raise ConfigError(f"{path}: [models.{name[:80]}] is no model's table.", "--config",
-                              "Names have 1 to 63 of a-z 0-9 . _ -, beginning with a letter or a digit.")
+            raise ConfigError(msg("{path}: [models.{name}] is no model's table.", path=path, name=name[:80]),
+                              "--config",
+                              msg("Names have 1 to 63 of a-z 0-9 . _ -, beginning with a letter or a digit."))
     return list(models)
 
 
 def engine_argv_of(name: str, path: Path) -> list[str]:
     """The flags of one model's engine. Raises ConfigError."""
     if name not in model_names(path):
-        raise ConfigError(f"{path} has no [models.{name[:80]}].", "--model",
-                          f"It has: {', '.join(model_names(path)) or 'none'}.")
+        raise ConfigError(msg("{path} has no [models.{name}].", path=path, name=name[:80]), "--model",
+                          msg("It has: {path}.", path=", ".join(model_names(path)) or "none"))
     content = read_toml(path)
     merged = {"served-model-name": name, **_keys(_table(content, "engine", path)), **_keys(content["models"][name])}
     if not merged.get("model"):
-        raise ConfigError(f"{path}: [models.{name}] does not say its model, the directory of the weights.", "--model")
+        raise ConfigError(msg("{path}: [models.{name}] does not say its model, the directory of the weights.",
+                              path=path, name=name), "--model")
     return table_argv(merged, f"{path}, [models.{name}]")
 
 
@@ -54,17 +57,19 @@ def check_gpus(gpus: list[str]) -> str:
     wanted = [part for gpu in gpus for part in gpu.split(",")]
     for gpu in wanted:
         if not _GPU.fullmatch(gpu):
-            raise ConfigError(f"--gpus {gpu[:80]!r} is neither an index nor a UUID of a GPU.", "--gpus",
-                              "nvidia-smi -L lists both.")
+            raise ConfigError(msg("--gpus {gpu} is neither an index nor a UUID of a GPU.", gpu=f"{gpu[:80]!r}"),
+                              "--gpus",
+                              msg("nvidia-smi -L lists both."))
     if len(set(wanted)) < len(wanted):
-        raise ConfigError("--gpus names a GPU twice.", "--gpus")
+        raise ConfigError(msg("--gpus names a GPU twice."), "--gpus")
     return ",".join(wanted)
 
 
 def _table(content: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
     table = content.get(name, {})
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {name} must be a table, [{name}].", "--config")
+        raise ConfigError(msg("{path}: {name} must be a table, [{name_2}].", path=path, name=name, name_2=name),
+                          "--config")
     return table
 
 

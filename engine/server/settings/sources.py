@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.message import msg, reason
 from engine.server.settings.values import truth
 from engine.setting import flag_of, value_type
 
@@ -23,9 +24,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}.", "--config") from None
+        raise ConfigError(msg("--config {path}: {strerror}.", path=path, strerror=reason(error)), "--config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not TOML: {error}.", "--config") from None
+        raise ConfigError(msg("--config {path} is not TOML: {error}.", path=path, error=error), "--config") from None
 
 
 def serve_argv_of(given: dict[str, Any]) -> list[str]:
@@ -33,7 +34,7 @@ def serve_argv_of(given: dict[str, Any]) -> list[str]:
     path = given["config"]
     table = read_toml(path).get("serve")
     if not isinstance(table, dict):
-        raise ConfigError(f"--config {path} has no [serve] table.", "--config")
+        raise ConfigError(msg("--config {path} has no [serve] table.", path=path), "--config")
     return table_argv({key: value for key, value in table.items() if key != LIMITS}, f"--config {path}")
 
 
@@ -43,7 +44,7 @@ def table_argv(table: dict[str, Any], where: str) -> list[str]:
     for key, value in table.items():
         flag = "--" + key.replace("_", "-")
         if flag == "--config":
-            raise ConfigError(f"{where}: a configuration file cannot name another one.", "--config")
+            raise ConfigError(msg("{where}: a configuration file cannot name another one.", where=where), "--config")
         if isinstance(value, bool):
             argv.append(flag if value else f"--no-{flag[2:]}")
         elif flag in _JSON_FLAGS and isinstance(value, list):
@@ -53,7 +54,8 @@ def table_argv(table: dict[str, Any], where: str) -> list[str]:
         elif isinstance(value, str | int | float):
             argv.append(f"{flag}={value}")
         else:
-            raise ConfigError(f"{where}: {key} must be a string, a number, a boolean or a list of strings.", "--config")
+            raise ConfigError(msg("{where}: {key} must be a string, a number, a boolean or a list of strings.",
+                                  where=where, key=key), "--config")
     return argv
 
 
@@ -69,13 +71,14 @@ def environment_flags(prefix: str, fields: dict[str, Any]) -> Iterator[tuple[str
             continue
         flag, value = "--" + variable[len(prefix):].lower().replace("_", "-"), os.environ[variable]
         if flag not in flags:
-            raise ConfigError(f"{variable}: there is no setting {flag[2:][:80]!r}.", flag)
+            raise ConfigError(msg("{variable}: there is no setting {flag}.", variable=variable,
+                                  flag=f"{flag[2:][:80]!r}"), flag)
         field, declared = flags[flag]
         if value_type(field.type)[0] is bool:
             try:
                 wanted = truth(value)
             except ValueError:
-                raise ConfigError(f"{variable} must be true or false.", flag) from None
+                raise ConfigError(msg("{variable} must be true or false.", variable=variable), flag) from None
             yield variable, [flag] if wanted else [f"--no-{flag[2:]}"] if declared.const is None else []
         elif declared.many == "append":
             yield variable, [f"{flag}={word}" for word in value.split()]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from engine.errors import ConfigError
+from engine.message import msg
 from engine.setting import Setting, flag_of, settings_of, value_type
 
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -21,16 +22,16 @@ def human_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text.strip())
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4096, 32k or 1M")
+        raise argparse.ArgumentTypeError(msg("{text} is not a size such as 4096, 32k or 1M", text=f"{text!r}"))
     number, unit = match.groups()
     if not unit:
         if "." in number:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+            raise argparse.ArgumentTypeError(msg("{text} is not a whole number", text=f"{text!r}"))
         return int(number)
     power = "kmgt".index(unit.lower()) + 1
     scaled = float(number) * (1000 if unit.islower() else 1024) ** power
     if scaled != int(scaled):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        raise argparse.ArgumentTypeError(msg("{text} is not a whole number", text=f"{text!r}"))
     return int(scaled)
 
 
@@ -44,7 +45,7 @@ def json_strings(text: str) -> list[str]:
     except ValueError:
         value = None
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings")
+        raise argparse.ArgumentTypeError(msg("{text} is not a JSON list of strings", text=f"{text!r}"))
     return value
 
 
@@ -93,10 +94,12 @@ def check_bounds(options: Any) -> None:
             continue
         low, high = declared.at_least, declared.at_most
         if declared.above is not None:
-            raise ConfigError(f"{flag} must be above {declared.above} and at most {high}, got {value}.", flag)
+            raise ConfigError(msg("{flag} must be above {above} and at most {high}, got {value}.", flag=flag,
+                                  above=declared.above, high=high, value=value), flag)
         if high is not None:
-            raise ConfigError(f"{flag} must lie between {low} and {high}, got {value}.", flag)
-        raise ConfigError(f"{flag} must be at least {low}, got {value}.", flag)
+            raise ConfigError(msg("{flag} must lie between {low} and {high}, got {value}.", flag=flag, low=low,
+                                  high=high, value=value), flag)
+        raise ConfigError(msg("{flag} must be at least {low}, got {value}.", flag=flag, low=low, value=value), flag)
 
 
 def within(value: float, declared: Setting) -> bool:

@@ -1,10 +1,12 @@
 """vLLM flags that scripts carry and that Atoll has no setting for: accepted with a note, or refused with the reason."""
 
+from engine.message import msg
+
 OTHER_NAMES = {  # vLLM's flag -> our setting
     "--uvicorn-log-level": "log_level",
     "--disable-uvicorn-access-log": "access_log",
 }
-_LOCAL = "the model is a local directory and nothing is ever downloaded."
+_LOCAL = msg("the model is a local directory and nothing is ever downloaded.")
 _NO_COMPILE = "there is no compile step."
 _NO_PROMPTS = "prompts and answers are never logged."
 
@@ -36,27 +38,27 @@ IGNORED_VALUES = {
     "limit-mm-per-prompt": "only text models are served.",
 }
 REFUSED_SWITCHES = {
-    "trust-remote-code": "Atoll never runs code from a model directory; no flag changes that.",
-    "enable-lora": "adapters are not supported; merge them into the weights.",
-    "enable-expert-parallel": "a model cannot yet be split over several devices.",
-    "enable-auto-tool-choice": "tool calls are not parsed yet; leave the flag out to get them as text.",
+    "trust-remote-code": msg("Atoll never runs code from a model directory; no flag changes that."),
+    "enable-lora": msg("adapters are not supported; merge them into the weights."),
+    "enable-expert-parallel": msg("a model cannot yet be split over several devices."),
+    "enable-auto-tool-choice": msg("tool calls are not parsed yet; leave the flag out to get them as text."),
 }
 REFUSED_VALUES = {
-    "api-key": "a key on the command line is visible to every user of the machine; put it into a file of mode 0600 "
-               "and pass --api-key-file FILE.",
-    "lora-modules": "adapters are not supported; merge them into the weights.",
+    "api-key": msg("a key on the command line is visible to every user of the machine; put it into a file of mode 0600 "
+                   "and pass --api-key-file FILE."),
+    "lora-modules": msg("adapters are not supported; merge them into the weights."),
     "hf-token": _LOCAL,
-    "hf-overrides": "the model's config.json is taken as it is; change the file in the model directory.",
-    "speculative-config": "speculative decoding is not available yet; leave the flag out.",
-    "tool-call-parser": "tool calls are not parsed yet; leave the flag out to get them as text.",
-    "reasoning-parser": "reasoning is not parsed yet; leave the flag out to get it as text.",
-    "chat-template": "the template comes from the model directory, where the bundle's signature covers it.",
-    "middleware": "Atoll loads no code from the command line.",
-    "logits-processors": "Atoll loads no code from the command line.",
-    "cpu-offload-gb": "weights stay on the device; choose a smaller or quantised model.",
+    "hf-overrides": msg("the model's config.json is taken as it is; change the file in the model directory."),
+    "speculative-config": msg("speculative decoding is not available yet; leave the flag out."),
+    "tool-call-parser": msg("tool calls are not parsed yet; leave the flag out to get them as text."),
+    "reasoning-parser": msg("reasoning is not parsed yet; leave the flag out to get it as text."),
+    "chat-template": msg("the template comes from the model directory, where the bundle's signature covers it."),
+    "middleware": msg("Atoll loads no code from the command line."),
+    "logits-processors": msg("Atoll loads no code from the command line."),
+    "cpu-offload-gb": msg("weights stay on the device; choose a smaller or quantised model."),
 }
 ONLY_ONE = {
-    ("--pipeline-parallel-size", "-pp"): "a model cannot yet be split over several devices.",
-    ("--data-parallel-size", "-dp"): "one process serves one copy of the model; start several behind a balancer.",
-    ("--api-server-count",): "one gateway process is enough for one engine.",
+    ("--pipeline-parallel-size", "-pp"): msg("a model cannot yet be split over several devices."),
+    ("--data-parallel-size", "-dp"): msg("one process serves one copy of the model; start several behind a balancer."),
+    ("--api-server-count",): msg("one gateway process is enough for one engine."),
 }

@@ -13,10 +13,10 @@ from checklist_kit import Desk, Front, forked
 from appliance.service import checklist, jobs
 from appliance.service.installing import decode_options, encode_options, with_absolute_paths
 from appliance.service.jobs import launch, spool
-from appliance.service.messages import decode, encode
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t, told
 from installer.base.layout import Layout
+from installer.base.messages import decode, encode
 from installer.decide.options import InstallOptions, ModelChoice, TlsChoice
 
 SYSTEMD_RUN = """#!{python}

@@ -21,8 +21,7 @@ NOT_FOR_THE_SCREEN = {
     "offline_bundle/runtime/licenses.py": "files of a medium",
     "offline_bundle/medium/": "has words of its own (language.py), tested in tests/offline_bundle",
     "offline_bundle/signing/hash_words.py": "a list of words",
-    "appliance/cli/language/usage_errors.py": "what a library says, marked by foreign()",
-    "appliance/cli/operate/doctor_words.py": "what the engine says, marked by foreign()",
+    "appliance/cli/language/library_words.py": "what libraries say, marked by foreign()",
 }
 # Calls whose arguments are no messages: patterns, commands, records, types; and typer's, which the help is made from.
 NO_MESSAGES = {

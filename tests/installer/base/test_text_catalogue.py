@@ -14,18 +14,20 @@ from typing import Any
 
 import pytest
 
-from installer.base.i18n import DOMAIN, LOCALE_DIR, joined, language_of, plain, reason, retold, speaking, t, told
+from engine.message import msg
+from installer.base.i18n import DOMAIN, LOCALE_DIR, joined, language_of, plain, reason, speaking, t, told
+from installer.base.messages import with_ids, without_ids
 from offline_bundle.errors import BundleError
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("appliance/cli", "appliance/service", "installer", "offline_bundle", "tui")
+ROOMS = ("appliance", "engine", "installer", "offline_bundle", "tui")
 PO = LOCALE_DIR / "ko/LC_MESSAGES/atoll.po"
-MARKS = ("t", "foreign")
-PASSED_ON = ("offline_bundle/text.py", "installer/base/i18n.py")  # of texts marked elsewhere
+MARKS = ("t", "msg", "foreign")
+PASSED_ON = ("offline_bundle/text.py", "installer/base/messages.py", "engine/message.py")  # of texts marked elsewhere
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every call of t(…) and foreign(…), also inside f-strings, and where it is."""
+    """Every call of t(…), msg(…) and foreign(…), also inside f-strings, and where it is."""
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -46,12 +48,8 @@ def marked() -> set[str]:
 
 
 def texts() -> set[str]:
-    """All that the catalogue is for: what is marked, the engine's errors, and the paragraphs of `--help`."""
-    return marked() | engine_errors() | updater().help_paragraphs()
-
-
-def engine_errors() -> set[str]:
-    return set(updater("engine_texts").engine_texts(ROOT / "engine"))
+    """All that the catalogue is for: what is marked, and the paragraphs of `--help`."""
+    return marked() | updater().help_paragraphs()
 
 
 def updater(name: str = "update") -> Any:
@@ -90,7 +88,7 @@ def test_every_sentence_is_given_its_values() -> None:
     """A name that is missing would raise while an error is being told."""
     for where, node in calls():
         literal = node.args[0]
-        if isinstance(literal, ast.Constant) and getattr(node.func, "id", "") == "t":
+        if isinstance(literal, ast.Constant) and getattr(node.func, "id", "") in ("t", "msg"):
             given = {keyword.arg for keyword in node.keywords}
             if None not in given:  # **values
                 assert given == set(fields(literal.value)), where
@@ -193,22 +191,17 @@ def test_what_the_system_says_is_known_or_left() -> None:
     assert reason(OSError("no number")) == "no number"
 
 
-@pytest.mark.parametrize(
-    ("english", "korean"),
-    [
-        ("The file model/x is missing.", "파일이 없습니다: model/x."),
-        (
-            "Could not finish this command (/a/b): the disk is full.",
-            "이 명령 실행에 실패했습니다(/a/b): 디스크가 가득 찼습니다.",
-        ),
-        ("/store has 1,024 bytes free; the bundle needs 2,048.", "/store의 여유는 1,024바이트이며"),
-        ("Nobody here ever says this.", "Nobody here ever says this."),
-        ("", ""),
-    ],
-)
-def test_what_was_written_down_is_told_again(english: str, korean: str) -> None:
-    assert told(retold(english), "ko").startswith(korean)
-    assert str(retold(english)) == english
+def test_what_is_written_down_keeps_its_ids() -> None:
+    """In a journal: English for any reader, the id and its values beside it. An older release wrote English alone."""
+    error = t("Could not {action}: {why}.", action=t("finish this command"), why=joined([t("the disk is full"), "/a"]))
+    for message in (error, msg("The file {path} cannot be read: {why}.", path=Path("/x"), why=msg("yes"))):
+        written = json.loads(json.dumps(with_ids({"n": 1, "error": message})))
+        assert (written["n"], written["error"]) == (1, str(message))
+        read = without_ids(written)
+        assert read == {"n": 1, "error": message}
+        assert told(read["error"], "ko") == told(message, "ko")
+    old = without_ids({"n": 1, "error": str(error)})
+    assert told(old["error"], "ko") == error
 
 
 @pytest.mark.parametrize(
@@ -221,31 +214,3 @@ def test_particles_fit_what_they_follow(value: str, spoken: str) -> None:
 
 def test_the_domain_is_the_files_name() -> None:
     assert PO.stem == DOMAIN
-
-
-def test_an_engines_error_is_found_with_what_it_is_put_together_from() -> None:
-    source = '''
-WAYS = f"Use {FLAG} gpu."
-REFUSED_VALUES = {"x": "that is too old."}
-def check(path, error, where):
-    where = "a CPU" if path else "more than one GPU"
-    raise ConfigError(f"Cannot split {path.parent} {{over}} {where}{more}: {error.strerror}.", "--flag", WAYS)
-    raise ConfigError(f"--host {path}: {error}.")
-    raise ValueError("This is a bug.")
-    raise ArgumentTypeError(f"{text!r} is too long")
-'''
-    assert set(updater("engine_texts").sentences(ast.parse(source))) == {
-        "Cannot split {parent} {{over}} {where}: {strerror}.", "Use {flag} gpu.", "that is too old.", "a CPU",
-        "more than one GPU", "{flag}: {text} is too long.",
-    }  # fmt: skip
-
-
-def test_of_two_readings_the_one_is_told_that_leaves_less_unread() -> None:
-    """The last placeholder of a sentence could swallow the next sentence, and a sum its terms."""
-    said = "Cannot listen on 127.0.0.1:80: Permission denied. Choose another with --port, or stop what uses it."
-    assert told(retold(said), "ko") == (
-        "127.0.0.1:80에서 수신할 수 없습니다: 권한이 없습니다. "
-        "--port로 다른 포트를 고르거나, 그 포트를 쓰는 프로그램을 멈추십시오."
-    )
-    assert told(retold("weights 1.5 GiB + activations 12.0 MiB"), "ko") == "가중치 1.5 GiB + 활성값 12.0 MiB"
-    assert retold("Nobody here ever says this. Choose another.") == "Nobody here ever says this. Choose another."

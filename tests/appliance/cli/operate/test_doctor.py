@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,16 +13,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from appliance.cli import app as tree
+from appliance.cli.common import spoken
 from appliance.cli.operate import doctor as module
 from engine.capabilities import nvidia_driver_present
+from engine.message import msg, with_ids, without_ids
 from engine.selftest import report
 from engine.selftest.stopwatch import Stopwatch
-from installer.base.i18n import retold, told
 
 FACTS = [
     {"kind": "fact", "name": "GPU", "value": "NVIDIA H100 80GB HBM3"},
-    {"kind": "fact", "name": "free memory", "value": "78.2 of 79.2 GiB", "number": 83966427136},
-    {"kind": "fact", "name": "time", "value": str(Stopwatch()), "parts": {"python": 0.2, "torch": 2.3}},
+    with_ids({"kind": "fact", "name": msg("free memory"), "number": 83966427136,
+              "value": msg("{free} of {total} GiB", free="78.2", total="79.2")}),
+    with_ids({"kind": "fact", "name": msg("time"), "value": Stopwatch().text(),
+              "parts": {"python": 0.2, "torch": 2.3}}),
 ]
 CHECKS = [
     {"kind": "begin", "name": "decode d128"},
@@ -41,10 +45,11 @@ GOOD_END = {
     "kind": "end", "exit_code": 0, "passed": 1, "failed": [], "skipped": 1, "seconds": 7.4,
     "message": "All 1 kernel checks passed in 7.4 s: this GPU is fit to serve.", "next": "",
 }  # fmt: skip
-BAD_END = {
+BAD_END = with_ids({
     "kind": "end", "exit_code": 1, "passed": 1, "failed": ["norm", "gate"], "skipped": 1, "seconds": 7.4,
-    "message": "2 of 3 checks failed: gate could not be compiled or run.", "next": "Read the reasons above.",
-}  # fmt: skip
+    "message": msg("{failed} of {total} checks failed: {names} could not be compiled or run.", failed=2, total=3,
+                   names="gate"), "next": "Read the reasons above.",
+})  # fmt: skip
 
 
 @pytest.fixture
@@ -145,14 +150,19 @@ def test_without_a_gpu_for_real(form: list[str], tmp_path: Path):
         assert done.stdout.splitlines()[-2] == "There is no usable GPU here: no NVIDIA driver is loaded."
 
 
-def test_what_the_engine_says_is_known_in_korean():
-    said = [*report._NEXT.values(), *(f"2 of 3 checks failed: norm, gate {what}." for what in report._WHAT.values())]
-    said += [str(Stopwatch()), GOOD_END["message"]]
-    said += ["All 3 kernel checks passed in 7.4 s (1 need a newer GPU): this GPU is fit to serve."]
-    for sentence in said:
-        korean = told(retold(sentence), "ko")
-        assert korean != sentence
-        assert str(retold(sentence)) == sentence
+def test_what_the_engine_says_is_known_in_korean(monkeypatch: pytest.MonkeyPatch):
+    """The lines of a real tally, across the pipe."""
+    monkeypatch.setenv("ATOLL_LANG", "ko")
+    lines: list[dict] = []
+    for faults, skipped in [({}, 0), ({}, 1), *(({"norm": fault}, 0) for fault in report._NEXT)]:
+        tally = report.Tally(lines.append, passed=2, skipped=skipped, faults=dict(faults))
+        tally.times()
+        tally.end()
+    for line in lines:
+        arrived = without_ids(json.loads(json.dumps(with_ids(line))))
+        assert arrived == line
+        for name in {"message", "next", "value"} & line.keys():
+            assert not line[name] or re.search("[가-힣]", spoken(arrived[name])), line
 
 
 def test_in_korean(recorded, monkeypatch: pytest.MonkeyPatch):

@@ -1,17 +1,18 @@
-"""Texts as JSON: the message id and its parameters travel, so that each reader sees them in their own language.
+"""Texts as JSON: the message id and its parameters travel, so that all read them in their own language.
 
 A message's id is its English source text, as in the gettext catalogue.
 """
 
 from typing import Any
 
-from offline_bundle.text import Text, joined
+from installer.base.i18n import is_text
+from offline_bundle.text import joined
 from offline_bundle.text import t as text_of
 
 
 def encode(value: Any) -> Any:
     """`value` as JSON, texts with their ids; what JSON cannot carry becomes a string."""
-    if isinstance(value, Text):
+    if is_text(value):
         if value.parts is not None:
             return {"join": value.source, "parts": [encode(part) for part in value.parts]}
         return {"id": value.source, "params": {name: encode(param) for name, param in value.params.items()}}
@@ -35,3 +36,16 @@ def decode(value: Any) -> Any:
     if value.keys() == {"id", "params"}:
         return text_of(value["id"], **{name: decode(param) for name, param in value["params"].items()})
     return {name: decode(entry) for name, entry in value.items()}
+
+
+def with_ids(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose texts are English for any reader; `texts` has their ids and values beside them."""
+    texts = {name: encode(value) for name, value in record.items() if is_text(value)}
+    return record | {"texts": texts} if texts else record
+
+
+def without_ids(record: dict[str, Any]) -> dict[str, Any]:
+    """The record that `with_ids` was given; one of an older release has no ids, and stays plain English."""
+    texts = record.get("texts")
+    rest = {name: value for name, value in record.items() if name != "texts"}
+    return rest | {name: decode(text) for name, text in texts.items()} if isinstance(texts, dict) else rest

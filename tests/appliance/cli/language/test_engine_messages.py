@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import os
 import pty
 import re
@@ -16,13 +17,13 @@ import pytest
 import torch
 from tiny_llama import save_tiny_llama
 
-from appliance.cli.language import engine_words
 from engine import errors
 from engine.config import EngineConfig
 from engine.core.kv import planner
 from engine.core.kv.planner import MemoryBudget
-from engine.errors import AtollError, ConfigError, ModelError, OutOfMemoryPlanError
+from engine.errors import AtollError, ConfigError, ModelError
 from engine.kernels.runtime.host_memory import HostMemoryError
+from engine.message import from_json, joined, msg, to_json
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.server.http.auth import KeyFile
 from engine.server.http.exposure import check_exposure
@@ -36,7 +37,7 @@ from engine.server.settings.options import ServeOptions
 from engine.server.settings.server_file import check_gpus, engine_argv_of, model_names
 from engine.worker import build, embedding_offload, memory
 from engine.worker.memory import Card
-from installer.base.i18n import retold, told
+from installer.base.i18n import libraries_in, told
 
 KOREAN = {"LANG": "ko_KR.UTF-8", "LC_ALL": "", "LC_MESSAGES": "", "TERM": "xterm", "ATOLL_LANG": ""}
 ENGLISH = KOREAN | {"LANG": "en_US.UTF-8"}
@@ -45,10 +46,12 @@ GIB = 1 << 30
 
 
 def read_in_korean(error: AtollError) -> str:
-    """As `complain` says it; the English stays what it is."""
-    assert retold(error.message) == error.message
-    assert retold(error.hint) == error.hint
-    return f"{told(retold(error.message), 'ko')} {told(retold(error.hint), 'ko')}".strip()
+    """As `complain` says it; what crosses a process border is told alike."""
+    said = f"{told(error.message, 'ko')} {told(error.hint, 'ko')}".strip()
+    arrived = from_json(json.loads(json.dumps(to_json(joined(filter(None, (error.message, error.hint)), " ")))))
+    assert arrived == str(error)
+    assert told(arrived, "ko") == said
+    return said
 
 
 def assert_korean(text: str) -> None:
@@ -59,7 +62,7 @@ def assert_korean(text: str) -> None:
 
 
 def refusal(act: Callable[[], object]) -> AtollError:
-    with pytest.raises(AtollError) as caught:
+    with libraries_in("ko"), pytest.raises(AtollError) as caught:
         act()
     return caught.value
 
@@ -194,7 +197,8 @@ def test_weights_that_do_not_fit(
     assert "90.00 GiB" in said
     assert ("--quantization fp8" in said, "--per-layer-embeddings" in said) == (quantization is None, bool(tables))
     # As it arrives from another process, in one piece.
-    whole = ConfigError(f"The engine could not start: {error}")
+    last_words = from_json(to_json(joined((error.message, error.hint), " ")))
+    whole = ConfigError(msg("The engine could not start: {last_words}", last_words=last_words))
     assert read_in_korean(whole) == f"엔진을 시작하지 못했습니다: {said}"
 
 
@@ -206,10 +210,16 @@ def test_a_context_that_does_not_fit() -> None:
 
 
 def test_tables_that_have_no_room_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_offload, "host_memory", lambda: (8 * GIB, GIB))
-    for problem in (embedding_offload._lack_of_memory(5 * GIB), str(HostMemoryError("there is no CUDA driver (x)"))):
-        said = f"--per-layer-embeddings host: 5.00 GiB cannot be kept in host memory: {problem}."
-        assert_korean(read_in_korean(OutOfMemoryPlanError(said, "", embedding_offload._WAYS)))
+    def fail() -> None:
+        raise HostMemoryError(msg("there is no CUDA driver ({error})", error="x"))
+
+    wanted = EngineConfig(Path("/m"), ["m"], per_layer_embeddings="host")
+    table = SimpleNamespace(weight=SimpleNamespace(nbytes=5 * GIB), keep_on_host=fail)
+    model: Any = SimpleNamespace(lookup_tables=lambda: [table])
+    for available in (GIB, 80 * GIB):
+        monkeypatch.setattr(embedding_offload, "host_memory", lambda available=available: (80 * GIB, available))
+        refused = refusal(lambda: embedding_offload.keep_tables(model, wanted, torch.device("cuda")))
+        assert_korean(read_in_korean(refused))
 
 
 @pytest.mark.parametrize("status", [1, -9, -11])
@@ -283,16 +293,17 @@ def test_settings_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("problem", "fix"), [
-    ("The NVIDIA driver is not loaded.", "modprobe nvidia; dmesg | grep -i nvidia"),
-    ("Driver and library have different versions (the loaded driver is 570.86).",
-     "reboot, then keep the packages from upgrading: apt-mark hold 'nvidia-*'"),
-    *((f"NVML answers: {said}.", "nvidia-smi; dmesg | grep -i nvrm") for said in gpu_ready._WORDS.values()),
+    (msg("The NVIDIA driver is not loaded."), "modprobe nvidia; dmesg | grep -i nvidia"),
+    (msg("Driver and library have different versions (the loaded driver is {driver}).", driver="570.86"),
+     msg("reboot, then keep the packages from upgrading: apt-mark hold 'nvidia-*'")),
+    *((msg("NVML answers: {said}.", said=said), "nvidia-smi; dmesg | grep -i nvrm")
+      for said in gpu_ready._WORDS.values()),
 ])  # fmt: skip
 def test_a_gpu_that_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: str, fix: str
 ) -> None:
     monkeypatch.setattr(gpu_ready, "look", lambda: gpu_ready.Readiness(problem, fix))
-    with errors.retelling(lambda text: told(retold(text), "ko")):
+    with errors.retelling(lambda text: told(text, "ko")):
         assert gpu_ready.main(["--timeout", "0"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("GPU를 아직 쓸 수 없습니다. ")
@@ -308,21 +319,28 @@ def test_a_gpu_that_is_ready(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: list[str]
 ) -> None:
     monkeypatch.setattr(gpu_ready, "look", lambda: gpu_ready.Readiness(driver="570.86", gpus=gpus))
-    with errors.retelling(lambda text: told(retold(text), "ko")):
+    with errors.retelling(lambda text: told(text, "ko")):
         assert gpu_ready.main([]) == 0
     assert capsys.readouterr().out == f"GPU {len(gpus)}개 준비됨, 드라이버 570.86\n"
 
 
-# -- the words
+# -- the source
 
 
-def test_what_is_listed_by_hand_is_what_the_engine_says() -> None:
-    """What the engine no longer says is found: the words stand in its source, or are a library's or the system's."""
-    sources = [path.read_text("utf-8") for path in Path(errors.__file__).parent.rglob("*.py")]
-    literals = [node.value for source in sources for node in ast.walk(ast.parse(source))
-                if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
-    engine = "\n".join(literals).casefold()
-    elsewhere = re.compile(r"\{count\} GPU|(--)?\{flag\}|Address already|Cannot assign requested|get(pw|gr)nam")
-    for word in engine_words.WORDS + engine_words.GPU_READY:
-        for part in () if elsewhere.match(word) else re.split(r"\{\w+\}", word):
-            assert part.strip(" .").casefold() in engine, word
+SPOKEN = {
+    "ConfigError", "OutOfMemoryPlanError", "ModelError", "EngineFailedError", "HostMemoryError", "ArgumentTypeError",
+}  # fmt: skip
+FOR_DEVELOPERS = {"bench", "llm.py"}
+
+
+def test_every_error_of_the_engine_is_a_message() -> None:
+    """A finished sentence could not be told in another language."""
+    engine = Path(errors.__file__).parent
+    for path in engine.rglob("*.py"):
+        if FOR_DEVELOPERS & set(path.relative_to(engine).parts):
+            continue
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) in SPOKEN:
+                for given in [*call.args, *(keyword.value for keyword in call.keywords)]:
+                    finished = isinstance(given, ast.JoinedStr) or " " in str(getattr(given, "value", ""))
+                    assert not finished, f"{path}:{given.lineno}"
