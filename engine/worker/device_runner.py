@@ -88,7 +88,7 @@ class DeviceRunner:
         self.batch_invariant = any(layer.batch_invariant for layer in self.attention_layers)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         check_addressable(self.token_ids, self.block_tables)
-        # The scheduler plans at most `max_num_tokens` tokens, and one sequence for each row but the trash row. What a
+        # The scheduler plans at most `max_num_tokens` tokens, and one sequence for each row but the padding row. What a
         # graph adds keeps the tokens within `size` (`mixed_shapes`), in up to MOST_CHUNKS more sequences, each of which
         # may add a tile. So `size` bounds whatever has a place a token, and `num_rows` whatever is sampled.
         size = max(max_num_tokens, num_rows)
@@ -140,7 +140,7 @@ class DeviceRunner:
     def fill_mixed(self, shape: MixedShape) -> None:
         """Send a step that has this shape, and changes nothing."""
         self.staging.begin()
-        self._put_step(MixedStep.of_trash(shape, self.tile_sizes))
+        self._put_step(MixedStep.of_padding(shape, self.tile_sizes))
         self.staging.send()
 
     def mixed_of(self, shape: MixedShape) -> torch.Tensor:
@@ -324,7 +324,7 @@ class DeviceRunner:
         # While kernels are only noted these words may hold anything, and PyTorch's own kernels run all the same.
         last = None if whole else (q_starts + counts - 1).clamp_(0, form.tokens - 1).long()
 
-        def narrowed() -> ForwardContext:
+        def last_only() -> ForwardContext:
             """As in a decode step: each sequence has its last token only, the newest one."""
             lengths = (starts + counts).clamp_(min=1)  # what fills a step up may be a sequence without tokens
             alone = [replace(b, seq_lens=lengths, tiles=None, num_single=0) for b in batches]
@@ -332,7 +332,7 @@ class DeviceRunner:
                 alone = [replace(self._alone(b, lengths - 1), has_own_keys=False) for b in alone]
             return self._context((lengths - 1).long(), alone, None)
 
-        return self._forward(form.tokens, batches, state, last, None if whole else narrowed)
+        return self._forward(form.tokens, batches, state, last, None if whole else last_only)
 
     def _alone(self, batch: DeviceBatch, positions: torch.Tensor) -> DeviceBatch:
         """As `batch`, whose sequences have one token each: for attention that takes tiles only."""
@@ -393,11 +393,11 @@ class DeviceRunner:
         count: int,
         batches: list[DeviceBatch],
         state: StateBatch | None,
-        wanted: torch.Tensor | None = None,
-        narrowed: Callable[[], ForwardContext] | None = None,
+        last: torch.Tensor | None = None,
+        last_only: Callable[[], ForwardContext] | None = None,
     ) -> torch.Tensor:
         context = self._context(self._positions[:count], batches, state)
-        context.wanted, context.narrowed = wanted, narrowed
+        context.last, context.last_only = last, last_only
         with forward_context(context):
             return self.model(self._ids[:count])
 

@@ -95,7 +95,7 @@ class HostLogprobs:
 
 
 class DeviceSampler:
-    """Samples a token for each row of a step, on `device`. Row 0 is the trash row of padding: greedy and plain."""
+    """Samples a token for each row of a step, on `device`. Row 0 is the padding row of padding: greedy and plain."""
 
     def __init__(
         self, num_rows: int, vocab_size: int, max_model_len: int, device: torch.device, *, block: int | None = None
