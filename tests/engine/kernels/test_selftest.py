@@ -18,7 +18,7 @@ from engine.kernels.moe import experts
 from engine.kernels.pointwise import fused, gated_norm, host_rows, inputs, post_norm, quantize
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.recurrent import gated_delta
-from engine.kernels.sampling import sampler
+from engine.kernels.sampling import edits, logprobs, sampler
 from engine.selftest.compare import Result, difference
 from engine.selftest.report import Tally
 from engine.selftest.run import EVERY as CHECKS
@@ -38,7 +38,7 @@ def run(*names, dtype=torch.float32, with_fp8=True):
 KERNELS = [
     (attention_decode, "decode"), (attention_chunks, "mixed"), (small_batch, "gemv"), (small_batch, "few_rows"),
     (experts, "routed_experts"), (heads, "heads_and_write_kv"), (moe_decode, "_experts"), (gated_delta, "decode"),
-    (gated_delta, "prefill"), (sampler, "sample_rows"), (sampler, "logprobs"),
+    (gated_delta, "prefill"), (sampler, "sample_rows"), (logprobs, "logprobs"),
 ]  # fmt: skip
 
 
@@ -173,8 +173,8 @@ def spoil(monkeypatch, module, name, which=None):
         ("gated norm to fp8", gated_norm, "gated_rms_norm_to_fp8", None),
         ("sampling greedy", sampler, "sample_rows", 4),
         ("sampling filtered", sampler, "sample_rows", 4),
-        ("sampling log-probabilities", sampler, "logprobs", 3),
-        ("prompt log-probabilities", sampler, "logprobs", 3),
+        ("sampling log-probabilities", logprobs, "logprobs", 3),
+        ("prompt log-probabilities", logprobs, "logprobs", 3),
     ],
 )
 def test_a_wrong_kernel_fails(monkeypatch, check, module, name, which):
@@ -222,7 +222,7 @@ def test_inputs_from_before_a_sequence_began_are_noticed(monkeypatch):
 
 
 def test_penalties_that_do_nothing_are_noticed(monkeypatch):
-    monkeypatch.setattr(sampler, "penalise", lambda *args: None)
+    monkeypatch.setattr(edits, "penalise", lambda *args: None)
     assert run("sampling edited")[1]["sampling edited"]["fault"] == "wrong"
 
 
