@@ -121,7 +121,7 @@ def full_requests(plan: MemoryPlan, context: int) -> int:
     low, high = 0, plan.max_num_seqs
     while low < high:
         middle = (low + high + 1) // 2
-        if plan.spec.extents_for(context, plan.step_tokens, middle) <= plan.num_extents:
+        if plan.spec.slabs_for(context, plan.step_tokens, middle) <= plan.num_slabs:
             low = middle
         else:
             high = middle - 1

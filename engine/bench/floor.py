@@ -19,7 +19,7 @@ _CALLS = 20         # of a GPU, between two times that it is waited for
 
 
 def bandwidth(device: torch.device, repeats: int = 9) -> dict[str, float]:
-    """GB/s: `copy` (bytes read plus bytes written, as cards are usually rated) and `read` (a sum, nothing written)."""
+    """GB/s: `copy` (bytes read plus bytes written, as GPUs are usually rated) and `read` (a sum, nothing written)."""
     source = torch.ones(_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return {

@@ -28,7 +28,7 @@ def test_every_bench_model_has_a_plan_whose_parts_stay_within_the_budget(model):
     plan = plan_engine(EngineConfig(model, max_model_len="auto"), H200)
     numbers = json.loads(json.dumps(plan.numbers()))
     taken = sum(numbers["parts"].values()) + numbers["request_table"] + numbers["kv_cache"]
-    assert numbers["usable"] - plan.spec.extent_bytes < taken <= numbers["usable"]
+    assert numbers["usable"] - plan.spec.slab_bytes < taken <= numbers["usable"]
     assert numbers["full_length_requests"] >= 1
     assert plan.table().count(f"{numbers['full_length_requests']:,} requests of that length") == 1
 

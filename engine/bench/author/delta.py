@@ -138,7 +138,7 @@ _RUN = [{"BLOCK_V": v, "num_warps": w, "num_stages": s} for v, w in ((16, 4), (3
 
 
 def search(layer: GatedDeltaNet, copy: float, budget: float) -> Iterator[report.Row]:
-    """Rows of every variant, with its options; of those that a card has no room for, with the driver's words. After
+    """Rows of every variant, with its options; of those that a GPU has no room for, with the driver's words. After
     `budget` seconds the rest is left out."""
     from engine.kernels.runtime.compile_ahead import compile_ahead
     from engine.kernels.runtime.launcher import KernelError, recording

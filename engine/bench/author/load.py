@@ -93,7 +93,7 @@ def _resident(which: str) -> int:
 
 
 def _reset_peak() -> None:
-    """Start VmHWM anew from here."""
+    """Start VmHWM again from here."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

@@ -15,7 +15,7 @@ from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig, read_json
 from engine.models.registry import empty_model
 
-_POOL = (32 << 20) + 1   # random numbers that all tensors take turns to use: drawing each anew would take minutes
+_POOL = (32 << 20) + 1   # random numbers that all tensors take turns to use: drawing each again would take minutes
 _DEFAULT_BYTES = 8 << 30
 
 

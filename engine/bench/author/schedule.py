@@ -30,7 +30,7 @@ from engine.errors import ConfigError
 NEEDS_MODEL = False
 _PAGE_SIZE = 16
 _VOCAB = 50_000
-_KINDS = {  # windows, recurrent states, units in an extent
+_KINDS = {  # windows, recurrent states, units in a slab
     "full attention": ((None,), False, (1,)),
     "sliding windows": ((None, 1024), False, (5, 1)),
     "recurrent states": ((None,), True, (16, 1)),
@@ -115,11 +115,11 @@ class Watch:
 
 
 def _core(kind: str, units: int, *, seqs: int, budget: int, length: int) -> EngineCore:
-    windows, has_state, per_extent = _KINDS[kind]
-    if len(per_extent) == 1:
+    windows, has_state, per_slab = _KINDS[kind]
+    if len(per_slab) == 1:
         memory = CacheMemory(_PAGE_SIZE, windows, has_state, (units,), 1)
     else:
-        memory = CacheMemory(_PAGE_SIZE, windows, has_state, per_extent, units)
+        memory = CacheMemory(_PAGE_SIZE, windows, has_state, per_slab, units)
     return EngineCore(
         EngineConfig(Path("none")), Machine(), memory=memory, max_model_len=length, max_num_seqs=seqs,
         max_num_batched_tokens=budget, vocab_size=_VOCAB, depth=2,

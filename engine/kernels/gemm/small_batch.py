@@ -156,7 +156,7 @@ def _vector_kernel(
 @triton.jit
 def _ask_for_rows(w_ptr, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
     """The first AHEAD bytes of rows first ... of W are to come into the L2 cache: the kernel before this one is still
-    at work and leaves the memory idle. Cards that know dependent launch know this too."""
+    at work and leaves the memory idle. GPUs that know dependent launch know this too."""
     thread = tl.arange(0, _MATRIX_THREADS)
     share: tl.constexpr = AHEAD * BLOCK_N // _MATRIX_THREADS
     row = tl.minimum(first + thread % BLOCK_N, N - 1).to(tl.int64)

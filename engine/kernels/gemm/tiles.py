@@ -43,7 +43,7 @@ class VectorTiles(NamedTuple):
 def vector_tiles(product: Product, rows: int = 1, gpu: Target | None = None) -> VectorTiles:
     """For so many rows of x (1, 2 or 4). Of one row as measured, or by rule; of more these are cut until a thread has
     its numbers in registers. What has no room there goes to memory and back, and the driver sets that memory aside for
-    every thread of the card: 16 x 1024 of a weight took 5,000 bytes a thread with four rows, 1 GiB in all.
+    every thread of the GPU: 16 x 1024 of a weight took 5,000 bytes a thread with four rows, 1 GiB in all.
     """
     tiles = _measured(gpu).get(product) or by_rule(product)
     if rows == 1:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-_VARIABLE = "TRITON_CACHE_DIR"  # Triton reads it anew for each kernel
+_VARIABLE = "TRITON_CACHE_DIR"  # Triton reads it again for each kernel
 _TEMPORARY = "atoll-kernels-"
 _lock = threading.Lock()
 

@@ -90,7 +90,7 @@ class Kernel:
         self.arguments = [name for name in constant if not constant[name]]
         self.constants = [name for name in constant if constant[name] and name != "PDL"]
         self.pdl = "PDL" in constant
-        # Alignment matters for strides. Counts change all the time, and each variant would be compiled anew.
+        # Alignment matters for strides. Counts change all the time, and each variant would be compiled again.
         self._is_stride = ["stride" in name for name in self.arguments]
         self._variants: dict[tuple, _Variant] = {}
 
@@ -193,7 +193,7 @@ def compile_for(
     num_stages: int,
     capability: tuple[int, int],
 ) -> Any:
-    """Triton's compiled kernel (from its cache if it is there) for a card of `capability`; needs no GPU."""
+    """Triton's compiled kernel (from its cache if it is there) for a GPU of `capability`; needs no GPU."""
     assert len(types) == len(kernel.arguments), f"{kernel.name} takes {kernel.arguments}"
     assert set(constants) == set(kernel.constants), f"{kernel.name} has the constants {kernel.constants}"
     pdl = kernel.pdl and capability >= PDL_CAPABILITY

@@ -181,7 +181,7 @@ def lines_of(step: DecodeStep, todo: Plan, capability: tuple[int, int]) -> dict[
 
 
 class OnGpu:
-    """A search's `Ready` on the card that is there, as a context: what compiles in the background ends with it."""
+    """A search's `Ready` on the GPU that is there, as a context: what compiles in the background ends with it."""
 
     def __init__(self, step: DecodeStep, todo: Plan, device: torch.device) -> None:
         from engine.kernels.runtime import compile_pool

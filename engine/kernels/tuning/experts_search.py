@@ -199,7 +199,7 @@ def run_block(
 
 
 class OnGpu:
-    """A search's `Ready` on the card that is there, as a context: what compiles in the background ends with it."""
+    """A search's `Ready` on the GPU that is there, as a context: what compiles in the background ends with it."""
 
     def __init__(self, todo: Sequence[Cell], device: torch.device) -> None:
         from engine.kernels.runtime import compile_pool

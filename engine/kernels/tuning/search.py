@@ -92,7 +92,7 @@ class Tuner:
     def _skip(self, number: int, config: Path, form: str) -> None:
         self.skipped += number
         if number:
-            say(f"{config.name} {form}: {number} found by an earlier run; --again searches them anew.")
+            say(f"{config.name} {form}: {number} found by an earlier run; --again searches them again.")
 
     def _count(self, done: int, of: int) -> None:
         self.searched += done

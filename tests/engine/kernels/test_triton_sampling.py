@@ -321,14 +321,15 @@ def test_prompt_logprobs(k: int, dtype: torch.dtype):
 
 def test_warm_up_runs_every_kernel_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
     from engine.kernels.runtime.launcher import Kernel
-    from engine.kernels.sampling import sampler
+    from engine.kernels.sampling import edits, logprobs, sampler
 
     device, tokens = DeviceSampler(2, VOCAB, LENGTH, CPU), known(2)
     before, ran = tokens.clone(), set()
     call = Kernel.__call__
     monkeypatch.setattr(Kernel, "__call__", lambda self, *a, **k: (ran.add(self.name), call(self, *a, **k)))
     device.warm_up(torch.float16, torch.zeros(NUM_COLUMNS, 16, dtype=torch.int32), tokens)
-    assert ran == {k.name for k in vars(sampler).values() if isinstance(k, Kernel)}
+    modules = sampler, edits, logprobs
+    assert ran == {k.name for module in modules for k in vars(module).values() if isinstance(k, Kernel)}
     assert torch.equal(tokens, before)
     assert device.plan([0], [0]).plain
 
