@@ -127,7 +127,11 @@ def _warn_of_revoked(layout: Layout, name: str, frontend: Frontend) -> None:
 
 
 def _go_back(layout: Layout, frontend: Frontend, service: ServiceManager, history: History, timeout: float) -> None:
-    frontend.note(t("An install was cut off before it had proved its release; going back to the one before."))
+    opened = history.open_switch or {}
+    if opened.get("kind") == "tune":
+        frontend.note(t("A tuning was cut off; going back to the settings from before it."))
+    else:
+        frontend.note(t("An install was cut off before it had proved its release; going back to the one before."))
     journal = Journal("start", intact(layout.journal))
     journal.open(layout.journal)
     try:
