@@ -55,6 +55,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "start": ("appliance.cli.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
         "restart": ("appliance.cli.lifecycle", "register", "Restart the service to apply changed settings."),
+        "tune": ("appliance.cli.tune", "app", "Find the engine settings that serve your traffic best."),
         "jobs": ("appliance.cli.jobs", "app", "List, watch and cancel the long work that runs in the background."),
         "logs": ("appliance.cli.logs", "register", "Show the service's log."),
         "doctor": (

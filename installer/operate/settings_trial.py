@@ -21,6 +21,7 @@ from installer.base.i18n import joined, t
 from installer.base.journal import History, intact
 from installer.base.layout import Layout
 from installer.base.lock import ignore_hangup
+from installer.base.recovery_mark import unmark
 from installer.decide.context import Context, Model
 from installer.decide.frontend import Frontend
 from installer.decide.options import InstallOptions
@@ -57,6 +58,7 @@ class SettingsTrial(Journalled):
         self._asked_for = instance
         self._stack = contextlib.ExitStack()
         self._kept = False
+        self._serving = ""              # the text of the settings that serve now, where a start with them went well
         self.context: Context
         self.model: Model
         self.proven = ""                # the text of the settings as they were
@@ -151,6 +153,7 @@ class SettingsTrial(Journalled):
         context, layout = self.context, self.layout
         context.config_text = with_values(self.proven, self._table(), values, layout)
         activate.open_switch(context)
+        self._serving = ""
         if config.read_text(layout.config) != context.config_text:
             fs.write_atomic(layout.config, context.config_text, 0o644)
         began = time.monotonic()
@@ -159,6 +162,7 @@ class SettingsTrial(Journalled):
         self.service.switch(self._parts(), context.options.start_timeout, hand_over=False)
         self.service.reload_keys()
         self._await_engine(began)
+        self._serving = context.config_text
         context.startup_s = round(time.monotonic() - began, 2)
         return context.startup_s
 
@@ -205,9 +209,21 @@ class SettingsTrial(Journalled):
         if context.history.open_switch is None:
             return
         cause = error if isinstance(error, InstallError) else _ended(error)
+        if self._serving == self.proven and self.alive() and health(context.endpoint)[0]:
+            self._stay(cause)
+            return
         outcome = roll_back(context, cause)
         if outcome.exit_code == ExitCode.ROLLBACK_FAILED:
             raise outcome from error
+
+    def _stay(self, cause: InstallError) -> None:
+        """The settings from before are those that serve: nothing has to be restarted."""
+        context = self.context
+        activate.drop_private_keys(context)
+        self.service.reload_keys()
+        context.journal.add("rolled-back", to=context.target().name, reason=cause.message)
+        log.append(self.layout.audit, "rolled-back", to=context.target().name, reason=cause.message)
+        unmark(self.layout)
 
 
 def _ended(error: BaseException | None) -> InstallError:
@@ -226,10 +242,11 @@ def with_values(text: str, table: tuple[str, ...], values: Values, layout: Layou
             place[name] = tomlkit.table()
         place = place[name]
     for key, value in values.items():
+        here = key if key in place else key.replace("-", "_")  # a flag may be spelled either way
         if value is None:
-            place.pop(key, None)
-        elif place.get(key) != value:
-            place[key] = value
+            place.pop(here, None)
+        elif place.get(here) != value:
+            place[here if here in place else key] = value
     return tomlkit.dumps(document)
 
 

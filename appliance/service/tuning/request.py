@@ -21,8 +21,8 @@ Word = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 
 
 class TuneRequest(BaseModel):
-    """`target`: limits of `appliance.load.slo`, in milliseconds; none: as much as possible. `profile`: a built-in name or
-    a file. `load_seconds` None: a share of the budget."""
+    """`target`: limits of `appliance.load.slo`, in milliseconds; none: as much as possible. `profile`: a built-in name
+    or a file. `load_seconds` None: a share of the budget."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

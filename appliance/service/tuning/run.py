@@ -8,6 +8,7 @@ from typing import Any
 
 from appliance.service import pick
 from appliance.service.jobs.frontend import JobFrontend
+from appliance.service.messages import decode, encode
 from appliance.service.presets.catalogue import Card, catalogue
 from appliance.service.presets.resolve import find as find_preset
 from appliance.service.tuning import advice, records
@@ -24,7 +25,7 @@ from appliance.service.tuning.measure import (
 from appliance.service.tuning.records import Records, Session, name_of
 from appliance.service.tuning.request import MOST_TRIALS, TuneRequest
 from appliance.service.tuning.score import beats
-from appliance.service.tuning.search import Failure, Position, Setting, Space, Trial, best_of, propose
+from appliance.service.tuning.search import Failure, Position, Space, Trial, best_of, propose
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
@@ -146,9 +147,11 @@ class Tuning:
             if position is None or record.get("confirms"):
                 continue
             measured = measured_of(record["result"]) if record.get("result") else None
-            self._take(position, measured, record.get("failure"), str(record.get("why", "")))
+            if measured is not None or position != self.space.start:  # without the start there is nothing to go on from
+                self._take(position, measured, record.get("failure"), decode(record.get("why", "")))
         for name in session.begun:
-            if session.cut_off(name) and (position := self._position_called(name)) is not None:
+            position = self._position_called(name)
+            if session.cut_off(name) and position not in (None, self.space.start):
                 self._take(position, None, "start", t("it was cut off twice"))
 
     def _position_called(self, name: str) -> Position | None:
@@ -198,7 +201,7 @@ class Tuning:
         try:
             if self._running != position:
                 self._running = None
-                self.trial.start_with(self._written(setting))
+                self.trial.start_with(setting)
                 self._running = position
             measured = self._load()
             if measured.problem or not self.trial.alive():
@@ -209,8 +212,8 @@ class Tuning:
             failure, why = failure_of(error), error.message
         seconds = time.monotonic() - began
         result = measured.to_json() if measured else None
-        self.records.add("ended", session=self.session.id, trial=name, setting=setting, failure=failure, why=str(why),
-                         seconds=round(seconds, 2), result=result, confirms=confirms)  # fmt: skip
+        self.records.add("ended", session=self.session.id, trial=name, setting=setting, failure=failure,
+                         why=encode(why), seconds=round(seconds, 2), result=result, confirms=confirms)  # fmt: skip
         if not confirms:
             self._take(position, measured, failure, why)
         said = advice.line(self.space, position, measured, why)
@@ -230,9 +233,6 @@ class Tuning:
         self._why[position] = why
         if measured is not None:
             self._measured[position] = measured
-
-    def _written(self, setting: Setting) -> Setting:
-        return setting
 
     def _start_failed(self) -> InstallError:
         """The settings as they stand were tried first; without them there is nothing to compare with."""
@@ -276,7 +276,7 @@ class Tuning:
         start, setting = self.space.setting(self.space.start), self.space.setting(position)
         shown = after if kept else before
         met = None if not self.slo else shown.score.met
-        return {
+        return encode({
             "model": self.trial.model.instance,
             "outcome": "changed" if kept else "unchanged",
             "target": self.request.target,
@@ -286,18 +286,18 @@ class Tuning:
             "changed": {name: [start[name], setting[name]] for name in setting if setting[name] != start[name]},
             "before": before.to_json(),
             "after": shown.to_json(),
-            "reason": str(advice.reason(before, after, kept=kept, confirmed=confirmed)),
-            "helps": [str(text) for text in (advice.helps(shown, self.clients) if met is False else [])],
-            "stopped": str(stopped),
-            "pinned": [{"name": each.name, "value": each.value, "why": str(each.why)} for each in self.pinned],
+            "reason": advice.reason(before, after, kept=kept, confirmed=confirmed),
+            "helps": advice.helps(shown, self.clients) if met is False else [],
+            "stopped": stopped,
+            "pinned": [{"name": each.name, "value": each.value, "why": each.why} for each in self.pinned],
             "trials": [
                 {"setting": self.space.setting(trial.position), "failure": trial.failure,
-                 "why": str(self._why[trial.position]),
+                 "why": self._why[trial.position],
                  "result": m.to_json() if (m := self._measured.get(trial.position)) else None}
                 for trial in self._trials
             ],
             "seconds": round(self._spent, 1),
-        }  # fmt: skip
+        })  # fmt: skip
 
 
 def failure_of(error: InstallError) -> Failure:
