@@ -137,7 +137,9 @@ def _go_back(layout: Layout, frontend: Frontend, service: ServiceManager, histor
     try:
         options = InstallOptions(prefix=layout.prefix, start_timeout=timeout)
         context = Context(options, layout, frontend, service, (), journal, history)
-        outcome = roll_back(context, InstallError(t("An install was cut off.")))
+        tuning = (history.open_switch or {}).get("kind") == "tune"
+        cause = t("A tuning was cut off.") if tuning else t("An install was cut off.")
+        outcome = roll_back(context, InstallError(cause))
         if outcome.exit_code == ExitCode.ROLLBACK_FAILED:
             raise outcome
     finally:

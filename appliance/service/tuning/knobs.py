@@ -79,7 +79,8 @@ class Knobs:
     ) -> None:  # fmt: skip
         self.config, self.settings, self.traffic, self.card = config, normal(settings), traffic, card
         self.ours, self.only = ours or {}, only
-        self.device = resolve_device(config.device, card is not None or nvidia_driver_present())
+        has_gpu = card is not None or config.device == "cuda" or nvidia_driver_present()
+        self.device = resolve_device(config.device, has_gpu)
         self.base = self._plan(config)
 
     @property
