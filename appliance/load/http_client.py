@@ -54,7 +54,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.transport = None
         if self._done is not None and not self._done.done():
-            if self._ends_with_connection and error is None:
+            if self._ends_with_connection and error is None and self.status:
                 self._done.set_result(None)
             else:
                 self._fail(str(error) if error else t("the connection was closed"))

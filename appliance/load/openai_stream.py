@@ -5,7 +5,7 @@ import json
 import ssl
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -15,7 +15,7 @@ from appliance.load.outcome import Outcome
 from appliance.load.prompts import Request
 from installer.base.i18n import plain, t
 
-_MOST_LINE = 4 << 20   # of one event
+_MOST_LINE = 1 << 20   # of one event
 _MOST_SAID = 2000      # of an error's body
 _MOST_TEXT = 1 << 20   # characters of an answer that is kept
 
@@ -63,16 +63,21 @@ class StreamReader:
     def feed(self, data: bytes, now: float) -> None:
         if len(self._said) < _MOST_SAID:
             self._said += data[: _MOST_SAID - len(self._said)]
-        if self.done or self.problem:
+        if self.done:
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MOST_LINE:
-            self.problem = (kinds.MALFORMED, t("an event is longer than 4 MiB"))
+            self._fail(kinds.MALFORMED, t("an event is longer than 1 MiB"))
         for line in lines:
             if line.startswith(b"data:"):
                 self._event(line[5:].strip(), now)
-                if self.done or self.problem:
+                if self.done:
                     return
+
+    def _fail(self, kind: str, detail: str) -> NoReturn:
+        """Ends the exchange: what else such a server sends is not worth reading."""
+        self.problem = (kind, detail)
+        raise ValueError(detail)
 
     @property
     def said(self) -> str:
@@ -89,11 +94,9 @@ class StreamReader:
         try:
             chunk = _decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            self.problem = (kinds.MALFORMED, data[:200].decode(errors="replace"))
-            return
+            self._fail(kinds.MALFORMED, data[:200].decode(errors="replace"))
         if chunk.error:
-            self.problem = (kinds.STREAM_ERROR, str(chunk.error))
-            return
+            self._fail(kinds.STREAM_ERROR, str(chunk.error))
         outcome = self.outcome
         for choice in chunk.choices:
             part = choice.delta

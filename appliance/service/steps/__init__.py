@@ -5,5 +5,6 @@ from appliance.service.steps.gpu import GpuStep
 from appliance.service.steps.install import InstallStep
 from appliance.service.steps.model import ModelStep
 from appliance.service.steps.tune import TuneStep
+from appliance.service.steps.verify import VerifyStep
 
-STEPS: tuple[Step, ...] = (GpuStep(), ModelStep(), InstallStep(), TuneStep())
+STEPS: tuple[Step, ...] = (GpuStep(), ModelStep(), InstallStep(), TuneStep(), VerifyStep())

@@ -55,6 +55,9 @@ class Conversation:
     def piece(self, data: bytes) -> None:
         self.send(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
+    def hang_up(self) -> None:
+        self.connection.shutdown(socket.SHUT_RDWR)
+
     def end_stream(self) -> None:
         self.send(b"0\r\n\r\n")
 
