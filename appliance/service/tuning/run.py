@@ -74,7 +74,7 @@ class Tuning:
     # -- what is asked
 
     def _prepare(self) -> None:
-        trial = self.trial
+        trial, request = self.trial, self.request
         model = trial.model
         config = engine_config(self.layout, model.instance)
         card = None if config.device == "cpu" else pick.card(None)
@@ -82,13 +82,14 @@ class Tuning:
         for name, value in self._preset(card).items():
             ours.setdefault(name, []).append(value)
         knobs = Knobs(config, trial.settings(), Traffic(self.clients, self.profile.longest), card=card, ours=ours,
-                      only=self.request.only)  # fmt: skip
+                      only=request.only)  # fmt: skip
         self.space, self.pinned = knobs.space()
         if knobs.is_unplanned:
             self.frontend.note(t("This GPU's memory cannot be planned: what does not fit is found by trying."))
         for pinned in self.pinned:
-            self.frontend.note(t("{name} stays at {value}: {why}.", name=pinned.name, value=pinned.value,
-                                 why=pinned.why))  # fmt: skip
+            if not request.only:
+                self.frontend.note(t("{name} stays at {value}: {why}.", name=pinned.name,
+                                     value=advice.shown(pinned.value), why=pinned.why))  # fmt: skip
         if not self.space.knobs:
             raise InstallError(
                 t("There is nothing to tune: every setting is fixed."), exit_code=ExitCode.USAGE,
