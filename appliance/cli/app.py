@@ -56,6 +56,10 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "stop": ("appliance.cli.lifecycle", "register", "Stop the service; everything stays installed."),
         "restart": ("appliance.cli.lifecycle", "register", "Restart the service to apply changed settings."),
         "jobs": ("appliance.cli.jobs", "app", "List, watch and cancel the long work that runs in the background."),
+        "verify-service": (
+            "appliance.cli.verify_service", "register",
+            "Check that the running service keeps its promises; write a report.",
+        ),
         "bench": ("appliance.cli.bench.app", "app", "Measure an OpenAI endpoint under load; compare results."),
         "logs": ("appliance.cli.logs", "register", "Show the service's log."),
         "doctor": (

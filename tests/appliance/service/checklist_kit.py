@@ -66,7 +66,7 @@ class Desk:
             "schema_version": 1, "bundle": str(self.bundle), "trust_keys": [str(self.site.key)], "device": "cpu",
             "port": self.site.port, "confirm_plan": True, "start_timeout": 20.0,
             "accept_licenses": [f"{engine.spdx}@{engine.licence_sha256}", f"{terms.spdx}@{terms.sha256}"],
-            "review": {"tiny": REVIEW}, **more,
+            "review": {"tiny": REVIEW}, "verify": {"groups": ["health"]}, **more,
         }  # fmt: skip
 
     def request(self, *steps: str, interactive: bool = False, file: Path | None = None, **more: Any) -> RunRequest:
