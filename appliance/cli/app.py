@@ -57,6 +57,10 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "restart": ("appliance.cli.lifecycle", "register", "Restart the service to apply changed settings."),
         "tune": ("appliance.cli.tune", "app", "Find the engine settings that serve your traffic best."),
         "jobs": ("appliance.cli.jobs", "app", "List, watch and cancel the long work that runs in the background."),
+        "verify-service": (
+            "appliance.cli.verify_service", "register",
+            "Check that the running service keeps its promises; write a report.",
+        ),
         "bench": ("appliance.cli.bench.app", "app", "Measure an OpenAI endpoint under load; compare results."),
         "logs": ("appliance.cli.logs", "register", "Show the service's log."),
         "doctor": (

@@ -45,10 +45,13 @@ class VerifyStep(Step):
         state = job.layout.checklist / "verification"
 
         def begin(group: Group) -> None:
-            job.frontend.step(f"verify-{group}", "begin", TITLES[group])
+            job.frontend.note(t("Verifying: {group}", group=TITLES[group]))
+
+        def told(label: str, done: int, total: int) -> None:
+            job.frontend.progress(t("{what}: {done} of {total}", what=label, done=done, total=total), 0, 0)
 
         with of_installation(job.layout) as subject:
-            found = verify(subject, plan, told=job.frontend.progress, state=state, begin=begin)
+            found = verify(subject, plan, told=told, state=state, begin=begin)
         written = write(found, job.layout.checklist / "reports", layout=job.layout)
         forget(state)
         return StepResult.model_construct(

@@ -204,7 +204,7 @@ async def run(work: Verifying) -> list[Finding]:
         entry: dict[str, Any] = {}
         async with Api(work.subject.of(model), model.name) as api:
             for id, severity, title, why, check in _CHECKS:
-                work.told(str(title), len(found), total)
+                work.told(title, len(found), total)
                 try:
                     ok, seen = True, await check(api, entry)
                 except Broken as error:

@@ -47,7 +47,7 @@ async def run(work: Verifying) -> list[Finding]:
 
         budget = {"requests": work.plan.requests, "seconds": work.plan.seconds}
         if profile.arrival.clients is not None:
-            closed = await load_of(target, profile, work.plan, work.told, str(t("Load, closed loop")), **budget).run()
+            closed = await load_of(target, profile, work.plan, work.told, t("Load, closed loop"), **budget).run()
             rate = work.plan.rate or closed.request_throughput * _OPEN_SHARE
         else:
             closed, rate = None, work.plan.rate or profile.arrival.rate
@@ -55,7 +55,7 @@ async def run(work: Verifying) -> list[Finding]:
         if rate:
             arrival = Arrival(rate=rate, burstiness=profile.arrival.burstiness)
             even = profile.model_copy(update={"arrival": arrival})
-            opened = await load_of(target, even, work.plan, work.told, str(t("Load, open loop")), **budget).run()
+            opened = await load_of(target, even, work.plan, work.told, t("Load, open loop"), **budget).run()
         measured = {"closed": closed, "open": opened}
         work.data.setdefault("loads", {})[model.name] = {
             name: result.to_json() for name, result in measured.items() if result is not None
@@ -131,7 +131,7 @@ async def _users(work: Verifying, target: Target, profile: TrafficProfile, id: s
     if not work.plan.targets.slo:
         return not_checked(id, title, t("users are counted against targets such as ttft, and none is given"))
     # One load at the promised number answers the question; how many more would fit is for `bench serve --find-users`.
-    load = load_of(target, profile.with_clients(wanted), work.plan, work.told, str(title), requests=max(8, 3 * wanted))
+    load = load_of(target, profile.with_clients(wanted), work.plan, work.told, title, requests=max(8, 3 * wanted))
     result = await load.run()
     work.data["loads"][model]["users"] = result.to_json()
     ok = (result.slo_share or 0.0) >= work.plan.targets.share

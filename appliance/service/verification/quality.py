@@ -37,7 +37,7 @@ class Prompt(_Strict):
     models: tuple[_Text, ...]
     language: Literal["en", "ko"]
     ask: _Text
-    answer: _Text
+    answer: Annotated[str, StringConstraints(min_length=1)]
 
 
 class LongText(_Strict):
@@ -87,7 +87,7 @@ async def _of_model(work: Verifying, api: Api, model: Served) -> list[Finding]:
     prompts = golden().of(model)
     wrong, answered = [], []
     for number, prompt in enumerate(prompts):
-        work.told(str(t("Golden questions")), number, len(prompts))
+        work.told(t("Golden questions"), number, len(prompts))
         text = await _text(api, prompt.ask, _THINKING_TOKENS if "smollm" not in model.bundle.lower() else 64)
         answered.append({"ask": prompt.ask, "said": text[-400:]})
         if re.search(prompt.answer, text) is None:
@@ -110,7 +110,7 @@ async def _texts(work: Verifying, api: Api, model: Served, *, known: bool) -> Fi
     """Longer texts at the server's own sampling. A small model that knows no Korean may run in circles: a warning."""
     loops = []
     for number, text in enumerate(golden().texts):
-        work.told(str(t("Repetition")), number, len(golden().texts))
+        work.told(t("Repetition"), number, len(golden().texts))
         said = await _text(api, text.ask, _TEXT_TOKENS, temperature=None)
         seen = repetition(said)
         work.data.setdefault("texts", {}).setdefault(model.name, []).append(
