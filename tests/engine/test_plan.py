@@ -33,8 +33,8 @@ def test_every_bench_model_has_a_plan_whose_parts_stay_within_the_budget(model):
     assert plan.table().count(f"{numbers['full_length_requests']:,} requests of that length") == 1
 
 
-# model, quantization, KV cache, longest context -> MiB that the engine measured on an H100 80GB with torch 2.11, in all but
-# weights and pages (activations, overhead, graphs, buffers).
+# model, quantization, KV cache, longest context -> MiB that the engine measured on an H100 80GB with torch 2.11 for
+# everything but weights and pages (activations, overhead, graphs, buffers).
 MEASURED = {
     ("qwen3-8b", None, "auto", 8193): 2352,
     ("qwen3-8b", "fp8", "fp8", 8193): 2306,
