@@ -96,9 +96,9 @@ class TuneStep(Step):
 
     def _tune(self, job: StepJob, answers: TuneAnswers, model: str | None) -> dict[str, Any]:
         from appliance.load.slo import parse_slo
-        from appliance.service.messages import decode
         from appliance.service.tuning.request import TuneRequest, seconds_of
         from appliance.service.tuning.work import checked, tune
+        from installer.base.messages import decode
 
         request = checked(TuneRequest(
             target=parse_slo([answers.target]).to_json(), budget=seconds_of(answers.budget, "tune.budget"),

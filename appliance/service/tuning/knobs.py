@@ -17,7 +17,7 @@ from engine.errors import AtollError
 from engine.plan import PlannedCard, plan_engine
 from engine.server.settings.commands import model_config, parse_serve
 from installer.base.errors import ExitCode, InstallError
-from installer.base.i18n import joined, retold, t
+from installer.base.i18n import joined, t
 from installer.base.layout import Layout
 
 SEQS, TOKENS, SHARE = "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization"
@@ -56,8 +56,8 @@ def engine_config(layout: Layout, instance: str) -> EngineConfig:
         return parse_serve(["--config", str(layout.config)]).engine
     except AtollError as error:
         raise InstallError(
-            retold(error.message), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-            hint=retold(error.hint) or t("Correct it in {path}.", path=layout.config),
+            error.message, exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
+            hint=error.hint or t("Correct it in {path}.", path=layout.config),
         ) from error
 
 

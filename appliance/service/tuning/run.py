@@ -8,7 +8,6 @@ from typing import Any
 
 from appliance.service import pick
 from appliance.service.jobs.frontend import JobFrontend
-from appliance.service.messages import decode, encode
 from appliance.service.presets.catalogue import Card, catalogue
 from appliance.service.presets.resolve import find as find_preset
 from appliance.service.tuning import advice, records
@@ -29,6 +28,7 @@ from appliance.service.tuning.search import Failure, Position, Space, Trial, bes
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
+from installer.base.messages import decode, encode
 from installer.operate.settings_trial import SettingsTrial
 
 _OUT_OF_MEMORY = ("out of memory", "does not fit", "OutOfMemory", "SIGKILL")

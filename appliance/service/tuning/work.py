@@ -10,7 +10,6 @@ from appliance.service.jobs.attach import JobReader
 from appliance.service.jobs.frontend import JobFrontend
 from appliance.service.jobs.guard import start_guard
 from appliance.service.jobs.process import Work
-from appliance.service.messages import decode
 from appliance.service.tuning import records
 from appliance.service.tuning.measure import LoadDriver, parse_target, profile_called
 from appliance.service.tuning.records import Records
@@ -20,6 +19,7 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.lock import refuse_if_busy
+from installer.base.messages import decode
 from installer.operate.settings_trial import SettingsTrial, recover
 
 

@@ -21,7 +21,8 @@ from appliance.service.verification.api import Api
 from appliance.service.verification.context import Verifying, not_checked
 from appliance.service.verification.detectors import repetition, saturation
 from appliance.service.verification.subject import Served
-from installer.base.i18n import plain, retold, t
+from engine.message import without_ids
+from installer.base.i18n import plain, t
 
 _SELF_TEST = (sys.executable, "-s", "-P", "-m", "engine.selftest", "--json", "--time-limit", "300")
 _THINKING_TOKENS = 2048   # of an answer: models that think first need room before they answer
@@ -173,7 +174,7 @@ async def self_test(*, on_gpu: bool, command: tuple[str, ...] = _SELF_TEST) -> F
     end: dict = {}
     for line in out.decode(errors="replace").splitlines():
         try:
-            value = json.loads(line)
+            value = without_ids(json.loads(line))
         except ValueError:
             continue
         end = value if isinstance(value, dict) and value.get("kind") == "end" else end
@@ -186,7 +187,7 @@ async def self_test(*, on_gpu: bool, command: tuple[str, ...] = _SELF_TEST) -> F
     ok = end["exit_code"] == 0
     return made(
         "self-test", "info" if ok else "block", ok, title,
-        observed=t("{passed} checks passed", passed=end["passed"]) if ok else retold(str(end.get("message") or "")),
+        observed=t("{passed} checks passed", passed=end["passed"]) if ok else end.get("message") or "",
         why=t("a kernel that computes wrongly gives wrong answers without an error"),
         fix="" if ok else t("Run it by hand: {command}", command="atoll doctor"), command="" if ok else "atoll doctor",
     )
