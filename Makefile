@@ -10,7 +10,7 @@ LOCK   := offline_bundle/lock.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock demo demo-stop test test-cpus lint format bench test-gpu test-runtime test-runtime-cuda \
+.PHONY: help setup lock demo demo-stop test test-compile test-cpus lint format bench test-gpu test-runtime test-runtime-cuda \
         test-appliance clean
 
 help:  ## Show this list
@@ -32,6 +32,9 @@ ifeq ($(strip $(PYTEST)),)
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif
+
+test-compile: $(VENV)/.dev  ## Compile every GPU kernel for every supported GPU; a later run only what has changed
+	@$(BIN)/python -m pytest -m slow tests/engine/kernels/test_triton_compile.py
 
 # Kinds of CPUs, as variables that limit oneDNN, PyTorch's own kernels and FBGEMM: AVX-512 without bf16, AVX2, and the
 # plainest kernels of PyTorch. (What the machine itself is, make test shows.)

@@ -1,8 +1,8 @@
 """What a model would take of a GPU, without the GPU and without the weights: config.json and the engine's flags.
 
 Weights, pages, states and the split of what is left come from the code that the engine plans with when it starts. What
-it measures there (activations, graphs, overhead, buffers) is a parameter here. Without measurements, activations are an
-upper bound, as on a CPU, and `_RESERVED` stands for the rest: a start should find more room, not less.
+it measures there (activations, graphs, overhead, buffers) is a parameter here. Without measurements it is estimated:
+on an H100 the room for pages came within 1.4 % of what eight models' engines found (docs/performance.md).
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from engine.core.kv.planner import GIB, MemoryBudget, MemoryPlan, plan_memory
 from engine.core.kv.spec import CacheLayer, CacheSpec, StateLayer
 from engine.errors import ConfigError, ModelError
 from engine.layers.embed import Embedding
+from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear, Router
 from engine.message import msg, reason
 from engine.models.base import CausalLM
@@ -24,10 +25,11 @@ from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
 from engine.models.registry import model_class
 from engine.worker.build import DEFAULT_SEQS, gpu_defaults, resolve_dtype, resolve_kv_dtype, wanted_context
-from engine.worker.memory import activation_bytes, host_bytes, loaded_bytes
+from engine.worker.memory import host_bytes, loaded_bytes
 
-_RESERVED = 5 * GIB // 2  # CUDA context, kernels' code, library workspaces, graphs and buffers
-_SHAPES = Path(__file__).parent / "bench/configs"
+_RESERVED = 5 * GIB // 4  # CUDA context, kernels' code, library workspaces, graphs and buffers
+_SCORED_ROWS = 512        # logits that are copied to float32 at a time
+SHAPES = Path(__file__).parent / "bench/configs"  # of models that are planned and measured without their weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,14 @@ class _Shape:
     on_host: int
     per_token: int       # moved by one decoded token: weights that it meets, states read and written
     layers: tuple[CacheLayer, ...]
+    token_width: int     # numbers a token takes in the widest layer of a step
+    row_width: int       # bytes of a sequence's logits, those capped included
 
 
 def shipped_shape(name: str) -> Path | None:
     """The directory with the config.json of a model that Atoll was measured with; it holds no weights."""
-    found = _SHAPES / name
-    return found if found.parent == _SHAPES and (found / "config.json").is_file() else None
+    found = SHAPES / name
+    return found if found.parent == SHAPES and (found / "config.json").is_file() else None
 
 
 def native_context(model: Path) -> int:
@@ -89,7 +93,7 @@ def plan_engine(config: EngineConfig, card: PlannedCard, measured: Measured | No
     tokens = config.max_num_batched_tokens or tokens
     if measured is None:
         most = min(config.max_num_seqs or seqs, tokens)
-        measured = Measured(activation_bytes(shape.config, dtype, tokens, most), 0, _RESERVED, 0)
+        measured = Measured(_activations(shape, dtype, tokens, most), 0, _RESERVED, 0)
     budget = MemoryBudget(
         card.total, usable, shape.weights, measured.activations, config.kv_cache_memory_bytes, measured.graphs,
         measured.overhead, measured.buffers, shape.on_host,
@@ -117,11 +121,21 @@ def full_requests(plan: MemoryPlan, context: int) -> int:
     low, high = 0, plan.max_num_seqs
     while low < high:
         middle = (low + high + 1) // 2
-        if plan.spec.extents_for(context, plan.step_tokens, middle) <= plan.num_extents:
+        if plan.spec.slabs_for(context, plan.step_tokens, middle) <= plan.num_slabs:
             low = middle
         else:
             high = middle - 1
     return low
+
+
+def _activations(shape: _Shape, dtype: torch.dtype, tokens: int, rows: int) -> int:
+    """What PyTorch's allocator holds after the largest step.
+
+    A step computes layers first, then logits. The second reuses what the first freed, as far as blocks fit: about half.
+    """
+    layers = tokens * shape.token_width * dtype.itemsize
+    logits = rows * shape.row_width + _SCORED_ROWS * shape.config.vocab_size * 4
+    return max(layers, logits) + min(layers, logits) // 2
 
 
 def _shape_of(config: EngineConfig) -> _Shape:
@@ -158,8 +172,25 @@ def _built(
             table.on_host = True  # it has no weights to move
     tables = {id(t): t for t in model.buffers() if t.dim() and t.shape[0] == config.max_position_embeddings}
     per_position = sum(table.nbytes // table.shape[0] for table in tables.values())
+    capped = 4 if config.raw.get("final_logit_softcapping") else 0
     return _Shape(config, loaded_bytes(model), per_position, host_bytes(model), _per_token(model, config),
-                  tuple(model.cache_layers()))  # fmt: skip
+                  tuple(model.cache_layers()), _token_width(model, config),
+                  config.vocab_size * (dtype.itemsize + capped))  # fmt: skip
+
+
+def _token_width(model: CausalLM, config: ModelConfig) -> int:
+    """The residual stream and its copies, queries with keys and values, the widest product and its activation; the same
+    for each expert that a token goes to."""
+    modules = list(model.modules())
+    widest = max((m.out_features for m in modules if isinstance(m, Linear) and m.out_features != config.vocab_size),
+                 default=0)  # fmt: skip
+    heads = config.num_heads + 2 * config.num_kv_heads
+    width = 4 * config.hidden_size + 3 * heads * config.head_dim + 3 * widest // 2
+    routers = [m for m in modules if isinstance(m, Router)]
+    if routers:
+        expert = max(m.out_features for m in modules if isinstance(m, ExpertLinear))
+        width += routers[0].top_k * (3 * expert // 2 + config.hidden_size)
+    return width
 
 
 def _per_token(model: CausalLM, config: ModelConfig) -> int:

@@ -23,6 +23,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine does; transformers, the oracle, gains as well
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes minutes has a make target of its own (make test-compile, make test-runtime)."""
+    if "slow" in (config.option.markexpr or ""):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """The demonstration model (SmolLM2-135M-Instruct in bf16), made once and kept in the repository's cache."""

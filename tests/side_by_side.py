@@ -16,15 +16,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "tests/engine/kernels"
-COMPILE = f"{KERNELS}/test_triton_compile.py"
 OF_TRITON = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob("test_triton_*.py"))
 SELFTEST = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob("test_selftest*.py"))
 
 # Parts whose fixtures are dear and shared (engines, bundles, installs) stay whole.
 PARTS = {
-    "kernels compiled for every GPU": [COMPILE],
     "installer": ["tests/installer"],
-    "kernels in Triton's interpreter": [path for path in OF_TRITON if path != COMPILE],
+    "kernels in Triton's interpreter": OF_TRITON,
     "server": ["tests/engine/server"],
     "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
     "kernels' other tests": [KERNELS, *(f"--ignore={path}" for path in (*OF_TRITON, *SELFTEST))],

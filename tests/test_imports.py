@@ -27,7 +27,9 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 FORBIDDEN_ARGUMENTS = {("trust_remote_code", True), ("allow_pickle", True), ("shell", True), ("weights_only", False)}
 WRITES_MARSHAL = {"offline_bundle/medium/code_tree/bytecode.py"}  # makes bytecode, and reads none
-READS_WITH_TRANSFORMERS = {"appliance/demo/convert.py"}  # and engine/bench, whose baseline it is
+READS_WITH_TRANSFORMERS = {  # and engine/bench, whose baseline it is
+    "appliance/demo/convert.py", "appliance/load/transformers_baseline.py",
+}  # fmt: skip
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:

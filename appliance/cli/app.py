@@ -76,10 +76,16 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "start": ("appliance.cli.operate.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.operate.lifecycle", "register", "Stop the service; everything stays installed."),
         "restart": ("appliance.cli.operate.lifecycle", "register", "Restart the service to apply changed settings."),
+        "tune": ("appliance.cli.operate.tune", "app", "Find the engine settings that serve your traffic best."),
         "jobs": (
             "appliance.cli.operate.jobs", "app",
             "List, watch and cancel the long work that runs in the background.",
         ),
+        "verify-service": (
+            "appliance.cli.operate.verify_service", "register",
+            "Check that the running service keeps its promises; write a report.",
+        ),
+        "bench": ("appliance.cli.bench.app", "app", "Measure an OpenAI endpoint under load; compare results."),
         "logs": ("appliance.cli.operate.logs", "register", "Show the service's log."),
         "doctor": (
             "appliance.cli.operate.doctor", "register",

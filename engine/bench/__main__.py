@@ -1,41 +1,46 @@
 """``python -m engine.bench``: see --help."""
 
 import argparse
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
 
-from engine.bench import cpu, delta, gemv, latency, load, moe, profile, report, schedule, workload
+from engine.bench import latency, report, workload
 from engine.errors import AtollError
 
 _EXAMPLES = """examples:
+  python -m engine.bench workload mixed single --model DIR            DIR needs only a config.json: weights are random
+  python -m engine.bench workload single --model DIR --json > rows.jsonl
+  python -m engine.bench latency --model DIR                          streams' waits while long prompts arrive
+"""
+# In a checkout only: a medium does not carry them.
+_AUTHOR = "engine.bench.author"
+_AUTHOR_COMMANDS = ("cpu", "profile", "load", "moe", "gemv", "delta", "schedule")
+_AUTHOR_EXAMPLES = """
+of a checkout only:
   python -m engine.bench cpu --model SmolLM2-135M-Instruct            against transformers, a few minutes
   python -m engine.bench cpu --model DIR --no-peer --json > rows.jsonl
-  python -m engine.bench workload mixed single --model DIR            DIR needs only a config.json: weights are random
-  python -m engine.bench latency --model DIR                          streams' waits while long prompts arrive
   python -m engine.bench profile --model DIR --batch 64               where a step's time goes
   python -m engine.bench load --model DIR --quantization fp8          from the page cache to ready weights
   python -m engine.bench moe --model DIR                              the experts of a layer, alone
-  python -m engine.bench moe --search --out engine/kernels/moe/tuned.json
   python -m engine.bench gemv --model DIR                             one row times each weight, alone
-  python -m engine.bench gemv --search --model DIR DIR --quantization fp8 --budget 120       tiles, in decode steps
-  python -m engine.bench gemv --search --out engine/kernels/gemm/tuned.json --moe-out engine/kernels/moe/tuned.json
   python -m engine.bench schedule short prompts                       the scheduler alone, no device, no model
   python -m engine.bench delta --model DIR                            a recurrent layer, without its projections
 """
-_COMMANDS = {
-    "cpu": cpu, "workload": workload, "latency": latency, "profile": profile, "load": load, "moe": moe, "gemv": gemv,
-    "delta": delta, "schedule": schedule,
-}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
+    modules, examples = {"workload": workload, "latency": latency}, _EXAMPLES
+    if importlib.util.find_spec(_AUTHOR) is not None:
+        modules |= {name: importlib.import_module(f"{_AUTHOR}.{name}") for name in _AUTHOR_COMMANDS}
+        examples += _AUTHOR_EXAMPLES
     parser = argparse.ArgumentParser(
-        prog="python -m engine.bench", description="Measure the engine.", epilog=_EXAMPLES,
+        prog="python -m engine.bench", description="Measure the engine.", epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in _COMMANDS.items():
+    for name, module in modules.items():
         summary = (module.__doc__ or "").split(": ", 1)[1].splitlines()[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         defaults = getattr(module, "DEFAULT_MODELS", ())
@@ -49,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "cpu" and not args.no_peer and importlib.util.find_spec("transformers") is None:
         parser.error("transformers is not installed: pip install 'atoll[demo]', or measure without it: --no-peer")
     try:
-        report.show(_COMMANDS[args.command].run(args), as_json=args.json)
+        report.show(modules[args.command].run(args), as_json=args.json)
     except AtollError as error:
         report.say(f"error: {error}")
         return 1

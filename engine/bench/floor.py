@@ -3,25 +3,23 @@
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from engine.bench.random_checkpoint import empty_model
 from engine.core.kv.spec import StateLayer
-from engine.kernels.moe.tiles import Shape
-from engine.layers.activation import Gate
-from engine.models.config.fields import get_size
+from engine.kernels.tuning.experts_layer import read_shape
 from engine.models.config.model import ModelConfig
 from engine.models.loading.checkpoint import check_checkpoint
+from engine.models.registry import empty_model
+from engine.plan import SHAPES
 
-CONFIGS = Path(__file__).parent / "configs"  # of models whose shapes are measured without their weights
+CONFIGS = SHAPES
 _BYTES = 256 << 20  # far larger than any cache
 _CALLS = 20         # of a GPU, between two times that it is waited for
 
 
 def bandwidth(device: torch.device, repeats: int = 9) -> dict[str, float]:
-    """GB/s: `copy` (bytes read plus bytes written, as cards are usually rated) and `read` (a sum, nothing written)."""
+    """GB/s: `copy` (bytes read plus bytes written, as GPUs are usually rated) and `read` (a sum, nothing written)."""
     source = torch.ones(_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return {
@@ -54,28 +52,6 @@ def bytes_per_token(model_dir: Path, state_dtype: str = "auto", device: str = "c
         shape, _ = read_shape(config.raw)
         experts = experts * shape.top_k // shape.num_experts
     return dense + experts + states
-
-
-def read_shape(raw: dict[str, Any], itemsize: int = 2) -> tuple[Shape, Gate]:
-    """Of the layers with experts, whatever family a config.json is of. Raises ModelError with the field's name."""
-    raw = raw.get("text_config") or raw
-    experts = "num_experts" if "num_experts" in raw else "num_local_experts"
-    top_k = "top_k_experts" if "top_k_experts" in raw else "num_experts_per_tok"
-    inner = "moe_intermediate_size" if "moe_intermediate_size" in raw else "intermediate_size"
-    act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
-    shape = Shape(
-        get_size(raw, experts), get_size(raw, top_k), get_size(raw, "hidden_size"), get_size(raw, inner), itemsize
-    )
-    return shape, "gelu_tanh" if "gelu" in act else "silu"
-
-
-def beside_experts(raw: dict[str, Any]) -> tuple[int, bool]:
-    """Width of the MLP beside the experts (0: none), and whether a sigmoid weighs it."""
-    raw = raw.get("text_config") or raw
-    if raw.get("enable_moe_block"):
-        return get_size(raw, "intermediate_size"), False
-    shared = raw.get("shared_expert_intermediate_size") or 0
-    return shared, shared > 0
 
 
 def _median_seconds(work, device: torch.device, repeats: int) -> float:

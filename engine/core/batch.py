@@ -27,7 +27,7 @@ class RowInit:
 class PageUpdate:
     """New entries of one row's block table: block_table[row, start : start + len(pages)] = pages.
 
-    They are the trash page where the window of the group has passed.
+    They are the null page where the window of the group has passed.
     """
 
     row: int
@@ -57,7 +57,7 @@ class StepPlan:
     row_inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)  # (slot, slot it is copied to after the step)
-    moved_extents: list[int] = field(default_factory=list)  # hold what pages or states of another kind left there
+    moved_slabs: list[int] = field(default_factory=list)  # hold what pages or states of another kind left there
 
     @property
     def num_tokens(self) -> int:

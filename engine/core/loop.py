@@ -67,7 +67,7 @@ class EngineCore:
         depth: int = 1,
         description: dict[str, Any] | None = None,
     ) -> None:
-        if memory.extents_for(max_model_len, max_num_batched_tokens) > memory.num_extents:
+        if memory.slabs_for(max_model_len, max_num_batched_tokens) > memory.num_slabs:
             raise ValueError(f"{memory} cannot hold one sequence of {max_model_len} tokens")
         self.config = config
         self.runner = runner

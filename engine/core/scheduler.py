@@ -49,7 +49,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(policy)
         self.seqs: dict[str, Sequence] = {}
-        self._free_rows = list(range(max_num_seqs, 0, -1))  # row 0 is the trash row
+        self._free_rows = list(range(max_num_seqs, 0, -1))  # row 0 is the padding row
         self._deferred_rows: list[tuple[int, int]] = []     # (step, row): free once the step has completed
         self._next_step = 0
         self._completed_step = -1
@@ -129,7 +129,7 @@ class Scheduler:
             return None
         if draft.mixed:
             draft.put_singles_first()
-        saves, moved = self.kv.take_state_saves(), self.kv.take_moved_extents()
+        saves, moved = self.kv.take_state_saves(), self.kv.take_moved_slabs()
         plan = StepPlan(self._next_step, draft.items, draft.row_inits, draft.page_updates, saves, moved)
         self._flights[self._next_step] = draft.seqs
         self._next_step += 1
@@ -163,7 +163,7 @@ class Scheduler:
                 if seq.status is not Status.FINISHED:
                     self.finish(seq, FinishReason.ERROR)
                     outputs.append(_last_output(seq, error))
-            self.kv.arena.moved += plan.moved_extents  # nobody may have cleared them
+            self.kv.arena.moved += plan.moved_slabs  # nobody may have cleared them
         return outputs
 
     def waste(self) -> tuple[int, int]:

@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    batch_invariant = False  # on a GPU one kernel for all steps (gemm.batch_invariant): decode steps have tiles too
+    batch_invariant = False  # GPU: attention.batch_invariant for all steps; decode steps have tiles, too
     group: int = 0   # whose pages these are (engine/core/kv/spec.py); the worker sets it
 
     def __init__(
@@ -107,9 +107,9 @@ class Attention(nn.Module):
         slot_mapping: torch.Tensor,
         batch: DeviceBatch,
     ) -> torch.Tensor:
+        from engine.kernels.attention import batch_invariant
         from engine.kernels.attention import chunks as attention_chunks
         from engine.kernels.attention import decode as attention_decode
-        from engine.kernels.gemm import batch_invariant as gemm_batch_invariant
 
         tokens = qkv.shape[0]
         if self._like_llama and 2 * rope.cos.shape[-1] == self.head_dim:
@@ -121,7 +121,7 @@ class Attention(nn.Module):
             assert batch.tiles is not None and batch.starts is not None  # noqa: PT018
             assert batch.q_starts is not None and batch.counts is not None  # noqa: PT018
             own_kv = None if own is None or not batch.has_own_keys else (own[:, 0], own[:, 1])
-            gemm_batch_invariant.attention(
+            batch_invariant.attention(
                 q, own_kv, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
                 batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
                 softcap=self.softcap,
@@ -204,9 +204,9 @@ def tile_tokens(
 ) -> int:
     """Query tokens of a tile of the mixed kernel: what fills its rows with the heads that share a key head."""
     if batch_invariant:
-        from engine.kernels.gemm import batch_invariant as gemm_batch_invariant
+        from engine.kernels.attention.batch_invariant import tile_tokens
 
-        return gemm_batch_invariant.tile_tokens(num_heads // num_kv_heads)
+        return tile_tokens(num_heads // num_kv_heads)
     from engine.kernels.attention.chunks import query_rows
 
     return max(1, query_rows(head_dim, device) // (num_heads // num_kv_heads))

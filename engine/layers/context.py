@@ -66,9 +66,9 @@ class ForwardContext:
     attention                 how the T tokens group into sequences, and their block tables
     more_groups               slot_mapping and attention of further groups of layers, which have pages of their own
     state                     of a model with recurrent layers
-    wanted        [N] int64   the tokens whose hidden states are read at the end of the step; None: all
-    narrowed                  the same step as if these were its only tokens, each the newest of its sequence; None: no
-                              layer may leave the others behind before the last one
+    last          [N] int64   the tokens whose hidden states are read at the end of the step; None: all
+    last_only                 makes the context of the same step with these tokens alone, each the newest of its
+                              sequence; None: every layer but the last needs all tokens
     """
 
     positions: torch.Tensor
@@ -76,8 +76,8 @@ class ForwardContext:
     attention: AttentionBatch | DeviceBatch
     more_groups: Sequence[tuple[torch.Tensor, AttentionBatch | DeviceBatch]] = ()
     state: StateBatch | None = None
-    wanted: torch.Tensor | None = None
-    narrowed: "Callable[[], ForwardContext] | None" = None
+    last: torch.Tensor | None = None
+    last_only: "Callable[[], ForwardContext] | None" = None
 
     def of_group(self, group: int) -> tuple[torch.Tensor, AttentionBatch | DeviceBatch]:
         """slot_mapping and attention of the layers of a group (engine/core/kv/spec.py)."""
@@ -99,13 +99,13 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         _current = None
 
 
-def narrow() -> None:
-    """From here on the forward pass that is running has the wanted tokens only. Layers that follow find all keys and
-    values in the cache, and write none."""
+def narrow_to_last() -> None:
+    """Continue the running forward pass with the last tokens alone. The layers that follow read all keys and values
+    from the cache, and write none."""
     global _current
     context = get_context()
-    assert context.narrowed is not None
-    _current = context.narrowed()
+    assert context.last_only is not None
+    _current = context.last_only()
 
 
 def get_context() -> ForwardContext:

@@ -1,9 +1,9 @@
-"""The end of a step with prompts: of each sequence only the last token's hidden state is read.
+"""The end of a step with prompts: only the last token's hidden state of each sequence is read.
 
-What the last layer writes for later steps, keys and values or a state, is of all tokens. Behind that it goes on with
-those few alone: the output projection and the MLP of one layer in 36 are 2 % of a prompt's arithmetic. Where the last
-layers have no keys of their own (Gemma 4 E2B, E4B), all of these do, by ForwardContext.narrowed: more than half of a
-prompt's arithmetic.
+The last layer writes keys and values (or a state) of all tokens, because later steps need them. After that it continues
+with the last tokens alone, which saves the output projection and the MLP of one layer. Where the last layers have no
+keys of their own (Gemma 4 E2B, E4B), all of them continue so (ForwardContext.last_only): more than half of a prompt's
+arithmetic is saved.
 """
 
 from typing import TypeVar, cast
@@ -16,9 +16,9 @@ from engine.layers.gemm_inputs import QuantizedRows
 Rows = TypeVar("Rows", bound=torch.Tensor | QuantizedRows)
 
 
-def wanted(rows: Rows) -> Rows:
-    """Of rows [T, ..] those that the end of the step needs [N, ..]; without such a choice all, as they are."""
-    index = get_context().wanted
+def keep_last(rows: Rows) -> Rows:
+    """Rows [T, ..] -> the rows [N, ..] of the tokens that the end of the step reads; all of them if it reads all."""
+    index = get_context().last
     if index is None:
         return rows
     if isinstance(rows, torch.Tensor):
@@ -28,5 +28,5 @@ def wanted(rows: Rows) -> Rows:
 
 
 def _bytes(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """PyTorch selects rows of bytes, but not of fp8 numbers everywhere."""
+    """Rows of an fp8 tensor, selected as bytes: PyTorch cannot select fp8 rows on every device."""
     return values.view(torch.uint8).index_select(0, index).view(values.dtype)

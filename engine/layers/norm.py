@@ -11,7 +11,7 @@ from engine.layers.linear import Linear
 from engine.layers.weight_memory import empty_parameter
 
 # Numbers of a row up to which the products of a few vectors take its norm in passing. Each of their programs does it
-# anew: at 4,096 that costs what the norm's own kernel would (Qwen3-8B on an H100), and more beyond.
+# again: at 4,096 that costs what the norm's own kernel would (Qwen3-8B on an H100), and more beyond.
 _NORM_IN_PRODUCT = 4096
 
 

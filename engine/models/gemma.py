@@ -16,10 +16,10 @@ from torch import nn
 from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
-from engine.layers.context import get_context, narrow
+from engine.layers.context import get_context, narrow_to_last
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.gemm_inputs import Activations
-from engine.layers.last_tokens import wanted
+from engine.layers.last_tokens import keep_last
 from engine.layers.linear import Linear, MergedLinear
 from engine.layers.norm import WideRMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
@@ -82,7 +82,7 @@ class Following(NamedTuple):
 
     norm: WideRMSNorm
     consumer: Linear | None
-    reads_wanted: bool  # of the tokens, those that the end of the step needs
+    reads_last: bool  # of the tokens, those that the end of the step needs
 
 
 class GemmaLayer(nn.Module):
@@ -106,8 +106,8 @@ class GemmaLayer(nn.Module):
         """x [T, H], which it changes in place, and its input norm -> x, and the following norm of it; of the wanted
         tokens alone, if nothing that follows reads others."""
         heads = self.self_attn.heads(normed, rope)
-        if following.reads_wanted:
-            heads, x = wanted(heads), wanted(x)
+        if following.reads_last:
+            heads, x = keep_last(heads), keep_last(x)
         (normed,) = self.post_attention_layernorm.onto(
             x, self.self_attn.o_proj(heads), (self.pre_feedforward_layernorm,), self.mlp.gate_up_proj
         )
@@ -159,16 +159,16 @@ class GemmaForCausalLM(CausalLM):
         these layers made of them, nothing would read.
         """
         ropes = self._rope_rows(x.dtype)
-        end = len(self.blocks) - 1 if get_context().narrowed is None else self.last_to_write
+        end = len(self.blocks) - 1 if get_context().last_only is None else self.last_to_write
         readers = [Following(layer.input_layernorm, layer.self_attn.qkv_proj, False) for layer in self.blocks[1:]]
         readers.append(Following(self.norm, None, False))
-        readers[end] = readers[end]._replace(reads_wanted=True)
+        readers[end] = readers[end]._replace(reads_last=True)
         normed, x = self.blocks[0].input_layernorm.add(x, None, self.blocks[0].self_attn.qkv_proj)
         for i, (layer, following) in enumerate(zip(self.blocks, readers, strict=True)):
             x, normed = layer(x, normed, ropes[layer.kind], following, *(each[i] for each in of_layers))
-            if following.reads_wanted and following.consumer is not None:
-                of_layers = tuple([*each[: i + 1], *map(wanted, each[i + 1 :])] for each in of_layers)
-                narrow()
+            if following.reads_last and following.consumer is not None:
+                of_layers = tuple([*each[: i + 1], *map(keep_last, each[i + 1 :])] for each in of_layers)
+                narrow_to_last()
                 ropes = self._rope_rows(x.dtype)
         assert isinstance(normed, torch.Tensor)
         return normed

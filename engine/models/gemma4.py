@@ -22,7 +22,7 @@ from torch import nn
 from engine.layers.activation import gate_mul
 from engine.layers.embed import Embedding
 from engine.layers.gemm_inputs import Activations
-from engine.layers.last_tokens import wanted
+from engine.layers.last_tokens import keep_last
 from engine.layers.linear import Linear
 from engine.layers.moe import RoutedExperts, Router, Routing, choose_experts
 from engine.layers.norm import WideRMSNorm
@@ -173,9 +173,9 @@ class Gemma4Layer(GemmaLayer):
         if sparse is not None:
             norms += sparse.pre_feedforward_layernorm_2, sparse.router.norm
         heads = self.self_attn.heads(normed, rope)
-        if following.reads_wanted:
-            heads, x = wanted(heads), wanted(x)
-            e = None if e is None else wanted(e)
+        if following.reads_last:
+            heads, x = keep_last(heads), keep_last(x)
+            e = None if e is None else keep_last(e)
         y = self.self_attn.o_proj(heads)
         normed, *others = self.post_attention_layernorm.onto(x, y, norms, self.mlp.gate_up_proj)
         branch = None

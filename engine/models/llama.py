@@ -11,7 +11,7 @@ from engine.layers.attention import Attention
 from engine.layers.context import get_context
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.gemm_inputs import Activations
-from engine.layers.last_tokens import wanted
+from engine.layers.last_tokens import keep_last
 from engine.layers.linear import Linear, MergedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rope, RotaryEmbedding
@@ -72,7 +72,7 @@ class LlamaLayer(nn.Module):
         normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
         heads = attention.heads(normed, rope)
         if is_last:
-            heads, residual = wanted(heads), wanted(residual)
+            heads, residual = keep_last(heads), keep_last(residual)
         x = attention.o_proj.onto(residual, heads)
         normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate_up_proj)
         return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual

@@ -26,7 +26,7 @@ from engine.layers.context import StateBatch, get_context
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.gated_delta import GatedDeltaNet
 from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
-from engine.layers.last_tokens import wanted
+from engine.layers.last_tokens import keep_last
 from engine.layers.linear import Linear, MergedLinear
 from engine.layers.moe import SparseMLP
 from engine.layers.norm import WideRMSNorm
@@ -177,7 +177,7 @@ class Qwen35Layer(nn.Module):
             normed, residual = self.input_layernorm.add(x, residual, mixer.in_proj_qkvz, mixer.in_proj_ba)
             heads, project = mixer.heads(normed, batch), mixer.out_proj
         if is_last:
-            heads, residual = wanted(heads), wanted(residual)
+            heads, residual = keep_last(heads), keep_last(residual)
         x = project.onto(residual, heads)
         if isinstance(mlp, LlamaMLP):
             normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate_up_proj)

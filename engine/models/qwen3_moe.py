@@ -3,7 +3,7 @@
 import torch
 
 from engine.layers.gemm_inputs import QuantizedRows
-from engine.layers.last_tokens import wanted
+from engine.layers.last_tokens import keep_last
 from engine.layers.moe import SparseMLP
 from engine.layers.rope import Rope
 from engine.models.base import Weights
@@ -41,7 +41,7 @@ class SparseLayer(LlamaLayer):
         normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
         heads = attention.heads(normed, rope)
         if is_last:
-            heads, residual = wanted(heads), wanted(residual)
+            heads, residual = keep_last(heads), keep_last(residual)
         x = attention.o_proj.onto(residual, heads)
         normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate)
         assert not isinstance(normed, QuantizedRows)  # experts read no such

@@ -1,5 +1,9 @@
 """Architecture name in config.json -> the class that runs it. Nothing outside this table is ever imported."""
 
+from pathlib import Path
+
+import torch
+
 from engine.errors import ModelError
 from engine.message import msg
 from engine.models.base import CausalLM
@@ -45,3 +49,13 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
                 architecture=f"{config.architecture!r}"),
             msg("This version runs {architectures}.", architectures=", ".join(sorted(_ARCHITECTURES))),
         ) from None
+
+
+def empty_model(model_dir: Path, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
+    """The model that a directory's config.json describes, without memory for its weights, ready to load."""
+    config = ModelConfig.load(model_dir)
+    torch.set_default_dtype(dtype)
+    try:
+        return model_class(config)(config, min(4096, config.max_position_embeddings)).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)

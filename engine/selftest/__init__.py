@@ -1,14 +1,14 @@
-"""The kernel self-test: every GPU kernel against its plain twin on this machine's GPU, in seconds.
+"""The kernel self-test: every GPU kernel against its plain reference on this machine's GPU, in seconds.
 
     python -m engine.selftest [--json]        what `atoll doctor` runs
 
     __main__    starts the tests in a child process, passes its lines on, and ends it after a time limit: a GPU that
                 hangs or loses its state ends in a sentence too
     run         the child: facts of the machine, then each check
-    jobs        the kernels that will be needed, listed for cards that are known, so that compilers begin at once
-    nvml        which card is here, asked of the driver before PyTorch is loaded
+    jobs        the kernels that will be needed, listed for GPUs that are known, so that compilers begin at once
+    nvml        which GPU is here, asked of the driver before PyTorch is loaded
     early       opens the GPU while modules load
-    checks      what is computed, with the kernels and with their twins      (sampling: against the CPU's sampler;
+    checks      what is computed, with the kernels and with their references      (sampling: against the CPU's sampler;
                 delta: recurrent layers; few: launches that do several things for a few tokens;
                 host: tables in host memory)
     compare     how far two results may be apart

@@ -1,4 +1,4 @@
-"""What the self-test computes: each check once with the Triton kernels and once with their plain twins.
+"""What the self-test computes: each check once with the Triton kernels and once with their plain references.
 
 The few variants were chosen to tell: the head sizes and groups of models, slices or none, what is padded and what fills
 its tiles, window and softcap, bf16 and fp8. Every slot of the KV cache that no sequence owns holds NaN: a kernel that
@@ -53,7 +53,7 @@ class Side:
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
     @property
-    def is_twin(self) -> bool:
+    def is_reference(self) -> bool:
         return self.attention is attention_reference
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -98,16 +98,16 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.attention import chunks as attention_chunks
     from engine.kernels.attention import decode as attention_decode
     from engine.kernels.attention import heads as attention_heads
-    from engine.kernels.gemm import quantize as gemm_quantize
     from engine.kernels.gemm import small_batch
     from engine.kernels.moe import experts as moe_experts
     from engine.kernels.pointwise import fused as pointwise_fused
     from engine.kernels.pointwise import inputs as pointwise_inputs
     from engine.kernels.pointwise import post_norm as pointwise_post_norm
+    from engine.kernels.pointwise import quantize as pointwise_quantize
 
     return Side(
         device, dtype, attention_chunks, attention_decode, pointwise_fused, small_batch, pointwise_inputs,
-        gemm_quantize,
+        pointwise_quantize,
         moe_experts, attention_heads, pointwise_post_norm, dry,
     )  # fmt: skip
 
@@ -244,7 +244,7 @@ def choose_experts(side: Side) -> list[Result]:
 
 
 def experts(side: Side, *, tokens: int, num_experts: int, is_fp8: bool = False, gate: str = "silu") -> list[Result]:
-    """Onto the residual stream. The routing is the twin's on both sides."""
+    """Onto the residual stream. The routing is the reference's on both sides."""
     hidden, inner = 512, 256
     x, residual = side.strided(tokens, hidden), side.randn(tokens, hidden)
     weights, chosen = moe_reference.choose_experts(side.randn(tokens, num_experts), 2)

@@ -1,5 +1,5 @@
-"""How far a kernel's result may be from its twin's. Rows (the last dimension) are judged each by its own size, so that
-a large one hides nothing.
+"""How far a kernel's result may be from its reference's. Each row (last dimension) is judged by its own size, so that a
+large one hides nothing.
 
     numbers   largest |a - b| / (|b| + rms of b's row): relative for large numbers, absolute for those near 0
     fp8       rms(a - b) / rms(b) of what the quantised numbers of a row stand for: where a number lies on the border
@@ -19,7 +19,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class Result:
-    """One tensor that a check gives, and how far it may be from its twin's."""
+    """One tensor that a check gives, and how far it may be from its reference's."""
 
     tensor: torch.Tensor
     bound: float = 0.0
@@ -68,13 +68,13 @@ def exact(tensor: torch.Tensor) -> Result:
     return Result(tensor)
 
 
-def difference(ours: Result, twin: Result) -> Difference:
+def difference(ours: Result, reference: Result) -> Difference:
     """Both on any device. NaN or infinity in either is an error of NaN or infinity, and so is another shape."""
-    if ours.tensor.shape != twin.tensor.shape or ours.tensor.dtype != twin.tensor.dtype:
+    if ours.tensor.shape != reference.tensor.shape or ours.tensor.dtype != reference.tensor.dtype:
         return Difference(float("inf"), ours.bound)
     if ours.kind == "exact":
-        return Difference(float((ours.tensor.cpu() != twin.tensor.cpu()).double().mean()), 0.0)
-    a, b = ours.tensor.double(), twin.tensor.to(ours.tensor.device).double()
+        return Difference(float((ours.tensor.cpu() != reference.tensor.cpu()).double().mean()), 0.0)
+    a, b = ours.tensor.double(), reference.tensor.to(ours.tensor.device).double()
     rms = b.square().mean(-1, keepdim=True).sqrt()
     if ours.kind == "rms":
         error = (a - b).square().mean(-1, keepdim=True).sqrt() / rms.clamp_min(_TINY)

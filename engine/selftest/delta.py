@@ -1,4 +1,4 @@
-"""The kernels of recurrent layers (Gated DeltaNet) against their twins, in the dimensions of Qwen3.5 and 3.6.
+"""The kernels of recurrent layers (Gated DeltaNet) against their references, in the dimensions of Qwen3.5 and 3.6.
 
     1 token     convolution and rule from a state in float32; sequences near their start, and far behind it
     chunks      prompts of several chunks, continued ones, and single tokens between them, with states in bfloat16
@@ -78,7 +78,7 @@ def rule(side: Side, steps: list[tuple[int, int]], state_dtype: torch.dtype, *, 
     reads before it waits, as it does where few sequences run."""
     inputs = Inputs.draw(side, steps, state_dtype)
     with side.clock():
-        out = _twin(inputs) if side.is_twin else _kernels(side, inputs, early)
+        out = _reference(inputs) if side.is_reference else _kernels(side, inputs, early)
     owned = inputs.slots
     bound = _CHUNK_BOUNDS[side.dtype] if max(inputs.counts) > 1 else numbers(out, 2).bound
     state_bound = max(bound, _STATE_BOUND) if state_dtype == torch.bfloat16 else bound
@@ -111,7 +111,7 @@ def _kernels(side: Side, inputs: Inputs, early: bool) -> torch.Tensor:
     return out
 
 
-def _twin(inputs: Inputs) -> torch.Tensor:
+def _reference(inputs: Inputs) -> torch.Tensor:
     """On the CPU: a GPU would first have to load libraries of convolutions and of linear systems."""
     for name in ("qkv", "ba", "weight", "a_log", "dt_bias", "positions", "slots", "state", "ring"):
         setattr(inputs, name, getattr(inputs, name).cpu())
@@ -131,7 +131,7 @@ def gated_norm(side: Side, *, quantize: bool) -> list[Result]:
     x = side.randn(9, heads, _DIM)
     z, weight = side.strided(9, heads * _DIM), 1 + side.randn(_DIM) * 0.1
     with side.clock():
-        if side.is_twin:
+        if side.is_reference:
             y = recurrent_reference.gated_rms_norm(x, z.unflatten(-1, (heads, _DIM)), weight, 1e-6).flatten(1)
             return fp8_rows(pointwise_reference.quantize_rows(y)) if quantize else [numbers(y, 4)]
         from engine.kernels.pointwise import gated_norm as pointwise_gated_norm

@@ -28,7 +28,7 @@ def sparse_block(side: Side, *, tokens: int, is_fp8: bool, with_factor: bool) ->
     factor = side.randn(1, hidden) * 0.05 if with_factor else None
     norm = 1 + side.randn(hidden) * 0.1, 1e-6
     with side.clock():
-        if side.is_twin:
+        if side.is_reference:
             normed = pointwise_reference.rms_norm(x, *norm)
             assert isinstance(normed, torch.Tensor)
             routing = moe_reference.choose_experts(gemm_reference.gemv(normed, router), num_experts)

@@ -9,7 +9,7 @@ from engine.selftest.compare import Result, exact
 def rows(side: Side) -> list[Result]:
     """Of a table in page-locked memory; in the GPU's own where the driver locks none, as the engine does it too."""
     values, ids = side.randn(300, 8960).cpu(), side.randint(300, 40).long()
-    if side.is_twin:
+    if side.is_reference:
         return [exact(pointwise_reference.gather_rows(values, ids, 16.0))]
     from engine.kernels.pointwise.host_rows import gather_rows
 

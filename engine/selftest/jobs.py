@@ -2,8 +2,8 @@
 
     python -m engine.selftest.jobs [--write]        whether jobs.json is what the checks need now; or make it so
 
-For cards of a few kinds jobs.json lists what `recording` notes of the checks, one variant a line, the longest to
-compile first. It is a guess: what is waited for is what the checks turn out to need on the card that is there (run.py).
+For GPUs of a few kinds jobs.json lists what `recording` notes of the checks, one variant a line, the longest to
+compile first. It is a guess: what is waited for is what the checks turn out to need on the GPU that is there (run.py).
 A variant that is missing here is compiled a little later, one too many is compiled for nobody.
 """
 
@@ -19,7 +19,7 @@ from engine.kernels.runtime import compile_pool
 from engine.selftest.nvml import compute_capability
 
 # Compute capability -> shared memory of a program, multiprocessors: A100, H100 and H200, RTX PRO 6000 and RTX 5090.
-CARDS = {(8, 0): (166_912, 108), (9, 0): (232_448, 132), (12, 0): (101_376, 188)}
+GPUS = {(8, 0): (166_912, 108), (9, 0): (232_448, 132), (12, 0): (101_376, 188)}
 _FILE = Path(__file__).with_name("jobs.json")
 _PACKAGE = "engine.kernels."
 _NONE = "-"  # an argument that is None, among the types
@@ -29,7 +29,7 @@ Row = tuple[str, str, str, dict[str, Any], int, int]  # capabilities, kernel, ty
 
 
 def give_early() -> None:
-    """Have what this machine's card will probably need compiled by the pool that was started early.
+    """Have what this machine's GPU will probably need compiled by the pool that was started early.
 
     In the background, for a driver may take its time. Most take next to none, and it is over before PyTorch begins to
     load: threads that load libraries wait for one another.
@@ -47,7 +47,7 @@ def _give_early() -> None:
 
 
 def lines_for(capability: tuple[int, int]) -> list[str]:
-    """Jobs of a compile pool for such a card; none if it is of no kind that is listed."""
+    """Jobs of a compile pool for such a GPU; none if it is of no kind that is listed."""
     name, lines = _name(capability), []
     for capabilities, kernel, types, constants, num_warps, num_stages in json.loads(_FILE.read_text("utf-8")):
         if name in capabilities.split():
@@ -65,7 +65,7 @@ def _name(capability: tuple[int, int]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.selftest.jobs")
-    parser.add_argument("--write", action="store_true", help="write it anew")
+    parser.add_argument("--write", action="store_true", help="write it again")
     options = parser.parse_args()
     text = _as_text(_rows())
     if options.write:
@@ -77,12 +77,12 @@ def main() -> int:
 
 
 def _rows() -> list[Row]:
-    """What the checks need on each of the cards, none of which need be here."""
+    """What the checks need on each of the GPUs, none of which need be here."""
     from engine.kernels.runtime.compile_ahead import line_of, longest_first
 
-    first = next(iter(CARDS))
-    on: dict[str, list[str]] = {}  # a variant, as a job for the first card -> the cards that need it
-    for capability in CARDS:
+    first = next(iter(GPUS))
+    on: dict[str, list[str]] = {}  # a variant, as a job for the first GPU -> the GPUs that need it
+    for capability in GPUS:
         for job in _needed(capability):
             on.setdefault(line_of(job, first), []).append(_name(capability))
     rows = []
@@ -101,7 +101,7 @@ def _needed(capability: tuple[int, int]) -> set:
     from engine.selftest.checks import kernel_side
     from engine.selftest.run import EVERY
 
-    with recording(Target(capability, *CARDS[capability])) as jobs:
+    with recording(Target(capability, *GPUS[capability])) as jobs:
         for check in EVERY:
             if not check.needs_fp8 or capability >= FP8_COMPUTE_CAPABILITY:
                 check.compute(kernel_side(torch.device("cpu"), torch.bfloat16, dry=True))

@@ -20,8 +20,8 @@ from engine.selftest.stopwatch import Stopwatch
 
 OK, FAILED, NO_GPU = 0, 1, 2  # exit codes
 
-# Why a check failed: another number than its twin; it could not be compiled or run; no memory; the GPU lost its state
-# and refuses every later call; no answer in time, or the process died.
+# Why a check failed: a result differs from the reference's; the kernel could not be compiled or run; no memory; the GPU
+# lost its state and refuses every later call; no answer in time, or the process died.
 Fault = Literal["wrong", "error", "memory", "lost", "silent"]
 
 _RANK: list[Fault] = ["lost", "silent", "memory", "error", "wrong"]  # the first of these is what to say

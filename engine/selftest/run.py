@@ -1,8 +1,8 @@
 """The self-test's own process: facts of the machine, then check after check.
 
-Compiling takes longest, and other processes do it; for cards that are well known they begin before this module is
+Compiling takes longest, and other processes do it; for GPUs that are well known they begin before this module is
 loaded (jobs.py). This one first finds out what is to be compiled, the slowest first; while others compile it measures
-the machine and computes what the checks' twins say; then kernels run as they are ready.
+the machine and computes what the checks' references say; then kernels run as they are ready.
 """
 
 import math
@@ -54,7 +54,7 @@ def run_checks(
     only: list[Check] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> int:
-    """Compare every kernel with its twin on `device`, in `dtype`. On a CPU: in Triton's interpreter.
+    """Compare every kernel with its reference on `device`, in `dtype`. On a CPU: in Triton's interpreter.
 
     `meanwhile` is called once other processes compile."""
     every = EVERY if only is None else only
@@ -68,11 +68,11 @@ def run_checks(
         meanwhile()
         tally.watch.lap("rates")
     tally.see({"kind": "begin", "name": "plain arithmetic"})
-    twins = {check.name: Twin.of(check, device, dtype) for check in possible}
+    references = {check.name: Reference.of(check, device, dtype) for check in possible}
     tally.watch.lap("twins")
     for check in every:
-        twin = twins.pop(check.name, None)
-        if twin is None:
+        reference = references.pop(check.name, None)
+        if reference is None:
             skipped = {"skipped": True, "reason": msg("needs fp8")}
             tally.see({"kind": "check", "name": check.name, "passed": True} | skipped)
             continue
@@ -80,7 +80,7 @@ def run_checks(
             kernels.wait(check)
             tally.watch.lap("waiting")
         tally.see({"kind": "begin", "name": check.name})
-        fault = _judge(tally, check, twin, kernel_side(device, dtype))
+        fault = _judge(tally, check, reference, kernel_side(device, dtype))
         tally.watch.lap("kernels")
         if fault == "lost":
             break  # every later check would fail for this one's reason
@@ -93,15 +93,15 @@ def run_checks(
 
 
 @dataclass
-class Twin:
-    """What a check's plain twin computed, or why it could not; and of which numbers."""
+class Reference:
+    """What a check's plain reference computed, or why it could not; and of which numbers."""
 
     numbers: list[torch.Tensor]
     results: list[Result]
     error: Exception | None = None
 
     @classmethod
-    def of(cls, check: Check, device: torch.device, dtype: torch.dtype) -> "Twin":
+    def of(cls, check: Check, device: torch.device, dtype: torch.dtype) -> "Reference":
         side = Side(device, dtype)
         try:
             return cls(side.numbers, check.compute(side))
@@ -109,12 +109,12 @@ class Twin:
             return cls(side.numbers, [], error)
 
 
-def _judge(tally: Tally, check: Check, twin: Twin, side: Side) -> Fault | None:
+def _judge(tally: Tally, check: Check, reference: Reference, side: Side) -> Fault | None:
     """Run one check and report it. Returns what was wrong with it."""
     fault: Fault | None = None
     worst, reason = None, ""
     try:
-        worst = compare(check, twin, side)
+        worst = compare(check, reference, side)
         if not worst.passed:
             fault = "wrong"
     except Exception as error:
@@ -130,13 +130,13 @@ def _judge(tally: Tally, check: Check, twin: Twin, side: Side) -> Fault | None:
     return fault
 
 
-def compare(check: Check, twin: Twin, side: Side) -> Difference:
-    """The worst difference between what `side`'s kernels compute of the twin's numbers and what the twin did."""
-    if twin.error is not None:
-        raise twin.error
-    side.numbers = twin.numbers
+def compare(check: Check, reference: Reference, side: Side) -> Difference:
+    """The worst difference between the results of `side`'s kernels and the reference's, from the same numbers."""
+    if reference.error is not None:
+        raise reference.error
+    side.numbers = reference.numbers
     ours = check.compute(side)
-    found = [difference(a, b) for a, b in zip(ours, twin.results, strict=True)]
+    found = [difference(a, b) for a, b in zip(ours, reference.results, strict=True)]
     return max(found, key=lambda d: d.share)
 
 

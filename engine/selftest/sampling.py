@@ -32,7 +32,7 @@ def sample(side: Side, params: list[SamplingParams]) -> list[Result]:
     logits = side.randn(len(rows), _VOCAB) * 2
     logits[:, :30] += 6  # the tokens that are known are likely, so that penalties tell
     tokens = side.randint(30, len(rows) + 1, _LENGTH)
-    draw = _on_cpu if side.is_twin else partial(_on_device, side)
+    draw = _on_cpu if side.is_reference else partial(_on_device, side)
     ids, logprobs = draw(params, logits, rows, tokens)
     results = [exact(ids)]
     if logprobs:
@@ -70,7 +70,7 @@ def of_prompt(side: Side) -> list[Result]:
     """Log-probabilities of a prompt's tokens, five alternatives each."""
     logits = side.randn(9, _VOCAB) * 3
     targets = side.randint(_VOCAB, 9).long()
-    if side.is_twin:
+    if side.is_reference:
         return _packed(prompt_logprobs(logits.cpu(), targets.cpu(), 5).unpack())
     sampler = DeviceSampler(2, _VOCAB, _LENGTH, side.device)
     with side.clock():

@@ -40,7 +40,7 @@ from engine.models.registry import model_class
 from engine.worker.cache import Cache
 from engine.worker.embedding_offload import keep_tables, lock_tables
 from engine.worker.memory import (
-    Card,
+    GpuMemory,
     activation_bytes,
     arithmetic_notes,
     check_weights_fit,
@@ -91,11 +91,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if config.batch_invariant:
         fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8")
         make_batch_invariant(model, fp8=fp8, fp8_units=device.type != "cuda" or has_fp8_units(device))
-    card = Card.now(device) if device.type == "cuda" else None
-    if card is not None:
+    gpu = GpuMemory.now(device) if device.type == "cuda" else None
+    if gpu is not None:
         keep_tables(model, config, device)
-        check_weights_fit(model, config, card)
-        if not warm_cache_hint.found(*_deciding(config, model_config, card)):
+        check_weights_fit(model, config, gpu)
+        if not warm_cache_hint.found(*_deciding(config, model_config, gpu)):
             compile_pool.start_early()  # it gets ready while weights load
         compile_pool.load_here()
     with torch.inference_mode():
@@ -103,10 +103,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             fill_randomly(model, device=device)
         else:
             load_weights(model, config.model, progress, device)
-        if card is not None:
+        if gpu is not None:
             lock_tables(model, config, device)
 
-    kv_dtype = resolve_kv_dtype(config, dtype)
+    kv_dtype = resolve_kv_dtype(config, compute)
     spec = CacheSpec(
         tuple(model.cache_layers()),
         kv_dtype.itemsize,
@@ -114,15 +114,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     )
     default_seqs = DEFAULT_SEQS[device.type]
     default_tokens = _DEFAULT_BATCHED_TOKENS[device.type]
-    if card is not None:
-        free = card.usable(config.gpu_memory_utilization) - weight_bytes(model)
-        default_seqs, default_tokens = gpu_defaults(config, model_config, spec, dtype, card.total, free)
+    if gpu is not None:
+        free = gpu.usable(config.gpu_memory_utilization) - weight_bytes(model)
+        default_seqs, default_tokens = gpu_defaults(config, model_config, spec, dtype, gpu.total, free)
     num_seqs = config.max_num_seqs or default_seqs
     max_tokens = config.max_num_batched_tokens or default_tokens
-    if card is not None:
+    if gpu is not None:
         if progress:
             progress("measuring steps", 0, 1)
-        budget = _measured_budget(config, model, spec, dtype, kv_dtype, max_tokens, num_seqs, card)
+        budget = _measured_budget(config, model, spec, dtype, kv_dtype, max_tokens, num_seqs, gpu)
     else:
         activations = activation_bytes(model_config, compute, max_tokens, min(num_seqs, max_tokens))
         budget = cpu_budget(config, weight_bytes(model), activations, cpu_format.describe(dtype, compute))
@@ -137,16 +137,16 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         usual_num_seqs=DEFAULT_SEQS[device.type],
         step_tokens=max_tokens,
     )
-    if card is not None:
+    if gpu is not None:
         plan = replace(plan, notes=(*plan.notes, *arithmetic_notes(model, dtype, device)))
     log.info("%s", plan.table())
     log.info("Planned memory in numbers: %s", json.dumps(plan.numbers()))
 
     with torch.inference_mode():
-        cache = Cache(spec, plan.num_extents, kv_dtype, device)
-    if card is not None:
-        runner = _start_on_gpu(config, model, plan, cache, max_tokens, card, progress)
-        warm_cache_hint.leave(*_deciding(config, model_config, card))
+        cache = Cache(spec, plan.num_slabs, kv_dtype, device)
+    if gpu is not None:
+        runner = _start_on_gpu(config, model, plan, cache, max_tokens, gpu, progress)
+        warm_cache_hint.leave(*_deciding(config, model_config, gpu))
         depth = 1 if config.overlap is False else 2
     else:
         runner = Runner(
@@ -157,7 +157,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     return EngineCore(
         config,
         runner,
-        memory=spec.memory(plan.num_extents),
+        memory=spec.memory(plan.num_slabs),
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=max_tokens,
@@ -202,7 +202,7 @@ def _measured_budget(
     kv_dtype: torch.dtype,
     max_tokens: int,
     num_seqs: int,
-    card: Card,
+    gpu: GpuMemory,
 ) -> MemoryBudget:
     """What is left of a GPU with the weights in place. Raises OutOfMemoryPlanError if not even a step fits."""
     from engine.worker.memory_profile import measure_steps
@@ -213,18 +213,18 @@ def _measured_budget(
         if not config.enforce_eager:  # the library keeps whatever code it has run: half a gigabyte
             choose_products(model, dtype, min(num_seqs, max_tokens), max_tokens)
         needs = measure_steps(
-            model, spec, kv_dtype, max_tokens, num_seqs, card.device, graphs=not config.enforce_eager
+            model, spec, kv_dtype, max_tokens, num_seqs, gpu.device, graphs=not config.enforce_eager
         )
     except torch.OutOfMemoryError:
         raise OutOfMemoryPlanError(
             msg("A step of {max_tokens} tokens of {num_seqs} sequences does not fit beside the weights "
                 "({weights}) on {device} ({total}, of which others hold {others}).", max_tokens=max_tokens,
-                num_seqs=min(num_seqs, max_tokens), weights=gib(weights), device=card.device, total=gib(card.total),
-                others=gib(card.others)),
+                num_seqs=min(num_seqs, max_tokens), weights=gib(weights), device=gpu.device, total=gib(gpu.total),
+                others=gib(gpu.others)),
             "--max-num-batched-tokens",
             msg("Lower --max-num-batched-tokens and --max-num-seqs."),
         ) from None
-    return gpu_budget(config, weights, needs, card, host_bytes(model))
+    return gpu_budget(config, weights, needs, gpu, host_bytes(model))
 
 
 def _start_on_gpu(
@@ -233,7 +233,7 @@ def _start_on_gpu(
     plan: MemoryPlan,
     cache: Cache,
     max_tokens: int,
-    card: Card,
+    gpu: GpuMemory,
     progress: Progress | None,
 ) -> "DeviceRunner":
     """A runner that has nothing left to compile or record."""
@@ -242,7 +242,7 @@ def _start_on_gpu(
     with torch.inference_mode():
         runner = DeviceRunner(
             model, plan.spec, num_rows=plan.max_num_seqs + 1, max_model_len=plan.max_model_len,
-            max_num_tokens=max_tokens, device=card.device,
+            max_num_tokens=max_tokens, device=gpu.device,
         )  # fmt: skip
         runner.bind_cache(cache)
     runner.warm_up()
@@ -250,15 +250,15 @@ def _start_on_gpu(
         if progress:
             progress("recording graphs", 0, 1)
         runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
-    log.info("%s", outcome(plan, card))
+    log.info("%s", outcome(plan, gpu))
     gc.collect()
     gc.freeze()  # what start-up made stays: no collection looks at it again
     return runner
 
 
-def _deciding(config: EngineConfig, model_config: ModelConfig, card: Card) -> tuple[str, ...]:
+def _deciding(config: EngineConfig, model_config: ModelConfig, gpu: GpuMemory) -> tuple[str, ...]:
     """Which kernels a start needs hangs on these, as far as it is known before weights are loaded."""
-    return torch.cuda.get_device_name(card.device), repr(config), repr(model_config.raw)
+    return torch.cuda.get_device_name(gpu.device), repr(config), repr(model_config.raw)
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -295,10 +295,14 @@ def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtyp
     return _DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
 
 
-def resolve_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def resolve_kv_dtype(config: EngineConfig, compute: torch.dtype) -> torch.dtype:
+    """The dtype of cached keys and values; `compute` is that of activations.
+
+    A CPU that computes in float32 caches float32: it would widen every page that it reads, in every layer and step.
+    """
     if config.kv_cache_dtype in ("fp8", "fp8_e4m3"):
         return torch.float8_e4m3fn
-    return dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
+    return compute if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
 
 
 def wanted_context(config: EngineConfig, model_config: ModelConfig) -> int | None:

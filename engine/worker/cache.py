@@ -12,12 +12,12 @@ from engine.core.kv.spec import AttentionLayer, CacheSpec, StateLayer
 
 class Cache:
     """Keys and values of every attention layer, k, v [num_pages, page_size, Hkv, D], and the recurrent layers' states,
-    tuples of [num_slots, *shape]. `num_extents` extents and what is beside them (engine/core/kv/spec.py), all zeros.
+    tuples of [num_slots, *shape]. `num_slabs` slabs and what is beside them (engine/core/kv/spec.py), all zeros.
 
-    Where all pages are of one kind, an extent is a page, and one layer's pages lie behind the other's. Else a page
+    Where all pages are of one kind, a slab is a page, and one layer's pages lie behind the other's. Else a page
     holds its tokens of one layer after another, and a layer's pages lie apart:
 
-        | trash page | extent 0: [k0 v0 k1 v1 ...] [k0 v0 k1 v1 ...] | extent 1: [state 0, state 1, ...] | ... |
+        | null page | slab 0: [k0 v0 k1 v1 ...] [k0 v0 k1 v1 ...] | slab 1: [state 0, state 1, ...] | ... |
 
     Inside a layer's page, a CPU has tokens before heads, [page_size, Hkv, D]: it gathers whole pages. A GPU has heads
     before tokens, as a program of its attention reads one head: 4 KiB in one piece instead of sixteen.
@@ -26,15 +26,15 @@ class Cache:
     the zeros are the kernel's own (calloc), so a page costs memory only once it is written.
     """
 
-    def __init__(self, spec: CacheSpec, num_extents: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: CacheSpec, num_slabs: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
-        self.num_extents = num_extents
-        self.memory = _zeros(num_extents * spec.extent_bytes + spec.fixed_bytes, device)
+        self.num_slabs = num_slabs
+        self.memory = _zeros(num_slabs * spec.slab_bytes + spec.fixed_bytes, device)
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.states: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._begin = max(spec.page_strides)  # of the first extent
+        self._begin = max(spec.page_strides)  # of the first slab
         self._heads_first = device.type == "cuda"
-        if len(spec.per_extent) == 1:
+        if len(spec.per_slab) == 1:
             self._cut_layers(dtype)
         else:
             self._cut_pages(dtype)
@@ -47,7 +47,7 @@ class Cache:
     @property
     def padding_slot(self) -> int:
         """The slot that no sequence has."""
-        return self.num_extents * self.spec.per_extent[-1]
+        return self.num_slabs * self.spec.per_slab[-1]
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
         """Give each caching module, in the order of `spec.layers`, what it reads and writes."""
@@ -60,10 +60,10 @@ class Cache:
             else:
                 module.state = self.states[i]  # type: ignore[assignment]
 
-    def extent(self, index: int) -> torch.Tensor:
-        """The bytes of an extent."""
-        start = self._begin + index * self.spec.extent_bytes
-        return self.memory[start : start + self.spec.extent_bytes]
+    def slab(self, index: int) -> torch.Tensor:
+        """The bytes of a slab."""
+        start = self._begin + index * self.spec.slab_bytes
+        return self.memory[start : start + self.spec.slab_bytes]
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy all recurrent layers' states from slot to slot."""
@@ -75,7 +75,7 @@ class Cache:
         at = 0
         for i, layer in self.spec.storing.items():
             page = (self.spec.page_size, layer.num_kv_heads)
-            shape = (2, self.num_extents + 1, *(page[::-1] if self._heads_first else page), layer.head_dim)
+            shape = (2, self.num_slabs + 1, *(page[::-1] if self._heads_first else page), layer.head_dim)
             size = math.prod(shape) * dtype.itemsize
             both = self.memory[at : at + size].view(dtype).view(shape)
             key, value = both.transpose(2, 3) if self._heads_first else both
@@ -83,14 +83,14 @@ class Cache:
             at += size
 
     def _cut_pages(self, dtype: torch.dtype) -> None:
-        """Page 0 of each group, the trash page, ends where the first extent begins."""
+        """Page 0 of each group, the null page, ends where the first slab begins."""
         spec, memory = self.spec, self.memory.view(dtype)
-        for group, per, stride in zip(spec.groups, spec.per_extent, spec.page_strides, strict=False):
+        for group, per, stride in zip(spec.groups, spec.per_slab, spec.page_strides, strict=False):
             at = self._begin - stride
             for i in group.layers:
                 layer = spec.storing[i]
                 row = layer.num_kv_heads * layer.head_dim
-                shape = (self.num_extents * per + 1, spec.page_size, layer.num_kv_heads, layer.head_dim)
+                shape = (self.num_slabs * per + 1, spec.page_size, layer.num_kv_heads, layer.head_dim)
                 token, head = row, layer.head_dim
                 if self._heads_first:
                     token, head = layer.head_dim, spec.page_size * layer.head_dim

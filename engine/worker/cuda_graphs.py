@@ -1,6 +1,6 @@
 """CUDA graphs of steps: one launch instead of some hundred, or of some thousand where prompts are read.
 
-A graph has a fixed size; a step takes the next larger one and pads with row 0, the trash row. Sizes are recorded from
+A graph has a fixed size; a step takes the next larger one and pads with row 0, the padding row. Sizes are recorded from
 the largest down into one memory pool, so that the smaller ones live in the largest one's memory: they never run at the
 same time, and each one's result is used up before the next replay.
 """

@@ -8,7 +8,7 @@ The request table (tokens, pages) lives on the device; the sampler writes each t
 started before anybody has seen the tokens of step N.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from engine.worker.mixed_step import MOST_CHUNKS, MixedForm, MixedShape, MixedSt
 from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
 from engine.worker.staging import ROOM_FOR_CHANGES, Staging, aligned, check_addressable, head_words
+from engine.worker.table_updates import send_updates
 
 _RING = 4                  # more than the steps in flight
 
@@ -88,7 +89,7 @@ class DeviceRunner:
         self.batch_invariant = any(layer.batch_invariant for layer in self.attention_layers)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         check_addressable(self.token_ids, self.block_tables)
-        # The scheduler plans at most `max_num_tokens` tokens, and one sequence for each row but the trash row. What a
+        # The scheduler plans at most `max_num_tokens` tokens, and one sequence for each row but the padding row. What a
         # graph adds keeps the tokens within `size` (`mixed_shapes`), in up to MOST_CHUNKS more sequences, each of which
         # may add a tile. So `size` bounds whatever has a place a token, and `num_rows` whatever is sampled.
         size = max(max_num_tokens, num_rows)
@@ -140,7 +141,7 @@ class DeviceRunner:
     def fill_mixed(self, shape: MixedShape) -> None:
         """Send a step that has this shape, and changes nothing."""
         self.staging.begin()
-        self._put_step(MixedStep.of_trash(shape, self.tile_sizes))
+        self._put_step(MixedStep.of_padding(shape, self.tile_sizes))
         self.staging.send()
 
     def mixed_of(self, shape: MixedShape) -> torch.Tensor:
@@ -221,7 +222,7 @@ class DeviceRunner:
         words[:2, batch:size] = 0
         words[0, :batch], words[1, :batch] = rows, starts
         self.sampler.fill(words[2:], rows, starts + 1)
-        self._put_updates(plan)
+        send_updates(plan, self.staging, self.token_ids, self.block_tables, self.state_slots)
         device = stage.device_words
         if self.graphs is not None and self.graphs.has(size):
             hidden = self.graphs.replay(size)
@@ -277,7 +278,7 @@ class DeviceRunner:
             self.sampler.fill(columns, rows[sampling], (starts + counts)[sampling])
         at = places[sampling]  # of hidden states there is one for each sequence, or for each token
         hidden_at = stage.put((step.q_starts + step.counts - 1)[at] if wants_prompts else at)
-        self._put_updates(plan)
+        send_updates(plan, self.staging, self.token_ids, self.block_tables, self.state_slots)
 
         words = stage.device_words
         if shape is not None and self.mixed_graphs is not None:
@@ -324,7 +325,7 @@ class DeviceRunner:
         # While kernels are only noted these words may hold anything, and PyTorch's own kernels run all the same.
         last = None if whole else (q_starts + counts - 1).clamp_(0, form.tokens - 1).long()
 
-        def narrowed() -> ForwardContext:
+        def last_only() -> ForwardContext:
             """As in a decode step: each sequence has its last token only, the newest one."""
             lengths = (starts + counts).clamp_(min=1)  # what fills a step up may be a sequence without tokens
             alone = [replace(b, seq_lens=lengths, tiles=None, num_single=0) for b in batches]
@@ -332,49 +333,13 @@ class DeviceRunner:
                 alone = [replace(self._alone(b, lengths - 1), has_own_keys=False) for b in alone]
             return self._context((lengths - 1).long(), alone, None)
 
-        return self._forward(form.tokens, batches, state, last, None if whole else narrowed)
+        return self._forward(form.tokens, batches, state, last, None if whole else last_only)
 
     def _alone(self, batch: DeviceBatch, positions: torch.Tensor) -> DeviceBatch:
         """As `batch`, whose sequences have one token each: for attention that takes tiles only."""
         numbers = self._numbers[: len(positions)]
         tiles = torch.stack((numbers, torch.zeros_like(numbers)), 1)
         return replace(batch, tiles=tiles, starts=positions, q_starts=numbers, counts=torch.ones_like(numbers))
-
-    def _put_updates(self, plan: StepPlan) -> None:
-        """Pack the changes of the request table, send everything, and apply them: in as many copies as they need."""
-        stage, runs = self.staging, []
-        first = stage.end
-        for which, start, values in self._changes(plan):
-            done = 0
-            while done < len(values):
-                room = stage.room - aligned(len(runs) + 4)  # the list of runs comes behind their words
-                if room <= 0:
-                    self._apply(runs)
-                    stage.go_on(first)
-                    runs = []
-                    continue
-                part = values[done : done + room]
-                runs += [which, start + done, stage.put(part), len(part)]
-                done += len(part)
-        self._apply(runs)
-
-    def _changes(self, plan: StepPlan) -> Iterator[tuple[int, int, list[int]]]:
-        """(table, first word there, the words) of all changes, in an order that does not matter."""
-        rows, length = self.token_ids.shape
-        width = self.block_tables.shape[2]
-        for update in plan.page_updates:
-            yield inputs.PAGES, (update.group * rows + update.row) * width + update.start, update.pages
-        for init in plan.row_inits:
-            yield inputs.TOKENS, init.row * length, init.token_ids
-            if self.state_slots is not None:
-                yield inputs.STATES, init.row, [init.slot]
-
-    def _apply(self, runs: list[int]) -> None:
-        """Send what is packed, and copy the runs [R, 4] among it into the request table."""
-        stage, tables = self.staging, self.block_tables.flatten(0, 1)
-        at = stage.put(runs) if runs else 0
-        stage.send()
-        inputs.apply_runs(stage.device_words, at, len(runs) // 4, self.token_ids, tables, self.state_slots)
 
     # -- the device's part --------------------------------------------------------------------------------------------
 
@@ -393,11 +358,11 @@ class DeviceRunner:
         count: int,
         batches: list[DeviceBatch],
         state: StateBatch | None,
-        wanted: torch.Tensor | None = None,
-        narrowed: Callable[[], ForwardContext] | None = None,
+        last: torch.Tensor | None = None,
+        last_only: Callable[[], ForwardContext] | None = None,
     ) -> torch.Tensor:
         context = self._context(self._positions[:count], batches, state)
-        context.wanted, context.narrowed = wanted, narrowed
+        context.last, context.last_only = last, last_only
         with forward_context(context):
             return self.model(self._ids[:count])
 

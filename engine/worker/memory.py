@@ -30,11 +30,11 @@ class StepNeeds:
     activations: int   # come and go with each step
     graphs: int        # all decode graphs: the memory that they share, and their records
     buffers: int       # of the runner: what grows with the rows and tokens of a step, but not with the context
-    in_use: int        # on the whole card, by anybody, with the weights there and none of the above
+    in_use: int        # on the whole gpu, by anybody, with the weights there and none of the above
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class GpuMemory:
     """A GPU as it was before the engine took any of it. Bytes."""
 
     device: torch.device
@@ -42,7 +42,7 @@ class Card:
     others: int   # held by other processes, and by other engines of this one
 
     @classmethod
-    def now(cls, device: torch.device) -> "Card":
+    def now(cls, device: torch.device) -> "GpuMemory":
         """What is in use when the engine starts is not its own, but for the CUDA context. (Whose memory is whose, the
         driver does not tell in a container: of more than a context's usual size the rest belongs to others.)"""
         torch.cuda.empty_cache()
@@ -51,7 +51,7 @@ class Card:
         return cls(device, total, reserved + max(0, total - free - reserved - _CONTEXT))
 
     def usable(self, utilization: float) -> int:
-        """A share of the card, as in vLLM: for this engine alone, whatever others hold, as long as so much is left."""
+        """A share of the GPU, as in vLLM: for this engine alone, whatever others hold, as long as so much is left."""
         return min(int(self.total * utilization), self.total - self.others)
 
     def taken(self) -> int:
@@ -88,9 +88,9 @@ def _on_host(model: nn.Module) -> list[Embedding]:
     return [module for module in model.modules() if isinstance(module, Embedding) and module.on_host]
 
 
-def check_weights_fit(model: CausalLM, config: EngineConfig, card: Card) -> None:
+def check_weights_fit(model: CausalLM, config: EngineConfig, gpu: GpuMemory) -> None:
     """Before anything is read. Raises OutOfMemoryPlanError."""
-    weights, usable = loaded_bytes(model), card.usable(config.gpu_memory_utilization)
+    weights, usable = loaded_bytes(model), gpu.usable(config.gpu_memory_utilization)
     if weights >= usable:
         ways = [msg("raise --gpu-memory-utilization")] if config.gpu_memory_utilization < 0.9 else []
         ways += [msg("--quantization fp8 halves most of the weights")] if config.quantization is None else []
@@ -101,8 +101,8 @@ def check_weights_fit(model: CausalLM, config: EngineConfig, card: Card) -> None
         raise OutOfMemoryPlanError(
             msg("The model does not fit: its weights take {weights}; {usable} of the {total} on "
                 "{device} are usable (--gpu-memory-utilization {gpu_memory_utilization}; other processes hold "
-                "{others}).", weights=gib(weights), usable=gib(usable), total=gib(card.total), device=card.device,
-                gpu_memory_utilization=config.gpu_memory_utilization, others=gib(card.others)),
+                "{others}).", weights=gib(weights), usable=gib(usable), total=gib(gpu.total), device=gpu.device,
+                gpu_memory_utilization=config.gpu_memory_utilization, others=gib(gpu.others)),
             "--gpu-memory-utilization", hint,
         )  # fmt: skip
 
@@ -132,30 +132,30 @@ def arithmetic_notes(model: nn.Module, dtype: torch.dtype, device: torch.device)
     return [scaled.explained(device, dtype)] if quantized else []
 
 
-def gpu_budget(config: EngineConfig, weights: int, needs: StepNeeds, card: Card, on_host: int = 0) -> MemoryBudget:
-    """`gpu_memory_utilization` of the card, and what was measured there with the weights in place, but for `on_host`
+def gpu_budget(config: EngineConfig, weights: int, needs: StepNeeds, gpu: GpuMemory, on_host: int = 0) -> MemoryBudget:
+    """`gpu_memory_utilization` of the GPU, and what was measured there with the weights in place, but for `on_host`
     bytes of them that stay in host memory."""
     return MemoryBudget(
-        card.total,
-        card.usable(config.gpu_memory_utilization),
+        gpu.total,
+        gpu.usable(config.gpu_memory_utilization),
         weights,
         needs.activations,
         config.kv_cache_memory_bytes,
         needs.graphs,
-        max(0, needs.in_use - card.others - weights) + _ROUNDING,
+        max(0, needs.in_use - gpu.others - weights) + _ROUNDING,
         needs.buffers,
         on_host,
     )
 
 
-def outcome(plan: MemoryPlan, card: Card) -> str:
+def outcome(plan: MemoryPlan, gpu: GpuMemory) -> str:
     """One line for the log, once all is allocated: what was planned, and what is there."""
-    torch.cuda.synchronize(card.device)
+    torch.cuda.synchronize(gpu.device)
     torch.cuda.empty_cache()
-    taken, reserved = card.taken(), torch.cuda.memory_reserved(card.device)
+    taken, reserved = gpu.taken(), torch.cuda.memory_reserved(gpu.device)
     return (
-        f"Memory on {card.device}: {gib(taken)} taken, {gib(plan.resident_bytes)} planned "
+        f"Memory on {gpu.device}: {gib(taken)} taken, {gib(plan.resident_bytes)} planned "
         f"({'+' if taken > plan.resident_bytes else '-'}{gib(abs(taken - plan.resident_bytes))}); "
-        f"allocated {gib(torch.cuda.memory_allocated(card.device))}, reserved {gib(reserved)}; "
+        f"allocated {gib(torch.cuda.memory_allocated(gpu.device))}, reserved {gib(reserved)}; "
         f"{gib(plan.budget.usable - taken)} left for steps, {gib(plan.budget.activations)} planned"
     )

@@ -5,7 +5,7 @@
 
 The same step can be filled up to the size of a graph (`padded`): the sequences that decode up to a number, the chunks
 up to a number of tokens by one more chunk, and the list of sequences by empty ones. What is added belongs to row 0, the
-trash row, as in decode steps.
+padding row, as in decode steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -78,7 +78,7 @@ class MixedStep:
         return cls(rows, starts, counts, singles, tiles, num_chunks(counts.tolist()))
 
     @classmethod
-    def of_trash(cls, shape: MixedShape, tile_sizes: Sequence[int]) -> "MixedStep":
+    def of_padding(cls, shape: MixedShape, tile_sizes: Sequence[int]) -> "MixedStep":
         """What fills up a step of which there is nothing else."""
         none = np.zeros(0, dtype=np.int64)
         return cls(none, none, none, 0, (), 0).padded(shape, tile_sizes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.core.batch import StepPlan, StepResult
-from engine.core.kv.pages import TRASH_PAGE
+from engine.core.kv.pages import NULL_PAGE
 from engine.core.kv.spec import CacheSpec
 from engine.core.request import TokenLogprobs
 from engine.kernels.attention.reference import AttentionBatch
@@ -67,8 +67,8 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> ForwardedStep:
-        for extent in plan.moved_extents:
-            self.cache.extent(extent).zero_()  # as numbers of another type, what stands there may be NaN
+        for slab in plan.moved_slabs:
+            self.cache.slab(slab).zero_()  # as numbers of another type, what stands there may be NaN
         for init in plan.row_inits:
             self.table.admit(init)
             self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
@@ -76,7 +76,7 @@ class Runner:
             if init.state_from is not None:
                 self.cache.copy_state(init.state_from, init.slot)
         for update in plan.page_updates:
-            if update.pages[0] == TRASH_PAGE:
+            if update.pages[0] == NULL_PAGE:
                 old = self.table.block_tables[update.group][update.row, update.start :][: len(update.pages)]
                 self._scrub(update.group, old)
             self.table.add_pages(update)
@@ -121,12 +121,12 @@ class Runner:
     def _hidden_states(
         self,
         inputs: StepInputs,
-        wanted: torch.Tensor | None = None,
-        narrowed: Callable[[], ForwardContext] | None = None,
+        last: torch.Tensor | None = None,
+        last_only: Callable[[], ForwardContext] | None = None,
     ) -> torch.Tensor:
-        """Hidden states of all tokens, or of those wanted."""
+        """Hidden states of all tokens, or of `last` alone."""
         first, *more = inputs.groups
-        with forward_context(ForwardContext(inputs.positions, *first, more, inputs.state, wanted, narrowed)):
+        with forward_context(ForwardContext(inputs.positions, *first, more, inputs.state, last, last_only)):
             return self.model(inputs.token_ids)
 
     def _last_hidden_states(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
@@ -139,7 +139,7 @@ class Runner:
         if not count:
             index, rows = torch.tensor([plan.seqs[0].num_tokens - 1]), [plan.seqs[0].row]
 
-        def narrowed() -> ForwardContext:
+        def last_only() -> ForwardContext:
             """Each of them is the newest token of its sequence."""
             positions = inputs.positions[index]
             segments = list(range(len(rows))), positions.tolist(), [1] * len(rows), rows
@@ -149,7 +149,7 @@ class Runner:
             )
             return ForwardContext(positions, *first, more)
 
-        return self._hidden_states(inputs, index, narrowed)
+        return self._hidden_states(inputs, index, last_only)
 
     def _scrub(self, group: int, pages: torch.Tensor) -> None:
         """Make the pages of a sequence that may have failed finite before anybody gets them: zero times NaN is NaN, so

@@ -1,9 +1,9 @@
 """The request table: one stable row for each running sequence, on the device.
 
-    row 0                     trash: padding reads and writes it
+    row 0                     for padding, which reads and writes it
     token_ids[row, i]         token i of the sequence; the sampler writes the newest one itself
     block_tables[g][row, i]   page of its tokens P i .. P i + P - 1, P = page_size, in the layers of group g; unset
-                              entries, and those that the group's window has passed: the trash page
+                              entries, and those that the group's window has passed: the null page
     slots[row]                of its recurrent state
 
 The host sends only changes: a row's tokens at admission, new pages as they are given out.

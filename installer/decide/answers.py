@@ -79,7 +79,7 @@ def read_answers(path: Path, schema: type[Answers] = Answers) -> Answers:
 
     `schema` may add tables to those of an install.
     """
-    problems: list[str]
+    found: list[str]
     try:
         with path.open("rb") as file:
             data = file.read(_LIMIT + 1)
@@ -89,16 +89,21 @@ def read_answers(path: Path, schema: type[Answers] = Answers) -> Answers:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         return schema.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        problems = [_problem(entry, schema) for entry in error.errors(include_url=False)]
+        found = problems(error, schema)
     except (OSError, ValueError) as error:  # of TOML and JSON too; they name line and column
-        problems = [reason(error) if isinstance(error, OSError) else plain(error)]
+        found = [reason(error) if isinstance(error, OSError) else plain(error)]
     raise InstallError(
-        t("The answers file {path} cannot be used: {names}.", path=path, names=joined(problems, "; ")),
+        t("The answers file {path} cannot be used: {names}.", path=path, names=joined(found, "; ")),
         exit_code=ExitCode.USAGE,
         changed=t("Nothing was changed."),
         hint=t("Correct it, then check it: atoll answers validate {path}  (`atoll answers template` prints a good "
                "one)", path=path),
     )
+
+
+def problems(error: ValidationError, schema: type[BaseModel]) -> list[str]:
+    """What is wrong with a file of this schema, one finding each, in plain words."""
+    return [_problem(entry, schema) for entry in error.errors(include_url=False)]
 
 
 def _problem(entry: Any, schema: type[BaseModel]) -> str:

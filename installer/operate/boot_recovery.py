@@ -74,6 +74,8 @@ def _settle(layout: Layout, service: SystemdService) -> str:
         service.reopen()
     with contextlib.suppress(InstallError):  # what the boot began goes on; this adds what the old release has more
         service.start()
+    if opened.get("kind") == "tune":
+        return "A tuning was cut off. The settings from before it were put back."
     return f"The upgrade to {opened['to']} was cut off before it had proved itself. {previous} was put back."
 
 

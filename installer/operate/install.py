@@ -86,8 +86,8 @@ class InstallResult:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-class Run(ABC):
-    """What an install and a rollback share: lock, journal, steps, the way back."""
+class Journalled:
+    """What everything shares that changes an installation: lock, journal, steps."""
 
     purpose = "install"
 
@@ -99,16 +99,6 @@ class Run(ABC):
         self.release_command = THIS_CODE
         self.began = time.monotonic()
 
-    def run(self) -> InstallResult:
-        """Raises InstallError; after it nothing is half-done that matters."""
-        try:
-            return self._run()
-        except OSError as error:
-            raise io_error(t("use {name}", name=self.layout.name), error) from error
-
-    @abstractmethod
-    def _run(self) -> InstallResult: ...
-
     def _context(self) -> Context:
         past = intact(self.layout.journal)
         journal = Journal(f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}", past)
@@ -118,17 +108,6 @@ class Run(ABC):
 
     def _lock(self) -> InstallLock:
         return InstallLock(self.layout.lock, self.purpose)
-
-    def _activate(self, context: Context) -> None:
-        """The steps that touch what runs; whatever stops them, the way back is taken."""
-        steps = (*(UNITS if self.layout.system else ()), *ACTIVATE)
-        try:
-            self._steps(context, steps, changed="", passes_interrupt=True)
-        except InstallError as error:
-            raise roll_back(context, error) from error
-        except KeyboardInterrupt:
-            interrupted = InstallError(t("Interrupted."), exit_code=ExitCode.INTERRUPTED, hint=t("Run this again."))
-            raise roll_back(context, interrupted) from None
 
     def _steps(
         self,
@@ -162,6 +141,31 @@ class Run(ABC):
         self.frontend.step(name, "failed", failure.message)
         with contextlib.suppress(OSError):  # the disk may be full; the error itself matters more
             context.journal.add("failed", step=name, error=failure.message, exit_code=failure.exit_code)
+
+
+class Run(Journalled, ABC):
+    """What an install and a rollback share: a result, and the way back."""
+
+    def run(self) -> InstallResult:
+        """Raises InstallError; after it nothing is half-done that matters."""
+        try:
+            return self._run()
+        except OSError as error:
+            raise io_error(t("use {name}", name=self.layout.name), error) from error
+
+    @abstractmethod
+    def _run(self) -> InstallResult: ...
+
+    def _activate(self, context: Context) -> None:
+        """The steps that touch what runs; whatever stops them, the way back is taken."""
+        steps = (*(UNITS if self.layout.system else ()), *ACTIVATE)
+        try:
+            self._steps(context, steps, changed="", passes_interrupt=True)
+        except InstallError as error:
+            raise roll_back(context, error) from error
+        except KeyboardInterrupt:
+            interrupted = InstallError(t("Interrupted."), exit_code=ExitCode.INTERRUPTED, hint=t("Run this again."))
+            raise roll_back(context, interrupted) from None
 
     def _result(self, context: Context, outcome: Outcome) -> InstallResult:
         committed = context.history.committed or {}

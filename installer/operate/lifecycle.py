@@ -127,13 +127,19 @@ def _warn_of_revoked(layout: Layout, name: str, frontend: Frontend) -> None:
 
 
 def _go_back(layout: Layout, frontend: Frontend, service: ServiceManager, history: History, timeout: float) -> None:
-    frontend.note(t("An install was cut off before it had proved its release; going back to the one before."))
+    opened = history.open_switch or {}
+    if opened.get("kind") == "tune":
+        frontend.note(t("A tuning was cut off; going back to the settings from before it."))
+    else:
+        frontend.note(t("An install was cut off before it had proved its release; going back to the one before."))
     journal = Journal("start", intact(layout.journal))
     journal.open(layout.journal)
     try:
         options = InstallOptions(prefix=layout.prefix, start_timeout=timeout)
         context = Context(options, layout, frontend, service, (), journal, history)
-        outcome = roll_back(context, InstallError(t("An install was cut off.")))
+        tuning = (history.open_switch or {}).get("kind") == "tune"
+        cause = t("A tuning was cut off.") if tuning else t("An install was cut off.")
+        outcome = roll_back(context, InstallError(cause))
         if outcome.exit_code == ExitCode.ROLLBACK_FAILED:
             raise outcome
     finally:

@@ -68,7 +68,7 @@ class Rollback(Run):
         committed = context.before.committed
         if committed is None:
             raise _nothing(t("The install that was cut off was the first one."))
-        _prepare(context, committed["release"], committed.get("snapshot"))
+        prepare(context, committed["release"], committed.get("snapshot"))
         if self.options.dry_run:
             return self._result(context, "dry-run")
         outcome = roll_back(context, InstallError(t("An install was cut off."), exit_code=ExitCode.OK))
@@ -84,11 +84,11 @@ def _discover(context: Context) -> str:
         raise _nothing(t("No release has been committed here."))
     if committed.get("previous") is None:
         raise _nothing(t("The release that runs is the first one."))
-    _prepare(context, committed["previous"], committed.get("previous_snapshot"))
+    prepare(context, committed["previous"], committed.get("previous_snapshot"))
     return f"{committed['release']} -> {context.target().name}"
 
 
-def _prepare(context: Context, name: str, snapshot: str | None) -> None:
+def prepare(context: Context, name: str, snapshot: str | None) -> None:
     layout = context.layout
     info = release.read_info(layout, name)
     if not info or not (layout.releases / name / "bin/atoll").is_file():

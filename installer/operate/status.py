@@ -219,7 +219,10 @@ def _tell_state(
         if unit.exit_status:
             why = t("{result}, exit status {code}", result=unit.result, code=unit.exit_status)
         found.error(t("{unit} has failed ({why}).", unit=unit.name, why=why), f"atoll logs --unit {short}")
-    if state == "interrupted":
+    if state == "interrupted" and (history.open_switch or {}).get("kind") == "tune":
+        found.error(t("A tuning was cut off; its trial may still be in force."),
+                    t("Bring the proven settings back: {command}", command=f"atoll start{where}"))
+    elif state == "interrupted":
         back = t("Run the same install again, or go back: {command}", command=f"atoll start{where}")
         found.error(t("An install was cut off."), back)
     elif state == "failed" and not failed:
@@ -242,6 +245,10 @@ def _recovery(log: Replay, state: str, found: Findings) -> Facts | None:
     record = went_back(log.records)
     if record is None or state in ("interrupted", "busy"):
         return None
+    if record.get("kind") == "tune":
+        found.warn(t("A tuning was cut off by a power cut or a crash. At boot, at {at}, the settings from before it "
+                     "were put back.", at=record["at"]), "atoll tune")
+        return {"at": record["at"], "cut_off": "tune", "put_back": record["to"], "next": "atoll tune"}
     if record.get("kind") == "rollback":
         again = "atoll rollback"
     else:

@@ -56,7 +56,9 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
             hint=t("Read {log_hint}, then run the same command again: it goes on from here.", log_hint=layout.log_hint),
             log_tail=cause.log_tail,
         )
-    if previous is None:
+    if opened.get("kind") == "tune" and opened["was_running"]:
+        done = t("The settings from before the tuning are in force again, and the service serves.")
+    elif previous is None:
         done = t("Nothing runs, as before. The verified model stays in the store, so a new attempt copies nothing.")
     elif left and left == set(opened["serving"]):
         done = t("The previous release {previous} was put back. It served all the while; nothing was restarted.",

@@ -56,8 +56,8 @@ class PagedMachine:
 
     def __init__(self, memory: CacheMemory, num_rows: int, max_model_len: int) -> None:
         self.memory = memory
-        self.extent_cells = math.lcm(*memory.per_extent) * PAGE_SIZE
-        self.cells: list[tuple[int, int]] = [(-1, -1)] * (memory.num_extents * self.extent_cells)  # (kind, unit)
+        self.slab_cells = math.lcm(*memory.per_slab) * PAGE_SIZE
+        self.cells: list[tuple[int, int]] = [(-1, -1)] * (memory.num_slabs * self.slab_cells)  # (kind, unit)
         self.content: list[int] = [-1] * len(self.cells)
         self.token_ids = [[-1] * (max_model_len + 1) for _ in range(num_rows)]
         self.block_tables: list[list[list[int]]] = [[[] for _ in range(num_rows)] for _ in memory.windows]
@@ -73,9 +73,9 @@ class PagedMachine:
         self.launched += 1
         if plan.step_id in self.fail_steps:
             raise RuntimeError("injected fault")
-        for extent in plan.moved_extents:
-            start = extent * self.extent_cells
-            self.content[start : start + self.extent_cells] = [-1] * self.extent_cells
+        for slab in plan.moved_slabs:
+            start = slab * self.slab_cells
+            self.content[start : start + self.slab_cells] = [-1] * self.slab_cells
         uids = {seq.row: seq.uid for seq in plan.seqs}
         touched: dict[Unit, set[int]] = defaultdict(set)
         written = self.written[plan.step_id] = defaultdict(list)
@@ -145,9 +145,9 @@ class PagedMachine:
             self._write((len(self.memory.windows), self.slot[seq.row]), seq.uid, touched)
 
     def _assert_passed(self, group: int, position: int, seq: ScheduledSeq) -> None:
-        """A token may go to the trash page if no token after the step sees it, nor a sequence's only token itself."""
+        """A token may go to the null page if no token after the step sees it, nor a sequence's only token itself."""
         window, end = self.memory.windows[group], seq.start + seq.num_tokens
-        assert window is not None, "a real token was sent to the trash page"
+        assert window is not None, "a real token was sent to the null page"
         first_seen = end - window + 1
         assert (position // PAGE_SIZE + 1) * PAGE_SIZE <= first_seen, "a token that will be seen has no page"
         assert seq.num_tokens > 1, "its attention reads the page"
@@ -196,11 +196,11 @@ class PagedMachine:
         self.content[self._claim(kind, target)] = state
 
     def _cells_of(self, kind: int, unit: int) -> range:
-        per = self.memory.per_extent[kind]
+        per = self.memory.per_slab[kind]
         if kind < len(self.memory.windows):
-            unit -= 1  # page 0 lies before the extents
-        size = self.extent_cells // per
-        start = unit // per * self.extent_cells + unit % per * size
+            unit -= 1  # page 0 lies before the slabs
+        size = self.slab_cells // per
+        start = unit // per * self.slab_cells + unit % per * size
         assert 0 <= start < len(self.cells)
         return range(start, start + size)
 

@@ -108,7 +108,7 @@ def test_a_window_bounds_the_memory_of_a_request(mistral_dir, budget):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_layers_with_and_without_a_window_share_the_memory(mixed_dir, overlap):
-    """So little that requests are preempted and extents change hands."""
+    """So little that requests are preempted and slabs change hands."""
     core = engine(mixed_dir, 200_000, max_num_batched_tokens=33, overlap=overlap)
     assert core.kv.memory.windows == (None, WINDOW)
     requests = greedy_requests(14)

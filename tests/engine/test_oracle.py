@@ -20,7 +20,7 @@ LENGTH = 24
 
 
 def tiny_engine(model_dir, *, num_pages=64, block_size=16, **config):
-    """A float32 engine with exactly `num_pages` pages, one of them trash."""
+    """A float32 engine with exactly `num_pages` pages, one of them the null page."""
     fixed = {"device": "cpu", "dtype": "float32", "max_model_len": MAX_LEN, "block_size": block_size}
     probe = EngineConfig(model_dir, **fixed, **config)
     raw = oracle.load(model_dir).config

@@ -37,7 +37,7 @@ class WatchfulMachine(PagedMachine):
     def _watch(self, plan: StepPlan) -> None:
         rows = {seq.row: seq.uid for seq in plan.seqs}
         assert len(rows) == len(plan.seqs), "two sequences of a step share a row"
-        assert 0 not in rows, "the trash row was given out"
+        assert 0 not in rows, "the padding row was given out"
         for step, earlier in self.rows_in_flight.items():
             for row in rows.keys() & earlier.keys():
                 assert rows[row] == earlier[row], f"row {row} changed hands while step {step} is in flight"

@@ -13,8 +13,9 @@ import re
 import sys
 
 from engine import LLM
-from engine.bench import floor, gemv_step
+from engine.bench import floor
 from engine.kernels.runtime import launcher
+from engine.kernels.tuning import decode_step
 
 _LOCAL_SIZE_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 
@@ -30,7 +31,7 @@ def local_bytes(variant: launcher._Variant) -> int:
 def main(config: str, quantization: str) -> None:
     log = io.StringIO()
     logging.basicConfig(level=logging.INFO, stream=log)
-    with gemv_step.few_layers(floor.CONFIGS / config) as model:
+    with decode_step.few_layers(floor.CONFIGS / config) as model:
         LLM(model=model, device="cuda", load_format="dummy", skip_tokenizer_init=True, max_model_len=8192,
             gpu_memory_utilization=0.5, quantization=None if quantization == "none" else quantization)  # fmt: skip
     found = re.search(r"([\d.]+) GiB taken, ([\d.]+) GiB planned", log.getvalue())

@@ -1,4 +1,4 @@
-"""Gated DeltaNet's kernels on a GPU, in the shape of Qwen3.6-27B, against their twins on the CPU."""
+"""Gated DeltaNet's kernels on a GPU, in the shape of Qwen3.6-27B, against their references on the CPU."""
 
 import itertools
 from functools import cache
@@ -53,7 +53,7 @@ class Step:
         return state, ring
 
     @cache  # noqa: B019 (steps live as long as the module)
-    def twin(self) -> list[torch.Tensor]:
+    def reference(self) -> list[torch.Tensor]:
         """In float32, from the same numbers; computed on the CPU, and then where the kernels' results are."""
         state, ring = self.states("cpu", torch.float32)
         batch = RecurrentBatch.build(self.positions, self.slots, self.q_starts, self.counts)
@@ -83,7 +83,7 @@ class Step:
         return [x.float() for x in (out, state, ring)]
 
 
-# A step's numbers and its twin take seconds, and serve several tests.
+# A step's numbers and its reference take seconds, and serve several tests.
 
 
 @cache
@@ -107,10 +107,10 @@ def compiled() -> None:
     compile_ahead(jobs, torch.cuda.get_device_capability())
 
 
-def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
+def error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     """Of all numbers together, relative to them."""
-    assert torch.equal(ours.isnan(), twin.isnan())
-    return float((ours - twin).nan_to_num().norm() / twin.nan_to_num().norm())
+    assert torch.equal(ours.isnan(), reference.isnan())
+    return float((ours - reference).nan_to_num().norm() / reference.nan_to_num().norm())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,8 +120,8 @@ def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
 def test_decode(batch: int, block_v: int | None, kept_in: torch.dtype, dtype: torch.dtype) -> None:
     step = decode_step(batch, dtype)
     limit = 1e-5 if dtype == kept_in == torch.float32 else 1e-2
-    for ours, twin in zip(step.ours(block_v=block_v, kept_in=kept_in), step.twin(), strict=True):
-        assert error(ours, twin) < limit
+    for ours, reference in zip(step.ours(block_v=block_v, kept_in=kept_in), step.reference(), strict=True):
+        assert error(ours, reference) < limit
 
 
 @pytest.mark.parametrize("same_keys", [False, True])
@@ -130,5 +130,5 @@ def test_decode(batch: int, block_v: int | None, kept_in: torch.dtype, dtype: to
 def test_mixed_steps(dtype: torch.dtype, kept_in: torch.dtype, *, same_keys: bool) -> None:
     step = mixed_step(dtype, same_keys=same_keys)
     limit = 2e-3 if dtype == kept_in == torch.float32 else 3e-2
-    for ours, twin in zip(step.ours(kept_in=kept_in), step.twin(), strict=True):
-        assert error(ours, twin) < limit
+    for ours, reference in zip(step.ours(kept_in=kept_in), step.reference(), strict=True):
+        assert error(ours, reference) < limit

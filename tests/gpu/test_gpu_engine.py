@@ -9,6 +9,7 @@ from gpu_scores import TOKENS, lost
 
 from engine import SamplingParams
 from engine.layers import linear
+from engine.layers.quant import unquantized
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -31,7 +32,7 @@ def test_few_sequences_with_large_weights(family: str, tmp_path: Path, monkeypat
     """Two to four rows of a small weight are multiplied in vector form, of a large one on the matrix units."""
     model = checkpoint(tmp_path / family, family)
     monkeypatch.setattr(linear, "_SMALL_WEIGHT", 0)
-    monkeypatch.setattr(linear, "_SOME_OUTPUTS", 0)
+    monkeypatch.setattr(unquantized, "SOME_OUTPUTS", 0)
     found = lost(on_gpu(model, max_num_seqs=4), on_cpu(model))
     assert max(found) < 2e-2, f"prompts {found[0]:.2e}, answers {found[1]:.2e}"
 

@@ -1,5 +1,5 @@
 """fp8 inside a model: its scores are off by what the same roundings cost on a CPU; and every product of its steps is
-what its twin makes of the very same input.
+what its reference makes of the very same input.
 
 (fp8 costs random layers so much that a wrong product may hide in it. With the input given, one rounding to bf16 is all
 that stands between a kernel and plain float32 arithmetic.)
@@ -21,6 +21,7 @@ from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers import linear
 from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
 from engine.layers.linear import Linear
+from engine.layers.quant import unquantized
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -45,7 +46,7 @@ def test_few_sequences_multiply_with_large_weights_on_the_fp8_units(
 ) -> None:
     """As above, of up to four sequences, in whose steps small weights meet activations that are not rounded."""
     monkeypatch.setattr(linear, "_SMALL_WEIGHT", 0)
-    monkeypatch.setattr(linear, "_SOME_OUTPUTS", 0)
+    monkeypatch.setattr(unquantized, "SOME_OUTPUTS", 0)
     lost_as_is_due(checkpoint(tmp_path / family, family), max_num_seqs=4)
 
 
@@ -62,7 +63,7 @@ def lost_as_is_due(model: Path, **steps: int) -> list[float]:
     return found
 
 
-def twin(product: Linear, x: Activations) -> torch.Tensor:
+def reference(product: Linear, x: Activations) -> torch.Tensor:
     """[T, out] in float32, from the weight and the activations that `product` has in fp8."""
     if isinstance(x, UnnormedRows):
         normed = pointwise_reference.rms_norm(x.values, x.weight, x.eps, wide_offset=x.offset)
@@ -82,7 +83,7 @@ def twin(product: Linear, x: Activations) -> torch.Tensor:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[dict[str, list[tuple[int, float]]]]:
-    """Of each product in fp8: the rows of every call meanwhile, and how far it was from its twin."""
+    """Of each product in fp8: the rows of every call meanwhile, and how far it was from its reference."""
     seen: dict[str, list[tuple[int, float]]] = defaultdict(list)
     hooks = []
     for name, module in model.named_modules():
@@ -90,7 +91,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[tuple[int, float]]]]:
 
             def note(product: nn.Module, args: tuple, y: torch.Tensor, name: str = name) -> None:
                 assert isinstance(product, Linear)
-                wanted = twin(product, args[0])
+                wanted = reference(product, args[0])
                 seen[name].append((y.shape[0], float((y.float() - wanted).norm() / wanted.norm())))
 
             hooks.append(module.register_forward_hook(note))
@@ -103,7 +104,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[tuple[int, float]]]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4-31b", "gemma4-26b", "qwen3.5"])
-def test_every_product_of_a_step_is_that_of_its_twin(family: str, tmp_path: Path) -> None:
+def test_every_product_of_a_step_is_that_of_its_reference(family: str, tmp_path: Path) -> None:
     flags = {"quantization": "fp8", "kv_cache_dtype": "fp8", "enforce_eager": True, "max_num_seqs": 16}
     llm = on_gpu(checkpoint(tmp_path / family, family), **flags)
     model = model_of(llm)
@@ -121,7 +122,7 @@ def test_every_product_of_a_step_is_that_of_its_twin(family: str, tmp_path: Path
         assert min(rows for rows, _ in calls) <= 16, f"{name}: no step of decoding"
     assert all(off < LIMIT for _, off in worst.values()), worst
 
-    # A scale that is 4 % off for one output in four is noticed. (The product's own: the twin's is another tensor.)
+    # A scale that is 4 % off for one output in four is noticed. (The product's own: the reference's is another tensor.)
     broken = next(module for module in model.modules() if isinstance(module, Linear) and module.scale is not None)
     with torch.inference_mode():
         broken.scale_row = broken.scale_row.clone()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from engine.bench import random_checkpoint
+from engine.bench.author import random_checkpoint
 from engine.errors import ModelError
 from engine.layers.linear import Linear
 from engine.layers.quant.fp8 import FP8, quantize_weight

@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: the shapes of real layers against the twin, and the same bits however steps are started."""
+"""Routed experts on a GPU: real layers' shapes against the reference, and the same bits however steps are started."""
 
 import itertools
 from collections.abc import Callable
@@ -85,18 +85,18 @@ def routed(shape: str, x: torch.Tensor, logits: torch.Tensor, layer: Layer) -> t
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_equal_their_twins(shape: str, fp8: bool) -> None:
+def test_kernels_equal_their_references(shape: str, fp8: bool) -> None:
     num_experts, top_k, hidden, _, gate = SHAPES[shape]
     layer = make_layer(shape, fp8=fp8)
     for tokens in TOKENS:
         x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
         logits = torch.randn(tokens, num_experts, device=DEVICE).bfloat16()
         experts, weights, ours = routed(shape, x, logits, layer)
-        twin_weights, twin_experts = moe_reference.choose_experts(logits, top_k)
-        assert torch.equal(experts, twin_experts), tokens
-        torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
-        twin = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
-        error = (ours.float() - twin).norm(dim=1) / twin.norm(dim=1)
+        reference_weights, reference_experts = moe_reference.choose_experts(logits, top_k)
+        assert torch.equal(experts, reference_experts), tokens
+        torch.testing.assert_close(weights, reference_weights, rtol=1e-5, atol=1e-6)
+        reference = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        error = (ours.float() - reference).norm(dim=1) / reference.norm(dim=1)
         assert error.max() < (4e-2 if fp8 else 1e-2), f"{tokens} tokens: {error.max():.2e}"
 
 
@@ -113,8 +113,8 @@ def test_any_routing(skew: str) -> None:
             logits[:, 8:] -= 50
         x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
         experts, weights, ours = routed(LONG, x, logits, layer)
-        twin = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
-        assert ((ours.float() - twin).norm(dim=1) / twin.norm(dim=1)).max() < 1e-2
+        reference = moe_reference.routed_experts(x, weights, experts, *layer, gate=gate).float()
+        assert ((ours.float() - reference).norm(dim=1) / reference.norm(dim=1)).max() < 1e-2
 
 
 def link(residual: torch.Tensor, norm: torch.Tensor, layer: Layer, pause: Callable[[], None]) -> None:

@@ -49,7 +49,7 @@ class Haystack:
         self.needle = (direction[:, 0] * PULL).bfloat16()  # [Hkv, D]
         self.marker = torch.where(torch.rand(KV_HEADS, DIM, generator=generator) < 0.5, -1.0, 1.0).bfloat16()
 
-        order = torch.randperm(own, generator=generator) + 1  # page 0 is the trash page
+        order = torch.randperm(own, generator=generator) + 1  # page 0 is the null page
         both = torch.zeros(1 + own + len(PLACES), 2, PAGE, KV_HEADS, DIM, dtype=torch.bfloat16)
         both[order, 0] = self.keys.view(own, PAGE, KV_HEADS, DIM)
         both[order, 1] = self.values.view(own, PAGE, KV_HEADS, DIM)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_kit import checkpoint, on_gpu
 
-from engine.bench import random_checkpoint
+from engine.bench.author import random_checkpoint
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import load_weights, quantize
 

@@ -13,16 +13,6 @@ from offline_bundle.runtime import wheels
 from offline_bundle.signing.keys import KeyPair, new_keypair
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes minutes has a make target of its own (make test-runtime)."""
-    if "slow" in (config.option.markexpr or ""):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
-
-
 @pytest.fixture(scope="session")
 def vendor(tmp_path_factory: pytest.TempPathFactory) -> KeyPair:
     return new_keypair(tmp_path_factory.mktemp("trust") / "keys", "vendor")

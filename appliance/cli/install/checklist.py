@@ -80,6 +80,9 @@ def run(
     trust_key: TrustKey = None,
     waive: Waive = None,
     by: By = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--step", metavar="NAME", help="Only this step, done or not; may be repeated.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run the steps from the first that is not done to the last.
@@ -87,7 +90,7 @@ def run(
     The work is a job of its own: if this terminal is lost, it continues. Ctrl-C cancels it. With --answers nothing is
     asked. Exit code 0: all done; 3: blocked by a check; 20: a licence is not accepted; otherwise that of the step.
     """
-    _run((), medium, prefix, answers, trust_key, waive, by, as_json)
+    _run(tuple(only or ()), medium, prefix, answers, trust_key, waive, by, as_json)
 
 
 @app.command(epilog=examples("atoll checklist step gpu", "atoll checklist step model --answers answers.toml"))

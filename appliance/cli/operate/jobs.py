@@ -83,6 +83,14 @@ def execute(directory: Path) -> None:
     raise typer.Exit(run_spec(directory))
 
 
+@app.command(name="settle", hidden=True)
+def settle(directory: Path) -> None:
+    """Put back what a job that was killed has left open (its unit and its guard do)."""
+    from appliance.service.jobs.guard import settle_after
+
+    raise typer.Exit(settle_after(directory))
+
+
 def _say(name: str, result: dict, as_json: bool) -> None:
     if as_json:
         print_json({"job": name, "exit_code": 0, "result": result})

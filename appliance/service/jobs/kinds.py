@@ -11,11 +11,14 @@ from installer.base.layout import Layout
 def run_spec(path: Path) -> int:
     """Run the job whose directory is `path` in this process; its exit code."""
     job = Job(path)
-    spec = job.spec
-    prefix = Path(spec["prefix"])
-    layout = Layout.server(prefix) if spec["system"] else Layout.at(prefix)
     os.umask(0o022)
-    return run_process(job, work_of(spec, layout))
+    return run_process(job, work_of(job.spec, layout_of(job)))
+
+
+def layout_of(job: Job) -> Layout:
+    """The installation that a job works on."""
+    prefix = Path(job.spec["prefix"])
+    return Layout.server(prefix) if job.spec["system"] else Layout.at(prefix)
 
 
 def work_of(spec: dict, layout: Layout) -> Work:
@@ -24,6 +27,10 @@ def work_of(spec: dict, layout: Layout) -> Work:
         from appliance.service.installing import decode_options, install_work
 
         return install_work(decode_options(spec["given"]), layout)
+    if spec["kind"] in ("tune", "tune-reset"):
+        from appliance.service.tuning.work import work_of_spec
+
+        return work_of_spec(spec["kind"], spec["given"], layout)
     from appliance.service.checklist import checklist_work
     from appliance.service.run_request import RunRequest
 

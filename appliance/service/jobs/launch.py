@@ -66,25 +66,26 @@ def _booted(layout: Layout) -> bool:
 def _start_unit(job: Job) -> bool:
     """Whether systemd has started it. A machine without systemd-run gets the forked process instead."""
     environment = [f"--setenv={name}={value}" for name in _PASSED_ON if (value := os.environ.get(name))]
+    command = this_atoll()
+    settings = [] if code_tree() is not None else [f"--setenv=PYTHONPATH={code_root()}"]
     done = run(
         [
             "systemd-run", "--quiet", "--collect", "--service-type=exec", f"--unit={UNIT}{job.id}", "--no-ask-password",
             "--property=KillSignal=SIGINT", "--property=TimeoutStopSec=180", "--property=SendSIGKILL=yes",
             f"--property=StandardError=append:{job.path / 'log'}", "--property=StandardOutput=null",
+            f"--property=ExecStopPost=-{' '.join([*command, 'jobs', 'settle', str(job.path)])}",
             "--property=KillMode=mixed", "--property=UMask=0022", f"--working-directory={os.getcwd()}",
-            *environment, *_this_atoll(), "jobs", "exec", str(job.path),
+            *environment, *settings, *command, "jobs", "exec", str(job.path),
         ],
         30.0,
     )  # fmt: skip
     return done.code == 0
 
 
-def _this_atoll() -> list[str]:
-    """The `atoll` of the running code: a code tree has a command of its own, a checkout needs its place named."""
+def this_atoll() -> list[str]:
+    """The `atoll` of the running code: a code tree has a command of its own; a checkout needs PYTHONPATH besides."""
     tree = code_tree()
-    if tree is not None:
-        return [str(tree / "bin/atoll")]
-    return [f"--setenv=PYTHONPATH={code_root()}", *THIS_CODE]
+    return [str(tree / "bin/atoll")] if tree is not None else list(THIS_CODE)
 
 
 def _fork(job: Job, work: Work) -> int:

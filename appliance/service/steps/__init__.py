@@ -4,5 +4,7 @@ from appliance.service.steps.base import Step
 from appliance.service.steps.gpu import GpuStep
 from appliance.service.steps.install import InstallStep
 from appliance.service.steps.model import ModelStep
+from appliance.service.steps.tune import TuneStep
+from appliance.service.steps.verify import VerifyStep
 
-STEPS: tuple[Step, ...] = (GpuStep(), ModelStep(), InstallStep())
+STEPS: tuple[Step, ...] = (GpuStep(), ModelStep(), InstallStep(), TuneStep(), VerifyStep())

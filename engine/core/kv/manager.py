@@ -1,7 +1,7 @@
 """Who owns which page and slot: admission by prefix hit, growth, pages that leave a window, release after flight.
 
 A sequence has a block table for each group of layers (spec.py), all of the same length; entries that its window has
-passed are the trash page. So are, where pages are short, those of tokens that the last one of the step that computes
+passed are the null page. So are, where pages are short, those of tokens that the last one of the step that computes
 them no longer sees: attention reads a step's own keys from its projections, and nobody but the prefix cache would need
 them. (What the last one sees must be there: layers without keys of their own go on with it alone.)
 
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from engine.core.batch import PageUpdate
-from engine.core.kv.pages import TRASH_PAGE, Arena, PagePool
+from engine.core.kv.pages import NULL_PAGE, Arena, PagePool
 from engine.core.kv.prefix import PageHasher
 from engine.core.kv.prefix_search import Prefix, PrefixSearch
 from engine.core.kv.spec import CacheMemory, pages_for
@@ -34,7 +34,7 @@ class KVManager:
         self.step_tokens = step_tokens
         self.enable_prefix_caching = enable_prefix_caching
         groups = range(len(memory.windows))
-        self.arena = Arena(memory.num_extents, memory.per_extent, [1] * len(groups) + [0] * memory.has_state)
+        self.arena = Arena(memory.num_slabs, memory.per_slab, [1] * len(groups) + [0] * memory.has_state)
         self.pools: list[PagePool] = self.arena.pools[: len(groups)]
         self.slots: PagePool | None = self.arena.pools[-1] if memory.has_state else None
         self._windows = memory.window_groups
@@ -56,8 +56,8 @@ class KVManager:
     @property
     def usage(self) -> float:
         """Share of the memory that is in use."""
-        extents = sum(pool.num_in_use / pool.per_extent for pool in self.arena.pools)
-        return extents / self.arena.num_extents
+        slabs = sum(pool.num_in_use / pool.per_slab for pool in self.arena.pools)
+        return slabs / self.arena.num_slabs
 
     @property
     def num_deferred(self) -> int:
@@ -69,7 +69,7 @@ class KVManager:
     def find_prefix(self, seq: Sequence) -> Prefix:
         """The longest cached beginning of `seq`; no state changes.
 
-        At most all pages but the one of the last known token: that token is computed anew, its logits are needed.
+        At most all pages but the one of the last known token: that token is computed again, its logits are needed.
         Requests for prompt logprobs compute their whole prompt.
         """
         if not self.enable_prefix_caching or (seq.params.prompt_logprobs is not None and seq.num_output_tokens == 0):
@@ -94,7 +94,7 @@ class KVManager:
             else:
                 need += promised
             needs.append(need + (self._watermarks[group] if reserve else 0))
-        woken: list[list[int]] = [[p for p in table if p != TRASH_PAGE] for table in hit.tables]
+        woken: list[list[int]] = [[p for p in table if p != NULL_PAGE] for table in hit.tables]
         if self.slots is not None:
             needs.append(1)
             woken.append([] if hit.checkpoint is None else [hit.checkpoint])
@@ -112,11 +112,11 @@ class KVManager:
         """Give a waiting sequence the cached pages of its prefix, and a slot for its state, for a step to come."""
         assert not seq.pages, "a waiting sequence owns no pages"
         for pool, table in zip(self.pools, hit.tables, strict=True):
-            pool.share(page for page in table if page != TRASH_PAGE)
+            pool.share(page for page in table if page != NULL_PAGE)
         seq.tables = [list(table) for table in hit.tables]
         seq.num_passed = seq.num_passed_sent = [0] * len(self.pools)
         if self._windows:
-            seq.num_passed = [next((i for i, p in enumerate(t) if p != TRASH_PAGE), len(t)) for t in seq.tables]
+            seq.num_passed = [next((i for i, p in enumerate(t) if p != NULL_PAGE), len(t)) for t in seq.tables]
             seq.num_passed_sent = list(seq.num_passed)
         seq.num_registered_pages = len(seq.pages)
         seq.num_computed_tokens = hit.num_tokens
@@ -148,7 +148,7 @@ class KVManager:
         if taken is None:
             return False
         for table, new in zip(seq.tables, taken, strict=False):
-            table += [TRASH_PAGE] * (missing - len(new)) + new
+            table += [NULL_PAGE] * (missing - len(new)) + new
         return True
 
     def register_full_pages(self, seq: Sequence) -> None:
@@ -160,7 +160,7 @@ class KVManager:
             self._hasher.extend(seq)
             for pool, table in zip(self.pools, seq.tables, strict=True):
                 for i in range(seq.num_registered_pages, full):
-                    if table[i] != TRASH_PAGE:
+                    if table[i] != NULL_PAGE:
                         pool.register(table[i], seq.page_hashes[i])
             seq.num_registered_pages = full
 
@@ -231,8 +231,8 @@ class KVManager:
             updates.append(PageUpdate(seq.row, seq.num_pages_sent, table[seq.num_pages_sent :], group))
         seq.num_pages_sent = len(seq.pages)
 
-    def take_moved_extents(self) -> list[int]:
-        """Extents that changed hands since the last call."""
+    def take_moved_slabs(self) -> list[int]:
+        """Slabs that changed hands since the last call."""
         moved, self.arena.moved = self.arena.moved, []
         return moved
 
@@ -264,9 +264,9 @@ class KVManager:
             assert seq.num_computed_tokens <= room or not seq.pages, f"{seq.request_id} overruns its pages"
             for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
                 assert len(table) == len(seq.pages), "block tables of different lengths"
-                assert set(table[: seq.num_passed[group]]) <= {TRASH_PAGE}
+                assert set(table[: seq.num_passed[group]]) <= {NULL_PAGE}
                 seen = self.memory.passed_pages(group, seq.num_computed_tokens)
-                assert TRASH_PAGE not in table[seen:], f"{seq.request_id} lacks a page that it will read"
+                assert NULL_PAGE not in table[seen:], f"{seq.request_id} lacks a page that it will read"
                 own = _owned(table)
                 assert len(set(own)) == len(own), f"{seq.request_id} owns a page twice"
                 for page in own:
@@ -305,7 +305,7 @@ class KVManager:
             if passed > done:
                 table = seq.tables[group]
                 self._release(seq, self.pools[group], _owned(table[done:passed]))
-                table[done:passed] = [TRASH_PAGE] * (passed - done)
+                table[done:passed] = [NULL_PAGE] * (passed - done)
                 seq.num_passed[group] = passed
 
     def _checkpoints(self, seq: Sequence, hit: Prefix) -> list[int]:
@@ -325,4 +325,4 @@ class KVManager:
 
 
 def _owned(table: list[int]) -> list[int]:
-    return [page for page in table if page != TRASH_PAGE]
+    return [page for page in table if page != NULL_PAGE]

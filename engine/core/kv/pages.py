@@ -1,36 +1,36 @@
 """The pools of pages and state slots: reference counts, free lists, which page holds which hash; and the arena of
-extents that they share.
+slabs that they share.
 
-    page 0          trash: padding writes land here, entries of a window's past point here; never given out
+    page 0          null page: padding writes here, and entries that have left the window point here; never given out
     in use          refs > 0
     free, cached    refs == 0 but still addressable by hash; reused last, oldest first (LRU)
     free, empty     refs == 0 and without a hash
 
-A page is always in exactly one of these states, or its extent belongs to another pool; `check` verifies it.
+A page is always in exactly one of these states, or its slab belongs to another pool; `check` verifies it.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-TRASH_PAGE = 0
+NULL_PAGE = 0
 
 
 class Arena:
-    """Extents, each without owner or owned by one pool.
+    """Slabs, each without owner or owned by one pool.
 
-    `moved` lists extents that hold what another pool left there, until somebody clears the list.
+    `moved` lists slabs that hold what another pool left there, until somebody clears the list.
     """
 
-    def __init__(self, num_extents: int, per_extent: Sequence[int], first_ids: Sequence[int]) -> None:
-        self.num_extents = num_extents
-        self.free = deque(range(num_extents))
-        self.pools = [PagePool(self, per, first) for per, first in zip(per_extent, first_ids, strict=True)]
+    def __init__(self, num_slabs: int, per_slab: Sequence[int], first_ids: Sequence[int]) -> None:
+        self.num_slabs = num_slabs
+        self.free = deque(range(num_slabs))
+        self.pools = [PagePool(self, per, first) for per, first in zip(per_slab, first_ids, strict=True)]
         self.moved: list[int] = []
         self.num_released = 0              # so many times a page or slot was released by its last owner
         self.named_watched = False         # one has got a name that somebody watches for
         self._watched: set[bytes] = set()
-        self._last_owner: list[PagePool | None] = [None] * num_extents
+        self._last_owner: list[PagePool | None] = [None] * num_slabs
         self._clock = 0
         if len(self.pools) == 1:  # nobody to share with
             self.pools[0].adopt_all()
@@ -49,7 +49,7 @@ class Arena:
         if slack >= 0:
             return 0
         if len(self.pools) > 1:
-            return -slack  # the release of a page can free an extent
+            return -slack  # the release of a page can free a slab
         [pool], [need], [wake] = self.pools, needs, woken or [()]
         return need + sum(map(pool.is_free, wake)) - pool.num_free
 
@@ -66,7 +66,7 @@ class Arena:
         slack = self._slack(needs)
         if slack < 0:
             return None
-        # A page may cost an extent, where a cached one of a busy extent would have done. One pool must not take so
+        # A page may cost a slab, where a cached one of a busy slab would have done. One pool must not take so
         # what another one needs.
         careful = slack < sum(needs)
         taken = []
@@ -77,54 +77,54 @@ class Arena:
         return taken
 
     def _slack(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> int:
-        """Extents that nobody uses, less those that `needs` will take at best; below zero if they do not fit."""
+        """Slabs that nobody uses, less those that `needs` will take at best; below zero if they do not fit."""
         spare, missing = len(self.free), 0
         for pool, need, wake in zip(self.pools, needs, woken or [()] * len(needs), strict=True):
             asleep = [page for page in wake if pool.is_free(page)]
-            idle = len(pool.idle) - len({e for page in asleep if (e := pool.extent_of(page)) in pool.idle})
+            idle = len(pool.idle) - len({e for page in asleep if (e := pool.slab_of(page)) in pool.idle})
             spare += idle
-            short = need + len(asleep) - (pool.num_free - idle * pool.per_extent)
+            short = need + len(asleep) - (pool.num_free - idle * pool.per_slab)
             if short > 0:
-                missing += -(-short // pool.per_extent)
+                missing += -(-short // pool.per_slab)
         return spare - missing
 
-    def find_extent(self, taker: "PagePool", before: int | None = None) -> int | None:
-        """An extent for `taker`: a free one, else the one of another pool that has been idle the longest, and, with
+    def find_slab(self, taker: "PagePool", before: int | None = None) -> int | None:
+        """A slab for `taker`: a free one, else the one of another pool that has been idle the longest, and, with
         `before`, since before then."""
         if self.free:
-            extent = self.free.popleft()
+            slab = self.free.popleft()
         else:
             idle = [(next(iter(pool.idle.values())), pool) for pool in self.pools if pool is not taker and pool.idle]
             since, pool = min(idle, key=lambda entry: entry[0], default=(0, None))
             if pool is None or (before is not None and since >= before):
                 return None
-            extent = pool.give_up_idle()
-        if self._last_owner[extent] not in (None, taker):
-            self.moved.append(extent)
-        self._last_owner[extent] = taker
-        return extent
+            slab = pool.give_up_idle()
+        if self._last_owner[slab] not in (None, taker):
+            self.moved.append(slab)
+        self._last_owner[slab] = taker
+        return slab
 
     def check(self) -> None:
-        """Raise AssertionError unless every extent has one owner and every pool is sound."""
-        owned = [extent for pool in self.pools for extent in pool.used]
-        assert sorted([*self.free, *owned]) == list(range(self.num_extents)), "an extent is lost or owned twice"
+        """Raise AssertionError unless every slab has one owner and every pool is sound."""
+        owned = [slab for pool in self.pools for slab in pool.used]
+        assert sorted([*self.free, *owned]) == list(range(self.num_slabs)), "an slab is lost or owned twice"
         for pool in self.pools:
             pool.check()
 
 
 class PagePool:
-    """Hands out the pages of its extents, `first_id + extent * per_extent + i`. All operations are O(1) a page."""
+    """Hands out the pages of its slabs, `first_id + slab * per_slab + i`. All operations are O(1) a page."""
 
-    def __init__(self, arena: Arena, per_extent: int, first_id: int) -> None:
-        self.per_extent = per_extent
-        self.num_pages = first_id + arena.num_extents * per_extent
+    def __init__(self, arena: Arena, per_slab: int, first_id: int) -> None:
+        self.per_slab = per_slab
+        self.num_pages = first_id + arena.num_slabs * per_slab
         self.refs = [0] * self.num_pages
-        self.used: dict[int, int] = {}                          # pages in use of each extent that is ours
-        self.idle: OrderedDict[int, int] = OrderedDict()        # our extents without a page in use; since when
+        self.used: dict[int, int] = {}                          # pages in use of each slab that is ours
+        self.idle: OrderedDict[int, int] = OrderedDict()        # our slabs without a page in use; since when
         self.num_in_use = 0
         self._arena = arena
         self._first_id = first_id
-        self._empty: OrderedDict[int, deque[int]] = OrderedDict()  # empty pages by extent; emptied extents come last
+        self._empty: OrderedDict[int, deque[int]] = OrderedDict()  # empty pages by slab; emptied slabs come last
         self._num_empty = 0
         self._cached: OrderedDict[int, int] = OrderedDict()     # refs == 0, hash known; since when; oldest first
         self._hash_of: dict[int, bytes] = {}
@@ -132,26 +132,26 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages if all extents were ours."""
+        """Pages if all slabs were ours."""
         return self.num_pages - self._first_id
 
     @property
     def num_free(self) -> int:
-        """In our extents."""
+        """In our slabs."""
         return self._num_empty + len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Free, or in extents that we could have."""
+        """Free, or in slabs that we could have."""
         others = sum(len(pool.idle) for pool in self._arena.pools if pool is not self)
-        return self.num_free + (len(self._arena.free) + others) * self.per_extent
+        return self.num_free + (len(self._arena.free) + others) * self.per_slab
 
     def take(self, count: int) -> list[int] | None:
         """`count` pages with one reference each, or None (and no change) when fewer are available."""
         if count > self.num_free and count > self.num_available:
             return None
         if self._num_empty < count and len(self._arena.pools) > 1:
-            self._find_extents(count)
+            self._find_slabs(count)
         pages = []
         for _ in range(count):
             if self._num_empty:
@@ -162,24 +162,24 @@ class PagePool:
         return pages
 
     def take_carefully(self, count: int) -> list[int]:
-        """Pages that are known to fit, from as few extents that nobody uses as can be."""
+        """Pages that are known to fit, from as few slabs that nobody uses as can be."""
         pages: list[int] = []
-        for extent in [e for e in self._empty if e not in self.idle]:
-            while len(pages) < count and extent in self._empty:
-                pages.append(self._give(self._pop_empty(extent)))
-        busy = (page for page in self._cached if self.extent_of(page) not in self.idle)
+        for slab in [e for e in self._empty if e not in self.idle]:
+            while len(pages) < count and slab in self._empty:
+                pages.append(self._give(self._pop_empty(slab)))
+        busy = (page for page in self._cached if self.slab_of(page) not in self.idle)
         pages += [self._give(self._evict(page)) for page in list(islice(busy, count - len(pages)))]
         while len(pages) < count:
             if not self.idle or self._arena.free:
-                extent = self._arena.find_extent(self)
-                assert extent is not None, "known to fit"
-                self._adopt(extent)
+                slab = self._arena.find_slab(self)
+                assert slab is not None, "known to fit"
+                self._adopt(slab)
             else:
-                extent = next(iter(self.idle))
-            for page in [p for p in self._pages_of(extent) if p in self._cached]:
+                slab = next(iter(self.idle))
+            for page in [p for p in self._pages_of(slab) if p in self._cached]:
                 self._add_empty(self._evict(page))
-            while len(pages) < count and extent in self._empty:
-                pages.append(self._give(self._pop_empty(extent)))
+            while len(pages) < count and slab in self._empty:
+                pages.append(self._give(self._pop_empty(slab)))
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -198,17 +198,17 @@ class PagePool:
                 raise RuntimeError(f"page {page} released more often than taken")
             self.refs[page] = refs
             if refs == 0:
-                extent = self.extent_of(page)
+                slab = self.slab_of(page)
                 self._arena.num_released += 1
                 self.num_in_use -= 1
-                self.used[extent] -= 1
+                self.used[slab] -= 1
                 if page in self._hash_of:
                     self._cached[page] = self._arena.tick()
                 else:
                     self._add_empty(page)
-                if self.used[extent] == 0:
-                    self.idle[extent] = self._arena.tick()
-                    self._return_if_empty(extent)
+                if self.used[slab] == 0:
+                    self.idle[slab] = self._arena.tick()
+                    self._return_if_empty(slab)
 
     def register(self, page: int, digest: bytes) -> None:
         """Make a full page findable by its hash. A hash that another page already answers to keeps that page."""
@@ -225,7 +225,7 @@ class PagePool:
                 if self.refs[page] == 0:
                     del self._cached[page]
                     self._add_empty(page)
-                    self._return_if_empty(self.extent_of(page))
+                    self._return_if_empty(self.slab_of(page))
 
     def forget_all(self) -> bool:
         """Empty the prefix cache; pages in use stay in use. Whether there was one."""
@@ -239,18 +239,18 @@ class PagePool:
     def is_free(self, page: int) -> bool:
         return self.refs[page] == 0
 
-    def extent_of(self, page: int) -> int:
-        return (page - self._first_id) // self.per_extent
+    def slab_of(self, page: int) -> int:
+        return (page - self._first_id) // self.per_slab
 
     def give_up_idle(self) -> int:
-        """Part with the extent that has been idle the longest; what it caches is lost."""
-        extent = next(iter(self.idle))
-        for page in self._pages_of(extent):
+        """Part with the slab that has been idle the longest; what it caches is lost."""
+        slab = next(iter(self.idle))
+        for page in self._pages_of(slab):
             if page in self._cached:
                 self._drop_hash(page)
                 del self._cached[page]
-        self._part_with(extent)
-        return extent
+        self._part_with(slab)
+        return slab
 
     def adopt_all(self) -> None:
         while self._arena.free:
@@ -258,58 +258,58 @@ class PagePool:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _pages_of(self, extent: int) -> range:
-        start = self._first_id + extent * self.per_extent
-        return range(start, start + self.per_extent)
+    def _pages_of(self, slab: int) -> range:
+        start = self._first_id + slab * self.per_slab
+        return range(start, start + self.per_slab)
 
-    def _find_extents(self, count: int) -> None:
+    def _find_slabs(self, count: int) -> None:
         """Have `count` free pages, without evicting what is younger than what other pools have cached."""
         while self._num_empty < count:
             oldest = next(iter(self._cached.values())) if self.num_free >= count else None
-            extent = self._arena.find_extent(self, oldest)
-            if extent is None:
+            slab = self._arena.find_slab(self, oldest)
+            if slab is None:
                 return
-            self._adopt(extent)
+            self._adopt(slab)
 
-    def _adopt(self, extent: int) -> None:
-        self.used[extent] = 0
-        self.idle[extent] = self._arena.tick()
-        self._empty[extent] = deque(self._pages_of(extent))
-        self._num_empty += self.per_extent
+    def _adopt(self, slab: int) -> None:
+        self.used[slab] = 0
+        self.idle[slab] = self._arena.tick()
+        self._empty[slab] = deque(self._pages_of(slab))
+        self._num_empty += self.per_slab
 
-    def _part_with(self, extent: int) -> None:
-        del self.used[extent], self.idle[extent]
-        self._num_empty -= len(self._empty.pop(extent, ()))
+    def _part_with(self, slab: int) -> None:
+        del self.used[slab], self.idle[slab]
+        self._num_empty -= len(self._empty.pop(slab, ()))
 
-    def _return_if_empty(self, extent: int) -> None:
-        """An extent with nothing in use and nothing cached is anybody's; one that nobody else could want stays."""
-        empty = self._empty.get(extent, ())
-        if extent in self.idle and len(empty) == self.per_extent and len(self._arena.pools) > 1:
-            self._part_with(extent)
-            self._arena.free.append(extent)
+    def _return_if_empty(self, slab: int) -> None:
+        """A slab with nothing in use and nothing cached is anybody's; one that nobody else could want stays."""
+        empty = self._empty.get(slab, ())
+        if slab in self.idle and len(empty) == self.per_slab and len(self._arena.pools) > 1:
+            self._part_with(slab)
+            self._arena.free.append(slab)
 
     def _wake(self, page: int) -> None:
         """Count a page as in use."""
-        extent = self.extent_of(page)
+        slab = self.slab_of(page)
         self.num_in_use += 1
-        self.used[extent] += 1
-        self.idle.pop(extent, None)
+        self.used[slab] += 1
+        self.idle.pop(slab, None)
 
     def _give(self, page: int) -> int:
         self.refs[page] = 1
         self._wake(page)
         return page
 
-    def _pop_empty(self, extent: int) -> int:
-        pages = self._empty[extent]
+    def _pop_empty(self, slab: int) -> int:
+        pages = self._empty[slab]
         page = pages.popleft()
         self._num_empty -= 1
         if not pages:
-            del self._empty[extent]
+            del self._empty[slab]
         return page
 
     def _add_empty(self, page: int) -> None:
-        self._empty.setdefault(self.extent_of(page), deque()).append(page)
+        self._empty.setdefault(self.slab_of(page), deque()).append(page)
         self._num_empty += 1
 
     def _evict(self, page: int) -> int:
@@ -321,21 +321,21 @@ class PagePool:
         del self._page_of[self._hash_of.pop(page)]
 
     def check(self) -> None:
-        """Raise AssertionError unless every page of our extents is in one state and the hash maps mirror each other."""
+        """Raise AssertionError unless every page of our slabs is in one state and the hash maps mirror each other."""
         empty = [page for pages in self._empty.values() for page in pages]
         assert len(set(empty)) == len(empty) == self._num_empty, "a page is twice in the free list"
         assert not set(empty) & set(self._cached), "a page is both empty and cached"
         free = {*empty, *self._cached}
-        ours = {page for extent in self.used for page in self._pages_of(extent)}
+        ours = {page for slab in self.used for page in self._pages_of(slab)}
         assert free <= ours, "a page of another pool is free here"
         for page in range(self.num_pages):
             assert page in ours or (self.refs[page] == 0 and page not in self._hash_of), f"page {page} is not ours"
             assert page not in ours or (page in free) == (self.refs[page] == 0), f"page {page}: {self.refs[page]} refs"
             assert (page in self._cached) <= (page in self._hash_of), f"page {page} is cached without a hash"
         assert not any(page in self._hash_of for page in empty), "an empty page has a hash"
-        assert all(self._empty.values()), "an extent is listed without an empty page"
+        assert all(self._empty.values()), "an slab is listed without an empty page"
         assert {p: d for d, p in self._page_of.items()} == self._hash_of, "hash maps disagree"
-        for extent, used in self.used.items():
-            assert used == sum(self.refs[page] > 0 for page in self._pages_of(extent)), f"extent {extent} lost count"
-            assert (extent in self.idle) == (used == 0), f"extent {extent}: {used} pages in use"
+        for slab, used in self.used.items():
+            assert used == sum(self.refs[page] > 0 for page in self._pages_of(slab)), f"slab {slab} lost count"
+            assert (slab in self.idle) == (used == 0), f"slab {slab}: {used} pages in use"
         assert self.num_in_use == sum(self.used.values()), "lost count of the pages in use"

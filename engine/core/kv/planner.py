@@ -8,7 +8,7 @@
       |- graphs          recorded steps
       |- step buffers    what the host sends each step, and the sampler's scratch
       |- request table   token ids and block tables
-      '- KV cache        the rest: extents of pages, and of states if the model has recurrent layers (spec.py)
+      '- KV cache        the rest: slabs of pages, and of states if the model has recurrent layers (spec.py)
 
 Tables that the GPU reads out of host memory are listed below it: they take none of this.
 
@@ -72,7 +72,7 @@ class MemoryPlan:
     budget: MemoryBudget
     table_bytes: int
     spec: CacheSpec
-    num_extents: int
+    num_slabs: int
     max_model_len: int
     max_num_seqs: int
     step_tokens: int           # the most that a step adds to a sequence
@@ -80,8 +80,8 @@ class MemoryPlan:
 
     @property
     def num_pages(self) -> int:
-        """Of the first group, if it had all extents; and the trash page."""
-        return self.num_extents * self.spec.per_extent[0] + 1
+        """Of the first group, if it had all slabs; and the null page."""
+        return self.num_slabs * self.spec.per_slab[0] + 1
 
     @property
     def kv_tokens(self) -> int:
@@ -89,7 +89,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_extents * self.spec.extent_bytes + self.spec.fixed_bytes
+        return self.num_slabs * self.spec.slab_bytes + self.spec.fixed_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -114,7 +114,7 @@ class MemoryPlan:
             "page_size": spec.page_size,
             "kv_groups": groups,
             "state_bytes_per_sequence": spec.slot_bytes,
-            "extents": self.num_extents,
+            "slabs": self.num_slabs,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.step_tokens,
@@ -125,7 +125,7 @@ class MemoryPlan:
     @property
     def full_length_requests(self) -> int:
         """Requests of the longest context that fit at the same time."""
-        return _largest(lambda n: self._extents_for(n) <= self.num_extents, self.num_extents, 1)
+        return _largest(lambda n: self._slabs_for(n) <= self.num_slabs, self.num_slabs, 1)
 
     def table(self) -> str:
         """The plan as text, for the log and the terminal."""
@@ -133,7 +133,7 @@ class MemoryPlan:
             ("usable memory", self.budget.usable, f"of {gib(self.budget.total)} on {self.device}"),
             *self.budget.parts,
             ("request table", self.table_bytes, f"{self.max_num_seqs:,} sequences at once"),
-            ("KV pages" if self._uniform else "KV cache", self.kv_bytes, self._extents()),
+            ("KV pages" if self._uniform else "KV cache", self.kv_bytes, self._slabs()),
         ]
         lines = ["Memory plan"] + [f"  {name:<15}{gib(size):>12}   {text}".rstrip() for name, size, text in rows]
         if not self._uniform:
@@ -147,25 +147,25 @@ class MemoryPlan:
 
     @property
     def _uniform(self) -> bool:
-        return len(self.spec.per_extent) == 1
+        return len(self.spec.per_slab) == 1
 
-    def _extents_for(self, seqs: int) -> int:
-        return self.spec.extents_for(self.max_model_len, self.step_tokens, seqs)
+    def _slabs_for(self, seqs: int) -> int:
+        return self.spec.slabs_for(self.max_model_len, self.step_tokens, seqs)
 
-    def _extents(self) -> str:
+    def _slabs(self) -> str:
         if self._uniform:
             return f"{self.num_pages - 1:,} pages of {self.spec.page_size} tokens = {self.kv_tokens:,} tokens"
-        return f"{self.num_extents:,} extents of {gib(self.spec.extent_bytes)}, each of which holds"
+        return f"{self.num_slabs:,} slabs of {gib(self.spec.slab_bytes)}, each of which holds"
 
     def _kinds(self) -> list[tuple[int, str]]:
         """(bytes, what it is) of a page of each group, and of a sequence's state."""
         spec, kinds = self.spec, []
-        for group, per in zip(spec.groups, spec.per_extent, strict=False):
+        for group, per in zip(spec.groups, spec.per_slab, strict=False):
             sees = "full attention" if group.window is None else f"a window of {group.window:,} tokens"
             text = f"x {per:,}: {spec.page_size} tokens in {len(group.layers)} layers of {sees}"
             kinds.append((group.page_bytes, text))
         if spec.slot_bytes:
-            text = f"x {spec.per_extent[-1]:,}: a sequence's state in the recurrent layers, in {spec.state_dtypes}"
+            text = f"x {spec.per_slab[-1]:,}: a sequence's state in the recurrent layers, in {spec.state_dtypes}"
             kinds.append((spec.slot_bytes, text))
         return kinds
 
@@ -197,11 +197,11 @@ def plan_memory(
         left = max(0, free - request_table_bytes(length, seqs, spec))
         return left if budget.kv_limit is None else min(left, budget.kv_limit)
 
-    def extents(length: int, seqs: int) -> int:
-        return (room(length, seqs) - spec.fixed_bytes) // spec.extent_bytes
+    def slabs(length: int, seqs: int) -> int:
+        return (room(length, seqs) - spec.fixed_bytes) // spec.slab_bytes
 
     def fits(length: int, seqs: int) -> bool:
-        return extents(length, seqs) >= spec.extents_for(length, step_tokens)
+        return slabs(length, seqs) >= spec.slabs_for(length, step_tokens)
 
     def largest(seqs: int) -> int:
         return _largest(lambda length: fits(length, seqs), wanted, spec.page_size)
@@ -220,26 +220,26 @@ def plan_memory(
         if limit < spec.page_size:
             raise _nothing_fits(budget, spec, fewest)
         if max_model_len is not None:
-            need = spec.extents_for(wanted, step_tokens) * spec.extent_bytes + spec.fixed_bytes
+            need = spec.slabs_for(wanted, step_tokens) * spec.slab_bytes + spec.fixed_bytes
             raise _too_long(budget, need, wanted, room(wanted, fewest), limit)
         seqs = next((n for n in choices if (length := largest(n)) and small_table(length, n)), fewest)
         wanted = largest(seqs)
         notes.append(f"context fitted to memory: {wanted:,} of the model's {model_max_len:,} tokens")
-    num_extents = extents(wanted, seqs)
+    num_slabs = slabs(wanted, seqs)
     if max_num_seqs is None:
-        seqs = max(1, _largest(lambda n: spec.extents_for(1, 1, n) <= num_extents, seqs, 1))
+        seqs = max(1, _largest(lambda n: spec.slabs_for(1, 1, n) <= num_slabs, seqs, 1))
         if seqs < max(default_num_seqs, usual_num_seqs):
             notes.append(f"sequences at once fitted to memory: {seqs:,}")
     table = request_table_bytes(wanted, seqs, spec)
-    return MemoryPlan(device, budget, table, spec, num_extents, wanted, seqs, step_tokens, tuple(notes))
+    return MemoryPlan(device, budget, table, spec, num_slabs, wanted, seqs, step_tokens, tuple(notes))
 
 
 def sensible_seqs(spec: CacheSpec, most: int, free: int) -> int:
     """How many sequences to prepare for where nobody says: `most`, or fewer if not each could have a short context in
     `free` bytes. What steps of more would take (logits, sampling, graphs) is better spent on their pages."""
     choices = _halves(most)
-    extents = max(0, free - spec.fixed_bytes) // spec.extent_bytes
-    return next((n for n in choices if spec.extents_for(_SHORT_CONTEXT, 1, n) <= extents), choices[-1])
+    slabs = max(0, free - spec.fixed_bytes) // spec.slab_bytes
+    return next((n for n in choices if spec.slabs_for(_SHORT_CONTEXT, 1, n) <= slabs), choices[-1])
 
 
 def sensible_batched_tokens(most: int, total: int, free: int, step_bytes: Callable[[int], int]) -> int:
@@ -256,7 +256,7 @@ def sensible_batched_tokens(most: int, total: int, free: int, step_bytes: Callab
 
 
 def request_table_bytes(max_model_len: int, max_num_seqs: int, spec: CacheSpec) -> int:
-    """int32 token ids and page ids of every row that a sequence can have, and of the trash row."""
+    """int32 token ids and page ids of every row that a sequence can have, and of the padding row."""
     tokens, pages = table_widths(max_model_len, spec.page_size)
     return (max_num_seqs + 1) * (tokens + pages * len(spec.groups)) * 4
 
@@ -266,7 +266,7 @@ def gib(num_bytes: int) -> str:
 
 
 def _nothing_fits(budget: MemoryBudget, spec: CacheSpec, seqs: int) -> OutOfMemoryPlanError:
-    least = spec.extents_for(1, 1) * spec.extent_bytes + spec.fixed_bytes
+    least = spec.slabs_for(1, 1) * spec.slab_bytes + spec.fixed_bytes
     if budget.kv_limit is not None and budget.kv_limit < min(budget.left, least):
         return OutOfMemoryPlanError(
             msg("--kv-cache-memory-bytes {kv_limit} holds not even one token: at least {least} are needed.",

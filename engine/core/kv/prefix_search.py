@@ -1,13 +1,13 @@
 """The longest beginning of a sequence that the cache still holds, and after which the sequence can go on.
 
 Full attention needs every page. A window needs those that the next token sees: before them its table may have gaps (the
-trash page). A model with recurrent layers needs the state after the last page, too.
+null page). A model with recurrent layers needs the state after the last page, too.
 """
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from engine.core.kv.pages import TRASH_PAGE, PagePool
+from engine.core.kv.pages import NULL_PAGE, PagePool
 from engine.core.kv.spec import CacheMemory
 
 
@@ -44,7 +44,7 @@ class PrefixSearch:
         tables = [pages[:count] for pages in found]
         for group in self._windows:
             passed = min(self.memory.passed_pages(group, count * size), count)
-            tables[group][:passed] = [TRASH_PAGE] * passed
+            tables[group][:passed] = [NULL_PAGE] * passed
         return Prefix(count * size, tables, checkpoint, branch * size)
 
     def _resumable(self, found: list[list[int]], digests: list[bytes], most: int) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class PrefixSearch:
         for n in range(1, most + 1):
             whole = True
             for i, group in enumerate(self._windows):
-                if found[group][n - 1] == TRASH_PAGE:
+                if found[group][n - 1] == NULL_PAGE:
                     gap[i] = n
                 whole &= gap[i] <= self.memory.passed_pages(group, n * self.memory.page_size)
             if whole:
@@ -73,6 +73,6 @@ def _cached_pages(pool: PagePool, digests: list[bytes], window: int | None) -> l
         if page is None:
             if window is None:
                 break
-            page = TRASH_PAGE
+            page = NULL_PAGE
         pages.append(page)
     return pages

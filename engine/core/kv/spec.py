@@ -4,19 +4,19 @@
                        window) form a *group*: one page id holds P tokens of all of them, one block table serves them
     recurrent layers   a state a sequence: one *slot* holds that of all of them
 
-Pages of each group and slots are cut from one arena of equal *extents*. An extent holds n pages of one group, or n
+Pages of each group and slots are cut from one arena of equal *slabs*. A slab holds n pages of one group, or n
 slots, and can change hands when all of it is free:
 
-    | trash | extent 0: pages of group 0 | extent 1: slots | extent 2: pages of group 1 | ... | spare slot |
+    | null | slab 0: pages of group 0 | slab 1: slots | slab 2: pages of group 1 | ... | spare slot |
 """
 
 import math
 from dataclasses import dataclass, field
 
 _ALIGN = 256       # bytes: where a page or a slot may begin
-_MOST_UNITS = 8    # an extent holds at most so many of the largest kind
+_MOST_UNITS = 8    # a slab holds at most so many of the largest kind
 _ROW_ALIGN = 16    # int32 numbers
-_WASTE = 0.03      # of an extent, at its end, where a size that wastes less exists
+_WASTE = 0.03      # of a slab, at its end, where a size that wastes less exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class CacheSpec:
     page_size: int
     groups: tuple[PageGroup, ...] = field(init=False)
     slot_bytes: int = field(init=False)              # a sequence's states; 0: there are none
-    extent_bytes: int = field(init=False)
-    per_extent: tuple[int, ...] = field(init=False)  # pages of each group, then slots if there are states
+    slab_bytes: int = field(init=False)
+    per_slab: tuple[int, ...] = field(init=False)  # pages of each group, then slots if there are states
 
     def __post_init__(self) -> None:
         for i, layer in enumerate(self.layers):
@@ -85,9 +85,9 @@ class CacheSpec:
         groups = tuple(self._group(window) for window in sorted(windows, key=lambda w: (w is not None, w)))
         slot_bytes = sum(sum(layer.sizes) for layer in self.layers if isinstance(layer, StateLayer))
         units = [group.page_bytes for group in groups] + ([slot_bytes] if slot_bytes else [])
-        extent_bytes, per_extent = (units[0], (1,)) if len(units) == 1 else _extent(units)
-        for name, value in (("groups", groups), ("slot_bytes", slot_bytes), ("extent_bytes", extent_bytes),
-                            ("per_extent", per_extent)):  # fmt: skip
+        slab_bytes, per_slab = (units[0], (1,)) if len(units) == 1 else _slab(units)
+        for name, value in (("groups", groups), ("slot_bytes", slot_bytes), ("slab_bytes", slab_bytes),
+                            ("per_slab", per_slab)):  # fmt: skip
             object.__setattr__(self, name, value)
 
     @property
@@ -106,11 +106,11 @@ class CacheSpec:
     @property
     def page_strides(self) -> tuple[int, ...]:
         """Bytes from one page to the next of the same group."""
-        return tuple(self.extent_bytes // n for n in self.per_extent[: len(self.groups)])
+        return tuple(self.slab_bytes // n for n in self.per_slab[: len(self.groups)])
 
     @property
     def slot_stride(self) -> int:
-        return self.extent_bytes // self.per_extent[-1] if self.slot_bytes else 0
+        return self.slab_bytes // self.per_slab[-1] if self.slot_bytes else 0
 
     @property
     def state_dtypes(self) -> str:
@@ -119,21 +119,21 @@ class CacheSpec:
 
     @property
     def fixed_bytes(self) -> int:
-        """Beside the extents: a trash page, which all groups share, and a slot for padding."""
+        """Beside the slabs: a null page, which all groups share, and a slot for padding."""
         return max(self.page_strides) + self.slot_stride
 
-    def memory(self, num_extents: int) -> "CacheMemory":
-        """What the scheduler shares out of `num_extents` extents."""
+    def memory(self, num_slabs: int) -> "CacheMemory":
+        """What the scheduler shares out of `num_slabs` slabs."""
         windows = tuple(group.window for group in self.groups)
-        if len(self.per_extent) == 1:  # nothing to move between kinds: one large extent
-            return CacheMemory(self.page_size, windows, False, (num_extents,), 1)
-        return CacheMemory(self.page_size, windows, bool(self.slot_bytes), self.per_extent, num_extents)
+        if len(self.per_slab) == 1:  # nothing to move between kinds: one large slab
+            return CacheMemory(self.page_size, windows, False, (num_slabs,), 1)
+        return CacheMemory(self.page_size, windows, bool(self.slot_bytes), self.per_slab, num_slabs)
 
-    def extents_for(self, length: int, step_tokens: int, seqs: int = 1) -> int:
-        """Extents that hold `seqs` sequences of `length` tokens, if a step adds at most `step_tokens` to one."""
+    def slabs_for(self, length: int, step_tokens: int, seqs: int = 1) -> int:
+        """Slabs that hold `seqs` sequences of `length` tokens, if a step adds at most `step_tokens` to one."""
         windows = tuple(group.window for group in self.groups)
-        memory = CacheMemory(self.page_size, windows, bool(self.slot_bytes), self.per_extent, 0)
-        return memory.extents_for(length, step_tokens, seqs)
+        memory = CacheMemory(self.page_size, windows, bool(self.slot_bytes), self.per_slab, 0)
+        return memory.slabs_for(length, step_tokens, seqs)
 
     def _group(self, window: int | None) -> PageGroup:
         members = {i: layer for i, layer in self.storing.items() if layer.window == window}
@@ -143,18 +143,18 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """The cache as the scheduler sees it: kinds of units, and how many of each an extent holds."""
+    """The cache as the scheduler sees it: kinds of units, and how many of each a slab holds."""
 
     page_size: int
     windows: tuple[int | None, ...]   # of each group of pages
     has_state: bool                   # a last kind: slots, of which a sequence has one
-    per_extent: tuple[int, ...]
-    num_extents: int
+    per_slab: tuple[int, ...]
+    num_slabs: int
     state_grid: int = 64              # checkpoints of states lie at multiples: recurrent kernels work in such chunks
 
     @classmethod
     def of_pages(cls, num_pages: int, page_size: int) -> "CacheMemory":
-        """Full attention alone: one group, of `num_pages` pages beside the trash page."""
+        """Full attention alone: one group, of `num_pages` pages beside the null page."""
         return cls(page_size, (None,), False, (num_pages,), 1)
 
     @property
@@ -176,14 +176,14 @@ class CacheMemory:
         seen = pages_for(window - 1, self.page_size) + 1
         return min(every, pages_for(window - 1 + step_tokens, self.page_size) + 1, 2 * seen)
 
-    def extents_for(self, length: int, step_tokens: int, seqs: int = 1) -> int:
-        count = -(-seqs // self.per_extent[-1]) if self.has_state else 0
-        for group, per in zip(range(len(self.windows)), self.per_extent, strict=False):
+    def slabs_for(self, length: int, step_tokens: int, seqs: int = 1) -> int:
+        count = -(-seqs // self.per_slab[-1]) if self.has_state else 0
+        for group, per in zip(range(len(self.windows)), self.per_slab, strict=False):
             every = pages_for(length, self.page_size)
             # One of them takes all that a step adds; the others hold their windows.
             pages = self.most_pages(group, length, step_tokens) + (seqs - 1) * self.most_pages(group, length, 1)
-            # Pages that follow a window begin anywhere in an extent, and may end in the middle of one just emptied.
-            slack = 2 if pages < seqs * every and per > 1 and len(self.per_extent) > 1 else 0
+            # Pages that follow a window begin anywhere in a slab, and may end in the middle of one just emptied.
+            slack = 2 if pages < seqs * every and per > 1 and len(self.per_slab) > 1 else 0
             count += min(-(-seqs * every // per), -(-pages // per) + slack)
         return count
 
@@ -203,8 +203,8 @@ def _row_width(count: int) -> int:
     return -(-count // _ROW_ALIGN) * _ROW_ALIGN
 
 
-def _extent(units: list[int]) -> tuple[int, tuple[int, ...]]:
-    """(bytes of an extent, how many units of each size it holds), little of it wasted: units are spread evenly."""
+def _slab(units: list[int]) -> tuple[int, tuple[int, ...]]:
+    """(bytes of a slab, how many units of each size it holds), little of it wasted: units are spread evenly."""
     best: tuple[float, int, tuple[int, ...]] | None = None
     for count in range(1, _MOST_UNITS + 1):
         size = count * _aligned(max(units))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention.pages import attend, for_cache, page_tile, pages_of
-from engine.kernels.gemm.e4m3 import widened
+from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.runtime.launcher import kernel, shared_memory, target_of, wait_for_previous
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention.pages import attend, for_cache, page_tile, pages_of
-from engine.kernels.gemm.e4m3 import widened
+from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 SMALL_BATCH = 8  # sequences

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.e4m3 import narrowed
+from engine.kernels.pointwise.e4m3 import narrowed
 from engine.kernels.pointwise.fused import saturated
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
 

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values in plain torch: the CPU's kernel, and the twin that GPU kernels are tested by.
+"""Attention over paged keys and values in plain torch: the CPU's kernel, and the reference for tests of the GPU's.
 
     k_cache, v_cache   [num_pages, P, Hkv, D]         P = page size, in tokens
     block_table        [rows, max_pages]   page of tokens P i .. P i + P - 1 of the row's sequence
@@ -111,7 +111,7 @@ def _bucket(group: list[tuple[int, int, int]], block_table: torch.Tensor, page_s
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where visible, -inf elsewhere, made once a step: SDPA would convert a bool mask anew in every layer."""
+    """0 where visible, -inf elsewhere, made once a step: SDPA would convert a bool mask again in every layer."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 

@@ -1,4 +1,4 @@
-"""Which of cuBLASLt's algorithms the products of usual steps take: measured once on this card, then remembered.
+"""Which of cuBLASLt's algorithms the products of usual steps take: measured once on this GPU, then remembered.
 
 The library's first choice is often not its best one. On an H100, bf16: 4096 x 12288, 96 rows: 46.8 and 41.6 us. On an
 H200, fp8: 5120 x 17408, 256 rows: 59.6 and 35.8 us; 24576 x 4096, 192 rows: 51.3 and 34.0. What is chosen here serves
@@ -24,12 +24,12 @@ from engine.kernels.runtime.cache_dir import use_cache_dir
 log = logging.getLogger(__name__)
 
 _BETTER = 0.98     # of PyTorch's time: less is noise
-_CANDIDATES = 3    # counts up when others are tried: what was chosen among the old ones is chosen anew
+_CANDIDATES = 3    # counts up when others are tried: what was chosen among the old ones is chosen again
 _FINALISTS = 3
 _TURNS = 4         # that they are measured in
 _MOST_BYTES = 256 << 20  # of weights of one shape, which follow one another: more than caches hold
 _MANY_ROWS = 1024  # they are bound by arithmetic, and one weight is enough
-_HEAD_START = 200_000  # clock cycles that the card is kept waiting, while what is measured is being queued
+_HEAD_START = 200_000  # clock cycles that the GPU is kept waiting, while what is measured is being queued
 _DTYPES = (torch.bfloat16, torch.float16)
 
 _chosen: dict[Shape, BoundProduct] = {}
@@ -88,7 +88,7 @@ def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
     try:
         product = Product(shape)
         algorithms = product.algorithms()
-    except CublasLtError as error:  # this shape's alone: fp8 with scales for rows is not for every card
+    except CublasLtError as error:  # this shape's alone: fp8 with scales for rows is not for every GPU
         log.info("no algorithms for %s: %s", shape, error)
         return b""
     size = weights[0].values.nbytes
@@ -104,7 +104,7 @@ def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
         try:
             tried.append((seconds(algorithm, 1), algorithm))
         except CublasLtError:
-            continue  # it is not for this card
+            continue  # it is not for this GPU
     best, least = b"", _BETTER * _seconds(partial(_by_pytorch, x, x_scale, shape.dtype), weights, _TURNS)
     for _, algorithm in sorted(tried)[:_FINALISTS]:
         if (time := seconds(algorithm, _TURNS)) < least:
@@ -113,7 +113,7 @@ def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
 
 
 def _inputs(shape: Shape, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x, and its scale. Numbers as they come: a card that multiplies zeros needs less power, and is faster."""
+    """x, and its scale. Numbers as they come: a GPU that multiplies zeros needs less power, and is faster."""
     device = weight.values.device
     x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
     if not shape.fp8:
@@ -148,15 +148,15 @@ def _seconds(multiply: Callable[[Weight], torch.Tensor], weights: Sequence[Weigh
 
 
 class _Memory:
-    """What earlier starts found on this card with this library."""
+    """What earlier starts found on this GPU with this library."""
 
     def __init__(self, path: Path, known: dict[Shape, bytes]) -> None:
         self._path, self.known = path, known
 
     @classmethod
     def open(cls) -> "_Memory":
-        card = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name())
-        path = use_cache_dir() / f"atoll-products-{card}-{cublaslt.version()}-{_CANDIDATES}.json"
+        gpu = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name())
+        path = use_cache_dir() / f"atoll-products-{gpu}-{cublaslt.version()}-{_CANDIDATES}.json"
         known = {}
         try:
             for rows, outputs, inner, dtype, fp8, algorithm in json.loads(path.read_text("utf-8")):
@@ -164,7 +164,7 @@ class _Memory:
         except FileNotFoundError:
             pass
         except (ValueError, TypeError, AttributeError):
-            log.warning("%s cannot be read: products are measured anew", path)
+            log.warning("%s cannot be read: products are measured again", path)
             known = {}
         return cls(path, known)
 

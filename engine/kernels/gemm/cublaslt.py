@@ -32,7 +32,7 @@ _EACH = 16                   # algorithms that are asked for under each of them
 
 # cublasLtMatmulAlgoConfigAttributes_t
 _TILE, _STAGES, _CLUSTER = 1, 6, 8
-_ON_HOPPER = 66              # the algorithm with tiles and clusters; on other cards the library refuses it
+_ON_HOPPER = 66              # the algorithm with tiles and clusters; on other GPUs the library refuses it
 _STEPS = 36                  # 128 numbers of the inner side at once, as many under way as fit
 # (cublasLtMatmulTile_t, cublasLtClusterShape_t). All forms were timed on an H200, for shapes of models of 8B and 31B:
 # each of these is the best one somewhere, and the best of them is everywhere within 2 % of the best of all. Which one,
@@ -144,7 +144,7 @@ class Product:
         return [bytes(r.algorithm) for r in results[: count.value] if r.state == 0 and r.workspace <= limit]
 
     def _form(self, tile: int, cluster: int) -> bytes | None:
-        """None: not on this card, or not for this shape."""
+        """None: not on this GPU, or not for this shape."""
         algorithm = _Algorithm()
         types = (self._operand, self._operand, self._result, self._result)
         if self._library.cublasLtMatmulAlgoInit(

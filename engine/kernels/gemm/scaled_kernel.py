@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.e4m3 import widened
+from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 _GROUP = 8  # blocks of rows that are multiplied with the same part of the weight while it is in the L2 cache

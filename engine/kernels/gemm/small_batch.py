@@ -13,7 +13,7 @@ On the matrix units, up to 128 rows, through a deep asynchronous pipeline. The w
 needs no padding beyond 16.
 
 fp8 weights have a scale per output channel. In vector form they are widened in registers; on the matrix units x is fp8
-as well, with a scale per row (gemm.quantize).
+as well, with a scale per row (pointwise.quantize).
 """
 
 import torch
@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.gemm.e4m3 import widened
 from engine.kernels.gemm.tiles import Product, vector_tiles
+from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, target_of, wait_for_previous
 
@@ -156,7 +156,7 @@ def _vector_kernel(
 @triton.jit
 def _ask_for_rows(w_ptr, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
     """The first AHEAD bytes of rows first ... of W are to come into the L2 cache: the kernel before this one is still
-    at work and leaves the memory idle. Cards that know dependent launch know this too."""
+    at work and leaves the memory idle. GPUs that know dependent launch know this too."""
     thread = tl.arange(0, _MATRIX_THREADS)
     share: tl.constexpr = AHEAD * BLOCK_N // _MATRIX_THREADS
     row = tl.minimum(first + thread % BLOCK_N, N - 1).to(tl.int64)

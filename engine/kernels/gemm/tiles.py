@@ -1,21 +1,23 @@
 """How gemm.small_batch's vector form cuts a weight, by its shape.
 
-What was found on an H100 is in tuned.json (other GPUs: runtime/gpu_target.py); other shapes go by rule. `python -m
-engine.bench gemv --search` searches in the decode step itself, one product after the other: a chain of equal products
-does not show what a kernel's last programs leave idle before the next one, and promised 103 tokens a second where 91
-came. Plain Python, so that whoever prepares a model knows the tiles without a GPU.
+What was found on an H100 is in tuned.json (other GPUs: runtime/gpu_target.py), what an operator measured on this server
+in a table of its own (runtime/tuned_tables.py); other shapes go by rule. Plain Python, so that warm-up knows the tiles
+without a GPU.
 """
 
 import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from engine.kernels.runtime import tuned_tables
 from engine.kernels.runtime.gpu_target import Target, tuned_file
+from engine.kernels.runtime.tuned_tables import TableError, number
 
 _FEW_OUTPUTS = 256
-_MOST_REGISTERS = 150  # of a thread, which can have 255: the more it takes, the fewer find room beside each other
+_MOST_REGISTERS = 150  # of a thread, which can have 255: the more it takes, the fewer threads run side by side
+_REGISTERS = 512       # by `registers`, which is an estimate: tiles with more of them are a mistake in a table
 _WARP_BYTES = 512      # of a row that the threads of a warp read at once
 _TUNED = Path(__file__).with_name("tuned.json")
 
@@ -41,7 +43,7 @@ class VectorTiles(NamedTuple):
 def vector_tiles(product: Product, rows: int = 1, gpu: Target | None = None) -> VectorTiles:
     """For so many rows of x (1, 2 or 4). Of one row as measured, or by rule; of more these are cut until a thread has
     its numbers in registers. What has no room there goes to memory and back, and the driver sets that memory aside for
-    every thread of the card: 16 x 1024 of a weight took 5,000 bytes a thread with four rows, 1 GiB in all.
+    every thread of the GPU: 16 x 1024 of a weight took 5,000 bytes a thread with four rows, 1 GiB in all.
     """
     tiles = _measured(gpu).get(product) or by_rule(product)
     if rows == 1:
@@ -93,8 +95,42 @@ def read(lines: Iterable[str]) -> dict[Product, VectorTiles]:
     return found
 
 
+def write_measured(path: Path, product: Product, tiles: VectorTiles) -> None:
+    """As tuned.json has them, a line each: those in `path` and this one, or without it where the rule is best."""
+    entries = {}
+    if path.exists():
+        entries = read(json.dumps(entry) for entry in json.loads(path.read_text("utf-8")))
+    if tiles == by_rule(product):
+        entries.pop(product, None)
+    else:
+        entries[product] = tiles
+    lines = ",\n".join(line_of(*entry) for entry in entries.items())
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
 @functools.cache
 def _measured(gpu: Target | None = None) -> dict[Product, VectorTiles]:
-    """On `gpu`, or on the one most like it. They use no shared memory to speak of: any GPU can run them."""
+    """On this server if there is a table, else on the shipped one of the GPU most like it. They use next to no shared
+    memory: any GPU can run them."""
     lines = tuned_file(_TUNED, gpu).read_text("utf-8").splitlines()
-    return read(line.rstrip(",") for line in lines if line.startswith("{"))
+    shipped = read(line.rstrip(",") for line in lines if line.startswith("{"))
+    return shipped | dict(tuned_tables.entries("gemm", gpu, parse))
+
+
+def parse(raw: Any, gpu: Target) -> tuple[Product, VectorTiles]:
+    """An entry of a server's own table. Raises TableError if this GPU cannot run it."""
+    block_n, block_k, warps = raw["tiles"]
+    gated, normed = raw["gated"], raw["normed"]
+    if type(gated) is not bool or type(normed) is not bool:
+        raise TableError("says neither yes nor no to a gate or a norm")
+    product = Product(
+        number(raw["outputs"], "outputs", 1, 1 << 24), number(raw["inner"], "inner", 1, 1 << 24),
+        number(raw["itemsize"], "itemsize", 1, 4, power_of_two=True), gated, normed,
+    )  # fmt: skip
+    tiles = VectorTiles(
+        number(block_n, "block_n", 1, 128, power_of_two=True), number(block_k, "block_k", 16, 16384, power_of_two=True),
+        number(warps, "warps", 1, 16, power_of_two=True),
+    )  # fmt: skip
+    if registers(product, tiles, 1) > _REGISTERS:
+        raise TableError(f"has tiles {list(tiles)} that no thread has registers for")
+    return product, tiles

@@ -5,7 +5,7 @@ way at a time, and products add up within a thread until the end.
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.e4m3 import widened
+from engine.kernels.pointwise.e4m3 import widened
 
 
 @triton.jit

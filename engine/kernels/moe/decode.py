@@ -9,7 +9,7 @@ That MLP is the shared expert of Qwen3.5 (times a sigmoid, and part of the sum),
 of its own), or there is none.
 
 The choice (moe.top_k) is made by the last of the router's programs to arrive, while the others are at work on
-the MLP: were it made anew by every program that needs it, one stream would be 2 % slower. `down` knows
+the MLP: were it made again by every program that needs it, one stream would be 2 % slower. `down` knows
 the experts before `gate_up` is done, and has their weights on the way by then.
 
 The products stream weights through their programs (gemm.weight_stream). Nothing is added atomically, and no token's
@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.gemm.e4m3 import widened
 from engine.kernels.gemm.weight_stream import block, first_blocks, halves, times_rows, within_threads
 from engine.kernels.moe.router import route_kernel
 from engine.kernels.moe.tiles import FewTiles, Shape, few_tiles
 from engine.kernels.moe.top_k import MOST_EXPERTS
+from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 

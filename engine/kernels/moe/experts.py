@@ -18,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.e4m3 import widened
-from engine.kernels.gemm.quantize import quantize_rows
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
@@ -31,6 +29,8 @@ from engine.kernels.moe.tiles import (
     max_blocks,
     tiles_for,
 )
+from engine.kernels.pointwise.e4m3 import widened
+from engine.kernels.pointwise.quantize import quantize_rows
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
 _STEP = tl.constexpr(16)  # pairs, or blocks, that grouping handles at a time

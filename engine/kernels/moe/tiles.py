@@ -1,7 +1,8 @@
 """How the kernels of moe.experts and moe.decode cut their work, by the shape of a layer and the tokens of a step.
 
-tuned.json has what `python -m engine.bench moe --search` found, and for one token `gemv --search` (other GPUs:
-runtime/gpu_target.py). Other shapes follow a rule. Plain Python: preparing a model needs the tiles, but no GPU.
+What was found on an H100 is in tuned.json (other GPUs: runtime/gpu_target.py), what an operator measured on this server
+in a table of its own (runtime/tuned_tables.py). Other shapes follow a rule. Plain Python: warm-up needs the tiles, but
+no GPU.
 """
 
 import functools
@@ -10,7 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.kernels.runtime import tuned_tables
 from engine.kernels.runtime.gpu_target import Target, tuned_file
+from engine.kernels.runtime.tuned_tables import TableError, number
 
 VECTOR_TOKENS = 4  # up to here each token reads its experts for itself: moe.decode
 _BLOCK_ROWS = (16, 32, 64, 128)
@@ -189,23 +192,68 @@ def _key(entry: Measured) -> tuple[int | None, ...]:
 
 
 def _read(path: Path) -> list[Measured]:
-    entries = []
-    for raw in json.loads(path.read_text(encoding="utf-8")):
-        tiles: Tiles | FewTiles
-        if raw["beside"] is None:
-            rows, gate_up, down = (raw["tiles"][name] for name in Tiles._fields)
-            tiles = Tiles(rows, MatrixTiles(*gate_up), MatrixTiles(*down))
-        else:
-            tiles = FewTiles(*[StreamTiles(*raw["tiles"][name]) for name in FewTiles._fields])
-        entries.append(Measured(Shape(*raw["shape"]), raw["beside"], raw["tokens"], tiles))
-    return entries
+    return [_entry(raw) for raw in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def _entry(raw: dict[str, Any]) -> Measured:
+    tiles: Tiles | FewTiles
+    if raw["beside"] is None:
+        rows, gate_up, down = (raw["tiles"][name] for name in Tiles._fields)
+        tiles = Tiles(rows, MatrixTiles(*gate_up), MatrixTiles(*down))
+    else:
+        tiles = FewTiles(*[StreamTiles(*raw["tiles"][name]) for name in FewTiles._fields])
+    return Measured(Shape(*raw["shape"]), raw["beside"], raw["tokens"], tiles)
+
+
+def parse(raw: Any, gpu: Target) -> Measured:
+    """An entry of a server's own table. Raises TableError if this GPU cannot run it."""
+    entry = _entry(raw)
+    shape, tiles = entry.shape, entry.tiles
+    for name, value in zip(Shape._fields[:4], shape[:4], strict=True):
+        number(value, name, 1, 1 << 24)
+    number(shape.itemsize, "itemsize", 1, 2)
+    if type(shape.widened) is not bool or shape.top_k > shape.num_experts:
+        raise TableError("has an impossible shape")
+    if isinstance(tiles, Tiles):
+        number(entry.tokens, "tokens", VECTOR_TOKENS + 1, 1 << 24)
+        number(tiles.rows, "rows", _BLOCK_ROWS[0], _BLOCK_ROWS[-1], power_of_two=True)
+        for each in (tiles.gate_up, tiles.down):
+            number(each.block_n, "block_n", 16, 256, power_of_two=True)
+            number(each.block_k, "block_k", 16, 1024, power_of_two=True)
+            number(each.warps, "warps", 1, 16, power_of_two=True)
+            number(each.stages, "stages", 1, 8)
+        if shared_bytes(tiles, shape) > gpu.shared_memory:
+            raise TableError(
+                f"needs {shared_bytes(tiles, shape) >> 10} KiB of shared memory, and a program may have "
+                f"{gpu.shared_memory >> 10}"
+            )
+        return entry
+    number(entry.tokens, "tokens", 1, VECTOR_TOKENS)
+    number(entry.beside, "beside", 0, 1 << 24)
+    for stream in tiles:
+        number(stream.block_n, "block_n", 1, 128, power_of_two=True)
+        number(stream.block_k, "block_k", 16, 8192, power_of_two=True)
+        number(stream.depth, "depth", 1, 8)
+        number(stream.warps, "warps", 1, 16, power_of_two=True)
+    if tiles.router.warps != tiles.beside_gate_up.warps or tiles.down.warps != tiles.beside_down.warps:
+        raise TableError("has different warps in one kernel")
+    return entry
 
 
 @functools.cache
 def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
-    """(shape, beside) -> (most tokens, tiles), in order of tokens. On `gpu`, or on the one most like it: its tiles are
-    taken where they fit."""
+    """(shape, beside) -> (most tokens, tiles), in order of tokens. Of this server's own table, and for more tokens than
+    were measured here of the shipped one of the GPU most like it, whose tiles are taken where they fit."""
+    table = _by_shape(tuned_tables.entries("moe", gpu, parse))
+    for key, shipped in _by_shape(_read(tuned_file(_TUNED, gpu))).items():
+        own = table.setdefault(key, [])
+        most = own[-1][0] if own else 0
+        own += [(tokens, tiles) for tokens, tiles in shipped if tokens > most]
+    return table
+
+
+def _by_shape(entries: Iterable[Measured]) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
     table: dict[tuple[int | None, ...], list[tuple[int, Any]]] = {}
-    for entry in sorted(_read(tuned_file(_TUNED, gpu)), key=lambda entry: entry.tokens):
+    for entry in sorted(entries, key=lambda entry: entry.tokens):
         table.setdefault((*entry.shape, entry.beside), []).append((entry.tokens, entry.tiles))
     return table

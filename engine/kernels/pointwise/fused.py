@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.e4m3 import narrowed
-from engine.kernels.gemm.quantize import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
+from engine.kernels.pointwise.e4m3 import narrowed
 from engine.kernels.pointwise.gate import activated
+from engine.kernels.pointwise.quantize import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 
@@ -89,7 +89,7 @@ def rms_norm(
     """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H].
 
     With `wide_offset`: (offset + w) * norm(x), in float32 and rounded once. With `quantize`: (e4m3 [T, H], scale [T]),
-    see gemm.quantize; `plain` [T, H] then takes what was quantised.
+    see pointwise.quantize; `plain` [T, H] then takes what was quantised.
     """
     rows, size = x.shape
     block, warps = blocks_for(size)
@@ -152,7 +152,7 @@ def gate_mul(
     gate: torch.Tensor, up: torch.Tensor, kind: str, *, quantize: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """act(gate) * up, both [T, N] with rows that may be strided -> [T, N]; with `quantize` (e4m3 [T, N], scale [T]),
-    see gemm.quantize."""
+    see pointwise.quantize."""
     rows, size = gate.shape
     strides = gate.stride(0), up.stride(0)
     if quantize:  # the scale needs the whole row: one program each

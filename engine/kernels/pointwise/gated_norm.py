@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.quantize import blocks_for, empty_rows, load_row, store_row_as_fp8
 from engine.kernels.pointwise.gate import activated
+from engine.kernels.pointwise.quantize import blocks_for, empty_rows, load_row, store_row_as_fp8
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 
@@ -65,7 +65,7 @@ def gated_rms_norm_to_fp8(
     x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """w * norm(x) * silu(z), head by head; x [T, HV, V], z [T, HV V] (columns of wider rows), V a power of two ->
-    (e4m3 [T, HV V], scale [T]), see gemm.quantize."""
+    (e4m3 [T, HV V], scale [T]), see pointwise.quantize."""
     tokens, num_heads, value_dim = x.shape
     assert x.is_contiguous()
     size = num_heads * value_dim

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gemm.quantize import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
 from engine.kernels.pointwise.fused import add_rows
+from engine.kernels.pointwise.quantize import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 MOST_FOLLOWING = 3
@@ -100,8 +100,8 @@ def post_norm(
     """residual [T, H] = (residual + norm(x)) * scalar, in place; then its norms by up to 3 weights `following`.
 
     x [T, H] (rows may be strided). branch: (norm_1's weight, y [T, H], norm_2's weight), then norm_1(x) + norm_2(y) is
-    in x's place. Returns the first of the norms (with `quantize` (e4m3 [T, H], scale [T]), see gemm.quantize; without
-    norms then the residual itself in that form), and the others.
+    in x's place. Returns the first of the norms (with `quantize` as (e4m3 [T, H], scale [T]), see pointwise.quantize;
+    without norms then the residual itself in that form), and the others.
     """
     rows, size = x.shape
     assert residual.is_contiguous()

@@ -80,7 +80,7 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """gemm.quantize.quantize_rows."""
+    """pointwise.quantize.quantize_rows."""
     wide = x.float()
     scale = wide.abs().amax(-1).clamp_min(1e-12) / _FP8_MAX
     return (wide / scale[:, None]).to(torch.float8_e4m3fn), scale

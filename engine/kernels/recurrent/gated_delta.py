@@ -1,4 +1,4 @@
-"""Gated DeltaNet on a GPU; engine/kernels/recurrent/reference.py has the formulas, and the twins.
+"""Gated DeltaNet on a GPU; engine/kernels/recurrent/reference.py has the formulas, and the references.
 
 A sequence with one new token takes one kernel, bound by reading and writing its state once. Longer ones go in chunks:
 

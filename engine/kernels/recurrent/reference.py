@@ -1,4 +1,4 @@
-"""Gated DeltaNet in plain torch: the CPU's kernel, and the twin that GPU kernels are tested by.
+"""Gated DeltaNet in plain torch: the CPU's kernel, and the reference that GPU kernels are tested by.
 
 A head keeps a state S [V, K], a linear map from keys to values, which each token decays, corrects and reads
 (Yang et al. 2024, arXiv:2412.06464):

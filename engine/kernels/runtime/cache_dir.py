@@ -13,7 +13,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-_VARIABLE = "TRITON_CACHE_DIR"  # Triton reads it anew for each kernel
+_VARIABLE = "TRITON_CACHE_DIR"  # Triton reads it again for each kernel
+_TEMPORARY = "atoll-kernels-"
 _lock = threading.Lock()
 
 
@@ -30,11 +31,16 @@ def use_cache_dir() -> Path:
         return Path(os.environ[_VARIABLE])
 
 
+def is_temporary(directory: Path) -> bool:
+    """Whether this directory of `use_cache_dir` ends with the process."""
+    return directory.name.startswith(_TEMPORARY)
+
+
 def _choose() -> Path:
     for directory in _candidates():
         if found := _prepared(directory):
             return found
-    directory = Path(tempfile.mkdtemp(prefix="atoll-kernels-"))  # mode 0700, a name that nobody can foresee
+    directory = Path(tempfile.mkdtemp(prefix=_TEMPORARY))  # mode 0700, a name that nobody can foresee
     atexit.register(_remove, directory, os.getpid())
     return directory
 

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _load() -> None:
-    """All that compiling needs. Where that cannot be without PyTorch, this process begins anew, with it."""
+    """All that compiling needs. Where that cannot be without PyTorch, this process starts again, with it."""
     with_torch = _WITH_TORCH in sys.argv
     if not with_torch:
         torch_stub.stand_in()

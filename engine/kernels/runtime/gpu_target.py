@@ -1,13 +1,14 @@
-"""What kernels ask of a GPU, and whose measured tiles it takes. Plain Python: no GPU is needed to know it.
+"""What kernels ask of a GPU, and which shipped table of tiles it takes. Plain Python: no GPU is needed to know it.
 
-Tiles that a search found are in files, one for each kind of GPU that was measured:
+Tiles that a search found come with Atoll in files, one for each kind of GPU that was measured:
 
     tuned.json                    H100 and H200
     tuned-8.9-142-99.json         another one: compute capability, multiprocessors, KiB of shared memory a program
 
 A GPU without a file of its own takes that of the nearest: of its compute capability, else of its major version, else of
 the closest one; among several, of the one with the most similar number of multiprocessors. Tiles that do not fit its
-shared memory are passed over, and chosen by rule.
+shared memory are passed over, and chosen by rule. What an operator measured on the server itself comes before all of
+these: tuned_tables.
 """
 
 import functools
@@ -25,6 +26,7 @@ class Target(NamedTuple):
     capability: tuple[int, int]
     shared_memory: int  # bytes, of one program
     multiprocessors: int
+    name: str = ""      # the driver's, of a GPU that is here: its own table of tiles goes by it
 
     @property
     def fp8_units(self) -> bool:

@@ -24,7 +24,7 @@ may even come before the wait:
 Every program of every kernel with a PDL constant must wait, before it returns too: only so does waiting for the last
 kernel mean waiting for all before it. The launcher sets PDL where the GPU can do it (compute capability 9.0 or newer).
 
-Before compute capability 8.9 Triton knows no e4m3 numbers: kernels get them as bytes there (gemm.e4m3).
+Before compute capability 8.9 Triton knows no e4m3 numbers: kernels get them as bytes there (pointwise.e4m3).
 """
 
 import ctypes
@@ -90,7 +90,7 @@ class Kernel:
         self.arguments = [name for name in constant if not constant[name]]
         self.constants = [name for name in constant if constant[name] and name != "PDL"]
         self.pdl = "PDL" in constant
-        # Alignment matters for strides. Counts change all the time, and each variant would be compiled anew.
+        # Alignment matters for strides. Counts change all the time, and each variant would be compiled again.
         self._is_stride = ["stride" in name for name in self.arguments]
         self._variants: dict[tuple, _Variant] = {}
 
@@ -162,7 +162,9 @@ def _target_of(device: torch.device) -> Target:
     if device.type != "cuda":
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)
-    return Target((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
+    return Target(
+        (found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count, found.name
+    )
 
 
 def interpreted() -> bool:
@@ -191,7 +193,7 @@ def compile_for(
     num_stages: int,
     capability: tuple[int, int],
 ) -> Any:
-    """Triton's compiled kernel (from its cache if it is there) for a card of `capability`; needs no GPU."""
+    """Triton's compiled kernel (from its cache if it is there) for a GPU of `capability`; needs no GPU."""
     assert len(types) == len(kernel.arguments), f"{kernel.name} takes {kernel.arguments}"
     assert set(constants) == set(kernel.constants), f"{kernel.name} has the constants {kernel.constants}"
     pdl = kernel.pdl and capability >= PDL_CAPABILITY

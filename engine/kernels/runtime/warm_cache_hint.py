@@ -30,4 +30,6 @@ def _path(what: tuple[str, ...]) -> Path:
     kernels = Path(__file__).parents[1]
     for source in sorted((*kernels.rglob("*.py"), *kernels.rglob("*.json"))):  # and the tables of their tiles
         digest.update(str(source.relative_to(kernels)).encode() + b"\0" + source.read_bytes())
+    for table in sorted((use_cache_dir() / "tuned").glob("*.json")):  # this server's own: tuned_tables
+        digest.update(table.name.encode() + b"\0" + table.read_bytes())
     return use_cache_dir() / f"atoll-{digest.hexdigest()[:24]}.started"

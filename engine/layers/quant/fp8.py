@@ -8,7 +8,7 @@ GPU's fp8 units; a GPU without such units widens the weight instead (kernels/gem
 
     scale = max |row| / 448        stored = round_to_fp8(row / scale)        value = stored * scale
 
-448 is the largest e4m3 number. On a GPU the activations' half is a kernel (kernels/gemm/quantize.py).
+448 is the largest e4m3 number. On a GPU the activations' half is a kernel (kernels/pointwise/quantize.py).
 """
 
 import torch
@@ -17,8 +17,9 @@ from torch import nn
 
 from engine.kernels.gemm import autotune, scaled
 from engine.layers.gemm_inputs import QuantizedRows
+from engine.layers.quant import unquantized
 from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides
-from engine.layers.quant.unquantized import SOME_OUTPUTS, Unquantized, UnquantizedExperts
+from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 from engine.layers.weight_memory import for_good
 
 FP8 = torch.float8_e4m3fn
@@ -65,7 +66,7 @@ def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         from engine.kernels.gemm.small_batch import gemv
 
         return gemv(x, layer.weight, layer.scale, layer.bias)
-    from engine.kernels.gemm.quantize import quantize_rows as quantize_rows_on_gpu
+    from engine.kernels.pointwise.quantize import quantize_rows as quantize_rows_on_gpu
 
     return _on_fp8_units(layer, QuantizedRows(*quantize_rows_on_gpu(x), x.dtype))
 
@@ -81,7 +82,7 @@ def _on_fp8_units(layer: LinearLayer, x: QuantizedRows) -> torch.Tensor:
     if chosen is not None:
         return chosen(x.values, layer.weight, (x.scale, layer.scale))
     most = FEW_ROWS if layer.out_features < _MANY_OUTPUTS else FEW_ROWS // 2
-    if x.values.shape[0] <= most and layer.out_features >= SOME_OUTPUTS:
+    if x.values.shape[0] <= most and layer.out_features >= unquantized.SOME_OUTPUTS:
         from engine.kernels.gemm.small_batch import few_rows
 
         return few_rows(x.values, layer.weight, layer.bias, x_scale=x.scale, scale=layer.scale, dtype=x.dtype)

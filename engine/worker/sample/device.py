@@ -70,7 +70,7 @@ class HostLogprobs:
 
     rows: list[int]       # which rows of the logits these are
     num_top: list[int]    # alternatives of each
-    packed: Tensor        # int32 [N, 3 + 2K] as engine.kernels.sampling.sampler.logprobs writes it
+    packed: Tensor        # int32 [N, 3 + 2K] as engine.kernels.sampling.logprobs writes it
     host: Tensor | None = None
 
     def begin_copy(self) -> None:
@@ -95,16 +95,17 @@ class HostLogprobs:
 
 
 class DeviceSampler:
-    """Samples a token for each row of a step, on `device`. Row 0 is the trash row of padding: greedy and plain."""
+    """Samples a token for each row of a step, on `device`. Row 0 is for padding: greedy and plain."""
 
     def __init__(
         self, num_rows: int, vocab_size: int, max_model_len: int, device: torch.device, *, block: int | None = None
     ) -> None:
         """`block` is for tests: how many tokens of the vocabulary a program takes."""
-        from engine.kernels.sampling import sampler  # not before a device needs it: CPU builds have no Triton
+        # Not before a device needs them: CPU builds have no Triton.
+        from engine.kernels.sampling import columns, edits, logprobs, sampler
 
-        self._kernels = sampler
-        self._block = block or sampler.BLOCK
+        self._drawing, self._editing, self._listing = sampler, edits, logprobs
+        self._block = block or columns.BLOCK
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.device = device
@@ -167,7 +168,7 @@ class DeviceSampler:
         assert logits.shape[1] == self.vocab_size
         assert logits.stride(1) == 1, "rows must be contiguous"
         scratch = self._scores, self._ids
-        self._kernels.sample_rows(
+        self._drawing.sample_rows(
             logits, None, columns, token_ids, out, *scratch, filtered=plan.filtered, block=self._block
         )
         if plan.edits is not None:
@@ -209,7 +210,7 @@ class DeviceSampler:
         k = max(num_top, default=0)
         packed = torch.empty(len(rows), 3 + 2 * k, dtype=torch.int32, device=self.device)
         if rows:
-            self._kernels.logprobs(logits, index, tokens, packed)
+            self._listing.logprobs(logits, index, tokens, packed)
         return HostLogprobs(rows, num_top, packed)
 
     def _write(self, row: int) -> None:
@@ -275,7 +276,7 @@ class DeviceSampler:
 
         A row that is bad only because of its edits leaves the first result in the token table, where no one reads it:
         its request fails."""
-        kernels, count = self._kernels, len(edits.batch)
+        count = len(edits.batch)
         index, penalties = self._upload([edits.batch.astype(np.int32), edits.penalties])
         chunk = max(_ALIGN, _CHUNK_BYTES // (4 * self.vocab_size) // _ALIGN * _ALIGN)
         shape = min(chunk, count), self.vocab_size
@@ -283,14 +284,14 @@ class DeviceSampler:
         counts = torch.empty(shape, dtype=torch.int32, device=self.device) if edits.longest else None
         for start, stop, entries in _chunks(edits, chunk):
             z, part = copy[: stop - start], index[start:stop]
-            kernels.copy_rows(logits, part, z)
+            self._editing.copy_rows(logits, part, z)
             if entries.shape[1]:
-                kernels.add_values(z, self._upload([entries])[0], start, stop - start)
+                self._editing.add_values(z, self._upload([entries])[0], start, stop - start)
             if counts is not None:
-                kernels.penalise(
+                self._editing.penalise(
                     z, counts[: stop - start], part, penalties[:, start:], columns, token_ids, edits.longest
                 )
-            kernels.sample_rows(
+            self._drawing.sample_rows(
                 z, part, columns, token_ids, out, self._scores, self._ids, filtered=filtered, block=self._block
             )
 

@@ -42,7 +42,7 @@ class SampleResult:
 
 
 class Sampler:
-    """Samples a token for each row of a step. Row 0 is the trash row of padding: greedy, never reported as bad."""
+    """Samples a token for each row of a step. Row 0 is for padding: greedy, never reported as bad."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         if device.type != "cpu":

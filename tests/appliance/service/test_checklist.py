@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checklist_kit import REVIEW, Desk, Front, die, forked, good_answers
+from checklist_kit import REVIEW, Desk, Front, die, forked, good_answers, statuses
 
 from appliance.service import answers as answers_of
 from appliance.service import checklist, events, jobs
@@ -71,7 +71,7 @@ def test_each_licence_is_accepted_for_itself(desk: Desk, left_out: int) -> None:
         desk.run(accept_licenses=[accepted[1 - left_out]])
     assert caught.value.exit_code == ExitCode.LICENCE
     assert accepted[left_out].partition("@")[0] in caught.value.hint
-    assert desk.statuses() == {"gpu": "green", "model": "failed", "install": "open"}
+    assert desk.statuses() == statuses(gpu="green", model="failed")
     assert not desk.layout.journal.exists()
     desk.run()
     assert desk.statuses() == ALL_GREEN
@@ -154,10 +154,10 @@ def test_a_changed_input_makes_the_later_steps_stale(desk: Desk) -> None:
     desk.run()
     with pytest.raises(InstallError, match="review-expired"):
         desk.run("model", review={"tiny": {**REVIEW, "expires": "2020-01-01"}})
-    assert desk.statuses() == {"gpu": "green", "model": "failed", "install": "stale"}
+    assert desk.statuses() == statuses("stale", gpu="green", model="failed")
     front = Front()
     desk.run(front=front, review={"tiny": {**REVIEW, "reviewer": "Lee"}})
-    assert [name for name, status in front.begun if status == "begin"] == ["model", "install"]
+    assert [name for name, status in front.begun if status == "begin"] == NAMES[1:]
     assert desk.statuses() == ALL_GREEN
 
 
@@ -356,7 +356,7 @@ def test_a_service_that_does_not_answer_fails_the_step_and_nothing_is_left(desk:
     with pytest.raises(InstallError) as caught:
         desk.run()
     assert caught.value.exit_code == ExitCode.UNHEALTHY
-    assert desk.statuses() == {"gpu": "green", "model": "green", "install": "failed"}
+    assert desk.statuses() == statuses(gpu="green", model="green", install="failed")
     desk.scripted("good")
     front = Front()
     desk.run(front=front)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checklist_kit import Desk, Front, forked
+from checklist_kit import Desk, Front, forked, statuses
 
 from appliance.service import checklist, jobs
 from appliance.service.installing import decode_options, encode_options, with_absolute_paths
@@ -49,7 +49,7 @@ def test_a_unit_does_the_same_work_from_its_spec_alone(desk: Desk, systemd_run: 
     with pytest.raises(InstallError, match="was not accepted") as caught:
         desk.run(accept_licenses=[])
     assert caught.value.exit_code == ExitCode.LICENCE
-    assert desk.statuses() == {"gpu": "green", "model": "failed", "install": "open"}
+    assert desk.statuses() == statuses(gpu="green", model="failed")
     words = systemd_run.read_text().splitlines()
     assert "--collect" in words
     assert any(word.startswith("--unit=atoll-job-checklist-") for word in words)
@@ -209,7 +209,7 @@ def test_the_commands_of_an_operator(tmp_path: Path) -> None:
                               timeout=60, env=environment, stdin=subprocess.DEVNULL)  # fmt: skip
 
     shown = json.loads(atoll("checklist", "show", "--json").stdout)
-    assert [step["status"] for step in shown["steps"]] == ["open"] * 3
+    assert {step["id"]: step["status"] for step in shown["steps"]} == statuses()
     assert shown["next_step"] == "gpu"
     assert "Next: atoll checklist run" in atoll("checklist").stdout
     assert atoll("checklist", "step", "nothing").returncode == ExitCode.USAGE
@@ -224,6 +224,6 @@ def test_the_commands_of_an_operator(tmp_path: Path) -> None:
     assert (job["state"], job["exit_code"]) == ("ended", ExitCode.USAGE)
     assert atoll("jobs", "watch", job["id"]).returncode == ExitCode.USAGE
     assert "ended already" in atoll("jobs", "cancel").stdout
-    assert "Open again: gpu, model, install." in atoll("checklist", "reset").stdout
+    assert "Open again: gpu, model, install" in atoll("checklist", "reset").stdout
     assert atoll("checklist", "export").stdout.startswith("schema_version")
     assert checklist.show(Layout.at(tmp_path / "prefix")).first is not None

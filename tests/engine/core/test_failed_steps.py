@@ -105,17 +105,17 @@ def test_a_new_request_with_an_old_id_does_not_die_of_its_error(depth):
     engine.judge()
 
 
-def test_extents_of_a_step_that_was_not_launched_are_named_again():
+def test_slabs_of_a_step_that_was_not_launched_are_named_again():
     """Their next owner would find what pages of another kind left there."""
-    engine = Engine("all", extents=40, seqs=3, budget=64, depth=1)
+    engine = Engine("all", slabs=40, seqs=3, budget=64, depth=1)
     rng, notes, taken = random.Random(5), [], set()
     forward = engine.machine.forward
 
     def note(plan):
-        if plan.moved_extents and not notes:
-            notes.append(plan.moved_extents)
+        if plan.moved_slabs and not notes:
+            notes.append(plan.moved_slabs)
             raise RuntimeError("injected fault")
-        taken.update(plan.moved_extents)
+        taken.update(plan.moved_slabs)
         return forward(plan)
 
     engine.machine.forward = note
@@ -125,5 +125,5 @@ def test_extents_of_a_step_that_was_not_launched_are_named_again():
             engine.step()
     engine.drain()
     engine.judge()
-    assert notes, "extents change hands"
+    assert notes, "slabs change hands"
     assert set(notes[0]) <= taken

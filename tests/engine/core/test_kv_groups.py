@@ -1,5 +1,5 @@
 """Groups of pages, windows and state slots in one arena: whatever is admitted, grown, preempted or aborted, every
-request gets the tokens it would get alone, and every extent, page and slot has one owner."""
+request gets the tokens it would get alone, and every slab, page and slot has one owner."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ from engine.core.request import EngineRequest, FinishReason
 MAX_LEN = 160
 NO_EOS: frozenset[int] = frozenset()
 
-KINDS = {  # windows, has_state, units of each kind in an extent
+KINDS = {  # windows, has_state, units of each kind in a slab
     "window": ((40,), False, (1,)),
     "narrow window": ((17,), False, (1,)),
     "full+window": ((None, 40), False, (5, 1)),
@@ -31,13 +31,13 @@ KINDS = {  # windows, has_state, units of each kind in an extent
 
 
 def make_core(
-    kinds: str, extents: int, *, max_num_seqs=8, budget=32, depth=1, max_model_len=MAX_LEN, **config
+    kinds: str, slabs: int, *, max_num_seqs=8, budget=32, depth=1, max_model_len=MAX_LEN, **config
 ) -> EngineCore:
-    windows, has_state, per_extent = KINDS[kinds]
-    if len(per_extent) == 1:
-        memory = CacheMemory(PAGE_SIZE, windows, has_state, (extents,), 1)
+    windows, has_state, per_slab = KINDS[kinds]
+    if len(per_slab) == 1:
+        memory = CacheMemory(PAGE_SIZE, windows, has_state, (slabs,), 1)
     else:
-        memory = CacheMemory(PAGE_SIZE, windows, has_state, per_extent, extents, state_grid=16)
+        memory = CacheMemory(PAGE_SIZE, windows, has_state, per_slab, slabs, state_grid=16)
     machine = PagedMachine(memory, max_num_seqs + 1, max_model_len)
     return EngineCore(
         EngineConfig(Path("none"), **config), machine, memory=memory, max_model_len=max_model_len,
@@ -45,9 +45,9 @@ def make_core(
     )  # fmt: skip
 
 
-def fewest_extents(kinds: str, budget: int) -> int:
-    windows, has_state, per_extent = KINDS[kinds]
-    return CacheMemory(PAGE_SIZE, windows, has_state, per_extent, 0).extents_for(MAX_LEN, budget)
+def fewest_slabs(kinds: str, budget: int) -> int:
+    windows, has_state, per_slab = KINDS[kinds]
+    return CacheMemory(PAGE_SIZE, windows, has_state, per_slab, 0).slabs_for(MAX_LEN, budget)
 
 
 def cached(core: EngineCore, prompt: list[int]) -> int:
@@ -84,7 +84,7 @@ def step(core: EngineCore, tokens: dict, last: dict) -> None:
 )
 def test_every_request_gets_the_tokens_it_would_get_alone(kinds, seed, more, budget, max_num_seqs, depth, caching):
     rng = random.Random(seed)
-    core = make_core(kinds, fewest_extents(kinds, budget) + more, max_num_seqs=max_num_seqs, budget=budget,
+    core = make_core(kinds, fewest_slabs(kinds, budget) + more, max_num_seqs=max_num_seqs, budget=budget,
                      depth=depth, enable_prefix_caching=caching)  # fmt: skip
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 100))] for _ in range(3)]
     requests: dict[str, EngineRequest] = {}
@@ -143,12 +143,12 @@ def prefill(core: EngineCore, prompt: list[int], max_tokens: int = 1) -> list[in
     return used
 
 
-@pytest.mark.parametrize("kinds, extents, few", [("window", 8, 8), ("full+window", 10, 8)])
-def test_where_pages_are_short_a_long_chunk_takes_those_that_will_be_seen(kinds, extents, few):
+@pytest.mark.parametrize("kinds, slabs, few", [("window", 8, 8), ("full+window", 10, 8)])
+def test_where_pages_are_short_a_long_chunk_takes_those_that_will_be_seen(kinds, slabs, few):
     """Ten pages of prompt, a window of three. With room enough all are taken, for the prefix cache."""
     prompt = [i * i % VOCAB for i in range(150)]
     assert max(prefill(make_core(kinds, 40, budget=150), prompt, 2)) == 10
-    core = make_core(kinds, extents, budget=150)
+    core = make_core(kinds, slabs, budget=150)
     assert max(prefill(core, prompt, 2)) <= few
     assert cached(core, prompt) == 144, "the end of the chunk has all that its window sees"
     assert cached(core, [*prompt[:60], 1]) == 0, "what the window had passed was never kept"
@@ -157,7 +157,7 @@ def test_where_pages_are_short_a_long_chunk_takes_those_that_will_be_seen(kinds,
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_chunks_follow_each_other_where_pages_are_short(depth):
     """Each reads the end of the one before it from pages, and its own tokens from the step."""
-    assert fewest_extents("narrow window", 70) == 4
+    assert fewest_slabs("narrow window", 70) == 4
     core = make_core("narrow window", 4, budget=70, depth=depth)
     prompt = [i * i % VOCAB for i in range(140)]
     assert max(prefill(core, prompt, 12)) <= 4

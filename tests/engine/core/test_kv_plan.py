@@ -1,4 +1,4 @@
-"""The memory plan of models whose layers differ: pages of each window, states, and the extents that hold them."""
+"""The memory plan of models whose layers differ: pages of each window, states, and the slabs that hold them."""
 
 import pytest
 from hypothesis import given, settings
@@ -25,13 +25,13 @@ def plan(spec, usable_gib=72.0, weights_gib=28.0, **kwargs):
 def test_the_table_explains_pages_and_states():
     made = plan(RECURRENT)
     text = made.table()
-    assert f"{made.num_extents:,} extents of 0.14 GiB" in text
+    assert f"{made.num_slabs:,} slabs of 0.14 GiB" in text
     assert "1.0 MiB   x 147: 16 tokens in 16 layers of full attention" in text
     assert "x 1: a sequence's state in the recurrent layers" in text
-    assert f"{made.num_extents // (1 + -(-262144 // (16 * 147)))} requests of that length fit" in text
+    assert f"{made.num_slabs // (1 + -(-262144 // (16 * 147)))} requests of that length fit" in text
 
 
-def test_pages_of_a_window_and_of_all_tokens_share_an_extent_size():
+def test_pages_of_a_window_and_of_all_tokens_share_an_slab_size():
     made = plan(WINDOWED)
     text = made.table()
     assert "x 10: 16 tokens in 10 layers of full attention" in text
@@ -81,16 +81,16 @@ def specs(draw):
 @given(spec=specs(), usable=st.floats(1.01, 3), seqs=st.one_of(st.none(), st.integers(1, 300)),
        step=st.integers(1, 9000))
 def test_a_plan_never_exceeds_its_budget_and_holds_what_it_promises(spec, usable, seqs, step):
-    assert spec.extent_bytes % min(spec.per_extent) == 0
+    assert spec.slab_bytes % min(spec.per_slab) == 0
     units = [group.page_bytes for group in spec.groups] + ([spec.slot_bytes] if spec.slot_bytes else [])
-    for unit, per in zip(units, spec.per_extent, strict=True):
-        assert per * unit <= spec.extent_bytes
-        assert spec.extent_bytes % per == 0
+    for unit, per in zip(units, spec.per_slab, strict=True):
+        assert per * unit <= spec.slab_bytes
+        assert spec.slab_bytes % per == 0
     try:
         made = plan(spec, usable, 0, max_num_seqs=seqs, step_tokens=step)
     except OutOfMemoryPlanError:
         return
     assert made.resident_bytes + made.budget.activations <= made.budget.usable
-    memory = spec.memory(made.num_extents)
-    assert memory.extents_for(made.max_model_len, step) <= memory.num_extents
-    assert seqs or memory.extents_for(1, 1, made.max_num_seqs) <= memory.num_extents
+    memory = spec.memory(made.num_slabs)
+    assert memory.slabs_for(made.max_model_len, step) <= memory.num_slabs
+    assert seqs or memory.slabs_for(1, 1, made.max_num_seqs) <= memory.num_slabs

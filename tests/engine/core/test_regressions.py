@@ -31,7 +31,7 @@ from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
 
 MAX_LEN = 200
-KINDS = {  # of model: windows, has_state, units of each kind in an extent
+KINDS = {  # of model: windows, has_state, units of each kind in a slab
     "Llama": ((None,), False, (1,)),
     "Gemma 3": ((None, 40), False, (5, 1)),
     "Gemma 4": ((None, 33), False, (2, 3)),
@@ -44,14 +44,14 @@ KINDS = {  # of model: windows, has_state, units of each kind in an extent
 class Engine:
     """A core on a watchful machine; knows what every request must get, and checks all it can after every step."""
 
-    def __init__(self, kind: str, *, extents: int = 0, seqs=8, budget=32, depth=2, grid=PAGE_SIZE, **config) -> None:
-        self.windows, self.has_state, per_extent = KINDS[kind]
-        spare = CacheMemory(PAGE_SIZE, self.windows, self.has_state, per_extent, 0, grid)
-        extents = extents or spare.extents_for(MAX_LEN, budget) + 30
-        if len(per_extent) == 1:
-            memory = CacheMemory(PAGE_SIZE, self.windows, self.has_state, (extents,), 1, grid)
+    def __init__(self, kind: str, *, slabs: int = 0, seqs=8, budget=32, depth=2, grid=PAGE_SIZE, **config) -> None:
+        self.windows, self.has_state, per_slab = KINDS[kind]
+        spare = CacheMemory(PAGE_SIZE, self.windows, self.has_state, per_slab, 0, grid)
+        slabs = slabs or spare.slabs_for(MAX_LEN, budget) + 30
+        if len(per_slab) == 1:
+            memory = CacheMemory(PAGE_SIZE, self.windows, self.has_state, (slabs,), 1, grid)
         else:
-            memory = CacheMemory(PAGE_SIZE, self.windows, self.has_state, per_extent, extents, grid)
+            memory = CacheMemory(PAGE_SIZE, self.windows, self.has_state, per_slab, slabs, grid)
         self.machine = WatchfulMachine(memory, seqs + 1, MAX_LEN)
         self.core = EngineCore(
             EngineConfig(Path("none"), **config), self.machine, memory=memory, max_model_len=MAX_LEN,
@@ -116,11 +116,11 @@ class Engine:
 
 def life(kind: str, rng: random.Random) -> Engine:
     """A random life: chunks, prefixes, ends in flight, names used again, failing steps, too little memory."""
-    windows, has_state, per_extent = KINDS[kind]
+    windows, has_state, per_slab = KINDS[kind]
     budget, seqs = rng.choice([1, 5, 16, 33, 70]), rng.randrange(1, 8)
-    least = CacheMemory(PAGE_SIZE, windows, has_state, per_extent, 0).extents_for(MAX_LEN, budget)
+    least = CacheMemory(PAGE_SIZE, windows, has_state, per_slab, 0).slabs_for(MAX_LEN, budget)
     engine = Engine(
-        kind, extents=least + rng.choice([0, 1, 2, 5, 40]), seqs=seqs, budget=budget, depth=rng.choice([1, 2, 2, 3]),
+        kind, slabs=least + rng.choice([0, 1, 2, 5, 40]), seqs=seqs, budget=budget, depth=rng.choice([1, 2, 2, 3]),
         enable_prefix_caching=rng.random() < 0.85, scheduling_policy=rng.choice(["fcfs", "priority"]),
     )  # fmt: skip
     if rng.random() < 0.3:

@@ -159,7 +159,7 @@ def test_second_sighting_of_a_prompt_hits_all_but_the_last_page():
     assert run.cached["second"] == 48
     core.add_request(EngineRequest("exact", prompt[:48], SamplingParams(max_tokens=1)))
     run.drain()
-    assert run.cached["exact"] == 32, "the page of the last token is computed anew: its logits are needed"
+    assert run.cached["exact"] == 32, "the page of the last token is computed again: its logits are needed"
 
 
 def test_equal_prompts_of_one_step_share_pages():

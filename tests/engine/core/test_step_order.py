@@ -47,9 +47,9 @@ def watch_steps(core: EngineCore) -> list[StepPlan]:
 )  # fmt: skip
 def test_no_sequence_that_decodes_is_skipped_while_it_has_room(kind, seed, depth, budget, spare):
     rng = random.Random(seed)
-    windows, has_state, per_extent = KINDS[kind]
-    least = CacheMemory(PAGE_SIZE, windows, has_state, per_extent, 0).extents_for(MAX_LEN, budget)
-    engine = Engine(kind, extents=least + spare, seqs=8, budget=budget, depth=depth)
+    windows, has_state, per_slab = KINDS[kind]
+    least = CacheMemory(PAGE_SIZE, windows, has_state, per_slab, 0).slabs_for(MAX_LEN, budget)
+    engine = Engine(kind, slabs=least + spare, seqs=8, budget=budget, depth=depth)
     watch_steps(engine.core)
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 150))] for _ in range(3)]
     for i in range(rng.randrange(2, 18)):
@@ -84,7 +84,7 @@ def test_a_stream_behind_a_long_prompt_gets_a_token_in_every_step(depth):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_one_short_of_pages_does_not_stop_the_others(depth):
-    engine = Engine("Llama", extents=13, seqs=6, budget=64, depth=depth)  # as many pages as one request may need
+    engine = Engine("Llama", slabs=13, seqs=6, budget=64, depth=depth)  # as many pages as one request may need
     plans = watch_steps(engine.core)
     for i in range(6):
         engine.add(f"r{i}", [i] * (9 + 3 * i), 100)
@@ -112,9 +112,9 @@ def count_searches(core: EngineCore) -> list[str]:
 @pytest.mark.parametrize("reason", ["pages", "budget"])
 def test_a_blocked_request_is_not_searched_again_until_something_changes(reason):
     if reason == "pages":
-        engine = Engine("Llama", extents=14, seqs=8, budget=200)
+        engine = Engine("Llama", slabs=14, seqs=8, budget=200)
     else:  # a prompt that must not be split waits for a step of its own
-        engine = Engine("Llama", extents=40, seqs=8, budget=20, enable_chunked_prefill=False)
+        engine = Engine("Llama", slabs=40, seqs=8, budget=20, enable_chunked_prefill=False)
     engine.add("first", [1] * 100, 8)
     engine.drain()
     engine.add("running", [2] * 17, 60)
@@ -133,7 +133,7 @@ def test_a_blocked_request_is_not_searched_again_until_something_changes(reason)
 
 def test_a_blocked_request_is_admitted_once_its_prompt_is_cached_by_another():
     """Nothing is released, but what another request computes makes it fit."""
-    engine = Engine("Llama", extents=17, seqs=8, budget=48, depth=1)
+    engine = Engine("Llama", slabs=17, seqs=8, budget=48, depth=1)
     prompt = [i % VOCAB for i in range(160)]
     engine.add("computes", prompt, 30)
     engine.step()

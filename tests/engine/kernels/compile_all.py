@@ -1,27 +1,37 @@
-"""Compiles every kernel of a model's layers for a GPU that need not be here.
+"""Compiles every kernel of a model's layers for GPUs that need not be here.
 
-    python compile_all.py MAJOR MINOR SHARED MULTIPROCESSORS [PROCESSES]
+    python compile_all.py PROCESSES CACHE MAJOR.MINOR-MULTIPROCESSORS-KIB...
 
-SHARED: bytes of shared memory that a program may have. Prints a line of JSON for each variant: the kernel, its
-constants, the shared memory that it takes, and the bytes of a thread's numbers that found no register. Run by
-test_triton_compile.py in a process of its own, without the interpreter.
+Each GPU is named by its compute capability, its multiprocessors, and the KiB of shared memory that a program may have.
+Prints a line of JSON for each variant: the GPU, the kernel, its constants, the shared memory it takes, and the bytes of
+stack that a thread needs for values that did not fit into registers.
+
+CACHE is a JSON file of earlier results, by a hash of the kernel's source, its types and constants, the GPU and Triton:
+only what has changed is compiled. The file is replaced by what this run found, so it does not grow.
+
+Run by test_triton_compile.py in a process of its own, without the interpreter.
 """
 
+import hashlib
+import inspect
 import json
 import struct
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
+import triton
 
+from engine.kernels.attention import batch_invariant as attention_batch_invariant
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads as attention_heads
-from engine.kernels.gemm import batch_invariant, quantize, scaled_kernel, small_batch
+from engine.kernels.gemm import batch_invariant, scaled_kernel, small_batch
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
-from engine.kernels.pointwise import fused, gated_norm, host_rows
+from engine.kernels.pointwise import fused, gated_norm, host_rows, quantize
 from engine.kernels.pointwise import post_norm as pointwise_post_norm
 from engine.kernels.recurrent import gated_delta
 from engine.kernels.runtime import compile_ahead, launcher
@@ -52,8 +62,8 @@ def attend(dim, group, cache, *, batch=4, **options):
     )
     if cache == FP8 and not launcher.target_of(q.device).fp8_units:
         return  # --batch-invariant is refused
-    block_q = batch_invariant.tile_tokens(group)
-    batch_invariant.attention(
+    block_q = attention_batch_invariant.tile_tokens(group)
+    attention_batch_invariant.attention(
         q, (own, own), kv, kv, tiles, n, n, n, n, table, torch.empty_like(q), block_q=block_q, **options
     )
 
@@ -208,7 +218,7 @@ def with_fp8_activations():
 
 
 def stack_bytes(cubin):
-    """The most local memory of a thread in this machine code: what ptxas found no register for.
+    """The most stack that a thread of this machine code needs: values that ptxas found no register for.
 
     ELF64: each section `.nv.info*` is a list of attributes; EIATTR_FRAME_SIZE (0x11) has a function and its bytes.
     """
@@ -240,31 +250,57 @@ def compiled(job, capability):
     }  # fmt: skip
 
 
-_jobs: list = []  # children find it here: kernels cannot be pickled
+_HOW = "".join(map(inspect.getsource, (stack_bytes, compiled, launcher)))
 
 
-def _compiled(index, capability):
-    return compiled(_jobs[index], capability)
-
-
-def main(major, minor, shared, multiprocessors, processes=1):
-    gpu = Target((major, minor), shared, multiprocessors)
+def variants(gpu):
+    """The jobs of a GPU by their hash, which changes with everything that decides over the machine code."""
     with launcher.recording(gpu) as found:
         run_all(gpu)
-    ranks = {line: i for i, line in enumerate(compile_ahead.longest_first(
-        {compile_ahead.line_of(job, gpu.capability) for job in found}
-    ))}  # fmt: skip
-    _jobs[:] = sorted(found, key=lambda job: ranks[compile_ahead.line_of(job, gpu.capability)])
+    by_hash = {}
+    for job in found:
+        line = compile_ahead.line_of(job, gpu.capability)
+        text = "\n".join([triton.__version__, _HOW, launcher.source_key(job.kernel), line])
+        by_hash[hashlib.sha256(text.encode()).hexdigest()] = line, job, gpu
+    return by_hash
+
+
+_missing: list = []  # children find it here: kernels cannot be pickled
+
+
+def _compiled(index):
+    _, job, gpu = _missing[index]
+    return compiled(job, gpu.capability)
+
+
+def main(processes, cache, *names):
+    wanted = {}
+    for name in names:
+        capability, multiprocessors, kib = name.split("-")
+        gpu = Target(tuple(map(int, capability.split("."))), int(kib) << 10, int(multiprocessors))
+        wanted |= {key: (name, each) for key, each in variants(gpu).items()}
+    path = Path(cache)
+    known = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    results = {key: known[key] for key in wanted if key in known}
+    missing = {key: each for key, (_, each) in wanted.items() if key not in results}
+    ranks = {line: i for i, line in enumerate(compile_ahead.longest_first({line for line, _, _ in missing.values()}))}
+    keys = sorted(missing, key=lambda key: ranks[missing[key][0]])
+    _missing[:] = [missing[key] for key in keys]
     launcher.load_compiler()
-    if processes == 1:
-        results = (compiled(job, gpu.capability) for job in _jobs)
-        print(*map(json.dumps, results), sep="\n")
-        return
     torch.set_num_threads(1)
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-        given = [pool.submit(_compiled, index, gpu.capability) for index in range(len(_jobs))]
-        print(*(json.dumps(each.result()) for each in given), sep="\n")
+    try:
+        with ProcessPoolExecutor(int(processes), mp_context=get_context("fork")) as pool:
+            for key, result in zip(keys, pool.map(_compiled, range(len(keys))), strict=True):
+                results[key] = result  # one by one: an interrupted run keeps what it has  # noqa: PERF403
+    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(results), "utf-8")
+        new.replace(path)
+    sys.stderr.write(f"{len(keys)} of {len(wanted)} variants were compiled; the others had not changed.\n")
+    for key, (name, _) in wanted.items():
+        print(json.dumps({"gpu": name, **results[key]}))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

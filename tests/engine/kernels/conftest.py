@@ -19,6 +19,15 @@ _DTYPES = {
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The interpreter is one thread of Python, and its small operations only wait for others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def exact_conversions():
     """Narrow numbers as the hardware does. The interpreter's own conversion loses the carry when a mantissa rounds up

@@ -21,6 +21,7 @@ from gpu_kit import FAMILIES, SHAPE
 from engine.core.kv.spec import CacheSpec
 from engine.kernels.runtime import launcher
 from engine.layers import linear
+from engine.layers.quant import unquantized
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_randomly
 from engine.models.registry import model_class
@@ -79,7 +80,7 @@ def some_steps(max_seqs, max_tokens):
 def main(family, max_seqs, max_tokens, weights):
     stand_in_for_a_gpu()
     if weights == ["large"]:
-        linear._SMALL_WEIGHT = linear._SOME_OUTPUTS = 0
+        linear._SMALL_WEIGHT = unquantized.SOME_OUTPUTS = 0
     model = random_model(family)
     with torch.inference_mode():
         print(json.dumps(noted(model, max_seqs, max_tokens)))

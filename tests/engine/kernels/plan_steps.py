@@ -139,12 +139,12 @@ def engine(family, *, seqs, tokens, max_len, page, pages, graphs, depth=2, polic
 
     model = random_model(family)
     spec = CacheSpec(tuple(model.cache_layers()), 2, page)
-    extents = max(pages // spec.per_extent[0], spec.extents_for(max_len, tokens, 2) + 1)
+    slabs = max(pages // spec.per_slab[0], spec.slabs_for(max_len, tokens, 2) + 1)
     with torch.inference_mode():
         runner = DeviceRunner(
             model, spec, num_rows=seqs + 1, max_model_len=max_len, max_num_tokens=tokens, device=CPU
         )
-        runner.bind_cache(Cache(spec, extents, torch.bfloat16, CPU))
+        runner.bind_cache(Cache(spec, slabs, torch.bfloat16, CPU))
     if graphs:
         sizes = graph_sizes(min(seqs, tokens))
         runner.graphs = SimpleNamespace(
@@ -155,7 +155,7 @@ def engine(family, *, seqs, tokens, max_len, page, pages, graphs, depth=2, polic
         runner.mixed_graphs = SimpleNamespace(shape_for=lambda step: step.shape(shapes), replay=runner.mixed_of)
     watch = Watch(runner)
     core = EngineCore(
-        EngineConfig("none", scheduling_policy=policy), runner, memory=spec.memory(extents), max_model_len=max_len,
+        EngineConfig("none", scheduling_policy=policy), runner, memory=spec.memory(slabs), max_model_len=max_len,
         max_num_seqs=seqs, max_num_batched_tokens=tokens, vocab_size=VOCAB, depth=depth,
     )  # fmt: skip
     return core, watch

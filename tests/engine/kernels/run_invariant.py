@@ -51,12 +51,12 @@ def answers(model, budget, groups):
     from engine.worker.device_runner import DeviceRunner
 
     spec = CacheSpec(tuple(model.cache_layers()), 4, 16)
-    extents = spec.extents_for(MAX_LEN, budget, 12) + 4
+    slabs = spec.slabs_for(MAX_LEN, budget, 12) + 4
     runner = DeviceRunner(model, spec, num_rows=9, max_model_len=MAX_LEN, max_num_tokens=budget, device=CPU)
     with torch.inference_mode():
-        runner.bind_cache(Cache(spec, extents, torch.float32, CPU))
+        runner.bind_cache(Cache(spec, slabs, torch.float32, CPU))
     core = EngineCore(
-        EngineConfig("none", enable_prefix_caching=False), runner, memory=spec.memory(extents), max_model_len=MAX_LEN,
+        EngineConfig("none", enable_prefix_caching=False), runner, memory=spec.memory(slabs), max_model_len=MAX_LEN,
         max_num_seqs=8, max_num_batched_tokens=budget, vocab_size=model.config.vocab_size, depth=2,
     )  # fmt: skip
     found = [[] for _ in PROMPTS]

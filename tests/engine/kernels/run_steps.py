@@ -49,7 +49,7 @@ def as_on_gpu(on_cpu, config):
     model, spec, memory = on_cpu.runner.model, on_cpu.runner.cache.spec, on_cpu.kv.memory
     runner = DeviceRunner(model, spec, num_rows=5, max_model_len=MAX_LEN, max_num_tokens=BUDGET, device=CPU)
     with torch.inference_mode():
-        runner.bind_cache(Cache(spec, on_cpu.runner.cache.num_extents, torch.float32, CPU))
+        runner.bind_cache(Cache(spec, on_cpu.runner.cache.num_slabs, torch.float32, CPU))
     return EngineCore(
         config, runner, memory=memory, max_model_len=MAX_LEN, max_num_seqs=4,
         max_num_batched_tokens=BUDGET, vocab_size=model.config.vocab_size, depth=2,

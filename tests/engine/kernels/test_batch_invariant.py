@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 from engine.capabilities import check_capabilities
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kernels.gemm import batch_invariant
-from engine.kernels.gemm.quantize import quantize_rows
+from engine.kernels.attention.batch_invariant import attention, tile_tokens
+from engine.kernels.gemm.batch_invariant import product
 from engine.kernels.pointwise import reference as pointwise_reference
+from engine.kernels.pointwise.quantize import quantize_rows
 from engine.layers.moe import RoutedExperts, Routing, choose_experts
 from engine.models.batch_invariant import make_batch_invariant
 from engine.models.config.model import ModelConfig
@@ -60,7 +61,7 @@ def test_a_row_of_a_product_is_the_same_in_any_place(outputs: int, inner: int, f
 
     def rows(some: slice) -> torch.Tensor:
         of_rows = None if scales is None else (scales[0][some].contiguous(), scales[1])
-        return batch_invariant.product(x[some], weight, bias, scales=of_rows, dtype=torch.float32)
+        return product(x[some], weight, bias, scales=of_rows, dtype=torch.float32)
 
     whole = rows(slice(150))
     torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-3)
@@ -104,10 +105,10 @@ def test_attention_does_not_depend_on_how_a_prompt_is_cut(cache: torch.dtype, wi
     table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
 
     def chunk(start: int, count: int, *, own: bool) -> torch.Tensor:
-        part, size = slice(start, start + count), batch_invariant.tile_tokens(heads // kv_heads)
+        part, size = slice(start, start + count), tile_tokens(heads // kv_heads)
         tiles = torch.tensor([(0, first) for first in range(0, count, size)], dtype=torch.int32)
         row, begin, place, many = (torch.tensor([n], dtype=torch.int32) for n in (0, start, 0, count))
-        return batch_invariant.attention(
+        return attention(
             q[part], (k[part], v[part]) if own else None, k_cache, v_cache, tiles, row, begin, place, many, table,
             torch.empty(count, heads, dim, dtype=dtype), block_q=size, scale=0.2, window=window,
         )  # fmt: skip

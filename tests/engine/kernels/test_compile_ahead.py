@@ -298,7 +298,7 @@ names = ("norm", "gate", "softcap", "quantise", "gate to fp8")
 checks = [check for check in run.EVERY if check.name in names]
 compile_pool.start_early()
 pool = compile_pool._early
-rows = [line for line in jobs.lines_for((9, 0)) if "pointwise.fused" in line or "gemm.quantize" in line]
+rows = [line for line in jobs.lines_for((9, 0)) if "pointwise.fused" in line or "pointwise.quantize" in line]
 slow = next(line for line in jobs.lines_for((9, 0)) if "solve_kernel" in line)
 compile_pool.give_early(['{"module": "os"}', *rows, slow])
 kernels = run._Kernels(checks, torch.device("cpu"), torch.bfloat16)

@@ -7,16 +7,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from torch.utils import _pytree as pytree
+
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads
-from engine.kernels.gemm import quantize, small_batch
+from engine.kernels.gemm import small_batch
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts
-from engine.kernels.pointwise import fused, gated_norm, host_rows, inputs, post_norm
+from engine.kernels.pointwise import fused, gated_norm, host_rows, inputs, post_norm, quantize
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.recurrent import gated_delta
-from engine.kernels.sampling import sampler
+from engine.kernels.sampling import edits, logprobs, sampler
 from engine.selftest.compare import Result, difference
 from engine.selftest.report import Tally
 from engine.selftest.run import EVERY as CHECKS
@@ -31,6 +33,55 @@ def run(*names, dtype=torch.float32, with_fp8=True):
     code = run_checks(Tally(lines.append), CPU, dtype, with_fp8=with_fp8, only=[EVERY[name] for name in names])
     assert lines[-1]["kind"] == "end"
     return code, {line["name"]: line for line in lines if line["kind"] == "check"}, lines[-1]
+
+
+KERNELS = [
+    (attention_decode, "decode"), (attention_chunks, "mixed"), (small_batch, "gemv"), (small_batch, "few_rows"),
+    (experts, "routed_experts"), (heads, "heads_and_write_kv"), (moe_decode, "_experts"), (gated_delta, "decode"),
+    (gated_delta, "prefill"), (sampler, "sample_rows"), (logprobs, "logprobs"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_call_runs_once():
+    """The interpreter takes seconds for what a wrong kernel is made of: a sound one's result. A call with the same
+    inputs, bit for bit, gives again what it gave when that kernel was found sound."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in KERNELS:
+            patch.setattr(module, name, remembering(getattr(module, name)))
+        yield
+
+
+def remembering(function):
+    seen = []
+
+    def bits(leaf):
+        return leaf if not isinstance(leaf, torch.Tensor) else (
+            leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.contiguous().view(torch.uint8).numpy().tobytes()
+        )  # fmt: skip
+
+    def written(leaf):
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        leaves, shape = pytree.tree_flatten((args, kwargs))
+        before = [bits(leaf) for leaf in leaves]
+        for known, same, after, results, result_shape in seen:
+            if same == shape and known == before:
+                for leaf, number, out in zip(leaves, before, after, strict=True):
+                    if isinstance(leaf, torch.Tensor) and bits(out) != number:
+                        leaf.copy_(out)
+                found = [leaves[at] if at is not None else written(value) for at, value in results]
+                return pytree.tree_unflatten(found, result_shape)
+        result = function(*args, **kwargs)
+        found, result_shape = pytree.tree_flatten(result)
+        places = [next((i for i, leaf in enumerate(leaves) if leaf is each), None) for each in found]
+        results = [(at, None if at is not None else written(each)) for at, each in zip(places, found, strict=True)]
+        seen.append((before, shape, [written(leaf) for leaf in leaves], results, result_shape))
+        return result
+
+    return call
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -122,8 +173,8 @@ def spoil(monkeypatch, module, name, which=None):
         ("gated norm to fp8", gated_norm, "gated_rms_norm_to_fp8", None),
         ("sampling greedy", sampler, "sample_rows", 4),
         ("sampling filtered", sampler, "sample_rows", 4),
-        ("sampling log-probabilities", sampler, "logprobs", 3),
-        ("prompt log-probabilities", sampler, "logprobs", 3),
+        ("sampling log-probabilities", logprobs, "logprobs", 3),
+        ("prompt log-probabilities", logprobs, "logprobs", 3),
     ],
 )
 def test_a_wrong_kernel_fails(monkeypatch, check, module, name, which):
@@ -171,7 +222,7 @@ def test_inputs_from_before_a_sequence_began_are_noticed(monkeypatch):
 
 
 def test_penalties_that_do_nothing_are_noticed(monkeypatch):
-    monkeypatch.setattr(sampler, "penalise", lambda *args: None)
+    monkeypatch.setattr(edits, "penalise", lambda *args: None)
     assert run("sampling edited")[1]["sampling edited"]["fault"] == "wrong"
 
 
@@ -201,7 +252,7 @@ def test_a_kernel_that_cannot_be_compiled_is_one_failed_check(monkeypatch):
     assert end["message"] == "1 of 2 checks failed: gate could not be compiled or run."
 
 
-def test_a_twin_that_fails_is_one_failed_check(monkeypatch):
+def test_a_reference_that_fails_is_one_failed_check(monkeypatch):
     """It is computed before any kernel runs, and reported where its kernel's turn is."""
     def broken(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
@@ -214,7 +265,7 @@ def test_a_twin_that_fails_is_one_failed_check(monkeypatch):
 
 
 def test_both_sides_compute_of_the_same_numbers(monkeypatch):
-    """Drawn once: a twin that writes into what it is given leaves the kernel's as they were."""
+    """Drawn once: a reference that writes into what it is given leaves the kernel's as they were."""
     drawn = []
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *a, **k: drawn.append(a) or randn(*a, **k))

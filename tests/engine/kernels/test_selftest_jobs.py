@@ -32,7 +32,7 @@ def test_the_list_is_what_the_checks_need():
 LINES = """
 from engine.kernels.runtime.compile_ahead import line_of, longest_first
 from engine.selftest import jobs
-for capability in jobs.CARDS:
+for capability in jobs.GPUS:
     lines = [line_of(job, capability) for job in jobs._needed(capability)]
     assert jobs.lines_for(capability) == longest_first(lines), capability
     print(len(lines))

@@ -1,4 +1,4 @@
-"""Paged attention kernels against their twins, in Triton's interpreter."""
+"""Paged attention kernels against their references, in Triton's interpreter."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Pages:
         self.generator = torch.Generator().manual_seed(seed)
         rows = len(lengths) + 1
         num_pages = sum(-(-n // PAGE) for n in lengths) + 1
-        order = (torch.randperm(num_pages - 1, generator=self.generator) + 1).tolist()  # page 0: the trash page
+        order = (torch.randperm(num_pages - 1, generator=self.generator) + 1).tolist()  # page 0: the null page
         width = max(-(-n // PAGE) for n in lengths) + 1
         self.table = torch.zeros(rows, width, dtype=torch.int32)
         # One tensor for both caches: the kernels must follow the strides of a view.
@@ -53,9 +53,9 @@ def check_decode(lengths, group, *, splits, dim=32, kv_heads=2, dtype=torch.floa
     shape = (len(lengths), group * kv_heads, dim)
     options = {"scale": dim**-0.5, **options}
     ours = attention_decode.decode(*args, torch.full(shape, NAN, dtype=dtype), splits=splits, **options)
-    twin = attention_reference.decode(*args, torch.full(shape, NAN, dtype=dtype), **options)
-    assert not twin.isnan().any()
-    torch.testing.assert_close(ours, twin, rtol=tol, atol=tol)
+    reference = attention_reference.decode(*args, torch.full(shape, NAN, dtype=dtype), **options)
+    assert not reference.isnan().any()
+    torch.testing.assert_close(ours, reference, rtol=tol, atol=tol)
     return ours
 
 
@@ -77,7 +77,7 @@ def test_decode_window(window, splits):
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_decode_softcap_changes_the_result_as_the_twin_says(splits):
+def test_decode_softcap_changes_the_result_as_the_reference_says(splits):
     capped = check_decode([40, 130], 2, splits=splits, scale=2.0, softcap=3.0)
     plain = check_decode([40, 130], 2, splits=splits, scale=2.0)
     assert (capped - plain).abs().max() > 0.05
@@ -93,15 +93,15 @@ def test_decode_fp8_cache_is_exact_on_what_the_cache_holds():
 
 @pytest.mark.parametrize("splits", [1, 8])
 def test_padding_rows_spoil_nobody(splits):
-    """Padding sequences point at row 0 (the trash page) with length 1; length 0 gives zeros."""
+    """Padding sequences point at row 0 (the null page) with length 1; length 0 gives zeros."""
     pages = Pages([90, 3], 2, 32)
     q = pages.randn(4, 8, 32)
     rows = torch.tensor([1, 0, 2, 0], dtype=torch.int32)
     lengths = torch.tensor([90, 1, 3, 0], dtype=torch.int32)
     args = (q, pages.k, pages.v, rows, lengths, pages.table)
     ours = attention_decode.decode(*args, torch.full_like(q, NAN), splits=splits, scale=0.2)
-    twin = attention_reference.decode(*args, torch.full_like(q, NAN), scale=0.2)
-    torch.testing.assert_close(ours[::2], twin[::2], rtol=2e-5, atol=2e-5)
+    reference = attention_reference.decode(*args, torch.full_like(q, NAN), scale=0.2)
+    torch.testing.assert_close(ours[::2], reference[::2], rtol=2e-5, atol=2e-5)
     assert torch.equal(ours[3], torch.zeros_like(ours[3]))
 
 
@@ -156,9 +156,9 @@ def check_mixed(chunks, group, *, block_q, dim=32, kv_heads=2, dtype=torch.float
     options = {"scale": dim**-0.5, "block_q": block_q, **options}
     shape = (total, group * kv_heads, dim)
     ours = attention_chunks.mixed(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
-    twin = attention_reference.mixed(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
-    assert not twin.isnan().any()
-    torch.testing.assert_close(ours, twin, rtol=tol, atol=tol)
+    reference = attention_reference.mixed(*args, pages.table, torch.full(shape, NAN, dtype=dtype), **options)
+    assert not reference.isnan().any()
+    torch.testing.assert_close(ours, reference, rtol=tol, atol=tol)
     return ours
 
 
@@ -180,7 +180,7 @@ def test_mixed_window(window):
     check_mixed(MIXED, 4, block_q=8, window=window)
 
 
-def test_mixed_softcap_changes_the_result_as_the_twin_says():
+def test_mixed_softcap_changes_the_result_as_the_reference_says():
     capped = check_mixed(MIXED, 2, block_q=16, scale=2.0, softcap=3.0)
     plain = check_mixed(MIXED, 2, block_q=16, scale=2.0)
     assert (capped - plain).abs().max() > 0.05
@@ -210,8 +210,8 @@ def test_mixed_shrinks_its_tile_to_the_shared_memory_of_the_card(monkeypatch):
     assert tiles == [64, 16]
 
 
-def test_the_twins_agree_with_torch():
-    """The twin's own arithmetic, against SDPA."""
+def test_the_references_agree_with_torch():
+    """The reference's own arithmetic, against SDPA."""
     pages = Pages([50], 2, 32)
     q = pages.randn(50, 8, 32)
     tiles = torch.zeros(1, 2, dtype=torch.int32)
@@ -219,10 +219,10 @@ def test_the_twins_agree_with_torch():
     token = torch.arange(50)
     at = pages.table[1, token // PAGE].long(), token % PAGE
     own = pages.k[at], pages.v[at]
-    twin = attention_reference.mixed(
+    reference = attention_reference.mixed(
         q, *own, pages.k, pages.v, tiles, pages.rows, zero, zero, count, pages.table, torch.empty_like(q),
         block_q=50, scale=0.3,
     )  # fmt: skip
     heads = (x.transpose(0, 1)[None] for x in (q, *own))
     expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(twin, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(reference, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)

@@ -102,7 +102,7 @@ def test_device_path_equals_cpu_path(kind, borrower):
                 with forward_context(context):
                     outs.append(attention(x.clone(), turn))
             results.append(outs)
-        for ours, twin in zip(*results, strict=True):
-            torch.testing.assert_close(ours, twin, rtol=1e-4, atol=1e-4)
+        for ours, reference in zip(*results, strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
     assert not torch.equal(caches[0], filled)

@@ -1,5 +1,5 @@
-"""Every kernel compiles for the GPUs that Atoll supports, fits into their shared memory, and keeps its numbers in
-registers. Needs no GPU."""
+"""Every kernel compiles for the GPUs that Atoll supports, fits into their shared memory, and keeps its values in
+registers. Needs no GPU. Minutes of compiling, unless little has changed since the last run: make test-compile."""
 
 import json
 import os
@@ -12,44 +12,49 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 KIB = 1024
-SPILLED = 256  # bytes of a thread's numbers that may have no register, as on a GPU (tests/gpu/test_gpu_memory.py)
+SPILLED = 256  # bytes of stack that a thread may need, as on a GPU (tests/gpu/test_gpu_memory.py)
 MORE_SPILLED = {
-    ("sm80", "_run_chunks_kernel"): 512,
-    ("sm89", "_run_chunks_kernel"): 512,
-    ("sm120", "_run_chunks_kernel"): 576,
-    ("sm90", "_mixed_kernel"): 384,  # heads of 512 numbers with a cache in fp8
+    ("8.0", "_run_chunks_kernel"): 512,
+    ("8.9", "_run_chunks_kernel"): 512,
+    ("12.0", "_run_chunks_kernel"): 576,
+    ("9.0", "_mixed_kernel"): 384,  # heads of 512 numbers with a cache in fp8
+}
+NOT_TUNED = ("_attention_kernel", "_product_kernel")  # both batch_invariant: behind a switch, right but not yet fast
+GPUS = {  # compute capability, multiprocessors, KiB of shared memory -> at least so many variants
+    "8.0-108-163": ("A100", 80),
+    "8.9-142-99": ("L40S", 100),
+    "9.0-132-227": ("H100", 100),
+    "10.0-148-227": ("B200", 100),
+    "12.0-188-99": ("RTX PRO 6000", 100),
 }
 
-NOT_TUNED = ("_attention_kernel", "_product_kernel")  # gemm.batch_invariant: behind a switch, right but not yet fast
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # six minutes of one processor's time
 
 
-@pytest.mark.timeout(1600)  # half a minute where two processors are free
-@pytest.mark.parametrize(
-    "major, minor, shared, multiprocessors, kernels",  # at least so many variants
-    [
-        pytest.param(8, 0, 163 * KIB, 108, 80, id="sm80, A100"),
-        pytest.param(8, 9, 99 * KIB, 142, 100, id="sm89, L40S"),
-        pytest.param(9, 0, 227 * KIB, 132, 100, id="sm90, H100"),
-        pytest.param(10, 0, 227 * KIB, 148, 100, id="sm100, B200"),
-        pytest.param(12, 0, 99 * KIB, 188, 100, id="sm120, RTX PRO 6000"),
-    ],
-)
-def test_kernels_compile(major, minor, shared, multiprocessors, kernels, tmp_path):
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    """What was compiled: the GPU's name -> its variants."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[2])}
-    numbers = map(str, (major, minor, shared, multiprocessors, min(2, os.cpu_count() or 1)))
-    command = [sys.executable, HERE / "compile_all.py", *numbers]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
+    processes = str(min(8, len(os.sched_getaffinity(0))))
+    command = [sys.executable, HERE / "compile_all.py", processes, ROOT / ".cache/compiled-kernels.json", *GPUS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) >= kernels
-    too_large = [each for each in found if each["shared"] > shared]
-    assert not too_large, "shared memory of a program"
-    assert not [each["kernel"] for each in found if each["scratch"]], "kernels with scratch memory cannot be started"
+    return {gpu: [each for each in found if each["gpu"] == gpu] for gpu in GPUS}
+
+
+@pytest.mark.parametrize("gpu", [pytest.param(gpu, id=name) for gpu, (name, _) in GPUS.items()])
+def test_kernels_compile(gpu, variants):
+    found, shared = variants[gpu], int(gpu.split("-")[2]) * KIB
+    assert len(found) >= GPUS[gpu][1]
+    assert not [each for each in found if each["shared"] > shared], "shared memory of a program"
+    assert not [each for each in found if each["scratch"]], "kernels with scratch memory cannot be started"
     spilling = [
         each for each in found
         if each["kernel"] not in NOT_TUNED
-        and each["stack"] > MORE_SPILLED.get((f"sm{major}{minor}", each["kernel"]), SPILLED)
+        and each["stack"] > MORE_SPILLED.get((gpu.split("-")[0], each["kernel"]), SPILLED)
     ]  # fmt: skip
-    assert not spilling, "numbers of a thread without a register"
+    assert not spilling, "a thread's values without a register"

@@ -1,4 +1,4 @@
-"""Gated DeltaNet's kernels against their twins in plain torch, in the interpreter."""
+"""Gated DeltaNet's kernels against their references in plain torch, in the interpreter."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ class Layer:
             if start == 0:
                 self.state[slot] = self.conv_state[slot] = torch.nan
 
-    def twin(self):
+    def reference(self):
         """(outputs, states, newest inputs of the convolution)."""
         shape, state, conv_state = self.shape, self.state.clone(), self.conv_state.clone()
         batch = RecurrentBatch.build(self.positions, self.slots, self.q_starts, self.counts)
@@ -79,8 +79,8 @@ class Layer:
         return out, state, conv_state
 
 
-def close(ours, twin, tol=1e-4):
-    for found, expected in zip(ours, twin, strict=True):
+def close(ours, reference, tol=1e-4):
+    for found, expected in zip(ours, reference, strict=True):
         torch.testing.assert_close(found, expected, rtol=tol, atol=tol, equal_nan=True)
 
 
@@ -91,13 +91,13 @@ def test_decode(shape, width):
     starts = [0, 1, 2, 3, 4, 77]
     layer = Layer(shape, starts, [1] * len(starts), width)
     for block_v in (16, None):
-        close(layer.ours(gated_delta.decode, block_v=block_v), layer.twin())
+        close(layer.ours(gated_delta.decode, block_v=block_v), layer.reference())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode_that_reads_before_it_waits(shape):
     layer = Layer(shape, [0, 3, 77], [1] * 3)
-    close(layer.ours(gated_delta.decode, early=True), layer.twin())
+    close(layer.ours(gated_delta.decode, early=True), layer.reference())
 
 
 def test_states_in_bfloat16():
@@ -111,24 +111,24 @@ def test_states_in_bfloat16():
         gated_delta.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
         gated_delta.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
 
-    (out, state, ring), (twin_out, twin_state, twin_ring) = layer.ours(both), layer.twin()
+    (out, state, ring), (reference_out, reference_state, reference_ring) = layer.ours(both), layer.reference()
     assert state.dtype == torch.bfloat16
-    close((out, ring), (twin_out, twin_ring), 5e-4)
-    torch.testing.assert_close(state, twin_state, rtol=2**-7, atol=1e-4, equal_nan=True)
-    assert (state != twin_state)[~state.isnan()].float().mean() < 0.05
+    close((out, ring), (reference_out, reference_ring), 5e-4)
+    torch.testing.assert_close(state, reference_state, rtol=2**-7, atol=1e-4, equal_nan=True)
+    assert (state != reference_state)[~state.isnan()].float().mean() < 0.05
 
 
 def test_decode_in_a_mixed_step_leaves_longer_sequences_alone():
     layer = Layer(SHAPES[0], [5, 0, 9], [1, 7, 1])
     out, state, conv_state = layer.ours(gated_delta.decode, q_starts=layer.q_starts, counts=layer.counts)
-    expected, *states = layer.twin()
+    expected, *states = layer.reference()
     prompt = layer.slots[1]
     torch.testing.assert_close(out[[0, 8]], expected[[0, 8]], rtol=1e-4, atol=1e-4)
     assert out[1:8].isnan().all()
-    for found, twin, before in zip((state, conv_state), states, (layer.state, layer.conv_state), strict=True):
+    for found, reference, before in zip((state, conv_state), states, (layer.state, layer.conv_state), strict=True):
         torch.testing.assert_close(found[prompt], before[prompt], equal_nan=True)
-        twin[prompt] = found[prompt]
-        torch.testing.assert_close(found, twin, rtol=1e-4, atol=1e-4, equal_nan=True)
+        reference[prompt] = found[prompt]
+        torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("counts", [[2], [1, 64, 1, 65, 128, 3], [500] + [1, 70] * 150])
@@ -195,7 +195,7 @@ def test_prefill(shape, width):
     layer = Layer(shape, starts, counts, width)
     chunks = gated_delta.plan_chunks(layer.counts, gated_delta.num_chunks(counts))
     ours = layer.ours(gated_delta.prefill, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
-    close(ours, layer.twin(), 5e-4)
+    close(ours, layer.reference(), 5e-4)
 
 
 def test_both_together_do_a_mixed_step():
@@ -207,7 +207,7 @@ def test_both_together_do_a_mixed_step():
         gated_delta.prefill(*args, q_starts=layer.q_starts, counts=layer.counts, chunks=chunks)
         gated_delta.decode(*args, q_starts=layer.q_starts, counts=layer.counts)
 
-    close(layer.ours(both), layer.twin(), 5e-4)
+    close(layer.ours(both), layer.reference(), 5e-4)
 
 
 def test_a_step_that_is_filled_up_is_the_same_step():
@@ -224,7 +224,7 @@ def test_a_step_that_is_filled_up_is_the_same_step():
     kept = layer.counts > 0
     layer.q_starts, layer.counts, slots = layer.q_starts[kept], layer.counts[kept], layer.slots
     layer.slots = slots[kept]
-    close((out, state, ring), layer.twin(), 5e-4)
+    close((out, state, ring), layer.reference(), 5e-4)
 
 
 @pytest.mark.parametrize("tokens", [3, 65])

@@ -11,12 +11,12 @@ import triton.language as tl
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
-from engine.kernels.gemm.e4m3 import narrowed, widened
 from engine.kernels.gemm.scaled_kernel import ScaledTiles, scaled_product, scaled_tiles
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.pointwise import fused
 from engine.kernels.pointwise import reference as pointwise_reference
+from engine.kernels.pointwise.e4m3 import narrowed, widened
 from engine.kernels.runtime import launcher
 from engine.kernels.runtime.gpu_target import H100, Target
 from engine.kernels.runtime.launcher import kernel

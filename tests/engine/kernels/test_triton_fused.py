@@ -1,13 +1,13 @@
-"""Norm, gate, RoPE + KV write, their fp8 forms, and products of a few rows, against their twins, in the interpreter."""
+"""Norm, gate, RoPE + KV write, their fp8 forms, and small-batch GEMMs against their references, in the interpreter."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels.gemm import quantize, small_batch
 from engine.kernels.gemm import reference as gemm_reference
-from engine.kernels.pointwise import fused
+from engine.kernels.gemm import small_batch
+from engine.kernels.pointwise import fused, quantize
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.norm import WideRMSNorm
 
@@ -25,14 +25,14 @@ def strided(rows, width, dtype=torch.float32):
     return torch.randn(rows, width + 24).to(dtype)[:, :width]
 
 
-def close(ours, twin, tol):
-    torch.testing.assert_close(ours, twin, rtol=tol, atol=tol)
+def close(ours, reference, tol):
+    torch.testing.assert_close(ours, reference, rtol=tol, atol=tol)
 
 
-def close_fp8(ours, twin):
+def close_fp8(ours, reference):
     """Same scales; numbers equal but where the division fell on the other side of a rounding: one step apart (1/8)."""
-    close(ours[1], twin[1], 1e-5)
-    a, b = ours[0].float(), twin[0].float()
+    close(ours[1], reference[1], 1e-5)
+    a, b = ours[0].float(), reference[0].float()
     assert (a == b).float().mean() > 0.98
     torch.testing.assert_close(a, b, rtol=0.126, atol=2**-9)
 
@@ -78,11 +78,11 @@ def test_rms_norm_epsilon_counts():
 @pytest.mark.parametrize("residual", [False, True])
 def test_rms_norm_quantised(residual):
     x, weight = strided(5, 576), torch.randn(576)
-    ours_residual, twin_residual = (torch.ones(5, 576) if residual else None for _ in range(2))
+    ours_residual, reference_residual = (torch.ones(5, 576) if residual else None for _ in range(2))
     ours = fused.rms_norm(x, weight, 1e-5, ours_residual, quantize=True)
-    close_fp8(ours, pointwise_reference.rms_norm(x, weight, 1e-5, twin_residual, quantize=True))
+    close_fp8(ours, pointwise_reference.rms_norm(x, weight, 1e-5, reference_residual, quantize=True))
     if ours_residual is not None:
-        assert torch.equal(ours_residual, twin_residual)
+        assert torch.equal(ours_residual, reference_residual)
 
 
 def test_rms_norm_quantised_and_plain():
@@ -165,8 +165,8 @@ def rope_case(dim, heads, kv_heads, *, norm, dtype=torch.float32, cache=None, sl
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dim, heads, kv_heads", [(64, 4, 2), (80, 2, 2), (96, 7, 1), (128, 2, 1), (256, 2, 1)])
 def test_rope_and_write(dim, heads, kv_heads, norm):
-    ours, twin, qkv = rope_case(dim, heads, kv_heads, norm=norm)
-    for a, b in zip(ours, twin, strict=True):
+    ours, reference, qkv = rope_case(dim, heads, kv_heads, norm=norm)
+    for a, b in zip(ours, reference, strict=True):
         close(a, b, 1e-5)
     assert not torch.equal(ours[0].flatten(1), qkv[:, : heads * dim])
     # Slots 17 and 63: page 1 token 1, page 3 token 15. Values are stored as they come.
@@ -177,15 +177,15 @@ def test_rope_and_write(dim, heads, kv_heads, norm):
 
 
 def test_rope_and_write_float16_and_small_slot_numbers():
-    ours, twin, _ = rope_case(64, 4, 2, norm=True, dtype=torch.float16, slots=torch.int32)
-    for a, b in zip(ours, twin, strict=True):
+    ours, reference, _ = rope_case(64, 4, 2, norm=True, dtype=torch.float16, slots=torch.int32)
+    for a, b in zip(ours, reference, strict=True):
         close(a, b, 4e-3)
 
 
 def test_fp8_cache_holds_scaled_numbers_and_saturates():
-    ours, twin, qkv = rope_case(64, 2, 1, norm=True, cache=FP8, k_scale=0.02, v_scale=0.004)
-    close(ours[0], twin[0], 1e-5)
-    for a, b in zip(ours[1:3], twin[1:3], strict=True):
+    ours, reference, qkv = rope_case(64, 2, 1, norm=True, cache=FP8, k_scale=0.02, v_scale=0.004)
+    close(ours[0], reference[0], 1e-5)
+    for a, b in zip(ours[1:3], reference[1:3], strict=True):
         assert (a.float() == b.float()).float().mean() > 0.98
         torch.testing.assert_close(a.float(), b.float(), rtol=0.126, atol=2**-9)
     too_large = qkv[:, -64:].abs() > 448 * 0.004
@@ -215,9 +215,9 @@ def test_gemv_norm_before_and_residual_after(rows, inner):
     close(small_batch.gemv(x, weight, norm=norm), gemm_reference.gemv(x, weight, norm=norm), 1e-4)
     gated = {"norm": norm, "gate": "silu"}
     close(small_batch.gemv(x, weight, **gated), gemm_reference.gemv(x, weight, **gated), 2e-4)
-    ours, twin = torch.ones(rows, 70), torch.ones(rows, 70)
+    ours, reference = torch.ones(rows, 70), torch.ones(rows, 70)
     assert small_batch.gemv(x, weight, norm=norm, residual=ours) is ours
-    close(ours, gemm_reference.gemv(x, weight, norm=norm, residual=twin), 1e-4)
+    close(ours, gemm_reference.gemv(x, weight, norm=norm, residual=reference), 1e-4)
     assert (ours - 1).abs().mean() > 0.3
 
 
@@ -225,9 +225,9 @@ def test_gemv_norm_before_and_residual_after(rows, inner):
 def test_gemv_wide_norm_is_rounded_once(offset):
     x, norm, identity = torch.randn(2, 256).half(), (torch.randn(256).half(), 1e-2), torch.eye(256).half()
     ours = small_batch.gemv(x, identity, norm=norm, wide_offset=offset)
-    twin = pointwise_reference.rms_norm(x, *norm, wide_offset=offset)
-    close(ours, twin, 1e-3)
-    assert (ours == twin).float().mean() > 0.99  # of a norm that rounds twice, a third would differ
+    reference = pointwise_reference.rms_norm(x, *norm, wide_offset=offset)
+    close(ours, reference, 1e-3)
+    assert (ours == reference).float().mean() > 0.99  # of a norm that rounds twice, a third would differ
 
 
 @pytest.mark.parametrize("gate", [None, "gelu_tanh"])

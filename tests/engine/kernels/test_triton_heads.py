@@ -1,4 +1,4 @@
-"""Heads of Gemma and Qwen3.5: the one-pass kernel and its twin against the layers' plain torch, in the interpreter."""
+"""Heads of Gemma and Qwen3.5: the fused kernel and its reference against plain torch, in the interpreter."""
 
 import pytest
 import torch
@@ -78,29 +78,29 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("kernels", [attention_heads, attention_reference], ids=["triton", "twin"])
+@pytest.mark.parametrize("kernels", [attention_heads, attention_reference], ids=["triton", "reference"])
 def test_heads(kernels, case, dtype):
     dim, heads, kv_heads, rope, options = CASES[case]
-    for ours, twin in zip(*both(kernels, dim, heads, kv_heads, rope, dtype=dtype, **options), strict=True):
-        if twin is None:
+    for ours, reference in zip(*both(kernels, dim, heads, kv_heads, rope, dtype=dtype, **options), strict=True):
+        if reference is None:
             assert ours is None
         else:
             tolerance = 1e-5 if dtype == torch.float32 else 4e-3
-            torch.testing.assert_close(ours, twin, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(ours, reference, rtol=tolerance, atol=tolerance)
 
 
 def test_a_decode_step_keeps_nothing_beside_the_cache():
-    ours, twin = both(attention_heads, 16, 4, 2, WHOLE, offset=1.0, keep=False)
+    ours, reference = both(attention_heads, 16, 4, 2, WHOLE, offset=1.0, keep=False)
     assert ours[1] is None
-    torch.testing.assert_close(ours[2:], twin[2:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[2:], reference[2:], rtol=1e-5, atol=1e-5)
 
 
 def test_fp8_cache_holds_scaled_numbers_and_saturates():
-    ours, twin = both(
+    ours, reference = both(
         attention_heads, 32, 4, 2, PROPORTIONAL, offset=0.0, v_norm=True, cache=torch.float8_e4m3fn, k_scale=0.02,
         v_scale=0.004,
     )  # fmt: skip
-    for a, b in zip(ours[2:], twin[2:], strict=True):
+    for a, b in zip(ours[2:], reference[2:], strict=True):
         assert (a.float() == b.float()).float().mean() > 0.98
         torch.testing.assert_close(a.float(), b.float(), rtol=0.126, atol=2**-9)
     assert (ours[3].float().abs() == 448).any()

@@ -1,4 +1,4 @@
-"""Rows looked up in a table, scaled, as an embedding does it: the kernel against its plain twin, in the interpreter."""
+"""Rows looked up in a table and scaled, as an embedding does: the kernel against its reference, in the interpreter."""
 
 import json
 
@@ -22,7 +22,7 @@ from engine.worker import build
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("width", [64, 1024, 1280, 8960])
 @pytest.mark.parametrize("programs", [1, 7, 512])
-def test_like_its_twin(dtype, width, programs):
+def test_like_its_reference(dtype, width, programs):
     table = torch.randn(40, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     ids = torch.tensor([0, 39, 7, 7, 1, 0, 38])  # the first row, the last one, some twice
     for scale in (1.0, 16.0, 0.3):

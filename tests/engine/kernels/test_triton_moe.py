@@ -1,4 +1,4 @@
-"""Mixture of experts against its twin, in the interpreter: the choice, the grouping, and both forms of the products."""
+"""Mixture of experts against its reference, in the interpreter: choice, grouping, and both forms of the GEMMs."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ def seed():
     torch.manual_seed(0)
 
 
-def close(ours, twin, tol):
-    torch.testing.assert_close(ours, twin, rtol=tol, atol=tol)
+def close(ours, reference, tol):
+    torch.testing.assert_close(ours, reference, rtol=tol, atol=tol)
 
 
 @pytest.mark.parametrize("options", [{}, {"renormalize": False}, {"expert_scale": True}])
@@ -30,9 +30,9 @@ def test_choice(tokens, num_experts, top_k, options):
     if "expert_scale" in options:
         options = {"expert_scale": torch.rand(num_experts) + 0.5}
     weights, experts = moe_experts.choose_experts(logits, top_k, **options)
-    twin_weights, twin_experts = moe_reference.choose_experts(logits, top_k, **options)
-    assert torch.equal(experts, twin_experts)
-    close(weights, twin_weights, 1e-6)
+    reference_weights, reference_experts = moe_reference.choose_experts(logits, top_k, **options)
+    assert torch.equal(experts, reference_experts)
+    close(weights, reference_weights, 1e-6)
 
 
 def test_equal_experts_are_chosen_in_order():
@@ -62,20 +62,20 @@ def test_grouping(tokens, num_experts, top_k, rows, chosen):
     if chosen == "one expert":
         experts[:, 0] = num_experts - 1  # may be in a row twice: the kernels do not mind
     order, blocks = moe_experts.group(experts, num_experts, rows)
-    twin_order, twin_blocks = moe_reference.group(experts, num_experts, rows)
-    assert torch.equal(order, twin_order)
-    assert blocks.shape == twin_blocks.shape
-    used = twin_blocks[:, 2] > 0
-    assert torch.equal(blocks[used], twin_blocks[used])
+    reference_order, reference_blocks = moe_reference.group(experts, num_experts, rows)
+    assert torch.equal(order, reference_order)
+    assert blocks.shape == reference_blocks.shape
+    used = reference_blocks[:, 2] > 0
+    assert torch.equal(blocks[used], reference_blocks[used])
     assert (blocks[~used, 2] == 0).all()
 
 
 def test_grouping_in_large_chunks():
     experts = torch.randint(0, 9, (1100, 8), dtype=torch.int32)  # more than 8192 pairs
     order, blocks = moe_experts.group(experts, 9, 128)
-    twin_order, twin_blocks = moe_reference.group(experts, 9, 128)
-    assert torch.equal(order, twin_order)
-    assert torch.equal(blocks[:, 2], twin_blocks[:, 2])
+    reference_order, reference_blocks = moe_reference.group(experts, 9, 128)
+    assert torch.equal(order, reference_order)
+    assert torch.equal(blocks[:, 2], reference_blocks[:, 2])
 
 
 def test_no_routing_makes_more_blocks_than_the_list_holds():
@@ -106,10 +106,10 @@ def test_onto_the_residual(tokens):
     x, residual = torch.randn(tokens, 64).half(), torch.randn(tokens, 64).half() * 8
     routing = moe_reference.choose_experts(torch.randn(tokens, 6), 3)
     arguments = layer(6, 64, 32, torch.float16)
-    kept, twin = residual.clone(), residual.clone()
+    kept, reference = residual.clone(), residual.clone()
     ours = moe_experts.routed_experts(x, *routing, **arguments, residual=residual)
     assert ours is residual
-    close(ours, moe_reference.routed_experts(x, *routing, **arguments, residual=twin), 4e-3)
+    close(ours, moe_reference.routed_experts(x, *routing, **arguments, residual=reference), 4e-3)
     close(ours, kept + moe_experts.routed_experts(x, *routing, **arguments), 0)
 
 
@@ -118,9 +118,9 @@ def compare(tokens, num_experts, top_k, hidden, inner, dtype, tol, gate="silu", 
     weights, experts = moe_reference.choose_experts(torch.randn(tokens, num_experts), top_k)
     arguments = {"x": x, "weights": weights, "experts": experts, **layer(num_experts, hidden, inner, dtype)}
     ours = moe_experts.routed_experts(**arguments, gate=gate, tiles=tiles)
-    twin = moe_reference.routed_experts(**arguments, gate=gate)
-    assert twin.abs().mean() > 0.05
-    close(ours, twin, tol)
+    reference = moe_reference.routed_experts(**arguments, gate=gate)
+    assert reference.abs().mean() > 0.05
+    close(ours, reference, tol)
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])

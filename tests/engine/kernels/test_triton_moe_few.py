@@ -47,7 +47,7 @@ def block(num_experts, hidden, inner, width, dtype, *, factor):
     return {"router": router, "w13": w13, "w2": w2, "scale13": scale13, "scale2": scale2, "beside": beside}
 
 
-def twin(
+def reference(
     x, router, w13, w2, scale13=None, scale2=None, *, top_k, renormalize=True, expert_scale=None, gate="silu",
     norm=None, for_router=None, beside=None, for_beside=None, residual=None,
 ):  # fmt: skip
@@ -70,15 +70,15 @@ def twin(
 
 def compare(x, tol, **options):
     residual = options.pop("residual", None)
-    twin_x, kept = x.clone(), None if residual is None else residual.clone()
+    reference_x, kept = x.clone(), None if residual is None else residual.clone()
     tiles = options.pop("tiles", None)
     ours, apart = sparse_block(x, **options, residual=residual, tiles=tiles)
-    theirs, twin_apart = twin(twin_x, **options, residual=kept)
+    theirs, reference_apart = reference(reference_x, **options, residual=kept)
     assert theirs.abs().mean() > 0.05
     torch.testing.assert_close(ours, theirs, rtol=tol, atol=tol)
-    assert (apart is None) == (twin_apart is None)
-    if twin_apart is not None:
-        torch.testing.assert_close(apart, twin_apart, rtol=tol, atol=tol)
+    assert (apart is None) == (reference_apart is None)
+    if reference_apart is not None:
+        torch.testing.assert_close(apart, reference_apart, rtol=tol, atol=tol)
     if residual is not None:
         assert ours is residual
     assert moe_decode._arrivals(x.device).sum() == 0, "the next launch finds no arrivals"

@@ -45,17 +45,19 @@ def test_like_separate_norms(following, with_branch, with_scalar, offset, dtype)
     if with_branch:
         y = torch.randn(5, size + 16).to(dtype)[:, :size]
         branch = make_norm(size, dtype, offset), y, make_norm(size, dtype, offset)
-    kept, twin_residual = residual.clone(), residual.clone()
+    kept, reference_residual = residual.clone(), residual.clone()
     first, others = run(post_norm, norm, x, residual, norms, branch, scalar=scalar)
     expected = norm.onto(kept, x, norms, None, branch=branch, scalar=scalar)
-    twin_first, twin_others = run(pointwise_reference, norm, x, twin_residual, norms, branch, scalar=scalar)
-    assert (first is None) == (twin_first is None) == (following == 0)
+    reference_first, reference_others = run(
+        pointwise_reference, norm, x, reference_residual, norms, branch, scalar=scalar
+    )
+    assert (first is None) == (reference_first is None) == (following == 0)
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(residual, kept, **close)
-    torch.testing.assert_close(twin_residual, kept, **close)
+    torch.testing.assert_close(reference_residual, kept, **close)
     torch.testing.assert_close([residual if first is None else first, *others], expected, **close)
     if following:
-        torch.testing.assert_close([twin_first, *twin_others], expected, **close)
+        torch.testing.assert_close([reference_first, *reference_others], expected, **close)
 
 
 @pytest.mark.parametrize("following", [0, 1])
@@ -66,7 +68,7 @@ def test_quantised(following):
     (values, scale), _ = run(post_norm, norm, x, residual, norms, quantize=True)
     (expected,) = norm.onto(kept, x, norms, None)
     torch.testing.assert_close(residual, kept, rtol=1e-5, atol=1e-5)
-    twin_values, twin_scale = pointwise_reference.quantize_rows(expected)
-    torch.testing.assert_close(scale, twin_scale, rtol=1e-5, atol=0)
-    assert (values.float() == twin_values.float()).float().mean() > 0.98
-    torch.testing.assert_close(values.float(), twin_values.float(), rtol=0.126, atol=2**-9)
+    reference_values, reference_scale = pointwise_reference.quantize_rows(expected)
+    torch.testing.assert_close(scale, reference_scale, rtol=1e-5, atol=0)
+    assert (values.float() == reference_values.float()).float().mean() > 0.98
+    torch.testing.assert_close(values.float(), reference_values.float(), rtol=0.126, atol=2**-9)

@@ -61,6 +61,19 @@ def test_the_plan_says_what_was_chosen_and_counts_it(smollm2_dir, weak):
     assert {p.dtype for name, p in model.named_parameters() if "norm" in name} == {torch.float32}
 
 
+def pages(model, **flags):
+    """The dtype of keys and of values."""
+    keys, values = build(model, **flags).runner.cache.kv[0]
+    assert keys.dtype == values.dtype
+    return keys.dtype
+
+
+def test_pages_hold_what_the_cpu_computes_in(smollm2_dir, weak):
+    """Or each step would widen every page that it reads; unless a smaller cache is asked for."""
+    assert pages(smollm2_dir) == torch.float32
+    assert pages(smollm2_dir, kv_cache_dtype="bfloat16") == torch.bfloat16
+
+
 def test_the_plan_of_a_cpu_with_bf16(smollm2_dir, monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if not cpu_format.has_bf16_products():

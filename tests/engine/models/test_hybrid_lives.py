@@ -59,8 +59,8 @@ def small_engine(model_dir: Path, rng: random.Random) -> EngineCore:
         "scheduling_policy": rng.choice(["fcfs", "fcfs", "priority"]),
     }  # fmt: skip
     spec = build(8 << 20).runner.cache.spec
-    least = spec.extents_for(MAX_LEN, knobs["max_num_batched_tokens"]) * spec.extent_bytes + spec.fixed_bytes
-    return build(least + rng.choice([0, 0, 1, 4]) * spec.extent_bytes * (2 if spec.slot_bytes else 1))
+    least = spec.slabs_for(MAX_LEN, knobs["max_num_batched_tokens"]) * spec.slab_bytes + spec.fixed_bytes
+    return build(least + rng.choice([0, 0, 1, 4]) * spec.slab_bytes * (2 if spec.slot_bytes else 1))
 
 
 def live(model_dir: Path, seed: int) -> Counter[str]:

@@ -235,7 +235,7 @@ def test_the_plan_has_a_line_that_adds_nothing(machine, model_dir, monkeypatch):
     usual, saving = plan(0), plan(5 * GIB)
     assert saving.budget.on_host == 5 * GIB
     assert saving.resident_bytes == usual.resident_bytes
-    assert saving.num_extents == usual.num_extents
+    assert saving.num_slabs == usual.num_slabs
     lines = saving.table().splitlines()
     [line] = [line for line in lines if "in host memory" in line]
     assert "5.00 GiB" in line

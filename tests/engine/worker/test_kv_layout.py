@@ -28,6 +28,6 @@ def test_views_of_pages(layers, kind, monkeypatch):
             one_head = mine[:, :, 1]
             assert (one_head[2].max() - one_head[2].min() + 1 == one_head[2].numel()) == (kind == "cuda")
             group.append(mine[1:].flatten())
-    for group in groups.values():  # groups share memory by extents, the layers of one do not
+    for group in groups.values():  # groups share memory by slabs, the layers of one do not
         together = torch.cat(group)
         assert together.unique().numel() == together.numel()

@@ -11,7 +11,7 @@ from engine.errors import OutOfMemoryPlanError
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import fill_randomly, quantize
 from engine.models.registry import model_class
-from engine.worker.memory import Card, StepNeeds, check_weights_fit, gpu_budget, loaded_bytes, weight_bytes
+from engine.worker.memory import GpuMemory, StepNeeds, check_weights_fit, gpu_budget, loaded_bytes, weight_bytes
 
 DEVICE = torch.device("cuda", 0)
 
@@ -47,12 +47,12 @@ def config(utilization=0.9, **kwargs) -> EngineConfig:
     return EngineConfig("model", gpu_memory_utilization=utilization, **kwargs)  # type: ignore[arg-type]
 
 
-def budget(seen: Card, weights: int, in_use: int, utilization: float = 0.9):
+def budget(seen: GpuMemory, weights: int, in_use: int, utilization: float = 0.9):
     return gpu_budget(config(utilization), weights, StepNeeds(GIB, GIB // 4, GIB // 8, in_use), seen)
 
 
 def test_alone_on_the_card_the_context_counts_as_ours(card):
-    seen = Card.now(DEVICE)
+    seen = GpuMemory.now(DEVICE)
     assert (seen.total, seen.others) == (80 * GIB, 0)
     made = budget(seen, 16 * GIB, in_use=17 * GIB)
     assert made.usable == 72 * GIB
@@ -64,7 +64,7 @@ def test_alone_on_the_card_the_context_counts_as_ours(card):
 def test_another_process_does_not_shrink_the_share_while_there_is_room(card):
     """As in vLLM: two instances with 0.45 each fit on one card."""
     card.in_use = 36 * GIB + GIB // 2
-    seen = Card.now(DEVICE)
+    seen = GpuMemory.now(DEVICE)
     assert 0 <= 36 * GIB - seen.others <= GIB // 4
     made = budget(seen, 16 * GIB, in_use=36 * GIB + 17 * GIB, utilization=0.45)
     assert made.usable == 36 * GIB
@@ -74,7 +74,7 @@ def test_another_process_does_not_shrink_the_share_while_there_is_room(card):
 
 def test_an_engine_that_this_process_has_already_is_another(card):
     card.in_use, card.reserved = 11 * GIB, 10 * GIB + GIB // 2
-    assert Card.now(DEVICE).others == card.reserved
+    assert GpuMemory.now(DEVICE).others == card.reserved
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
@@ -87,11 +87,11 @@ def test_the_size_of_weights_is_known_before_they_are_there(model, quantization)
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_read(card, model):
-    check_weights_fit(model, config(), Card.now(DEVICE))
+    check_weights_fit(model, config(), GpuMemory.now(DEVICE))
     with pytest.raises(OutOfMemoryPlanError, match=r"weights take .* of the 80\.00 GiB") as refusal:
-        check_weights_fit(model, config(1e-9), Card.now(DEVICE))
+        check_weights_fit(model, config(1e-9), GpuMemory.now(DEVICE))
     assert refusal.value.flag == "--gpu-memory-utilization"
     assert refusal.value.hint.startswith("Raise --gpu-memory-utilization; --quantization fp8")
     with pytest.raises(OutOfMemoryPlanError, match=r"other processes hold 80\.00 GiB") as refusal:
-        check_weights_fit(model, config(quantization="fp8"), Card(DEVICE, 80 * GIB, 80 * GIB))
+        check_weights_fit(model, config(quantization="fp8"), GpuMemory(DEVICE, 80 * GIB, 80 * GIB))
     assert refusal.value.hint == "A smaller model or a larger GPU."

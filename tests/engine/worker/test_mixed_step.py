@@ -86,9 +86,9 @@ def test_a_small_server_has_only_the_shapes_that_its_steps_can_have(mixed):
     assert mixed.shapes_within(16, 4) == []
 
 
-def test_a_step_of_trash_is_of_its_shape(mixed):
+def test_a_step_of_padding_is_of_its_shape(mixed):
     shape = mixed.MixedShape(32, 128)
-    step = mixed.MixedStep.of_trash(shape, TILES)
+    step = mixed.MixedStep.of_padding(shape, TILES)
     assert step.form == mixed.form_of(shape, TILES)
     assert not step.rows.any()
     assert not step.starts.any()

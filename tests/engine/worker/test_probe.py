@@ -29,7 +29,7 @@ def test_the_largest_steps_use_all_tokens_and_all_sequences(probe, tokens, seqs,
     assert all(1 <= s.num_tokens <= limit for s in first.seqs)
     assert [len(i.token_ids) for i in first.row_inits] == [s.num_tokens for s in first.seqs]
     assert [s.start for s in second.seqs] == [s.num_tokens for s in first.seqs]
-    assert {i.row for i in first.row_inits} == set(range(1, count + 1)), "row 0 is the trash row"
+    assert {i.row for i in first.row_inits} == set(range(1, count + 1)), "row 0 is the padding row"
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 64, 1024])

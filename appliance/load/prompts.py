@@ -1,0 +1,81 @@
+"""The requests of a profile: texts of the wanted number of tokens, drawn from a seed, for a tokenizer that is not here.
+
+How many tokens a word takes is asked of the endpoint: two prompts are sent, and their usage says what a word costs and
+what the chat template adds. So lengths hold for any model and any endpoint that counts.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.load.profile import TrafficProfile
+
+# Frequent words, one or two tokens each in common vocabularies. Drawn at random they share no prefix by accident.
+_WORDS = """
+time year people way day man thing woman life child world school state family student group country problem hand
+part place case week company system program question work government number night point home water room mother
+area money story fact month lot right study book eye job word business issue side kind head house service friend
+father power hour game line end member law car city community name president team minute idea body information
+back parent face level office door health person art war history party result change morning reason research
+girl guy moment air teacher force education foot boy age policy music market sense nation plan college interest
+death experience effect use class control field development role effort rate heart drug show leader light voice
+wife police mind price report decision son view relationship town road arm difference value building action
+""".split()  # noqa: SIM905 - a list of them would be a page
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one request asks: `content` is the prompt or the messages."""
+
+    content: dict[str, Any]
+    tokens_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class WordCost:
+    """Tokens of a prompt of n words: `base + per_word * n`."""
+
+    base: float = 0.0
+    per_word: float = 1.3
+
+    def words(self, tokens: int) -> int:
+        return max(1, round((tokens - self.base) / self.per_word))
+
+
+def measured_cost(short: tuple[int, int], long: tuple[int, int]) -> WordCost:
+    """From two prompts, each (words, tokens). What cannot be, as from an endpoint that counts nothing, gives the
+    default."""
+    per_word = (long[1] - short[1]) / (long[0] - short[0])
+    base = short[1] - per_word * short[0]
+    return WordCost(max(0.0, base), per_word) if 0.3 <= per_word <= 8 else WordCost()
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choices(_WORDS, k=count))
+
+
+def content_of(text: str, endpoint: str) -> dict[str, Any]:
+    return {"prompt": text} if endpoint == "completions" else {"messages": [{"role": "user", "content": text}]}
+
+
+def requests(profile: TrafficProfile, cost: WordCost, run: str, *, warmup: bool = False) -> Iterator[Request]:
+    """Requests without end. Lengths come from the profile's seed, the same ones in every run; words come from `run`, so
+    that the server's prefix cache does not know them from an earlier run. A warm-up shares nothing but the prefixes."""
+    part = "warmup" if warmup else "run"
+    lengths = random.Random(f"{profile.seed}-{part}")  # noqa: S311 - no secret
+    rng = random.Random(f"{profile.seed}-{part}-{run}")  # noqa: S311
+    beginnings = random.Random(f"{profile.seed}-prefix-{run}")  # noqa: S311
+    prefix, starts = profile.prefix, []
+    if prefix is not None:
+        count = max(1, round(prefix.tokens / cost.per_word))
+        starts = [words(beginnings, count) for _ in range(prefix.groups)]
+    while True:
+        tokens_in, tokens_out = profile.input.draw(lengths), profile.output.draw(lengths)
+        start = lengths.choice(starts) if prefix is not None and lengths.random() < prefix.share else ""
+        count = cost.words(tokens_in)
+        if start:
+            text = f"{start} {words(rng, max(1, count - start.count(' ') - 1))}"
+        else:
+            text = words(rng, count)
+        yield Request(content_of(text, profile.endpoint), tokens_out)

@@ -1,0 +1,79 @@
+"""What a tuning says about its trials and its result: one line each, why, and what would help. Texts, not logic."""
+
+from appliance.service.tuning.measure import Measured
+from appliance.service.tuning.search import Position, Space, Value
+from installer.base.i18n import joined, t
+
+
+def line(space: Space, position: Position, measured: Measured | None, why: str) -> str:
+    """One trial: what is different from the start, and what it came to."""
+    what = changes(space, position)
+    if measured is None:
+        return t("{what}: failed, {why}", what=what, why=why)
+    return t("{what}: {numbers}", what=what, numbers=numbers(measured))
+
+
+def changes(space: Space, position: Position) -> str:
+    """The settings that differ from the start."""
+    start, setting = space.setting(space.start), space.setting(position)
+    different = [f"{name} {shown(setting[name])}" for name in setting if setting[name] != start[name]]
+    return joined(different) if different else t("the settings as they stand")
+
+
+def shown(value: Value) -> str:
+    return "auto" if value is None else str(value)
+
+
+def numbers(measured: Measured) -> str:
+    """Such as "3.10 good requests/s, 412 tokens/s, TTFT p95 380 ms, ITL p95 31 ms"."""
+    parts = [t("{rate} requests/s", rate=f"{measured.score.goodput:.2f}")
+             if measured.share is None else
+             t("{rate} requests/s within the target", rate=f"{measured.score.goodput:.2f}"),
+             t("{rate} tokens/s", rate=f"{measured.score.rate:.1f}")]  # fmt: skip
+    for name, title in (("ttft", "TTFT"), ("itl", "ITL")):
+        if name in measured.latency:
+            parts.append(f"{title} p95 {measured.latency[name]['p95']:.0f} ms")
+    return joined(parts)
+
+
+def reason(before: Measured, after: Measured, *, kept: bool, confirmed: bool) -> str:
+    """Why the setting that is in force now was chosen."""
+    if not confirmed:
+        return t("The best trial was measured once more and was not better than the settings as they stood, so these "
+                 "stay.")
+    if not kept:
+        return t("No other setting was better by more than the noise of a measurement, so the settings stay.")
+    one, other = before.score, after.score
+    if other.met and not one.met:
+        return t("With it the target is met; before it was missed by {share} %.", share=f"{one.excess * 100:.0f}")
+    if (gain := _gain(one.goodput, other.goodput)) >= 1:
+        return t("It answers {gain} % more requests a second ({before} before, {after} now).", gain=f"{gain:.0f}",
+                 before=f"{one.goodput:.2f}", after=f"{other.goodput:.2f}")  # fmt: skip
+    if not other.met and other.excess < one.excess:
+        return t("It comes nearer to the target: missed by {after} % instead of {before} %.",
+                 after=f"{other.excess * 100:.0f}", before=f"{one.excess * 100:.0f}")  # fmt: skip
+    return t("It makes {gain} % more tokens a second ({before} before, {after} now).",
+             gain=f"{_gain(one.rate, other.rate):.0f}", before=f"{one.rate:.1f}", after=f"{other.rate:.1f}")
+
+
+def helps(measured: Measured, clients: int | None) -> list[str]:
+    """What would help where no setting meets the target."""
+    found = []
+    missed = set(measured.missed)
+    if clients is not None and clients > 1 and measured.share is not None and measured.share > 0:
+        users = max(1, int(clients * measured.share))
+        found.append(t("fewer users at once: of {clients} about {users} are served within the target", clients=clients,
+                       users=users))  # fmt: skip
+    elif clients is not None and clients > 1:
+        found.append(t("fewer users at once than {clients}", clients=clients))
+    if missed & {"ttft", "e2el"}:
+        found.append(t("shorter prompts, or prompts with a common beginning: it is computed once"))
+    if missed & {"itl", "tpot", "e2el"}:
+        found.append(t("a smaller model, weights in fp8, or a GPU with more memory bandwidth: {command}",
+                       command="atoll presets"))
+    found.append(t("a less strict target, if the users agree"))
+    return found
+
+
+def _gain(before: float, after: float) -> float:
+    return (after / before - 1) * 100 if before > 0 else float("inf") if after > 0 else 0.0

@@ -1,0 +1,58 @@
+"""What a tuning is asked to do, and the bounds of it."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+
+LEAST_BUDGET, MOST_BUDGET = 30.0, 24 * 3600.0   # seconds
+DEFAULT_BUDGET = 600.0
+LEAST_LOAD, MOST_LOAD = 5.0, 120.0              # seconds of load in one trial, where nobody says
+MOST_TRIALS = 40
+
+PROFILES = {"long-documents": "documents", "one-user": "single"}   # other names of built-in profiles
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h)?")
+_SECONDS = {None: 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+Word = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+
+
+class TuneRequest(BaseModel):
+    """`target`: limits of `appliance.load.slo`, in milliseconds; none: as much as possible. `profile`: a built-in name
+    or a file. `load_seconds` None: a share of the budget."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: dict[str, float] = Field(default_factory=dict)
+    budget: float = Field(DEFAULT_BUDGET, ge=LEAST_BUDGET, le=MOST_BUDGET)
+    profile: Word = "chat"
+    model: Word | None = None
+    preset: Word | None = None
+    only: tuple[Word, ...] = ()
+    load_seconds: float | None = Field(None, ge=1, le=3600)
+    start_timeout: float = Field(900.0, ge=1, le=86_400)
+    fresh: bool = False             # do not go on with a tuning that was cut off
+    by: Word | None = None
+
+    @property
+    def seconds_of_load(self) -> float:
+        return self.load_seconds or min(max(self.budget / 20, LEAST_LOAD), MOST_LOAD)
+
+    def to_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+
+def seconds_of(text: str, flag: str = "--budget") -> float:
+    """Of 90s, 10m, 1.5h or a plain number of seconds. Raises InstallError (usage)."""
+    found = _DURATION.fullmatch(text.strip().lower())
+    if found is None or not LEAST_BUDGET <= (seconds := float(found[1]) * _SECONDS[found[2]]) <= MOST_BUDGET:
+        raise InstallError(
+            t("{flag} {value} cannot be used.", flag=flag, value=text[:40]),
+            exit_code=ExitCode.USAGE,
+            changed=t("Nothing was changed."),
+            hint=t("Give a time from 30s to 24h, such as 10m."),
+        )
+    return seconds

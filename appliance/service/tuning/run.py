@@ -1,0 +1,307 @@
+"""A tuning from its question to its result: trials in their order, the best one kept, the service never left broken."""
+
+import hashlib
+import json
+import secrets
+import time
+from typing import Any
+
+from appliance.service import pick
+from appliance.service.jobs.frontend import JobFrontend
+from appliance.service.presets.catalogue import Card, catalogue
+from appliance.service.presets.resolve import find as find_preset
+from appliance.service.tuning import advice, records
+from appliance.service.tuning.knobs import Knobs, Pinned, Traffic, engine_config, preset_values
+from appliance.service.tuning.measure import (
+    LoadDriver,
+    Measured,
+    ProfileLoad,
+    lack_of,
+    measured_of,
+    parse_target,
+    profile_called,
+)
+from appliance.service.tuning.records import Records, Session, name_of
+from appliance.service.tuning.request import MOST_TRIALS, TuneRequest
+from appliance.service.tuning.score import beats
+from appliance.service.tuning.search import Failure, Position, Space, Trial, best_of, propose
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.base.messages import decode, encode
+from installer.operate.settings_trial import SettingsTrial
+
+_OUT_OF_MEMORY = ("out of memory", "does not fit", "OutOfMemory", "SIGKILL")
+
+
+class Tuning:
+    """One run of a session. `driver` None: the load of the request's profile."""
+
+    def __init__(
+        self, layout: Layout, request: TuneRequest, frontend: JobFrontend, *, driver: LoadDriver | None = None
+    ) -> None:
+        self.layout, self.request, self.frontend = layout, request, frontend
+        self.slo = parse_target(request.target)
+        self.profile = profile_called(request.profile)
+        self.driver = driver or ProfileLoad(self.profile, self.slo, request.seconds_of_load)
+        arrival = self.profile.arrival
+        self.clients = arrival.clients or arrival.max_concurrency
+        self._measured: dict[Position, Measured] = {}
+        self._why: dict[Position, str] = {}
+        self._trials: list[Trial] = []
+        self._running: Position | None = None
+        self._began = time.monotonic()
+        self._spent_before = 0.0
+        self.trial: SettingsTrial
+        self.records: Records
+        self.session: Session
+        self.space: Space
+        self.pinned: list[Pinned] = []
+
+    def run(self) -> dict[str, Any]:
+        """The result. Raises InstallError, OSError; the settings from before the tuning are in force then."""
+        run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
+        request = self.request
+        trial = SettingsTrial(self.layout, self.frontend, request.model, start_timeout=request.start_timeout)
+        with trial as self.trial:
+            if request.fresh:
+                records.mend(self.layout)
+            with Records(self.layout, run) as self.records:
+                self._prepare()
+                stopped = self._search()
+                return self._decide(stopped)
+
+    # -- what is asked
+
+    def _prepare(self) -> None:
+        trial, request = self.trial, self.request
+        model = trial.model
+        config = engine_config(self.layout, model.instance)
+        card = None if config.device == "cpu" else pick.card(None)
+        ours = records.ours(self.records.records, model.instance)
+        for name, value in self._preset(card).items():
+            ours.setdefault(name, []).append(value)
+        knobs = Knobs(config, trial.settings(), Traffic(self.clients, self.profile.longest), card=card, ours=ours,
+                      only=request.only)  # fmt: skip
+        self.space, self.pinned = knobs.space()
+        if knobs.is_unplanned:
+            self.frontend.note(t("This GPU's memory cannot be planned: what does not fit is found by trying."))
+        for pinned in self.pinned:
+            if not request.only:
+                self.frontend.note(t("{name} stays at {value}: {why}.", name=pinned.name,
+                                     value=advice.shown(pinned.value), why=pinned.why))  # fmt: skip
+        if not self.space.knobs:
+            raise InstallError(
+                t("There is nothing to tune: every setting is fixed."), exit_code=ExitCode.USAGE,
+                changed=t("Nothing was changed."),
+                hint=t("Remove your own values from {path}, or name those that may change: --only max-num-seqs",
+                       path=self.layout.config),
+            )
+        self._open_session()
+
+    def _preset(self, card: Card | None) -> dict[str, Any]:
+        """The values of the preset that is named, or that this model has for this traffic."""
+        name = self.request.preset
+        if name is None:
+            model = self.trial.model.manifest.name
+            if model not in catalogue().models or card is None or self.profile.name not in catalogue().workloads:
+                return {}
+            name = f"{model}/{self.profile.name}"
+            try:
+                return preset_values(find_preset(name, card).argv)
+            except InstallError:  # it does not fit here: then nobody has started from it
+                return {}
+        return preset_values(find_preset(name, card).argv)
+
+    def _open_session(self) -> None:
+        question = self._question()
+        found = None if self.request.fresh else records.resumable(self.records.records, question)
+        if found is not None:
+            self.session = found
+            self._spent_before = found.seconds
+            self._take_over(found)
+            self.frontend.note(t("Going on with the tuning that was cut off: {count} trials are done already.",
+                                 count=len(found.ended)))  # fmt: skip
+            return
+        name = secrets.token_hex(4)
+        facts = self.records.add(
+            "session", session=name, question=question, model=self.trial.model.instance, by=self.request.by,
+            target=self.request.target, profile=self.profile.name, budget=self.request.budget,
+            knobs={knob.name: list(knob.values) for knob in self.space.knobs},
+            start=self.space.setting(self.space.start),
+        )  # fmt: skip
+        self.session = Session(name, facts)
+
+    def _question(self) -> str:
+        """Hash of all that the trials' results depend on."""
+        knobs = [[knob.name, list(knob.values), knob.start] for knob in self.space.knobs]
+        model = self.trial.model
+        rest = {name: value for name, value in self.trial.settings().items()
+                if name.replace("_", "-") not in {knob.name for knob in self.space.knobs}}
+        facts = [self.request.target, self.profile.model_dump(mode="json"), self.request.seconds_of_load, model.digest,
+                 model.instance, self.trial.context.target().name, knobs, rest]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def _take_over(self, session: Session) -> None:
+        for record in session.ended:
+            position = self.space.position(record["setting"])
+            if position is None or record.get("confirms"):
+                continue
+            measured = measured_of(record["result"]) if record.get("result") else None
+            if measured is not None or position != self.space.start:  # without the start there is nothing to go on from
+                self._take(position, measured, record.get("failure"), decode(record.get("why", "")))
+        for name in session.begun:
+            position = self._position_called(name)
+            if session.cut_off(name) and position not in (None, self.space.start):
+                self._take(position, None, "start", t("it was cut off twice"))
+
+    def _position_called(self, name: str) -> Position | None:
+        for record in self.records.records:
+            if record["event"] == "began" and record["trial"] == name and record["session"] == self.session.id:
+                return self.space.position(record["setting"])
+        return None
+
+    # -- trials
+
+    @property
+    def _spent(self) -> float:
+        return self._spent_before + time.monotonic() - self._began
+
+    def _search(self) -> str:
+        """Try until nothing is left, or the budget; a Text that says why it ended."""
+        while True:
+            best = best_of(self.space, self._trials)
+            known = self._measured.get(best.position) if best else None
+            position = propose(self.space, self._trials, lack_of(known, self.clients))
+            if position is None:
+                return t("no setting near the best one is left to try")
+            if len(self._trials) >= MOST_TRIALS:
+                return t("{count} trials were made", count=len(self._trials))
+            if self._trials and self._spent + 2 * self._longest_trial() > self.request.budget:
+                return t("the budget of {seconds} s is used up", seconds=int(self.request.budget))
+            self._try(position)
+            if position == self.space.start and position not in self._measured:
+                raise self._start_failed()
+
+    def _longest_trial(self) -> float:
+        """Seconds that the next one may take."""
+        times = [float(record["seconds"]) for record in self.records.records
+                 if record["event"] == "ended" and record["session"] == self.session.id]
+        return max(times, default=self.request.seconds_of_load)
+
+    def _try(self, position: Position, *, confirms: bool = False) -> Measured | None:
+        """Start it, put the load on it, record what came of it."""
+        setting = self.space.setting(position)
+        name = name_of(setting)
+        number = len(self._trials) + 1
+        label = t("after") if confirms else t("trial {number}", number=number)
+        self.frontend.step(label, "begin")
+        self.records.add("began", session=self.session.id, trial=name, setting=setting)
+        began = time.monotonic()
+        measured, failure, why = None, None, ""
+        try:
+            if self._running != position:
+                self._running = None
+                self.trial.start_with(setting)
+                self._running = position
+            measured = self._load()
+            if measured.problem or not self.trial.alive():
+                why = measured.problem or t("the engine ended under load")
+                measured, failure, self._running = None, "load", None
+        except InstallError as error:
+            self._running = None
+            failure, why = failure_of(error), error.message
+        seconds = time.monotonic() - began
+        result = measured.to_json() if measured else None
+        self.records.add("ended", session=self.session.id, trial=name, setting=setting, failure=failure,
+                         why=encode(why), seconds=round(seconds, 2), result=result, confirms=confirms)  # fmt: skip
+        if not confirms:
+            self._take(position, measured, failure, why)
+        said = advice.line(self.space, position, measured, why)
+        self.frontend.step(label, "done" if measured else "skipped", said)
+        return measured
+
+    def _load(self) -> Measured:
+        trial = self.trial
+
+        def told(answers: int, seconds: int) -> None:
+            self.frontend.progress(t("load: {count} answers", count=answers), seconds, 0)
+
+        return self.driver(trial.context.endpoint, trial.model.instance, trial.key, told)
+
+    def _take(self, position: Position, measured: Measured | None, failure: Failure | None, why: str) -> None:
+        self._trials.append(Trial(position, measured.score if measured else None, failure))
+        self._why[position] = why
+        if measured is not None:
+            self._measured[position] = measured
+
+    def _start_failed(self) -> InstallError:
+        """The settings as they stand were tried first; without them there is nothing to compare with."""
+        return InstallError(
+            t("The settings as they stand do not hold this load: {why}.", why=self._why[self.space.start]),
+            exit_code=ExitCode.UNHEALTHY,
+            changed=t("The settings were not changed."),
+            hint=t("Look at the service and at the profile: atoll status, atoll logs"),
+        )
+
+    # -- the end
+
+    def _decide(self, stopped: str) -> dict[str, Any]:
+        best = best_of(self.space, self._trials)
+        assert best is not None
+        before = self._measured[self.space.start]
+        after, kept, confirmed = self._measured[best.position], best.position != self.space.start, True
+        if kept:
+            again = self._try(best.position, confirms=True)
+            confirmed = again is not None and not beats(before.score, again.score)
+            after = again or after
+        if kept and confirmed:
+            self._keep(best.position)
+        result = self._result(best.position if kept and confirmed else self.space.start, before, after, stopped,
+                              confirmed=confirmed)  # fmt: skip
+        self.records.add("closed", session=self.session.id, result=result)
+        return result
+
+    def _keep(self, position: Position) -> None:
+        setting = self.space.setting(position)
+        own = self.trial.own_settings()
+        before = {name: own.get(name, own.get(name.replace("-", "_"))) for name in setting}
+        self.records.add("keeping", session=self.session.id, model=self.trial.model.instance, setting=setting,
+                         before=before)  # fmt: skip
+        self.trial.keep(setting=setting, target=self.request.target, by=self.request.by)
+
+    def _result(
+        self, position: Position, before: Measured, after: Measured, stopped: str, *, confirmed: bool
+    ) -> dict[str, Any]:
+        kept = position != self.space.start
+        start, setting = self.space.setting(self.space.start), self.space.setting(position)
+        shown = after if kept else before
+        met = None if not self.slo else shown.score.met
+        return encode({
+            "model": self.trial.model.instance,
+            "outcome": "changed" if kept else "unchanged",
+            "target": self.request.target,
+            "target_met": met,
+            "profile": self.profile.name,
+            "setting": setting,
+            "changed": {name: [start[name], setting[name]] for name in setting if setting[name] != start[name]},
+            "before": before.to_json(),
+            "after": shown.to_json(),
+            "reason": advice.reason(before, after, kept=kept, confirmed=confirmed),
+            "helps": advice.helps(shown, self.clients) if met is False else [],
+            "stopped": stopped,
+            "pinned": [{"name": each.name, "value": each.value, "why": each.why} for each in self.pinned],
+            "trials": [
+                {"setting": self.space.setting(trial.position), "failure": trial.failure,
+                 "why": self._why[trial.position],
+                 "result": m.to_json() if (m := self._measured.get(trial.position)) else None}
+                for trial in self._trials
+            ],
+            "seconds": round(self._spent, 1),
+        })  # fmt: skip
+
+
+def failure_of(error: InstallError) -> Failure:
+    """Whether more memory would have helped: then nothing that needs more is tried either."""
+    text = " ".join([error.message, error.why, *error.log_tail])
+    return "memory" if any(word in text for word in _OUT_OF_MEMORY) else "start"

@@ -1,0 +1,102 @@
+"""Tuning as a job: started, watched and cancelled like an install; and the way back to the setting from before."""
+
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from appliance.service import jobs
+from appliance.service.jobs.attach import JobReader
+from appliance.service.jobs.frontend import JobFrontend
+from appliance.service.jobs.guard import start_guard
+from appliance.service.jobs.process import Work
+from appliance.service.tuning import records
+from appliance.service.tuning.measure import LoadDriver, parse_target, profile_called
+from appliance.service.tuning.records import Records
+from appliance.service.tuning.request import TuneRequest
+from appliance.service.tuning.run import Tuning
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.base.lock import refuse_if_busy
+from installer.base.messages import decode
+from installer.operate.settings_trial import SettingsTrial, recover
+
+
+def run_tuning(
+    layout: Layout, request: TuneRequest, reader: JobReader, *, driver: LoadDriver | None = None
+) -> dict[str, Any]:
+    """Tune as a job and follow it: its result, with texts. Raises the InstallError that it ended with."""
+    request = checked(request)
+    refuse_if_busy(layout.lock)
+    work = tune_work(request, layout, driver)
+    result, _ = jobs.run(layout, "tune", work, reader, kind="tune", given=request.to_json(), interactive=False)
+    return decode(result)
+
+
+def checked(request: TuneRequest) -> TuneRequest:
+    """With an absolute path to a profile's file; a job has a working directory of its own. Raises InstallError."""
+    parse_target(request.target)
+    profile_called(request.profile)
+    path = Path(request.profile).expanduser()
+    return request.model_copy(update={"profile": str(path.absolute())}) if path.is_file() else request
+
+
+def tune_work(request: TuneRequest, layout: Layout, driver: LoadDriver | None = None) -> Work:
+    def work(frontend: JobFrontend) -> dict[str, Any]:
+        return tune(request, layout, frontend, driver)
+
+    return work
+
+
+def tune(
+    request: TuneRequest, layout: Layout, frontend: JobFrontend, driver: LoadDriver | None = None
+) -> dict[str, Any]:
+    """Tune in this process, which is a job's. Should it be killed, its guard brings the proven settings back."""
+    start_guard(frontend.job)
+    recover(layout, frontend, timeout=request.start_timeout)
+    return Tuning(layout, request, frontend, driver=driver).run()
+
+
+def run_reset(layout: Layout, model: str | None, reader: JobReader, *, by: str | None = None) -> dict[str, Any]:
+    """Go back to the settings from before the first tuning, as a job. Raises InstallError."""
+    given = {"model": model, "by": by}
+    result, _ = jobs.run(
+        layout, "tune reset", reset_work(given, layout), reader, kind="tune-reset", given=given, interactive=False
+    )
+    return decode(result)
+
+
+def reset_work(given: dict[str, Any], layout: Layout) -> Work:
+    def work(frontend: JobFrontend) -> dict[str, Any]:
+        start_guard(frontend.job)
+        recover(layout, frontend)
+        with SettingsTrial(layout, frontend, given["model"]) as trial:
+            run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-reset-{secrets.token_hex(3)}"
+            with Records(layout, run) as events:
+                instance = trial.model.instance
+                before = records.original(events.records, instance)
+                if not before:
+                    raise InstallError(
+                        t("No setting of {model} was tuned, so there is nothing to go back to.", model=instance),
+                        exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint="atoll tune show",
+                    )  # fmt: skip
+                frontend.step(t("settings"), "begin")
+                seconds = trial.start_with(before)
+                frontend.step(t("settings"), "done", t("ready in {seconds:.1f} s", seconds=seconds))
+                trial.keep(setting=before, reset=True, by=given["by"])
+                events.add("reset", model=instance, setting=before)
+        return {"model": instance, "setting": before}
+
+    return work
+
+
+def last(layout: Layout, model: str | None = None) -> dict[str, Any] | None:
+    """The result of the last tuning, with texts; None where none has ended. Raises InstallError, OSError."""
+    record = records.last_result(records.read(layout), model)
+    return decode({**record["result"], "at": record["at"]}) if record else None
+
+
+def work_of_spec(kind: str, given: dict[str, Any], layout: Layout) -> Work:
+    """For a unit's process."""
+    return reset_work(given, layout) if kind == "tune-reset" else tune_work(TuneRequest.model_validate(given), layout)

@@ -1,0 +1,76 @@
+"""What a verification shall check, and against which targets: the table [verify] of the answers, and flags."""
+
+import re
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from appliance.load.slo import Slo
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import joined, t
+
+Group = Literal["health", "conformance", "quality", "performance", "stability", "security"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+_PAIR = re.compile(r"(?P<name>[a-z0-9_]+)[:=](?P<value>\d+(?:\.\d+)?)(?P<unit>ms|s|%)?")
+_TIMES = ("ttft", "tpot", "itl", "e2el")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Targets(_Strict):
+    """Milliseconds of each request, the share of requests that must keep them, and what the whole must reach."""
+
+    ttft: float | None = Field(None, gt=0)
+    tpot: float | None = Field(None, gt=0)
+    itl: float | None = Field(None, gt=0)
+    e2el: float | None = Field(None, gt=0)
+    share: float = Field(0.95, gt=0, le=1)
+    output_throughput: float | None = Field(None, gt=0)
+    request_throughput: float | None = Field(None, gt=0)
+    users: int | None = Field(None, ge=1, le=10_000)
+    error_rate: float = Field(0.01, ge=0, le=1)
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(ttft=self.ttft, tpot=self.tpot, itl=self.itl, e2el=self.e2el)
+
+
+class VerifyAnswers(_Strict):
+    """`requests` or `seconds` bound the load of `performance`; without both, the profile does. `rate` of the open loop:
+    requests a second; without it 70 % of what the closed loop reached."""
+
+    groups: list[Group] = list(GROUPS)
+    profile: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = "chat"
+    requests: int | None = Field(None, ge=1, le=1_000_000)
+    seconds: float | None = Field(None, gt=0, le=86_400)
+    rate: float | None = Field(None, gt=0, le=100_000)
+    soak_seconds: float = Field(120.0, ge=0, le=30 * 86_400)
+    targets: Targets = Targets()
+
+
+def with_targets(targets: Targets, words: list[str]) -> Targets:
+    """`targets` with what `ttft=500ms users=8 share=99%` says on top. Raises InstallError (usage)."""
+    values: dict[str, Any] = targets.model_dump()
+    for pair in (part for word in words for part in word.replace(",", " ").split()):
+        found = _PAIR.fullmatch(pair.lower())
+        if found is None or found["name"] not in Targets.model_fields:
+            raise _wrong(pair)
+        unit, number = found["unit"], float(found["value"])
+        if unit in ("ms", "s") and found["name"] not in _TIMES:
+            raise _wrong(pair)
+        number *= {"s": 1000.0, "%": 0.01}.get(unit or "", 1.0)
+        values[found["name"]] = int(number) if found["name"] == "users" else number
+    try:
+        return Targets.model_validate(values)
+    except ValueError:
+        raise _wrong(" ".join(words)) from None
+
+
+def _wrong(pair: str) -> InstallError:
+    return InstallError(
+        t("'{pair}' is not a target.", pair=pair), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
+        hint=t("Targets are {names}; write ttft=500ms, users=8 or share=99%.",
+               names=joined(list(Targets.model_fields))),
+    )  # fmt: skip

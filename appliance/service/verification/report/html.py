@@ -1,0 +1,126 @@
+"""The report as one HTML page that needs nothing else: both languages in it, switched without a script."""
+
+from collections.abc import Iterator
+from html import escape
+
+from appliance.load.result import LoadResult
+from appliance.service.findings import Finding
+from appliance.service.verification.report import charts, words
+from appliance.service.verification.run import TITLES, GroupResult, Verification
+from installer.base.i18n import t, told
+
+_LANGUAGES = (("en", "English"), ("ko", "한국어"))
+_STYLE = """
+:root { color-scheme: light dark; --fg: #1c2430; --bg: #fff; --soft: #5b6677; --line: #d8dde5; --bar: #2f6fbd;
+  --good: #1b7f4b; --bad: #c0392b; --warn: #a86a00; }
+@media (prefers-color-scheme: dark) { :root { --fg: #e6eaf0; --bg: #14181f; --soft: #9aa5b5; --line: #333c49;
+  --bar: #6aa5ee; --good: #4cc38a; --bad: #ff7b6b; --warn: #e0a94a; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); margin: 2rem auto;
+  max-width: 60rem; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; margin: .5rem 0; }
+th, td { border-bottom: 1px solid var(--line); padding: .35rem .5rem; text-align: left; vertical-align: top;
+  overflow-wrap: anywhere; }
+th { color: var(--soft); font-weight: 600; } td.r { white-space: nowrap; font-weight: 600; }
+.pass { color: var(--good); } .fail { color: var(--bad); } .warn, .waived { color: var(--warn); }
+.info, .soft { color: var(--soft); }
+svg { width: 100%; max-width: 640px; height: auto; font: 11px system-ui, sans-serif; fill: var(--fg); }
+svg .name { font-weight: 600; } svg .bar { fill: var(--bar); } svg .axis { stroke: var(--soft); }
+svg .line { fill: none; stroke: var(--bar); stroke-width: 1.5; }
+input[name=language] { position: absolute; opacity: 0; }
+label { cursor: pointer; padding: .2rem .6rem; border: 1px solid var(--line); border-radius: .4rem; }
+#en:checked ~ nav label[for=en], #ko:checked ~ nav label[for=ko] { background: var(--bar); color: var(--bg); }
+main { display: none; } #en:checked ~ main.en, #ko:checked ~ main.ko { display: block; }
+@media print { nav { display: none; } }
+"""
+
+
+def page(found: Verification, first: str = "en") -> str:
+    switches = "".join(
+        f'<input type="radio" name="language" id="{code}"{" checked" if code == first else ""}>'
+        for code, _ in _LANGUAGES
+    )
+    labels = "".join(f'<label for="{code}">{name}</label> ' for code, name in _LANGUAGES)
+    mains = "".join(
+        f'<main class="{code}" lang="{code}">{"".join(_body(found, code))}</main>' for code, _ in _LANGUAGES
+    )
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        f'<!DOCTYPE html>\n<html lang="{first}"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(str(words.TITLE))} {escape(found.at)}</title><style>{_STYLE}</style></head>"
+        f"<body>{switches}<nav>{labels}</nav>{mains}</body></html>\n"
+    )
+
+
+def _body(found: Verification, language: str) -> Iterator[str]:
+    def say(text: object) -> str:
+        return escape(str(told(text, language)))
+
+    kind, word = ("pass", words.PASSED) if found.passed else ("fail", words.FAILED)
+    yield f'<h1>{say(words.TITLE)}: <span class="{kind}">{say(word)}</span></h1>'
+    yield (f'<p class="soft">{escape(found.at)} · {escape(found.base_url)} · {escape(found.release or "–")} · '
+           f"{escape(', '.join(found.models))}</p>")  # fmt: skip
+    for group in found.groups:
+        kind, word = ("pass", words.PASSED) if group.passed else ("fail", words.FAILED)
+        yield f'<h2>{say(TITLES[group.group])}: <span class="{kind}">{say(word)}</span></h2>'
+        head = "".join(f"<th>{say(column)}</th>" for column in words.COLUMNS)
+        yield f"<table><tr>{head}</tr>{''.join(_row(each, language) for each in group.found())}</table>"
+        yield from _charts(group, language)
+
+
+def _row(finding: Finding, language: str) -> str:
+    def say(text: object) -> str:
+        return escape(str(told(text, language)))
+
+    kind = words.kind_of(finding)
+    more = ""
+    if not finding.ok and finding.severity != "info":
+        parts = [finding.why, finding.fix]
+        if finding.waiver is not None:
+            parts.append(t("waived by {by}: {reason}", by=finding.waiver.by, reason=finding.waiver.reason))
+        more = f'<div class="soft">{" · ".join(say(part) for part in parts if part)}</div>'
+        if finding.evidence:
+            more += f"<details><summary>…</summary><pre>{escape(str(finding.evidence)[:4000])}</pre></details>"
+    return (f'<tr><td>{say(finding.title)}</td><td class="r {kind}">{say(words.word_of(finding))}</td>'
+            f"<td>{say(finding.observed)}{more}</td><td>{say(finding.required)}</td></tr>")  # fmt: skip
+
+
+def _charts(group: GroupResult, language: str) -> Iterator[str]:
+    def say(text: object) -> str:
+        return escape(str(told(text, language)))
+
+    for model, loads in group.data.get("loads", {}).items():
+        for kind, values in loads.items():
+            result = LoadResult.of_json(values)
+            title = t("{model}, {kind}: {requests} requests/s, {tokens} tokens out/s", model=model,
+                      kind=words.LOADS[kind], requests=f"{result.request_throughput:.2f}",
+                      tokens=f"{result.output_throughput:,.1f}")  # fmt: skip
+            yield f"<h3>{say(title)}</h3>"
+            yield charts.bars([
+                (str(told(name, language)), [("p50", each.median), ("p95", each.percentiles.get("95", 0.0)),
+                                             ("p99", each.percentiles.get("99", 0.0))])
+                for metric, name in words.LATENCIES if (each := getattr(result, metric)).count or each.mean
+            ], "ms")  # fmt: skip
+            yield _tokens(result, language)
+    if soak := group.data.get("soak"):
+        series = soak["series"]
+        yield f"<h3>{say(t('Memory'))}</h3>"
+        yield charts.line(series["at"], [value / (1 << 20) for value in series["memory"]], "MiB")
+        yield f"<h3>{say(t('KV cache in use'))}</h3>"
+        yield charts.line(series["at"], [100 * value for value in series["pages"]], "%")
+        yield f"<h3>{say(t('Tokens out a second'))}</h3>"
+        yield _tokens(LoadResult.of_json(soak["result"]), language)
+
+
+def _tokens(result: LoadResult, language: str) -> str:
+    """Tokens a second over the run. A short run has slots of less than a second: they are put together."""
+    rows = result.timeline
+    if len(rows) < 3:
+        return ""
+    width = rows[1][0] - rows[0][0]
+    step = max(1, round(1 / width))
+    groups = [rows[i : i + step] for i in range(0, len(rows), step)]
+    at = [group[0][0] for group in groups]
+    rates = [sum(row[1] for row in group) / (len(group) * width) for group in groups]
+    return charts.line(at, rates, str(told(t("tokens/s"), language)))

@@ -1,0 +1,111 @@
+"""What is verified: an endpoint, and if it is this installation's, its files and processes too."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from appliance.load.target import Target
+from installer.access import api_keys
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.operate.lifecycle import history_of
+from installer.release import config, release
+from installer.service.choice import service_for
+from installer.service.reload import reload_gateway
+
+KEY_NAME = "atoll verification"    # of the key that a run makes and removes
+_KEY_SECONDS = 31 * 86_400         # a run that was killed leaves its key no longer than the longest soak
+
+
+@dataclass
+class Served:
+    """One model behind the endpoint. `bundle`: the name that its vendor gave it."""
+
+    name: str
+    bundle: str
+    directory: Path | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def real_weights(self) -> bool:
+        return self.settings.get("load-format", self.settings.get("load_format")) != "dummy"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.settings.get("device", "auto") != "cpu"
+
+    @property
+    def family(self) -> str:
+        """The model's type from its config.json; empty where that cannot be read."""
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            if self.directory is not None:
+                return str(json.loads((self.directory / "config.json").read_text("utf-8")).get("model_type", ""))
+        return ""
+
+
+@dataclass
+class Subject:
+    """`layout` is None for an endpoint somewhere else: what needs its files and processes is not checked then."""
+
+    target: Target
+    models: list[Served]
+    layout: Layout | None = None
+    endpoint: config.Endpoint | None = None
+    release: str | None = None
+
+    def pids(self) -> frozenset[int]:
+        """Live processes of the service; none where they are somewhere else."""
+        return service_for(self.layout).pids() if self.layout is not None else frozenset()
+
+    def of(self, model: Served) -> Target:
+        return Target(self.target.base_url, model.name, key=self.target.key, ca=self.target.ca,
+                      pinned=self.target.pinned)  # fmt: skip
+
+    def tagged(self, name: str, model: Served) -> str:
+        """A finding's id; with several models, whose it is."""
+        return name if len(self.models) == 1 else f"{name}@{model.name}"
+
+
+@contextlib.contextmanager
+def of_installation(layout: Layout) -> Iterator[Subject]:
+    """This installation, with an API key of its own that is removed again. Raises InstallError."""
+    committed = history_of(layout).committed
+    if committed is None:
+        raise InstallError(
+            t("Nothing is installed that could be verified."), exit_code=ExitCode.USAGE,
+            changed=t("Nothing was changed."), hint=t("Install first: atoll checklist run"),
+        )  # fmt: skip
+    endpoint = config.standing(layout)
+    text = config.read_text(layout.config)
+    tables = config.model_tables(text, layout.config) if layout.system else {}
+    common = {} if layout.system or not text else config.parse(text, layout.config)
+    models = [
+        Served(str(bundle["instance"]), str(bundle["name"]), layout.models / str(bundle.get("digest", "")),
+               tables.get(str(bundle["instance"]), common))
+        for bundle in release.bundles_of(committed)
+    ]  # fmt: skip
+    with _own_key(layout) as key:
+        target = Target(endpoint.url, key=key, pinned=endpoint.certificate)
+        yield Subject(target, models, layout, endpoint, str(committed["release"]))
+
+
+@contextlib.contextmanager
+def _own_key(layout: Layout) -> Iterator[str]:
+    _remove_keys(layout)  # of a run that was killed
+    key = api_keys.add(layout.api_keys, KEY_NAME, lifetime=_KEY_SECONDS, scopes=("serve", "metrics"))
+    try:
+        reload_gateway(layout)
+        yield key.text
+    finally:
+        _remove_keys(layout)
+        reload_gateway(layout)
+
+
+def _remove_keys(layout: Layout) -> None:
+    mine = {str(entry["id"]) for entry in api_keys.read(layout.api_keys) if entry.get("name") == KEY_NAME}
+    if mine:
+        api_keys.remove(layout.api_keys, mine)

@@ -1,0 +1,55 @@
+"""What a benchmark multiplies in place of a model: random numbers in the shapes of one of its GEMMs."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from engine.kernels.gemm.tiles import VectorTiles
+from engine.kernels.tuning.step_gemms import Subject
+from engine.layers.quant.fp8 import FP8
+
+_TURNS_BYTES = 200 * 10**6  # of the copies that take turns: more than caches hold
+_EPS = 1e-6
+
+
+class Operands:
+    """Random numbers in a product's shapes: a row, weights that take turns, and what is around them."""
+
+    def __init__(self, subject: Subject, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        product = subject.product
+        self.gate = subject.gate
+        outputs = product.outputs // 2 if product.gated else product.outputs
+
+        def numbers(*shape: int, deviation: float = 1.0) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device).normal_(0, deviation)
+
+        shape, small = (product.outputs, product.inner), product.inner**-0.5  # results as wide as the row
+        copies = max(2, -(-_TURNS_BYTES // subject.num_bytes))
+        self.x = numbers(1, product.inner)
+        if product.itemsize == 1:
+            self.weights = [numbers(*shape).to(FP8) for _ in range(copies)]
+            self.scale = torch.full((product.outputs,), small, device=device)
+        else:
+            self.weights = [numbers(*shape, deviation=small) for _ in range(copies)]
+            self.scale = None
+        self.bias = numbers(product.outputs) if subject.bias else None
+        self.norm = (numbers(product.inner), _EPS) if product.normed else None
+        self.residual = numbers(1, outputs).zero_() if subject.residual else None
+
+    def steps(self, tiles: VectorTiles) -> Sequence[Callable[[], torch.Tensor]]:
+        """The product with one copy of the weight after the other."""
+        return [partial(self._product, weight, tiles) for weight in self.weights]
+
+    def result(self, tiles: VectorTiles) -> torch.Tensor:
+        """With the first copy, in float32; the residual was zero."""
+        if self.residual is not None:
+            self.residual.zero_()
+        return self._product(self.weights[0], tiles).to(torch.float32, copy=True)
+
+    def _product(self, weight: torch.Tensor, tiles: VectorTiles) -> torch.Tensor:
+        from engine.kernels.gemm.small_batch import gemv
+
+        return gemv(
+            self.x, weight, self.scale, self.bias, norm=self.norm, gate=self.gate, residual=self.residual, tiles=tiles
+        )

@@ -1,0 +1,144 @@
+"""Where a search keeps what it finds: this server's own table, or the tables that come with Atoll.
+
+Each result is on disk before the next search begins, so a search that is killed continues where it was.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.errors import ConfigError
+from engine.kernels.gemm import tiles as gemm_tiles
+from engine.kernels.gemm.tiles import Product, VectorTiles
+from engine.kernels.moe import tiles as moe_tiles
+from engine.kernels.moe.tiles import FewTiles, Measured
+from engine.kernels.runtime import tuned_tables
+from engine.kernels.runtime.gpu_target import H100, Target, name_of
+from engine.kernels.runtime.tuned_tables import Table, TableError
+from engine.kernels.tuning.rows import say
+from engine.kernels.tuning.step_search import Block, Found
+
+
+class Results(Protocol):
+    """What a search asks of its results."""
+
+    def is_done(self, key: str) -> bool:
+        """Whether this was searched before."""
+        ...
+
+    def keep_found(self, key: str, found: Found) -> None:
+        """A GEMM's tiles, or a sparse block's for one token."""
+        ...
+
+    def keep_measured(self, key: str, measured: Measured) -> None:
+        """The tiles of a layer's experts for a number of tokens."""
+        ...
+
+
+class OwnTable:
+    """The table of this server's GPU (engine/kernels/runtime/tuned_tables.py)."""
+
+    def __init__(self, path: Path, gpu: Target, *, again: bool = False) -> None:
+        self.path, self._gpu = path, gpu
+        self._gemm: dict[Product, VectorTiles] = {}
+        self._moe: dict[tuple[int | None, ...], Measured] = {}
+        self._done: dict[str, None] = {}
+        try:
+            table = tuned_tables.load(path, gpu)
+            self._gemm = dict(tuned_tables.parsed(table.gemm, gpu, gemm_tiles.parse))
+            self._moe = {_key(entry): entry for entry in tuned_tables.parsed(table.moe, gpu, moe_tiles.parse)}
+        except FileNotFoundError:
+            return
+        except TableError as error:
+            aside = path.with_suffix(".unusable")
+            path.replace(aside)
+            say(f"{path}: {error}. It is kept as {aside.name}, and the search begins from the start.")
+            return
+        if table.tuner == _tuner() and not again:
+            self._done = dict.fromkeys(table.done)
+
+    def __len__(self) -> int:
+        return len(self._gemm) + len(self._moe)
+
+    def is_done(self, key: str) -> bool:
+        return key in self._done
+
+    def keep_found(self, key: str, found: Found) -> None:
+        part, tiles = found.stage.part, found.tiles
+        if isinstance(part, Product) and isinstance(tiles, VectorTiles):
+            self._gemm[part] = tiles  # also those by rule: another GPU's, which ship, would count instead
+        elif isinstance(part, Block) and isinstance(tiles, FewTiles):
+            entry = Measured(part.shape, part.width, 1, tiles)
+            self._moe[_key(entry)] = entry
+        self._save(key)
+
+    def keep_measured(self, key: str, measured: Measured) -> None:
+        self._moe[_key(measured)] = measured
+        self._save(key)
+
+    def _save(self, key: str) -> None:
+        self._done[key] = None
+        gemm = [json.loads(gemm_tiles.line_of(*entry)) for entry in self._gemm.items()]
+        moe = [self._moe[key].as_json() for key in sorted(self._moe, key=str)]
+        tuned_tables.save(self.path, self._gpu, Table(gemm, moe, list(self._done), _tuner()))
+
+
+class ShippedTables:
+    """The tables of a checkout, for a release. Nothing is remembered of what was searched."""
+
+    def __init__(self, gpu: Target, kernels: Path = Path(__file__).parents[1]) -> None:
+        name = "tuned.json" if gpu[:3] == H100[:3] else f"tuned-{name_of(gpu)}.json"
+        self._gemm, self._moe = kernels / "gemm" / name, kernels / "moe" / name
+
+    def is_done(self, key: str) -> bool:
+        return False
+
+    def keep_found(self, key: str, found: Found) -> None:
+        part, tiles = found.stage.part, found.tiles
+        if isinstance(part, Product) and isinstance(tiles, VectorTiles):
+            gemm_tiles.write_measured(self._gemm, part, tiles)
+        elif isinstance(part, Block) and isinstance(tiles, FewTiles) and found.is_new:
+            moe_tiles.write_measured(self._moe, [Measured(part.shape, part.width, 1, tiles)])
+
+    def keep_measured(self, key: str, measured: Measured) -> None:
+        moe_tiles.write_measured(self._moe, [measured])
+
+
+@contextmanager
+def only_tuner(directory: Path) -> Iterator[None]:
+    """One search at a time: two on a GPU would measure each other. Raises ConfigError if there is another."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"Another search is running with the tables in {directory}.", hint="Wait for it, or stop it."
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _key(entry: Measured) -> tuple[int | None, ...]:
+    return *entry.shape, entry.beside, entry.tokens
+
+
+def _tuner() -> str:
+    """Changes with the kernels whose tiles are searched, and with the search."""
+    kernels, digest = Path(__file__).parents[1], hashlib.sha256()
+    for room in ("gemm", "moe", "tuning"):
+        for path in sorted((kernels / room).glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def model_key(config: Path, form: str, raw: dict[str, Any]) -> str:
+    """A model in a weight format, for `is_done`: two with the same shapes under other names are searched once each."""
+    return f"{config.name} {hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:8]} {form}"

@@ -1,0 +1,131 @@
+"""Which products of a weight with one row the decode steps of a model have: its own code is asked, not a list.
+
+The model is built without memory, and one decode step of it gone through with kernels only noted, on tensors of the
+`meta` device that say they are on a GPU. So this needs neither a GPU nor a weight.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from engine.core.kv.spec import CacheSpec
+from engine.kernels.gemm.tiles import Product
+from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
+from engine.models.base import CausalLM
+from engine.models.loading.loader import quantize
+from engine.models.registry import empty_model
+from engine.worker.cache import Cache
+
+if TYPE_CHECKING:
+    from engine.kernels.runtime.launcher import Job
+
+_SMALLEST = 1_000_000  # bytes of a weight: what reads less is over before its tiles matter
+_BOTH_FORMS = 20 * 10**9  # bytes of a model in bf16, up to which it is served so as well as in fp8
+_PAGE_SIZE = 16
+_MULTIPROCESSORS = 132  # decides over attention's kernels only
+
+
+class Subject(NamedTuple):
+    """A product, and with what around it a model has it."""
+
+    product: Product
+    models: tuple[str, ...]
+    gate: str | None = None
+    bias: bool = False
+    residual: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.product.outputs * self.product.inner * self.product.itemsize
+
+    def __str__(self) -> str:
+        product = self.product
+        words = [f"{product.outputs}x{product.inner}", "fp8" if product.itemsize == 1 else "bf16"]
+        return " ".join(words + ["gated"] * product.gated + ["normed"] * product.normed)
+
+
+def find_subjects(configs: Iterable[Path], quantization: str | None) -> list[Subject]:
+    """Every distinct product of these models once, the largest weight first. `quantization`: "fp8", "none", or None for
+    all that is sensible: both, of large models fp8 alone."""
+    found: dict[Product, Subject] = {}
+    for config in configs:
+        for form in [quantization] if quantization else sensible_forms(config):
+            for subject in of_step(empty_model(config), form, config.name):
+                before = found.setdefault(subject.product, subject)
+                names = dict.fromkeys((*before.models, config.name))
+                found[subject.product] = before._replace(models=tuple(names))
+    large = [subject for subject in found.values() if subject.num_bytes >= _SMALLEST]
+    return sorted(large, key=lambda subject: (-subject.num_bytes, subject.product))
+
+
+def sensible_forms(config: Path) -> Sequence[str]:
+    """In which a model of this size is served."""
+    numbers = sum(parameter.numel() for parameter in empty_model(config).parameters())
+    return ("fp8", "none") if 2 * numbers <= _BOTH_FORMS else ("fp8",)
+
+
+def of_step(model: CausalLM, quantization: str, name: str) -> list[Subject]:
+    """Of a decode step of one sequence, head and all. `model` is without memory; its modules take their final form."""
+    from engine.kernels.runtime.launcher import recording
+
+    model.set_state_dtype("auto", "cuda")
+    if quantization == "fp8":
+        quantize(model, "fp8")
+    with torch.inference_mode(), _AsOnGpu(), recording() as jobs:
+        _finalize(model)
+        model.logits(_hidden(model))
+    return subjects_of(jobs, name)
+
+
+def subjects_of(jobs: "Iterable[Job]", name: str) -> list[Subject]:
+    """The products among the kernels of a decode step, each once."""
+    from engine.kernels.gemm import small_batch
+
+    found: dict[Product, Subject] = {}
+    for job in sorted((job for job in jobs if job.kernel is small_batch._vector_kernel), key=repr):
+        types, constants = dict(zip(job.kernel.arguments, job.types, strict=True)), dict(job.constants)
+        gate = constants["GATE"]
+        product = Product(
+            constants["N"] * (1 if gate is None else 2), constants["K"], 1 if types["scale_ptr"] else 2,
+            gate is not None, types["norm_ptr"] is not None,
+        )  # fmt: skip
+        around = {"bias": types["bias_ptr"] is not None, "residual": types["residual_ptr"] is not None}
+        found.setdefault(product, Subject(product, (name,), gate, **around))
+    return list(found.values())
+
+
+class _AsOnGpu(TorchFunctionMode):
+    """Tensors say that they are on a GPU, so layers take the way they would take there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return True if func == _IS_CUDA else func(*args, **(kwargs or {}))
+
+
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+def _finalize(model: CausalLM) -> None:
+    """As after loading: children before their parents."""
+    for module in reversed(list(model.modules())):
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to("meta"))
+        settle = getattr(module, "finalize", None)
+        if settle is not None:
+            settle()
+
+
+def _hidden(model: CausalLM) -> torch.Tensor:
+    """The forward pass of a decode step of one sequence."""
+    device = torch.device("meta")
+    spec = CacheSpec(tuple(model.cache_layers()), torch.bfloat16.itemsize, _PAGE_SIZE)
+    Cache(spec, 1, torch.bfloat16, device).bind(model.cache_modules())
+    number = torch.zeros(1, dtype=torch.int64, device=device)
+    index = number.int()
+    batch = DeviceBatch(index, index, torch.zeros(1, 1, dtype=torch.int32, device=device), _MULTIPROCESSORS)
+    groups = [(number, batch)] * len(spec.groups)
+    state = StateBatch(number, index, index, index) if spec.slot_bytes else None
+    with forward_context(ForwardContext(number, *groups[0], groups[1:], state)):
+        return model(number)

@@ -1,0 +1,271 @@
+"""Other settings for the release that runs, tried out: written, started, and either kept or taken back.
+
+In the installer's journal a trial is a switch from the release that runs to itself. So whatever ends the process, the
+proven settings come back as after an interrupted upgrade: by `recover`, by the next `atoll start`, and at boot by
+`atoll settle`. What is kept is started, asked a question and committed, as an install's settings are.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import tomlkit
+
+from installer.access import api_keys
+from installer.audit import log
+from installer.base import fs
+from installer.base.errors import ExitCode, InstallError, io_error
+from installer.base.i18n import joined, t
+from installer.base.journal import History, intact
+from installer.base.layout import Layout
+from installer.base.lock import ignore_hangup
+from installer.base.recovery_mark import unmark
+from installer.decide.context import Context, Model
+from installer.decide.frontend import Frontend
+from installer.decide.options import InstallOptions
+from installer.operate.install import Journalled
+from installer.operate.lifecycle import history_of, start
+from installer.operate.rollback import prepare
+from installer.release import config, migrate
+from installer.service.choice import service_for
+from installer.service.manager import ServiceManager
+from installer.service.smoke_test import health
+from installer.steps import activate
+from installer.steps.ready import unhealthy, wait_ready
+from installer.steps.undo import roll_back
+
+KIND = "tune"  # of the switch in the journal
+Values = Mapping[str, Any]
+
+
+class SettingsTrial(Journalled):
+    """Use as a context manager: unless `keep` was called, leaving it brings the proven settings back.
+
+    Entering takes the lock. Raises InstallError: nothing installed (2), another install was cut off (41), the service
+    does not run (40), another command at work (75).
+    """
+
+    purpose = KIND
+
+    def __init__(
+        self, layout: Layout, frontend: Frontend, instance: str | None = None, *,
+        service: ServiceManager | None = None, start_timeout: float = 900.0, key_seconds: float = 86_400.0,
+    ) -> None:  # fmt: skip
+        options = InstallOptions(prefix=layout.prefix, start_timeout=start_timeout)
+        super().__init__(options, frontend, layout, service or service_for(layout))
+        self._asked_for = instance
+        self._stack = contextlib.ExitStack()
+        self._kept = False
+        self._serving = ""              # the text of the settings that serve now, where a start with them went well
+        self.context: Context
+        self.model: Model
+        self.proven = ""                # the text of the settings as they were
+        self._key_seconds = key_seconds
+        self.key = ""                   # opens the endpoint while the trials last; nobody is shown it
+
+    def __enter__(self) -> "SettingsTrial":
+        history_of(self.layout)
+        try:
+            self._stack.enter_context(self._lock())
+            self.context = self._context()
+            self._stack.callback(self.context.journal.close)
+            self._find()
+            self.context.journal.open(self.layout.journal)
+            ignore_hangup()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises InstallError (41) where the proven settings could not be started again."""
+        try:
+            if not self._kept:
+                self._go_back(error)
+        finally:
+            self._stack.close()
+
+    def _find(self) -> None:
+        context = self.context
+        context.kind = KIND
+        committed = context.before.committed
+        if context.before.open_switch is not None:
+            raise InstallError(
+                t("An install or a tuning was cut off; what had proved itself must come back first."),
+                exit_code=ExitCode.ROLLBACK_FAILED,
+                changed=t("Nothing was changed."),
+                hint=t("Put it back: {command}", command=f"atoll start{self._where}"),
+            )
+        if committed is None:
+            raise InstallError(
+                t("No release is installed on {name}.", name=self.layout.name), exit_code=ExitCode.USAGE,
+                changed=t("Nothing was changed."), hint=t("Install one: atoll install MEDIUM"),
+            )
+        prepare(context, committed["release"], committed.get("snapshot"))
+        self.proven = context.config_text = context.base_config or ""
+        context.endpoint = config.standing(self.layout)
+        self.model = self._chosen()
+        if not self.service.state().up or not health(context.endpoint)[0]:
+            raise InstallError(
+                t("The service does not answer, so there is nothing to measure against."),
+                exit_code=ExitCode.UNHEALTHY,
+                changed=t("Nothing was changed."),
+                hint=t("Start it first: {command}", command=f"atoll start{self._where}"),
+            )
+
+    @property
+    def _where(self) -> str:
+        return "" if self.layout.system else f" --prefix {self.layout.prefix}"
+
+    def _chosen(self) -> Model:
+        models = {model.instance: model for model in self.context.models}
+        name = self._asked_for or (next(iter(models)) if len(models) == 1 else None)
+        if name in models:
+            return models[name]
+        raise InstallError(
+            t("No model called {name} runs here.", name=name) if name else t("Several models run here."),
+            exit_code=ExitCode.USAGE,
+            changed=t("Nothing was changed."),
+            hint=t("Name one with --model: {names}.", names=joined(models)),
+        )
+
+    # -- what stands, and what is tried
+
+    def settings(self) -> dict[str, Any]:
+        """The engine's settings as they stand, those for all engines included."""
+        return settings_of(self.layout, self.proven, self.model.instance)
+
+    def own_settings(self) -> dict[str, Any]:
+        """Those of this model's own table."""
+        name = "serve" if not self.layout.system else "models"
+        table = config.parse(self.proven, self.layout.config, name)
+        return table if not self.layout.system else dict(table.get(self.model.instance, {}))
+
+    def start_with(self, values: Values) -> float:
+        """Write these settings (None takes one away), start the engine anew with them; seconds until it was ready.
+
+        Raises InstallError (40) where it does not become ready; the caller may try others.
+        """
+        context, layout = self.context, self.layout
+        context.config_text = with_values(self.proven, self._table(), values, layout)
+        activate.open_switch(context)
+        self._serving = ""
+        if config.read_text(layout.config) != context.config_text:
+            fs.write_atomic(layout.config, context.config_text, 0o644)
+        began = time.monotonic()
+        if not self.key:
+            self.key = api_keys.add_smoke(layout.api_keys, self._key_seconds).text
+        self.service.switch(self._parts(), context.options.start_timeout, hand_over=False)
+        self.service.reload_keys()
+        self._await_engine(began)
+        self._serving = context.config_text
+        context.startup_s = round(time.monotonic() - began, 2)
+        return context.startup_s
+
+    def keep(self, **facts: Any) -> None:
+        """What runs now has proved itself: ask it a question, then commit it. Raises InstallError; nothing is kept
+        then."""
+        context = self.context
+        context.smoke_key = api_keys.add_smoke(self.layout.api_keys, context.options.smoke_timeout + 60)
+        self.service.reload_keys()
+        steps = (("smoke", activate.smoke), ("commit", activate.commit))
+        self._steps(context, steps, changed="", passes_interrupt=True)
+        self._kept = True
+        log.append(self.layout.audit, "tuned", model=self.model.instance, **facts)
+
+    def alive(self) -> bool:
+        """Whether the service still runs, without a restart since it was started."""
+        state = self.service.state()
+        return state.up and not state.restarts
+
+    def _await_engine(self, began: float) -> None:
+        """Until it has made a token. A gateway that goes on may need a moment to notice that its engine has ended, so
+        on a server the engine's own unit is asked first."""
+        limit = self.options.start_timeout
+        while self.layout.system and self.model.instance not in self.service.serving():
+            state = self.service.state()
+            if state.phase in ("failed", "stopped") or state.restarts:
+                raise unhealthy(self.service, self.layout, t("The service ended while it was starting{status}.",
+                                                             status=""))
+            if time.monotonic() - began > limit:
+                raise unhealthy(self.service, self.layout, t("The service was not ready after {timeout:.0f} s: {said}.",
+                                                             timeout=limit, said=self.model.instance))
+            self.frontend.progress(t("starting: {line}", line=self.model.instance), int(time.monotonic() - began), 0)
+            time.sleep(0.2)
+        wait_ready(self.service, self.context.endpoint, self.layout, self.frontend, limit)
+
+    def _table(self) -> tuple[str, ...]:
+        return ("models", self.model.instance) if self.layout.system else ("serve",)
+
+    def _parts(self) -> set[str] | None:
+        return {self.model.instance} if self.layout.system else None
+
+    def _go_back(self, error: BaseException | None) -> None:
+        context = self.context
+        if context.history.open_switch is None:
+            return
+        cause = error if isinstance(error, InstallError) else _ended(error)
+        if self._serving == self.proven and self.alive() and health(context.endpoint)[0]:
+            self._stay(cause)
+            return
+        outcome = roll_back(context, cause)
+        if outcome.exit_code == ExitCode.ROLLBACK_FAILED:
+            raise outcome from error
+
+    def _stay(self, cause: InstallError) -> None:
+        """The settings from before are those that serve: nothing has to be restarted."""
+        context = self.context
+        activate.drop_private_keys(context)
+        self.service.reload_keys()
+        context.journal.add("rolled-back", to=context.target().name, reason=cause.message)
+        log.append(self.layout.audit, "rolled-back", to=context.target().name, reason=cause.message)
+        unmark(self.layout)
+
+
+def _ended(error: BaseException | None) -> InstallError:
+    if isinstance(error, OSError):
+        return io_error(t("finish this command"), error)
+    said = t("The tuning was interrupted.") if error is not None else t("The settings as they were are kept.")
+    return InstallError(said, exit_code=ExitCode.INTERRUPTED if error is not None else ExitCode.OK)
+
+
+def with_values(text: str, table: tuple[str, ...], values: Values, layout: Layout) -> str:
+    """The settings file with these values in one table; None takes a key away. Comments and all else stay."""
+    document: Any = migrate.document(text, layout.config)
+    place = document
+    for name in table:
+        if name not in place:
+            place[name] = tomlkit.table()
+        place = place[name]
+    for key, value in values.items():
+        here = key if key in place else key.replace("-", "_")  # a flag may be spelled either way
+        if value is None:
+            place.pop(here, None)
+        elif place.get(here) != value:
+            place[here if here in place else key] = value
+    return tomlkit.dumps(document)
+
+
+def settings_of(layout: Layout, text: str, instance: str) -> dict[str, Any]:
+    """What the engine of a model reads: its own table, over that of all engines."""
+    if not layout.system:
+        return config.parse(text, layout.config, "serve")
+    return config.model_tables(text, layout.config).get(instance, {})
+
+
+def is_open(layout: Layout) -> bool:
+    """Whether a trial was cut off and its settings may still be in force."""
+    opened = History(intact(layout.journal)).open_switch
+    return opened is not None and opened.get("kind") == KIND
+
+
+def recover(layout: Layout, frontend: Frontend, *, timeout: float = 900.0) -> bool:
+    """Bring back what a killed tuning replaced; whether there was anything. Raises InstallError."""
+    if not is_open(layout):
+        return False
+    start(layout, frontend, timeout=timeout)
+    return True
