@@ -21,6 +21,10 @@ NOT_FOR_THE_SCREEN = {
     "offline_bundle/runtime/licenses.py": "files of a medium",
     "offline_bundle/medium/": "has words of its own (language.py), tested in tests/offline_bundle",
     "offline_bundle/signing/hash_words.py": "a list of words",
+    "appliance/service/jobs/guard.py": "a unit's words, for the journal",
+    "appliance/service/verification/conformance.py": "what the endpoint is asked",
+    "appliance/service/verification/quality.py": "what the model is asked",
+    "appliance/service/verification/report/": "HTML and SVG; their texts are marked",
     "appliance/cli/language/library_words.py": "what libraries say, marked by foreign()",
 }
 # Calls whose arguments are no messages: patterns, commands, records, types; and typer's, which the help is made from.
@@ -37,6 +41,8 @@ KEPT = {
     "ECC, remapped rows, kernel log",          # evidence
     "… -q -d PCIE  # seat the card anew, or use another slot",  # a command and its comment
     "it is too short to measure",              # caught again in the same module
+    "tune reset",                              # a job's command
+    "out of memory", "does not fit",           # in an engine's log
     "not required",                            # as approvals.json has it
     "3 days ago",                              # as journalctl reads it
     r"satisfies the requirement torch[^ ]* \(from versions: ([^)]*)\)",  # a pattern

@@ -36,7 +36,7 @@ from engine.server.settings.commands import parse_engine, parse_gateway, parse_s
 from engine.server.settings.options import ServeOptions
 from engine.server.settings.server_file import check_gpus, engine_argv_of, model_names
 from engine.worker import build, embedding_offload, memory
-from engine.worker.memory import Card
+from engine.worker.memory import GpuMemory
 from installer.base.i18n import libraries_in, told
 
 KOREAN = {"LANG": "ko_KR.UTF-8", "LC_ALL": "", "LC_MESSAGES": "", "TERM": "xterm", "ATOLL_LANG": ""}
@@ -190,8 +190,8 @@ def test_weights_that_do_not_fit(
     table = SimpleNamespace(on_host=False, weight=SimpleNamespace(nbytes=tables))
     model: Any = SimpleNamespace(lookup_tables=lambda: [table] if tables else [])
     config = EngineConfig(Path("/m"), ["m"], gpu_memory_utilization=utilization, quantization=quantization)
-    card = Card(torch.device("cuda", 0), 80 * GIB, others=GIB)
-    error = refusal(lambda: memory.check_weights_fit(model, config, card))
+    gpu = GpuMemory(torch.device("cuda", 0), 80 * GIB, others=GIB)
+    error = refusal(lambda: memory.check_weights_fit(model, config, gpu))
     said = read_in_korean(error)
     assert_korean(said)
     assert "90.00 GiB" in said
@@ -330,14 +330,14 @@ def test_a_gpu_that_is_ready(
 SPOKEN = {
     "ConfigError", "OutOfMemoryPlanError", "ModelError", "EngineFailedError", "HostMemoryError", "ArgumentTypeError",
 }  # fmt: skip
-FOR_DEVELOPERS = {"bench", "llm.py"}
+ENGLISH_ONLY = {"bench", "llm.py", "tuning"}  # programs and an API that speak English only
 
 
 def test_every_error_of_the_engine_is_a_message() -> None:
     """A finished sentence could not be told in another language."""
     engine = Path(errors.__file__).parent
     for path in engine.rglob("*.py"):
-        if FOR_DEVELOPERS & set(path.relative_to(engine).parts):
+        if ENGLISH_ONLY & set(path.relative_to(engine).parts):
             continue
         for call in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) in SPOKEN:
