@@ -67,7 +67,7 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, *, is_last: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The residual stream is x + residual, of which one may be missing; so it is returned."""
+        """The residual stream is x + residual; either may be missing, on the way in and out."""
         attention, mlp = self.self_attn, self.mlp
         normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
         heads = attention.heads(normed, rope)
@@ -116,5 +116,5 @@ class LlamaForCausalLM(CausalLM):
         return found
 
     def ignores(self, name: str) -> bool:
-        """A tied head may be on disk all the same."""
+        """A tied head may be in the checkpoint nevertheless."""
         return super().ignores(name) or (self.config.tie_word_embeddings and name == "lm_head.weight")

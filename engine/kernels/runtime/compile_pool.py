@@ -52,8 +52,8 @@ class CompilePool:
             threading.Thread(target=self._listen, daemon=True).start()
 
     def submit(self, jobs: list[str]) -> int:
-        """Compile these, each a JSON object in one line; the first ones first, and what was given before not again.
-        That there are none is not the end. Returns how many are new."""
+        """Compile these jobs, each a JSON object in one line, in this order; known ones are skipped. An empty list does
+        not close the pool. Returns how many are new."""
         with self._changed:  # numbers are by the order in which jobs are written
             new = [job for job in dict.fromkeys(jobs) if job not in self._known]
             self._jobs += new
@@ -76,7 +76,7 @@ class CompilePool:
             return {job: error for job, error in self._errors.items() if job in jobs}
 
     def close(self) -> None:
-        """End the processes, whatever they do. Does not wait for it."""
+        """End the processes, even if they are busy, without waiting for that."""
         if self._process is None:
             return
         self.seal()
