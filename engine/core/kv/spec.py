@@ -119,7 +119,7 @@ class CacheSpec:
 
     @property
     def fixed_bytes(self) -> int:
-        """Beside the extents: a trash page, which all groups share, and a slot for padding."""
+        """Bytes outside the extents: the trash page, which all groups share, and a state slot for padding."""
         return max(self.page_strides) + self.slot_stride
 
     def memory(self, num_extents: int) -> "CacheMemory":
@@ -154,7 +154,7 @@ class CacheMemory:
 
     @classmethod
     def of_pages(cls, num_pages: int, page_size: int) -> "CacheMemory":
-        """Full attention alone: one group, of `num_pages` pages beside the trash page."""
+        """Full attention alone: one group, of `num_pages` pages, not counting the trash page."""
         return cls(page_size, (None,), False, (num_pages,), 1)
 
     @property

@@ -59,7 +59,7 @@ def publish(source: Path, target: Path, user: str) -> None:
         directory = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(directory).st_uid != os.geteuid():
-                raise ConfigError(f"{target} does not belong to us.", "--to", "Remove it; it is made anew.")
+                raise ConfigError(f"{target} does not belong to us.", "--to", "Remove it; it is created again.")
             os.fchmod(directory, 0o711)
             for name in PUBLISHED:
                 try:

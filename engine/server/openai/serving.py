@@ -40,7 +40,7 @@ class ServedModel:
     def load(
         cls, name: str, directory: Path | str, client: EngineClient, *, vendor_defaults: bool = True
     ) -> "ServedModel":
-        """With what the model's directory says of text, template and (if wanted) sampling. Raises ModelError."""
+        """Read tokenizer, template and (`vendor_defaults`) sampling defaults. Raises ModelError."""
         defaults = sampling_defaults(directory) if vendor_defaults else {}
         return cls(name, client, TextTokenizer.load(directory), defaults)
 
