@@ -133,7 +133,7 @@ async def _bad_parameter(request: Request, error: RequestValidationError) -> Res
 
 
 def _operation_id(route: APIRoute) -> str:
-    (method,) = route.methods
+    (method,) = route.methods or ()
     return f"{method.lower()}_{re.sub(r'[/{}]+', '_', route.path_format).strip('_')}"
 
 

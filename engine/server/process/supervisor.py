@@ -69,7 +69,8 @@ class Supervisor:
 
     def spawn(self) -> None:
         """Start the process. Call in the main thread: the kernel ties the child's life to the thread that forks."""
-        self._process = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, **self._popen)
+        process: subprocess.Popen[bytes] = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, **self._popen)
+        self._process = process
 
     async def supervise(self) -> None:
         """Restart the process whenever it ends, until `stop`, or until `ended` gives up."""
