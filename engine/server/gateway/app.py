@@ -133,8 +133,8 @@ async def _bad_parameter(request: Request, error: RequestValidationError) -> Res
 
 
 def _operation_id(route: APIRoute) -> str:
-    (method,) = route.methods or ()
-    return f"{method.lower()}_{re.sub(r'[/{}]+', '_', route.path_format).strip('_')}"
+    method = next(iter(route.methods or ("get",))).lower()
+    return f"{method}_{re.sub(r'[/{}]+', '_', route.path_format).strip('_')}"
 
 
 def _template_of(path: str) -> str | None:

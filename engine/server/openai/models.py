@@ -37,8 +37,9 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     served = gateway_of(request).model(model)
     tokens, template = served.tokenizer.named_tokens, served.tokenizer.template
     return json_reply(r.TokenizerInfo(
-        served.name, served.tokenizer.vocab_size, served.max_model_len, tokens.get("bos_token"), tokens.get("eos_token"),
-        tokens.get("pad_token"), tokens.get("unk_token"), template.source if template is not None else None))
+        served.name, served.tokenizer.vocab_size, served.max_model_len,
+        tokens.get("bos_token"), tokens.get("eos_token"), tokens.get("pad_token"), tokens.get("unk_token"),
+        template.source if template is not None else None))
 
 
 @text_router.post("/tokenize", **documented(

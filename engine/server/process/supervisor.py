@@ -52,7 +52,7 @@ class Supervisor:
         self.argv = list(argv)
         self._popen = popen
         self._stop_seconds = stop_seconds
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[Any] | None = None
         self._stopping = asyncio.Event()
 
     @property
@@ -69,8 +69,7 @@ class Supervisor:
 
     def spawn(self) -> None:
         """Start the process. Call in the main thread: the kernel ties the child's life to the thread that forks."""
-        process: subprocess.Popen[bytes] = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, **self._popen)
-        self._process = process
+        self._process = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, **self._popen)
 
     async def supervise(self) -> None:
         """Restart the process whenever it ends, until `stop`, or until `ended` gives up."""
