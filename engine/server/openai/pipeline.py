@@ -66,6 +66,7 @@ class Pipeline(Generic[Body]):
         params = self.sampling(body, info, gateway.limits, model, prompts)
         answer = self.answer(body, model, Generation(
             model, gateway.metrics, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
+            on_end=lambda tokens: gateway.spent(caller, tokens),
         ))
         if body.stream:
             return await stream_reply(answer.events(), gateway.limits)

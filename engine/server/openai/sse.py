@@ -96,7 +96,7 @@ class EventStream(Response):
         self._sent_at, self._sending_since = self._clock(), 0.0
 
     async def _guard(self, send: Send) -> None:
-        """Send keep-alive comments; give up on a client that does not read, so that it holds no pages. Raises TimeoutError.
+        """Send keep-alive comments. Raises TimeoutError for a client that does not read: it must not hold pages.
 
         One slow clock a stream, because a timer for each event would cost more than the event.
         """
