@@ -140,8 +140,10 @@ def make_key(context: Context) -> api_keys.NewKey:
 
 
 def drop_private_keys(context: Context) -> None:
-    """Keys that nobody was shown: of a smoke test, or of a run that ended before it could show them. A tuning makes no
-    other key than that of its load; the first key of a checklist that is still under way may not have been shown yet."""
+    """Keys that nobody was shown: of a smoke test, or of a run that ended before it could show them.
+
+    A tuning's own key is of the first kind. The first key of a checklist that is under way is shown at its end: it stays.
+    """
     tuning = (context.history.open_switch or {}).get("kind") == "tune"
     unshown = set[str]() if tuning else context.history.unshown_keys
     api_keys.remove(context.layout.api_keys, unshown, smoke=True)
