@@ -14,7 +14,7 @@ from engine_texts import engine_texts  # beside this file
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
-ROOMS = ("appliance/cli", "appliance/service", "installer", "offline_bundle", "tui")
+ROOMS = ("appliance/cli", "appliance/load", "appliance/service", "installer", "offline_bundle", "tui")
 PO = HERE / "ko/LC_MESSAGES/atoll.po"
 MEDIUM = ROOT / "offline_bundle/medium"
 

@@ -18,7 +18,7 @@ from installer.base.i18n import DOMAIN, LOCALE_DIR, joined, language_of, plain, 
 from offline_bundle.errors import BundleError
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("appliance/cli", "appliance/service", "installer", "offline_bundle", "tui")
+ROOMS = ("appliance/cli", "appliance/load", "appliance/service", "installer", "offline_bundle", "tui")
 PO = LOCALE_DIR / "ko/LC_MESSAGES/atoll.po"
 MARKS = ("t", "foreign")
 PASSED_ON = ("offline_bundle/text.py", "installer/base/i18n.py")  # of texts marked elsewhere
