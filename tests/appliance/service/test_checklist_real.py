@@ -1,4 +1,4 @@
-"""The whole checklist, unattended, on a prefix with the demonstration's model: every step, real processes, real answers.
+"""The whole checklist, unattended, on a prefix with the demonstration's model: every step, real processes and answers.
 
 The front is killed in every step; the job goes on. What the answers file says after the run repeats it elsewhere.
 """
