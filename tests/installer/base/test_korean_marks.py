@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("appliance/cli", "appliance/service", "installer", "offline_bundle")
+ROOMS = ("appliance/cli", "appliance/load", "appliance/service", "installer", "offline_bundle")
 
 NOT_FOR_THE_SCREEN = {
     "installer/gpu/": "what the driver says, as it says it",
