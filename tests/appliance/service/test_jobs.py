@@ -14,6 +14,7 @@ from appliance.service import checklist, jobs
 from appliance.service.installing import decode_options, encode_options, with_absolute_paths
 from appliance.service.jobs import launch, spool
 from appliance.service.messages import decode, encode
+from appliance.service.steps import STEPS
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t, told
 from installer.base.layout import Layout
@@ -49,7 +50,7 @@ def test_a_unit_does_the_same_work_from_its_spec_alone(desk: Desk, systemd_run: 
     with pytest.raises(InstallError, match="was not accepted") as caught:
         desk.run(accept_licenses=[])
     assert caught.value.exit_code == ExitCode.LICENCE
-    assert desk.statuses() == {"gpu": "green", "model": "failed", "install": "open"}
+    assert desk.statuses() == {"gpu": "green", "model": "failed", "install": "open", "verify": "open"}
     words = systemd_run.read_text().splitlines()
     assert "--collect" in words
     assert any(word.startswith("--unit=atoll-job-checklist-") for word in words)
@@ -209,7 +210,7 @@ def test_the_commands_of_an_operator(tmp_path: Path) -> None:
                               timeout=60, env=environment, stdin=subprocess.DEVNULL)  # fmt: skip
 
     shown = json.loads(atoll("checklist", "show", "--json").stdout)
-    assert [step["status"] for step in shown["steps"]] == ["open"] * 3
+    assert [step["status"] for step in shown["steps"]] == ["open"] * len(STEPS)
     assert shown["next_step"] == "gpu"
     assert "Next: atoll checklist run" in atoll("checklist").stdout
     assert atoll("checklist", "step", "nothing").returncode == ExitCode.USAGE

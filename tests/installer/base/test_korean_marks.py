@@ -23,6 +23,8 @@ NOT_FOR_THE_SCREEN = {
     "offline_bundle/medium/": "has words of its own (language.py), tested in tests/offline_bundle",
     "offline_bundle/signing/hash_words.py": "a list of words",
     "appliance/cli/usage_errors.py": "what a library says, marked by foreign()",
+    "appliance/service/verification/report/charts.py": "markup",
+    "appliance/service/verification/report/html.py": "markup; its words are in words.py",
     "appliance/cli/doctor_words.py": "what the engine says, marked by foreign()",
 }
 # Calls whose arguments are no messages: patterns, commands, records, types; and typer's, which the help is made from.
@@ -38,6 +40,8 @@ KEPT = {
     "It is not a regular file",                # in an OSError that is told by its number
     "ECC, remapped rows, kernel log",          # evidence
     "… -q -d PCIE  # seat the card anew, or use another slot",  # a command and its comment
+    "User-Agent: atoll-bench", "Content-Type: application/json\r\nContent-Length: …\r\n",  # headers
+    "Accept-Encoding: identity\r\n",
     "it is too short to measure",              # caught again in the same module
     "not required",                            # as approvals.json has it
     "3 days ago",                              # as journalctl reads it
