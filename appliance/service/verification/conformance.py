@@ -242,7 +242,8 @@ def _choice(answer: Answer) -> dict[str, Any]:
 def _usage(body: Any) -> dict[str, int]:
     usage = (body or {}).get("usage") or {}
     numbers = [usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-    if not all(isinstance(number, int) and number >= 0 for number in numbers) or numbers[0] + numbers[1] != numbers[2]:
+    whole = [number for number in numbers if isinstance(number, int) and number >= 0]
+    if len(whole) != 3 or whole[0] + whole[1] != whole[2]:
         raise Broken(t("usage does not add up: {usage}", usage=json.dumps(usage)))
     return usage
 
