@@ -43,7 +43,7 @@ class ServiceManager(Protocol):
         ...
 
     def switch(self, names: Collection[str] | None, timeout: float, *, hand_over: bool = True) -> Switched:
-        """Start these parts anew (None: all), with the shortest silence. Returns when none of the old processes is
+        """Restart these parts (None: all), with the shortest interruption. Returns when none of the old processes is
         left. `hand_over` False: none begins before all the old ones have ended. Raises InstallError (40)."""
         ...
 
