@@ -16,6 +16,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.bench import report, workloads
+from engine.bench.engine_flags import add_engine_flags
 from engine.core.loop import EngineCore
 from engine.core.request import EngineRequest
 from engine.errors import AtollError
@@ -33,14 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--short", type=int, default=8, help="short requests behind the long ones (default 8)")
     parser.add_argument("--short-tokens", type=int, nargs=2, default=(100, 64), metavar=("IN", "OUT"),
                         help="of each short request (default 100 64)")  # fmt: skip
-    parser.add_argument("--load-format", default="dummy", choices=["dummy", "auto"],
-                        help="dummy: random weights from config.json alone (default)")  # fmt: skip
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization")
-    parser.add_argument("--kv-cache-dtype", default="auto")
+    add_engine_flags(parser)
     parser.add_argument("--kv-cache-memory-bytes", type=int)
-    parser.add_argument("--mamba-ssm-cache-dtype", default="auto")
     parser.add_argument("--max-num-batched-tokens", type=int)
 
 

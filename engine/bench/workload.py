@@ -6,6 +6,7 @@ import time
 import torch
 
 from engine.bench import floor, report, workloads
+from engine.bench.engine_flags import add_engine_flags
 from engine.bench.ours import Ours
 
 _TEMPERATURE = 0.6
@@ -16,13 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         metavar="NAME", help="mixed, mixed-small, single, prefill")  # fmt: skip
     parser.add_argument("--requests", type=int, help="only the first N requests of each workload")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each workload; the median counts (default 1)")
-    parser.add_argument("--load-format", default="dummy", choices=["dummy", "auto"],
-                        help="dummy: random weights from config.json alone (default)")  # fmt: skip
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--mamba-ssm-cache-dtype", default="auto")
+    add_engine_flags(parser)
     parser.add_argument("--per-layer-embeddings", default="auto")
     parser.add_argument("--max-model-len", type=int, help="default: the longest request of the workloads")
     parser.add_argument("--max-num-seqs", type=int)

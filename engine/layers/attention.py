@@ -16,9 +16,8 @@ class Attention(nn.Module):
 
         qkv ─► q, k, v ─► per-head norms (some families) ─► RoPE of q, k ─► k, v into their slots ─► attention
 
-    Of the projection some layers leave parts out: with `k_eq_v` v is k as it was before its norm and RoPE; with
-    `own_kv=False` there is neither, and the cache that is bound is another layer's. `v_norm_eps`: v is normalised, by
-    a norm that has no weight.
+    Variants: `k_eq_v`: V is K before its norm and RoPE. `own_kv=False`: the layer has no K/V of its own and reads
+    another layer's cache. `v_norm_eps`: V is normalised, by a norm without a weight.
 
     On a GPU all steps before the attention are one kernel; Llama's kind of layer has its own, which works in place. The
     worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D] after it has planned memory.
@@ -57,7 +56,7 @@ class Attention(nn.Module):
         self.own_kv = own_kv
 
     def forward(self, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """qkv [T, (Hq + 2 Hkv) D] (or the parts there are), which it may overwrite -> [T, Hq D]."""
+        """qkv [T, (Hq + 2 Hkv) D], or the parts that the layer has; may be overwritten -> [T, Hq D]."""
         context = get_context()
         slot_mapping, batch = context.of_group(self.group)
         if isinstance(batch, DeviceBatch):
@@ -95,7 +94,7 @@ class Attention(nn.Module):
         return out.view(qkv.shape[0], -1)
 
     def borrow_from(self, owner: "Attention") -> None:
-        """Where a layer without keys of its own finds those of a step's chunks (the cache is bound by the worker)."""
+        """Read the step's own K and V from `owner`: this layer has none. (The worker binds the owner's cache.)"""
         self._owner = (owner,)  # in a tuple: it is no part of this module
         owner._lends = True
 
@@ -163,7 +162,7 @@ class Attention(nn.Module):
     def _heads_like_llama(
         self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [T, Hq, D] and the step's own k and v [T, 2, Hkv, D], in place; the cache has k and v too."""
+        """In place: q [T, Hq, D] and the step's own k and v [T, 2, Hkv, D], which are also written to the cache."""
         from engine.kernels.pointwise import fused
 
         q = fused.rope_and_write_kv(
@@ -176,7 +175,8 @@ class Attention(nn.Module):
     def _heads(
         self, qkv: torch.Tensor, rope: Rope, positions: torch.Tensor, slot_mapping: torch.Tensor, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same for other heads, in tensors of their own; k and v only to `keep`, for the attention of chunks."""
+        """The same for other kinds of heads, in new tensors. k and v are returned only with `keep`, for prompt
+        chunks."""
         from engine.kernels.attention.heads import heads_and_write_kv
 
         assert self.q_norm is None or isinstance(self.q_norm, WideRMSNorm)
@@ -202,7 +202,7 @@ class Attention(nn.Module):
 def tile_tokens(
     num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *, batch_invariant: bool = False
 ) -> int:
-    """Query tokens of a tile of the mixed kernel: what fills its rows with the heads that share a key head."""
+    """Query tokens in a tile of the mixed kernel: with the heads that share a key head they fill the tile's rows."""
     if batch_invariant:
         from engine.kernels.attention.batch_invariant import tile_tokens
 

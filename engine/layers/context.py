@@ -19,9 +19,9 @@ class DeviceBatch:
     tiles         [n, 2]  (sequence, its first token in the chunk) of each tile of `tile_tokens` query tokens; None in a
                           pure decode step, where token i belongs to sequence i
     starts, q_starts, counts [B]  position of the first token, its place in the step, how many (mixed steps)
-    num_single            of a mixed step: so many sequences at its beginning have one token, and no tiles; for them
+    num_single            of a mixed step: how many sequences at its beginning have one token and no tiles; for them
                           seq_lens and everything else is as in a decode step
-    has_own_keys          whether layers that borrow keys find those of this step's tokens beside the cache
+    has_own_keys          whether layers that borrow keys can read those of this step's tokens from the projection
     """
 
     rows: torch.Tensor

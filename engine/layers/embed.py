@@ -13,7 +13,7 @@ class Embedding(nn.Module):
     """[T] token ids -> [T, H]; times `scale`, rounded to the weight's dtype (Gemma: the root of H)."""
 
     compute_dtype: torch.dtype | None = None  # of the result, on a CPU; None: the weight's
-    on_host = False  # the weight lies in page-locked host memory, of which a GPU reads the rows that it needs
+    on_host = False  # the weight is in page-locked host memory; the GPU reads only the rows it needs
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
         super().__init__()
@@ -21,8 +21,9 @@ class Embedding(nn.Module):
         self.scale = torch.tensor(scale, dtype=self.weight.dtype).item()
 
     def keep_on_host(self) -> None:
-        """Before loading: give the weight host memory (worker/embedding_offload.py locks it afterwards). Raises
-        HostMemoryError."""
+        """Before loading: put the weight into host memory, which worker/embedding_offload.py locks later.
+
+        Raises HostMemoryError."""
         self.weight = nn.Parameter(host_memory.empty(self.weight.shape, self.weight.dtype), requires_grad=False)
         self.on_host = True
 

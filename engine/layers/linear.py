@@ -46,16 +46,16 @@ class Linear(nn.Module):
         method.create(self)
 
     def weights(self, prefix: str, outputs: slice = slice(None)) -> Tensors:
-        """What a checkpoint holds for this layer in its format: `{prefix}weight` and so on -> the tensor to fill."""
+        """Checkpoint name -> the tensor to fill, in this layer's format: `{prefix}weight` and so on."""
         return {f"{prefix}{name}": tensor for name, tensor in self.method.tensors(self, outputs).items()}
 
     def finalize(self, *, keep_weight: bool = False) -> None:
-        """After loading: convert the weight and choose the GEMM. Calling it again changes nothing."""
+        """After loading: convert the weight and choose the GEMM. Idempotent."""
         self.method.finalize(self, keep_weight=keep_weight)
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the weight on a GPU after `finalize`, known before loading."""
+        """GPU bytes of the weight after `finalize`. The memory plan asks before anything is loaded."""
         return self.method.num_bytes(self)
 
     @property
@@ -74,37 +74,38 @@ class Linear(nn.Module):
         return self.gemm.run(self, x)
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows) -> torch.Tensor | None:
-        """The result on its way into the residual stream [T, out]: what is still to be added to `residual`, or None if
-        the kernel has added it in place."""
+        """Add the result [T, out] to `residual` in place and return None, if the kernel can; else return what is still
+        to be added."""
         if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
             self._vector_gemm(x, residual=residual)
             return None
         return self(x)
 
     def in_order(self, x: Activations) -> tuple[torch.Tensor, bool]:
-        """The result, and whether the next kernel may read everything older than it before it waits for this one."""
+        """The result, and whether the next kernel may read older results before it has waited for this one."""
         if isinstance(x, QuantizedRows) or (isinstance(x, torch.Tensor) and not self.in_vector_form(x.shape[0])):
             return self(x), False
         return self._vector_gemm(x, in_order=True), True
 
     @property
     def vector_rows(self) -> int:
-        """Up to so many rows multiply in vector form: an fp8 weight then meets unquantised activations."""
+        """The most rows that run in vector form, where fp8 weights meet activations that are not quantised."""
         if self.batch_invariant:
             return 0
         return _VECTOR_ROWS if self.in_features * self.out_features <= _SMALL_WEIGHT else 1
 
     def wants_fp8(self, rows: int) -> bool:
-        """Whether so many rows are read in fp8: the kernel that makes them can quantise in passing."""
+        """Whether inputs of this many rows are read in fp8, so that the kernel before can quantise them."""
         return self.gemm.run_fp8 is not None and rows > self.vector_rows
 
     def in_vector_form(self, rows: int) -> bool:
-        """Whether so many rows run on gemm.small_batch.gemv, which can fuse the norm, gate or residual around it."""
+        """Whether this many rows run on gemm.small_batch.gemv, which fuses the norm, gate or residual around the
+        GEMM."""
         return self.gemm.vector and rows <= self.vector_rows
 
     @property
     def by_library(self) -> autotune.Weight | None:
-        """The weight, if many rows run on the library, by an algorithm that may be chosen."""
+        """The weight, if large batches run on the library with an algorithm that can be chosen; else None."""
         if self.batch_invariant or self.bias is not None or not self.gemm.library:
             return None
         return autotune.Weight(self.weight, self.scale)
@@ -119,14 +120,14 @@ class Linear(nn.Module):
 
 
 class MergedLinear(Linear):
-    """Several layers with the same input as one: their outputs follow each other (QKV; gate and up)."""
+    """Several layers with the same input, fused into one: their outputs are concatenated (QKV; gate and up)."""
 
     def __init__(self, in_features: int, out_sizes: list[int], *, bias: bool = False) -> None:
         super().__init__(in_features, sum(out_sizes), bias=bias)
         self.out_sizes = out_sizes
 
     def part_weights(self, prefix: str, names: Iterable[str]) -> Tensors:
-        """As `weights`, of a checkpoint that has the layers apart: `{prefix}{name}.weight` and so on of each."""
+        """As `weights`, for checkpoints that store the layers separately: `{prefix}{name}.weight` and so on."""
         found, start = {}, 0
         for name, size in zip(names, self.out_sizes, strict=True):
             found |= self.weights(f"{prefix}{name}.", slice(start, start + size))

@@ -25,10 +25,10 @@ from engine.layers.quant.base import ExpertMethod, Tensors
 from engine.layers.quant.unquantized import UNQUANTIZED
 
 if TYPE_CHECKING:
-    from engine.kernels.moe.decode import Beside
+    from engine.kernels.moe.decode import DenseBranch
 
 
-_INVARIANT_TOKENS = 256  # batch-invariant: any step has the tiles of one with so many tokens
+_INVARIANT_TOKENS = 256  # batch-invariant: every step takes the tiles of a step of this many tokens
 
 
 class Routing(NamedTuple):
@@ -55,7 +55,7 @@ def choose_experts(
 
 
 class Router(Linear):
-    """The product with the router's weight [E, H], and the choice. It keeps its precision when a model is quantised."""
+    """The router: its GEMM with the weight [E, H], and the choice of experts. It is never quantised."""
 
     quantizable = False
 
@@ -92,21 +92,21 @@ class ExpertLinear(nn.Module):
         method.create(self)
 
     def weights(self, prefix: str, expert: int, outputs: slice = slice(None)) -> Tensors:
-        """What a checkpoint with a matrix for each expert holds for one: `{prefix}weight` and so on."""
+        """The tensors of one expert, for checkpoints with a matrix for each: `{prefix}weight` and so on."""
         return {f"{prefix}{name}": t for name, t in self.method.tensors(self, expert, outputs).items()}
 
     def stacked_weights(self, name: str) -> Tensors:
-        """What a checkpoint with all experts in a tensor holds: `name`, and `{name}_scale` and so on beside it."""
+        """The tensors of all experts, for checkpoints that stack them: `name`, `{name}_scale` and so on."""
         found = self.method.tensors(self, slice(None), slice(None))
         return {name if kind == "weight" else f"{name}_{kind}": tensor for kind, tensor in found.items()}
 
     def finalize(self) -> None:
-        """After loading. Calling it again changes nothing."""
+        """After loading. Idempotent."""
         self.method.finalize(self)
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the weight on a GPU after `finalize`, known before loading."""
+        """GPU bytes of the weight after `finalize`. The memory plan asks before anything is loaded."""
         return self.method.num_bytes(self)
 
     @property
@@ -192,7 +192,7 @@ class RoutedExperts(nn.Module):
         return weighted.sum(1).to(x.dtype)
 
     def weights(self, prefix: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Tensors:
-        """Of checkpoints with a matrix for each expert: `{prefix}{expert}.{name}.weight`. The names: gate, up, down."""
+        """For checkpoints with a matrix for each expert, `{prefix}{expert}.{name}.weight`. `names`: gate, up, down."""
         found: Tensors = {}
         gate, up, down = names
         for expert in range(self.num_experts):
@@ -202,7 +202,7 @@ class RoutedExperts(nn.Module):
         return found
 
     def stacked_weights(self, prefix: str) -> Tensors:
-        """Of checkpoints with all experts of a layer in a tensor, gate above up, as Gemma 4 and Qwen3.5 have them."""
+        """For checkpoints that stack a layer's experts, gate above up, as Gemma 4 and Qwen3.5 do."""
         down = self.down_proj.stacked_weights(f"{prefix}down_proj")
         return {**self.gate_up_proj.stacked_weights(f"{prefix}gate_up_proj"), **down}
 
@@ -216,7 +216,7 @@ class SparseMLP(nn.Module):
         self.experts = RoutedExperts(hidden_size, inner, num_experts)
 
     def for_few(self, rows: int) -> bool:
-        """Whether so few rows take three kernels for the whole block, norm and all (engine/moe.decode)."""
+        """Whether this few rows run the whole block, norm included, in three kernels (kernels/moe/decode.py)."""
         return self.experts.fused and self.gate.in_vector_form(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -229,8 +229,8 @@ class SparseMLP(nn.Module):
             return None
         return self.experts.onto(residual, x, self.gate.choose(x))
 
-    def _beside(self) -> "Beside | None":
-        """The MLP that every token goes through, if there is one."""
+    def _beside(self) -> "DenseBranch | None":
+        """The MLP that every token goes through (a shared expert), if there is one."""
         return None
 
     def _of_few(self, x: torch.Tensor | UnnormedRows, residual: torch.Tensor | None) -> torch.Tensor:
@@ -247,7 +247,7 @@ class SparseMLP(nn.Module):
 
 
 def kinds_of_steps(model: nn.Module, most: int, gpu: Target) -> set[int]:
-    """Numbers of tokens, up to `most`, that need all kernels of experts which any number up to there needs."""
+    """Token counts up to `most` that together need every expert kernel that any count in that range needs."""
     modules = list(model.modules())
     top_k = {module.top_k for module in modules if isinstance(module, Router)}
     stacks = {(*m.down_proj.weight.shape, m.down_proj.weight.itemsize) for m in modules if isinstance(m, RoutedExperts)}

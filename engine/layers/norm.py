@@ -41,10 +41,10 @@ class RMSNorm(nn.Module):
     def add(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, consumer: Linear, *others: Linear
     ) -> tuple[Activations, torch.Tensor]:
-        """(norm(h), h) of the residual stream h = x + residual: the two things a pre-norm layer needs. Consumes
-        `residual`. One of the two may be missing.
+        """h = x + residual -> (norm(h), h), which is what a pre-norm layer needs. Overwrites `residual`. Either summand
+        may be missing.
 
-        The first is in the form that `consumer`, the product that follows, reads; the others have to read it too.
+        norm(h) has the form that `consumer`, the GEMM that follows, reads; other readers must accept it, too.
         """
         if x is None or residual is None:
             x, residual = x if residual is None else residual, None

@@ -15,10 +15,9 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class CausalLM(nn.Module, ABC):
-    """Token ids [T] -> hidden states [T, H], or of the tokens wanted [N, H] (`forward`) -> logits [S, V] (`logits`).
+    """Token ids [T] -> hidden states [T, H], or of the last tokens [N, H] (`forward`) -> logits [S, V] (`logits`).
 
-    The tokens of a step stand one behind the other, whatever sequence they belong to; layers find out through
-    `get_context()`.
+    The tokens of a step are concatenated, whatever sequences they belong to; `get_context()` tells layers which.
     """
 
     weight_pool: torch.cuda.MemPool | None = None  # of its weights, on a GPU
@@ -36,7 +35,7 @@ class CausalLM(nn.Module, ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def adapt(self, names: Iterable[str]) -> None:
-        """Told all names of a checkpoint before it is loaded: families whose files differ in them choose theirs."""
+        """Called with all tensor names before loading, for families whose checkpoints come in several layouts."""
 
     @abstractmethod
     def weights(self) -> Weights:
@@ -55,12 +54,12 @@ class CausalLM(nn.Module, ABC):
         return [m for m in self.modules() if isinstance(m, Attention)]
 
     def lookup_tables(self) -> list[Embedding]:
-        """Large tables of which a step reads a row a token, and not before its first layer's end: a GPU may read them
-        out of host memory (worker/embedding_offload.py)."""
+        """Large tables of which a step reads one row a token, after its first layer at the earliest. They may stay in
+        host memory (worker/embedding_offload.py)."""
         return []
 
     def set_state_dtype(self, wanted: str, device: str) -> None:
-        """How recurrent layers keep their states, from now on: --mamba-ssm-cache-dtype, on "cpu" or "cuda"."""
+        """Set the dtype of recurrent states: --mamba-ssm-cache-dtype, on "cpu" or "cuda"."""
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints carry and this family does not need."""

@@ -1,6 +1,6 @@
 """`--batch-invariant`: every operation of a model in one form, whatever else is in the step.
 
-What is not listed here computes each token by itself in any case: norms, gates, RoPE, look-ups, the choice of experts,
+Everything else computes each token by itself anyway: norms, gates, RoPE, look-ups, the choice of experts,
 sampling. Recurrent layers cannot: how a prompt is cut into steps decides where their states are rounded.
 """
 

@@ -78,11 +78,11 @@ class GemmaMLP(nn.Module):
 
 
 class Following(NamedTuple):
-    """What reads a layer's output: the next layer's norm, and the product after it (None: the model's output)."""
+    """What reads a layer's output: the next layer's norm, and the GEMM after it (None: the model's output)."""
 
     norm: WideRMSNorm
     consumer: Linear | None
-    reads_last: bool  # of the tokens, those that the end of the step needs
+    reads_last: bool  # it reads the last tokens alone
 
 
 class GemmaLayer(nn.Module):
@@ -103,8 +103,8 @@ class GemmaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, normed: Activations, rope: Rope, following: Following
     ) -> tuple[torch.Tensor, Activations]:
-        """x [T, H], which it changes in place, and its input norm -> x, and the following norm of it; of the wanted
-        tokens alone, if nothing that follows reads others."""
+        """x [T, H] (changed in place) and its input norm -> x and the following layer's norm of it; of the last tokens
+        alone if nothing that follows reads others."""
         heads = self.self_attn.heads(normed, rope)
         if following.reads_last:
             heads, x = keep_last(heads), keep_last(x)
@@ -155,8 +155,8 @@ class GemmaForCausalLM(CausalLM):
     def _through_layers(self, x: torch.Tensor, *of_layers: Sequence[torch.Tensor]) -> torch.Tensor:
         """Embeddings [T, H], which it overwrites, and what else each layer gets -> hidden states.
 
-        Where only layers follow that have no keys of their own, the prompts' tokens but the last are left behind: what
-        these layers made of them, nothing would read.
+        Once only layers without keys of their own follow, all but each prompt's last token are dropped: nothing would
+        read what these layers compute for them.
         """
         ropes = self._rope_rows(x.dtype)
         end = len(self.blocks) - 1 if get_context().last_only is None else self.last_to_write
@@ -178,7 +178,7 @@ class GemmaForCausalLM(CausalLM):
         return {kind: table.rows(positions, dtype) for kind, table in self.rope_tables.items()}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Capped ones in float32: near the cap they differ by less than bf16 can tell."""
+        """Soft-capped logits in float32: near the cap, bf16 could not tell them apart."""
         logits, cap = self.lm_head(hidden), self.gemma.final_softcap
         if cap is None:
             return logits
@@ -192,7 +192,7 @@ class GemmaForCausalLM(CausalLM):
         return [AttentionLayer(c.num_kv_heads, c.head_dim, c.window, c.kv_from) for c in self.gemma.layers]
 
     def adapt(self, names: Iterable[str]) -> None:
-        """The text model stands under one of three prefixes: alone, in a multimodal model, in one of older files."""
+        """Find the prefix of the text model: there are three, for text-only, multimodal and older checkpoints."""
         there = set(names)
         self.prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in there), self.prefix)
 
@@ -208,7 +208,7 @@ class GemmaForCausalLM(CausalLM):
         return found
 
     def ignores(self, name: str) -> bool:
-        """A tied head may be on disk all the same."""
+        """A tied head may be in the checkpoint nevertheless."""
         tied = self.config.tie_word_embeddings and name == self._head_name
         return super().ignores(name) or tied or _OTHER_SENSES.match(name) is not None
 

@@ -105,7 +105,7 @@ class Gemma4Router(nn.Module):
 
 
 class ParallelExperts(nn.Module):
-    """Experts beside a layer's MLP, and the norms around both."""
+    """Experts in parallel with a layer's MLP, and the norms around both."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -130,12 +130,12 @@ class ParallelExperts(nn.Module):
         few = all(linear.in_vector_form(x.shape[0]) for linear in (first, second, router.proj))
         if not few or not self.experts.fused or not isinstance(normed, torch.Tensor):
             return mlp(normed), self(x, for_router)
-        from engine.kernels.moe.decode import Beside, sparse_block
+        from engine.kernels.moe.decode import DenseBranch, sparse_block
 
         ours, beside = sparse_block(
             x, router.proj.weight, *self.experts.stacks, top_k=router.proj.top_k, gate=self.experts.gate,
             expert_scale=router.per_expert_scale, for_router=for_router, for_beside=normed,
-            beside=Beside(first.weight, first.scale, second.weight, second.scale),
+            beside=DenseBranch(first.weight, first.scale, second.weight, second.scale),
         )  # fmt: skip
         assert beside is not None
         return beside, ours
@@ -233,7 +233,7 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         return found if self.per_layer is None else {**found, **self.per_layer.weights(self.prefix)}
 
     def ignores(self, name: str) -> bool:
-        """Layers that share keys and values have, on disk, unused projections of their own."""
+        """Layers that share keys and values have unused projections in the checkpoint."""
         found = _LAYER_KV.fullmatch(name.removeprefix(self.prefix))
         if found is not None and int(found[1]) < len(self.gemma.layers):
             return self.gemma.layers[int(found[1])].kv_from is not None

@@ -67,15 +67,22 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, *, is_last: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The residual stream is x + residual, of which one may be missing; so it is returned."""
-        attention, mlp = self.self_attn, self.mlp
+        """The residual stream is x + residual; either may be missing, on the way in and out."""
+        mlp = self.mlp
+        normed, residual = self._attend(x, residual, rope, mlp.gate_up_proj, is_last=is_last)
+        return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual
+
+    def _attend(
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, consumer: Linear, *, is_last: bool
+    ) -> tuple[Activations, torch.Tensor]:
+        """The first half of a layer -> its residual stream, and the norm of it in the form that `consumer` reads."""
+        attention = self.self_attn
         normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
         heads = attention.heads(normed, rope)
         if is_last:
             heads, residual = keep_last(heads), keep_last(residual)
         x = attention.o_proj.onto(residual, heads)
-        normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate_up_proj)
-        return mlp.down_proj.onto(residual, mlp.gate_up_proj.gated(normed, mlp.down_proj)), residual
+        return self.post_attention_layernorm.add(x, residual, consumer)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -116,5 +123,5 @@ class LlamaForCausalLM(CausalLM):
         return found
 
     def ignores(self, name: str) -> bool:
-        """A tied head may be on disk all the same."""
+        """A tied head may be in the checkpoint nevertheless."""
         return super().ignores(name) or (self.config.tie_word_embeddings and name == "lm_head.weight")

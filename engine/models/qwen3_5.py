@@ -37,7 +37,7 @@ from engine.models.config.qwen3_5 import Qwen35Config, read_qwen3_5
 from engine.models.llama import LlamaMLP
 
 if TYPE_CHECKING:
-    from engine.kernels.moe.decode import Beside
+    from engine.kernels.moe.decode import DenseBranch
 
 _MULTIMODAL = "model.language_model."  # where those checkpoints have the text model
 
@@ -111,11 +111,11 @@ class SharedExpertMLP(SparseMLP):
         linears = *self.readers, self.shared_expert.down_proj
         return self.experts.fused and all(linear.in_vector_form(rows) for linear in linears)
 
-    def _beside(self) -> "Beside":
-        from engine.kernels.moe.decode import Beside
+    def _beside(self) -> "DenseBranch":
+        from engine.kernels.moe.decode import DenseBranch
 
         first, second = self.shared_expert.gate_up_proj, self.shared_expert.down_proj
-        return Beside(first.weight, first.scale, second.weight, second.scale, self.shared_expert_gate.weight)
+        return DenseBranch(first.weight, first.scale, second.weight, second.scale, self.shared_expert_gate.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)

@@ -3,7 +3,6 @@
 import torch
 
 from engine.layers.gemm_inputs import QuantizedRows
-from engine.layers.last_tokens import keep_last
 from engine.layers.moe import SparseMLP
 from engine.layers.rope import Rope
 from engine.models.base import Weights
@@ -37,15 +36,9 @@ class SparseLayer(LlamaLayer):
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, rope: Rope, *, is_last: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        attention, mlp = self.self_attn, self.mlp
-        normed, residual = self.input_layernorm.add(x, residual, attention.qkv_proj)
-        heads = attention.heads(normed, rope)
-        if is_last:
-            heads, residual = keep_last(heads), keep_last(residual)
-        x = attention.o_proj.onto(residual, heads)
-        normed, residual = self.post_attention_layernorm.add(x, residual, mlp.gate)
-        assert not isinstance(normed, QuantizedRows)  # experts read no such
-        return mlp.onto(residual, normed), residual
+        normed, residual = self._attend(x, residual, rope, self.mlp.gate, is_last=is_last)
+        assert not isinstance(normed, QuantizedRows)  # experts do not read these
+        return self.mlp.onto(residual, normed), residual
 
 
 def make_sparse(model: LlamaForCausalLM, sparse: list[bool], moe: MoeConfig, mlp: type[ExpertMLP] = ExpertMLP) -> None:

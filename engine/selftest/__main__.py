@@ -1,8 +1,8 @@
 """Runs the self-test in a child process with a time limit, and passes its lines on as they come.
 
-A kernel that reads where it must not makes every later CUDA call of its process fail, and one that never ends cannot be
-stopped from within: so the tests have a process of their own, and this one always has the last word. Exit codes: 0 all
-passed, 1 a check failed, 2 no usable GPU.
+A kernel that reads out of bounds makes every later CUDA call of its process fail, and one that never ends cannot be
+stopped from within. So the tests run in a process of their own, and this one always reports the outcome. Exit codes: 0
+all passed, 1 a check failed, 2 no usable GPU.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def _read(stream: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
 
 
 def _parse(text: str) -> dict[str, Any] | None:
-    """A line of the test, or None for what a library printed."""
+    """A line of the test; None if a library printed it."""
     try:
         line = json.loads(text)
     except ValueError:

@@ -1,8 +1,8 @@
 """What the self-test computes: each check once with the Triton kernels and once with their plain references.
 
-The few variants were chosen to tell: the head sizes and groups of models, slices or none, what is padded and what fills
-its tiles, window and softcap, bf16 and fp8. Every slot of the KV cache that no sequence owns holds NaN: a kernel that
-reads what it must not shows it.
+The variants cover what differs: models' head sizes and groups, one slice or several, padded and full tiles, window and
+softcap, bf16 and fp8. Every slot of the KV cache that no sequence owns holds NaN, which exposes a kernel that reads
+what it must not.
 """
 
 import time
@@ -32,8 +32,8 @@ _NAN = float("nan")
 class Side:
     """One of the two sides of a comparison: where it computes, and with what.
 
-    `numbers` are those that were drawn, on the CPU: the second side is given the first one's. With `dry` they are left
-    to chance: for a pass that only compiles."""
+    `numbers` were drawn on the CPU by the first side and are given to the second. With `dry` they are uninitialised,
+    for a pass that only compiles."""
 
     device: torch.device
     dtype: torch.dtype
@@ -127,7 +127,7 @@ class Pages:
 
     def __init__(self, side: Side, lengths: list[int], kv_heads: int, dim: int, is_fp8: bool) -> None:
         counts = [-(-n // PAGE) for n in lengths]
-        total = sum(counts) + 1  # page 0 is nobody's
+        total = sum(counts) + 1  # page 0 is the null page
         order = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(2)) + 1).int()
         table = torch.zeros(len(lengths) + 1, max(counts) + 1, dtype=torch.int32)
         slots = []

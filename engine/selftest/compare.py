@@ -37,19 +37,19 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """How much of what is allowed was used: the largest is the one to show."""
+        """Which share of the allowed error was used; the largest is shown."""
         if self.error != self.error:
             return float("inf")
         return self.error / self.bound if self.bound else self.error * float("inf") if self.error else 0.0
 
 
 def numbers(tensor: torch.Tensor, roundings: float = 1) -> Result:
-    """A result that went through so many roundings to its dtype."""
+    """A result that was rounded to its dtype this many times."""
     return Result(tensor, roundings * _BOUNDS[tensor.dtype], "max")
 
 
 def fp8_rows(quantised: tuple[torch.Tensor, torch.Tensor]) -> list[Result]:
-    """What quantize_rows gives: e4m3 [T, N] and its scale [T]."""
+    """The result of quantize_rows: e4m3 [T, N] and its scale [T]."""
     data, scale = quantised
     return [Result(scale[:, None], _SCALE_BOUND, "max"), Result(data.float() * scale[:, None], _FP8_BOUND, "rms")]
 
@@ -60,7 +60,7 @@ def fp8_kv(cache: torch.Tensor) -> Result:
 
 
 def fp8_products(tensor: torch.Tensor) -> Result:
-    """What went through activations in fp8 on the way."""
+    """A result computed from fp8 activations."""
     return Result(tensor, _FP8_BOUND, "rms")
 
 

@@ -39,9 +39,9 @@ def sparse_block(side: Side, *, tokens: int, is_fp8: bool, with_factor: bool) ->
                 y, apart = y + gemm_reference.gemv(normed, factor).sigmoid() * apart, None
             residual.add_(y)
         else:
-            from engine.kernels.moe.decode import Beside, Norm, sparse_block
+            from engine.kernels.moe.decode import DenseBranch, Norm, sparse_block
 
-            beside = Beside(gate_up, gate_up_scale, down, down_scale, factor)
+            beside = DenseBranch(gate_up, gate_up_scale, down, down_scale, factor)
             _, apart = sparse_block(
                 x, router, w13, w2, scale13, scale2, top_k=num_experts, norm=Norm(*norm, None), beside=beside,
                 residual=residual,

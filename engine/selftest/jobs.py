@@ -65,7 +65,7 @@ def _name(capability: tuple[int, int]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.selftest.jobs")
-    parser.add_argument("--write", action="store_true", help="write it again")
+    parser.add_argument("--write", action="store_true", help="bring the list up to date")
     options = parser.parse_args()
     text = _as_text(_rows())
     if options.write:

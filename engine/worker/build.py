@@ -67,7 +67,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     """Load `config.model` and make it ready to step.
 
     Raises ModelError (the directory is wrong), ConfigError (a flag cannot be honoured here) or OutOfMemoryPlanError
-    (it does not fit), each before the expensive work that would be in vain. `progress(stage, done, total)` is called
+    (it does not fit), each before the expensive work that it would waste. `progress(stage, done, total)` is called
     while weights load.
     """
     device = choose_device(config)
@@ -180,7 +180,7 @@ def gpu_defaults(
 
 
 def prepare(config: EngineConfig) -> None:
-    """What `build_engine` does before it needs the device: import every library, check flags and the model's config.
+    """The part of `build_engine` that needs no device: import every library, check the flags and the model's config.
 
     Raises ModelError or ConfigError.
     """
@@ -204,7 +204,7 @@ def _measured_budget(
     num_seqs: int,
     gpu: GpuMemory,
 ) -> MemoryBudget:
-    """What is left of a GPU with the weights in place. Raises OutOfMemoryPlanError if not even a step fits."""
+    """The memory left on a GPU that holds the weights. Raises OutOfMemoryPlanError if not even one step fits."""
     from engine.worker.memory_profile import measure_steps
     from engine.worker.warmup import choose_products
 
@@ -236,7 +236,7 @@ def _start_on_gpu(
     gpu: GpuMemory,
     progress: Progress | None,
 ) -> "DeviceRunner":
-    """A runner that has nothing left to compile or record."""
+    """A runner whose kernels are compiled and whose graphs are recorded."""
     from engine.worker.device_runner import DeviceRunner
 
     with torch.inference_mode():
@@ -252,12 +252,13 @@ def _start_on_gpu(
         runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
     log.info("%s", outcome(plan, gpu))
     gc.collect()
-    gc.freeze()  # what start-up made stays: no collection looks at it again
+    gc.freeze()  # what start-up made lives as long as the process: the collector need not look at it again
     return runner
 
 
 def _deciding(config: EngineConfig, model_config: ModelConfig, gpu: GpuMemory) -> tuple[str, ...]:
-    """Which kernels a start needs hangs on these, as far as it is known before weights are loaded."""
+    """Key of the warm-cache hint: everything known before weights are loaded that decides which kernels a start
+    needs."""
     return torch.cuda.get_device_name(gpu.device), repr(config), repr(model_config.raw)
 
 
@@ -276,7 +277,7 @@ def choose_device(config: EngineConfig) -> torch.device:
         raise ConfigError(msg("{name} has compute capability {version}; at least 8.0 is needed.", name=name,
                               version=version), "--device",
                           msg("Use a newer GPU, or --device cpu."))
-    torch.cuda.empty_cache()  # of an engine that this process had before
+    torch.cuda.empty_cache()  # left by an earlier engine in this process
     free, total = torch.cuda.mem_get_info(device)
     wanted = int(total * config.gpu_memory_utilization)
     if free < wanted:

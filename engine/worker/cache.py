@@ -46,11 +46,11 @@ class Cache:
 
     @property
     def padding_slot(self) -> int:
-        """The slot that no sequence has."""
+        """The slot for padding, which no sequence has."""
         return self.num_slabs * self.spec.per_slab[-1]
 
     def bind(self, modules: Sequence[nn.Module]) -> None:
-        """Give each caching module, in the order of `spec.layers`, what it reads and writes."""
+        """Bind each caching module, in the order of `spec.layers`, to its part of the memory."""
         group_of = {i: g for g, group in enumerate(self.spec.groups) for i in group.layers}
         for i, (module, layer) in enumerate(zip(modules, self.spec.layers, strict=True)):
             if isinstance(layer, AttentionLayer):
@@ -83,7 +83,7 @@ class Cache:
             at += size
 
     def _cut_pages(self, dtype: torch.dtype) -> None:
-        """Page 0 of each group, the null page, ends where the first slab begins."""
+        """Page 0 of each group (the null page) ends where the first slab begins."""
         spec, memory = self.spec, self.memory.view(dtype)
         for group, per, stride in zip(spec.groups, spec.per_slab, spec.page_strides, strict=False):
             at = self._begin - stride

@@ -1,8 +1,8 @@
-"""CUDA graphs of steps: one launch instead of some hundred, or of some thousand where prompts are read.
+"""CUDA graphs of steps: one launch instead of hundreds (decode) or thousands (prompts).
 
 A graph has a fixed size; a step takes the next larger one and pads with row 0, the padding row. Sizes are recorded from
-the largest down into one memory pool, so that the smaller ones live in the largest one's memory: they never run at the
-same time, and each one's result is used up before the next replay.
+the largest down into one memory pool, so that smaller graphs reuse the largest one's memory: they never run at the same
+time, and each result is consumed before the next replay.
 """
 
 import gc
@@ -22,13 +22,13 @@ Pool = Any  # a handle: memory that graphs share
 
 
 def graph_sizes(max_batch: int) -> list[int]:
-    """Ascending batch sizes up to `max_batch`, which is one itself: dense where padding would cost most."""
+    """Ascending batch sizes up to and including `max_batch`, dense where padding would cost most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 64)]
     return sorted({s for s in sizes if s < max_batch} | {min(max_batch, 1024)})
 
 
 class Graphs(Generic[Key]):
-    """`step(key)` recorded for each of `keys`, in their order: the largest first. `fill(key)` makes what it reads."""
+    """`step(key)` recorded for each of `keys`, largest first. `fill(key)` prepares its inputs."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class MixedGraphs(Graphs[MixedShape]):
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A collection during capture may free device memory, which capture forbids."""
+    """Garbage collection could free device memory, which is forbidden during capture."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -133,24 +133,24 @@ class DeviceRunner:
         self.graphs = DecodeGraphs(self._decode, max_batch, self.mixed_graphs.pool)
 
     def mixed_shapes(self) -> list[MixedShape]:
-        """Of the mixed steps that have graphs. (What fills one up has positions, too.)"""
+        """The shapes of mixed steps that have graphs. (Padding has positions, too.)"""
         if self.batch_invariant:
             return []
         return shapes_within(min(len(self._ids), self.max_model_len), len(self.token_ids) - 1)
 
     def fill_mixed(self, shape: MixedShape) -> None:
-        """Send a step that has this shape, and changes nothing."""
+        """Send a step of this shape that consists of padding, so it changes nothing."""
         self.staging.begin()
         self._put_step(MixedStep.of_padding(shape, self.tile_sizes))
         self.staging.send()
 
     def mixed_of(self, shape: MixedShape) -> torch.Tensor:
-        """Forward of a step that was filled up to this shape."""
+        """Forward of a step that was padded to this shape."""
         return self._mixed(form_of(shape, self.tile_sizes))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile and load what a request might need that no step so far has used."""
+        """Compile and load the kernels that a request may need and no step has used yet."""
         columns = self.staging.device_words[: NUM_COLUMNS * aligned(1)].view(NUM_COLUMNS, aligned(1))
         hidden = torch.zeros(max(PRODUCT_ROWS), self.model.config.hidden_size, dtype=self.dtype, device=self.device)
         for rows in PRODUCT_ROWS:
@@ -178,7 +178,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def sample(self, forwarded: ForwardedStep) -> SampledStep:
-        """Sample, and start the copies to the host."""
+        """Sample, and start copying the results to the host."""
         self._turn = (self._turn + 1) % _RING
         pinned, done = self._pinned[self._turn], self._events[self._turn]
         count = len(forwarded.sampling)
@@ -210,8 +210,11 @@ class DeviceRunner:
     def _decode_step(
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None]:
-        """Every sequence has one token: hidden states [B, H] of those that sample, their columns, which they are, and
-        all hidden states if prompt log-probabilities are wanted."""
+        """A step in which every sequence has one token.
+
+        Returns the hidden states [B, H] of the sequences that sample, their columns, their indices, and all hidden
+        states if prompt log-probabilities are wanted.
+        """
         batch = len(rows)
         size = batch if self.graphs is None else self.graphs.size_for(batch)
         stage = self.staging
@@ -290,7 +293,7 @@ class DeviceRunner:
         return last, column, sampling, hidden if wants_prompts else None
 
     def _put_step(self, step: MixedStep) -> None:
-        """What `_mixed` finds at the head of the device's words."""
+        """Pack what `_mixed` reads from the head of the device's words."""
         stage, q_starts = self.staging, step.q_starts
         stage.put(np.repeat(step.rows, step.counts))
         stage.put(np.arange(step.form.tokens) + np.repeat(step.starts - q_starts, step.counts))
@@ -326,7 +329,7 @@ class DeviceRunner:
         last = None if whole else (q_starts + counts - 1).clamp_(0, form.tokens - 1).long()
 
         def last_only() -> ForwardContext:
-            """As in a decode step: each sequence has its last token only, the newest one."""
+            """As in a decode step: each sequence has one token, its last."""
             lengths = (starts + counts).clamp_(min=1)  # what fills a step up may be a sequence without tokens
             alone = [replace(b, seq_lens=lengths, tiles=None, num_single=0) for b in batches]
             if self.batch_invariant:
@@ -336,7 +339,7 @@ class DeviceRunner:
         return self._forward(form.tokens, batches, state, last, None if whole else last_only)
 
     def _alone(self, batch: DeviceBatch, positions: torch.Tensor) -> DeviceBatch:
-        """As `batch`, whose sequences have one token each: for attention that takes tiles only."""
+        """`batch` with a tile for each of its one-token sequences, for attention that only takes tiles."""
         numbers = self._numbers[: len(positions)]
         tiles = torch.stack((numbers, torch.zeros_like(numbers)), 1)
         return replace(batch, tiles=tiles, starts=positions, q_starts=numbers, counts=torch.ones_like(numbers))

@@ -1,4 +1,4 @@
-"""Which tables stay in host memory, where a GPU reads the rows that it needs: --per-layer-embeddings.
+"""Embedding tables that stay in host memory, from which the GPU reads the rows it needs: --per-layer-embeddings.
 
 Gemma 4 E2B and E4B look a row up, for each token, in a table of 4.7 and 5.6 GB, half of all their weights. On the host
 it leaves that much more GPU memory for pages; a row of 20 KB takes the bus less than half a microsecond.
@@ -87,7 +87,7 @@ def lock_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> 
 
 
 def _lack_of_memory(size: int) -> str | None:
-    """Why a table of so many bytes should not be on the host."""
+    """Why a table of this size cannot be kept on the host; None if it can."""
     _, available = host_memory()
     if available >= size + _RESERVE:
         return None
@@ -96,5 +96,5 @@ def _lack_of_memory(size: int) -> str | None:
 
 
 def _shares_memory(device: torch.device) -> bool:
-    """Whether the GPU's memory is the host's: then nothing is saved."""
+    """Whether GPU and host share one memory, so that offloading saves nothing."""
     return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))

@@ -1,4 +1,4 @@
-"""What this device has and what the model takes of it: the measured half of the memory plan (steps: probe.py)."""
+"""What the device has and what the model takes: the measured part of the memory plan (steps: memory_profile.py)."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ _ROUNDING = 32 << 20        # pages and tables are rounded up to the allocator's
 
 @dataclass(frozen=True, slots=True)
 class StepNeeds:
-    """Bytes on a GPU, as measured (worker/probe.py)."""
+    """Bytes on a GPU, as measured by memory_profile.py."""
 
     activations: int   # come and go with each step
     graphs: int        # all decode graphs: the memory that they share, and their records
@@ -39,30 +39,29 @@ class GpuMemory:
 
     device: torch.device
     total: int
-    others: int   # held by other processes, and by other engines of this one
+    others: int   # held by other processes, and by other engines in this process
 
     @classmethod
     def now(cls, device: torch.device) -> "GpuMemory":
-        """What is in use when the engine starts is not its own, but for the CUDA context. (Whose memory is whose, the
-        driver does not tell in a container: of more than a context's usual size the rest belongs to others.)"""
+        """Whatever is in use when the engine starts belongs to others, apart from this process's CUDA context. (In a
+        container the driver does not say who holds what, so everything beyond a usual context counts as others'.)"""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         return cls(device, total, reserved + max(0, total - free - reserved - _CONTEXT))
 
     def usable(self, utilization: float) -> int:
-        """A share of the GPU, as in vLLM: for this engine alone, whatever others hold, as long as so much is left."""
+        """Bytes for this engine: a share of the whole GPU, as in vLLM, or what others leave if that is less."""
         return min(int(self.total * utilization), self.total - self.others)
 
     def taken(self) -> int:
-        """In use now, and not by others: tensors, the allocator's cache, context and code."""
+        """Bytes in use now by this engine: tensors, the allocator's cache, CUDA context and code."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free - self.others
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and tables, shared ones once, packed copies included; not those that a GPU reads out of host
-    memory."""
+    """Bytes of parameters and tables: shared ones counted once, packed copies included, tables in host memory not."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if t.numel()}
     for table in _on_host(model):
         tensors.pop(table.weight.data_ptr(), None)
@@ -71,7 +70,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def loaded_bytes(model: nn.Module) -> int:
-    """What `weight_bytes` will be on a GPU, of a model that has no weights yet."""
+    """What `weight_bytes` will be on a GPU, for a model whose weights are not loaded yet."""
     sizes = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         if isinstance(module, Linear | ExpertLinear):
@@ -80,7 +79,7 @@ def loaded_bytes(model: nn.Module) -> int:
 
 
 def host_bytes(model: nn.Module) -> int:
-    """Bytes of the tables that a GPU reads out of host memory (embedding_offload.py)."""
+    """Bytes of the tables that stay in host memory (embedding_offload.py)."""
     return sum(table.weight.nbytes for table in _on_host(model))
 
 
@@ -89,7 +88,7 @@ def _on_host(model: nn.Module) -> list[Embedding]:
 
 
 def check_weights_fit(model: CausalLM, config: EngineConfig, gpu: GpuMemory) -> None:
-    """Before anything is read. Raises OutOfMemoryPlanError."""
+    """Check before any weight is read. Raises OutOfMemoryPlanError."""
     weights, usable = loaded_bytes(model), gpu.usable(config.gpu_memory_utilization)
     if weights >= usable:
         ways = [msg("raise --gpu-memory-utilization")] if config.gpu_memory_utilization < 0.9 else []
@@ -115,7 +114,7 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int, n
 
 
 def cpu_budget(config: EngineConfig, weights: int, activations: int, weights_text: str = "") -> MemoryBudget:
-    """The weights are in memory already; what is still available is shared out. `weights_text`: their format.
+    """The budget on a CPU, where the weights are loaded already. `weights_text` names their format.
 
     Without `kv_cache_memory_bytes` the pages get at most 4 GiB: the CPU path is for demonstration and tests, and should
     not take a workstation's memory because it is there. They are mapped, not touched: unused ones cost nothing.
@@ -149,7 +148,7 @@ def gpu_budget(config: EngineConfig, weights: int, needs: StepNeeds, gpu: GpuMem
 
 
 def outcome(plan: MemoryPlan, gpu: GpuMemory) -> str:
-    """One line for the log, once all is allocated: what was planned, and what is there."""
+    """One line for the log after everything is allocated: planned against actual memory."""
     torch.cuda.synchronize(gpu.device)
     torch.cuda.empty_cache()
     taken, reserved = gpu.taken(), torch.cuda.memory_reserved(gpu.device)

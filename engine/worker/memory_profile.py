@@ -111,7 +111,8 @@ def _largest_steps(lengths: list[int]) -> list[StepPlan]:
 
 
 def _first_graph(device: torch.device) -> None:
-    """For a process's first graph the driver takes 70 MiB, once: no part of what each one takes."""
+    """Record one graph first: the driver takes 70 MiB for a process's first one, which is no part of what others
+    take."""
     graph, word = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
     with torch.cuda.graph(graph):
         word += 1

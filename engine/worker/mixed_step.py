@@ -28,8 +28,8 @@ class MixedShape(NamedTuple):
     tokens: int   # of the chunks
 
 
-# Few tokens take about as long as the weights take to read, so the padding costs little; with more it would cost what
-# the host saves.
+# With few tokens a step takes about as long as reading the weights, so padding is almost free. With more it would cost
+# what the graph saves.
 SHAPES = (
     MixedShape(0, 32), MixedShape(0, 128), MixedShape(0, 256), MixedShape(0, 512),
     MixedShape(32, 128), MixedShape(32, 256), MixedShape(32, 512), MixedShape(128, 128), MixedShape(128, 512),
@@ -37,12 +37,12 @@ SHAPES = (
 
 
 def shapes_within(tokens: int, sequences: int) -> list[MixedShape]:
-    """Those of a runner whose steps have at most so many."""
+    """The shapes that a runner with these limits can use."""
     return [s for s in SHAPES if s.singles + s.tokens <= tokens and s.singles < sequences]
 
 
 class MixedForm(NamedTuple):
-    """All that the host's part of a forward pass depends on: steps of the same form start the same kernels."""
+    """Everything the host's part of a forward pass depends on: steps of the same form launch the same kernels."""
 
     tokens: int
     sequences: int
@@ -79,7 +79,7 @@ class MixedStep:
 
     @classmethod
     def of_padding(cls, shape: MixedShape, tile_sizes: Sequence[int]) -> "MixedStep":
-        """What fills up a step of which there is nothing else."""
+        """A step that consists of padding alone."""
         none = np.zeros(0, dtype=np.int64)
         return cls(none, none, none, 0, (), 0).padded(shape, tile_sizes)
 
@@ -94,7 +94,7 @@ class MixedStep:
         return np.cumsum(self.counts) - self.counts
 
     def shape(self, shapes: Sequence[MixedShape]) -> MixedShape | None:
-        """The smallest of `shapes` (ascending) that has room for it."""
+        """The smallest of `shapes` (ascending) that fits this step, if any."""
         tokens = int(self.counts[self.singles :].sum())
         if len(self.counts) - self.singles >= MOST_CHUNKS:
             return None

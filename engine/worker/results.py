@@ -1,4 +1,4 @@
-"""What a runner answers: the tokens and log-probabilities of a step, by sequence."""
+"""A step's result: tokens and log-probabilities, by sequence."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol

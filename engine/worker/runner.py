@@ -130,7 +130,7 @@ class Runner:
             return self.model(inputs.token_ids)
 
     def _last_hidden_states(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states of the tokens that sample; where none does, of the first sequence's last one, for something
+        """Hidden states of the tokens that sample. If none does, those of the first sequence's last token: something
         must go through the last layer."""
         count, tokens = len(inputs.sample_index), len(inputs.token_ids)
         if count == tokens:
@@ -152,8 +152,9 @@ class Runner:
         return self._hidden_states(inputs, index, last_only)
 
     def _scrub(self, group: int, pages: torch.Tensor) -> None:
-        """Make the pages of a sequence that may have failed finite before anybody gets them: zero times NaN is NaN, so
-        that even slots that attention masks would spoil their next owner. Finite values, and so shared prefixes, stay.
+        """Replace NaN and infinity in the pages of a sequence that may have failed, before the pages are reused: zero
+        times NaN is NaN, so even masked slots would corrupt their next owner. Finite values stay, so shared prefixes
+        do, too.
         """
         pages = pages.unique().long()
         for layer in self.cache.spec.groups[group].layers:

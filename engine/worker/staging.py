@@ -90,11 +90,11 @@ class Staging:
 
     @property
     def room(self) -> int:
-        """Words that are left."""
+        """Free words."""
         return len(self.words) - self._end
 
     def send(self) -> None:
-        """Queue the copy of what was taken."""
+        """Queue the copy of everything reserved so far."""
         taken = slice(self._first, self._end)
         self.device_words[taken].copy_(self._pinned[self._turn][taken], non_blocking=True)
         self._copied[self._turn].record()

@@ -1,4 +1,4 @@
-"""What steps will need is compiled before the first of them: a request that met a new variant would wait for seconds.
+"""Compile every kernel that steps will need before the first request, which would otherwise wait for seconds.
 
 The kernels of a step depend on how many rows its products have, on whether its sequences are few, into how many slices
 decode attention cuts and into what blocks experts' tokens fall, not on what the step holds. So a step of each kind is

@@ -11,7 +11,7 @@ from gpu_kit import DEVICE
 from engine.kernels.gemm import small_batch
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.moe import reference as moe_reference
-from engine.kernels.moe.decode import Beside, Norm, sparse_block
+from engine.kernels.moe.decode import DenseBranch, Norm, sparse_block
 from engine.kernels.pointwise import fused
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime.compile_ahead import compile_ahead
@@ -156,7 +156,7 @@ def test_kernels_that_start_early_see_what_they_must(tokens: int, fp8: bool) -> 
         assert torch.equal(captured, expected)
 
 
-def make_beside(shape: str, *, fp8: bool) -> Beside | None:
+def make_beside(shape: str, *, fp8: bool) -> DenseBranch | None:
     """The MLP beside the experts, and in some models a factor for it."""
     width, factor = BESIDE[shape]
     hidden = SHAPES[shape][2]
@@ -169,7 +169,7 @@ def make_beside(shape: str, *, fp8: bool) -> Beside | None:
     first, second = weight(2 * width, hidden), weight(hidden, width)
     quantize_rows = pointwise_reference.quantize_rows
     parts = (*quantize_rows(first), *quantize_rows(second)) if fp8 else (first, None, second, None)
-    return Beside(*parts, weight(1, hidden) if factor else None)
+    return DenseBranch(*parts, weight(1, hidden) if factor else None)
 
 
 def make_router(shape: str) -> torch.Tensor:
@@ -181,7 +181,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]  # of the experts, and of an MLP
 
 
 def in_one_block(
-    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, beside: Beside | None, norm: torch.Tensor,
+    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, beside: DenseBranch | None, norm: torch.Tensor,
     offset: float | None, residual: torch.Tensor | None = None,
 ) -> Pair:  # fmt: skip
     _, top_k, _, _, gate = SHAPES[shape]
@@ -192,7 +192,7 @@ def in_one_block(
 
 
 def in_parts(
-    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, beside: Beside | None, norm: torch.Tensor
+    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, beside: DenseBranch | None, norm: torch.Tensor
 ) -> Pair:
     """The same by kernels that do less at a time, and round where the block does: experts take x normed and rounded,
     all other products norm it in passing."""
@@ -233,8 +233,9 @@ def clear_rows(shape: str, count: int, router: torch.Tensor, norm: torch.Tensor)
 
 
 def next_block(
-    shape: str, residual: torch.Tensor, router: torch.Tensor, layer: Layer, beside: Beside | None, norm: torch.Tensor
-) -> torch.Tensor:
+    shape: str, residual: torch.Tensor, router: torch.Tensor, layer: Layer, beside: DenseBranch | None,
+    norm: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """The residual stream behind a block, in place."""
     _, apart = in_one_block(shape, residual, router, layer, beside, norm, None, residual)
     if apart is not None:

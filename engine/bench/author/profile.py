@@ -17,6 +17,7 @@ from torch.profiler import profile as trace
 
 from engine import LLM, SamplingParams
 from engine.bench import report, workloads
+from engine.bench.engine_flags import add_engine_flags
 from engine.core.request import EngineRequest
 from engine.worker import runner as runner_module
 
@@ -30,12 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=32, help="decode steps to time (default 32)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--load-format", default="auto", choices=["dummy", "auto"])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--quantization")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--mamba-ssm-cache-dtype", default="auto")
+    add_engine_flags(parser, load_format="auto")
     parser.add_argument("--per-layer-embeddings", default="auto")
 
 

@@ -119,7 +119,7 @@ class CacheSpec:
 
     @property
     def fixed_bytes(self) -> int:
-        """Beside the slabs: a null page, which all groups share, and a slot for padding."""
+        """Bytes outside the slabs: the null page, which all groups share, and a state slot for padding."""
         return max(self.page_strides) + self.slot_stride
 
     def memory(self, num_slabs: int) -> "CacheMemory":
@@ -154,7 +154,7 @@ class CacheMemory:
 
     @classmethod
     def of_pages(cls, num_pages: int, page_size: int) -> "CacheMemory":
-        """Full attention alone: one group, of `num_pages` pages beside the null page."""
+        """Full attention alone: one group, of `num_pages` pages, not counting the null page."""
         return cls(page_size, (None,), False, (num_pages,), 1)
 
     @property

@@ -119,7 +119,7 @@ def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many slices of a sequence and key head are done: zeros between launches, each last program sees to it.
+    """Counters of finished slices, for each sequence and key head. The last program resets its counter to zero.
 
     Enough for any batch: there is more than one slice only while sequences times key heads are at most twice the
     multiprocessors (`num_splits`)."""
@@ -127,8 +127,8 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 
 def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int]:
-    """Keys a step, and how many steps are under way: what a search on an H100 found. Few sequences want small steps:
-    more programs have to find work. Where `shared` memory is small, so are the steps: two programs must fit."""
+    """Keys a step and pipeline depth, as a search on an H100 found them. Few sequences want small steps, so that more
+    programs have work; little `shared` memory does, too, because two programs must fit."""
     if batch <= SMALL_BATCH:
         return max(16, min(32, 4096 // padded_dim)), 3
     if padded_dim <= 128 and itemsize == 2:

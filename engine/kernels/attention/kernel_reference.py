@@ -1,6 +1,6 @@
 """The attention kernels in plain torch: the same names and arguments (tuning apart), in float32 arithmetic.
 
-For comparison only, and as slow as it is plain. What a CPU serves with is reference.py.
+For comparison only: simple and slow. What a CPU serves with is reference.py.
 """
 
 import torch

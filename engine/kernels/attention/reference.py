@@ -166,7 +166,7 @@ def _decode(
     num_kv_heads = k_cache.shape[2]
     group = num_q_heads // num_kv_heads
     b = bucket.q_index.shape[0]
-    # One product over all key heads at once: each query head stands in its own head's columns of an else empty row.
+    # One GEMM over all key heads at once: each query head occupies its key head's columns of an otherwise zero row.
     #     [b, Hq, Hkv D] x [b, L, Hkv D]ᵀ     Hkv times the arithmetic, a third of the time: far fewer, larger products
     wide = q.new_zeros(b, num_kv_heads, group, num_kv_heads, head_dim)
     query = q.index_select(0, bucket.q_index).view(b, num_kv_heads, group, head_dim)

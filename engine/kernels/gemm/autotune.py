@@ -1,10 +1,9 @@
-"""Which of cuBLASLt's algorithms the products of usual steps take: measured once on this GPU, then remembered.
+"""Chooses cuBLASLt's algorithm for the GEMMs of usual steps: measured once on this GPU, then remembered.
 
-The library's first choice is often not its best one. On an H100, bf16: 4096 x 12288, 96 rows: 46.8 and 41.6 us. On an
-H200, fp8: 5120 x 17408, 256 rows: 59.6 and 35.8 us; 24576 x 4096, 192 rows: 51.3 and 34.0. What is chosen here serves
-products of exactly so many rows, as captured graphs and full steps have; all others are PyTorch's.
+The library's first choice is often not its fastest (measurements: docs/performance.md). What is chosen here serves
+GEMMs of exactly this many rows, which captured graphs and full steps have; all others use PyTorch's choice.
 
-The choice stands in a file beside the compiled kernels, so that the next start gives the same numbers, bit for bit.
+Choices are stored next to the compiled kernels, so that the next start gives the same results, bit for bit.
 """
 
 import json
@@ -41,8 +40,8 @@ class Weight(NamedTuple):
 
 
 def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> BoundProduct | None:
-    """For x [T, in] and W [out, in], both without gaps; of fp8 ones with the result's `dtype`. None: PyTorch's product
-    is as good."""
+    """The algorithm for contiguous x [T, in] and W [out, in]; `dtype` is the result's if both are fp8. None: PyTorch's
+    own choice is as good."""
     if not _chosen or not x.is_contiguous():
         return None
     outputs, inner = weight.shape
@@ -52,10 +51,10 @@ def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = No
 def choose(
     weights: Mapping[tuple[int, int], Sequence[Weight]], rows: Iterable[int], dtype: torch.dtype, *, fp8: bool = False
 ) -> int:
-    """Decide for all `weights`, by their shapes, and each number of rows; results are in `dtype`, which weights have
-    too unless they are fp8. Returns how many were measured for it.
+    """Choose for every shape in `weights` and every number of rows. Results have `dtype`, and so do weights unless they
+    are fp8. Returns how many shapes were measured.
 
-    Without the library, or where a measurement fails, everything stays as it is.
+    Nothing changes if the library is missing or a measurement fails.
     """
     if not weights or dtype not in _DTYPES:
         return 0
@@ -113,7 +112,7 @@ def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
 
 
 def _inputs(shape: Shape, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x, and its scale. Numbers as they come: a GPU that multiplies zeros needs less power, and is faster."""
+    """x and its scale. Random numbers: a GPU that multiplies zeros draws less power, and is faster."""
     device = weight.values.device
     x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
     if not shape.fp8:
@@ -132,7 +131,7 @@ def _by_pytorch(x: torch.Tensor, x_scale: torch.Tensor | None, dtype: torch.dtyp
 
 
 def _seconds(multiply: Callable[[Weight], torch.Tensor], weights: Sequence[Weight], turns: int) -> float:
-    """Of a product, in the fastest turn."""
+    """Seconds of one GEMM, in the fastest turn."""
     times = []
     for _ in range(turns):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,8 +1,8 @@
-"""Matrix products by cuBLASLt with an algorithm of our choice: its own first choice is often not the fastest one.
+"""GEMMs by cuBLASLt with an algorithm of our choice: its own first choice is often not the fastest one.
 
-Which algorithms there are for a shape, the library says itself only in part. On Hopper all that it names are forms of
-one, which takes a tile of the result and a cluster of programs that share what they read. Of fp8 products with a scale
-for each row it names one form, of 918 that it has: so some are listed here, and asked for by name.
+The library's heuristic names only some of the algorithms for a shape. On Hopper it only returns variants of a single
+algorithm (a tile of the result, and a cluster of programs that share what they read). For fp8 GEMMs with a scale for
+each row it names one variant of the 918 that exist, so this file lists some more and requests them by name.
 
 The library is the one that PyTorch has loaded. Products share one workspace: they follow one another on one stream.
 """
@@ -93,7 +93,7 @@ class Product:
                 self._describe(scale, c_void_p(_workspace(torch.cuda.current_device()).data_ptr()))  # any will do yet
 
     def algorithms(self) -> list[bytes]:
-        """Those that the library names, likely ones first; then ours."""
+        """The library's suggestions, best guess first, then the variants listed here."""
         found: dict[bytes, None] = {}
         for limit in _LIMITS:
             found |= dict.fromkeys(self._named(limit))
@@ -144,7 +144,7 @@ class Product:
         return [bytes(r.algorithm) for r in results[: count.value] if r.state == 0 and r.workspace <= limit]
 
     def _form(self, tile: int, cluster: int) -> bytes | None:
-        """None: not on this GPU, or not for this shape."""
+        """This variant, or None where the GPU or the shape does not allow it."""
         algorithm = _Algorithm()
         types = (self._operand, self._operand, self._result, self._result)
         if self._library.cublasLtMatmulAlgoInit(

@@ -1,10 +1,10 @@
-"""How a GPU multiplies with fp8 weights where rows are many: found out once, before the first step.
+"""How a GPU multiplies large batches with fp8 weights: found out once, before the first step.
 
     fp8 activations, by the library   torch._scaled_mm with a scale for each row of both, if it works here
     fp8 activations, by our kernel    where it raises: which GPUs it serves changes with PyTorch and its libraries
     activations as they are           GPUs without fp8 units (before compute capability 8.9): the weight is widened
 
-A product in a step never raises for want of a library.
+A GEMM in a step never fails because a library is missing.
 """
 
 import functools
@@ -20,7 +20,7 @@ _TOLERANCE = 2e-2  # of the largest result: rounding to bfloat16, and what fast 
 
 
 def has_fp8_units(device: torch.device) -> bool:
-    """Whether products on this GPU may be of fp8 activations, too."""
+    """Whether this GPU's tensor cores multiply fp8 activations, too."""
     from engine.kernels.runtime.launcher import target_of
 
     return target_of(device).fp8_units

@@ -155,8 +155,8 @@ def _vector_kernel(
 
 @triton.jit
 def _ask_for_rows(w_ptr, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
-    """The first AHEAD bytes of rows first ... of W are to come into the L2 cache: the kernel before this one is still
-    at work and leaves the memory idle. GPUs that know dependent launch know this too."""
+    """Prefetch the first AHEAD bytes of rows `first` ... of W into the L2 cache: the previous kernel is still running
+    and leaves the memory idle. GPUs with programmatic dependent launch have this instruction, too."""
     thread = tl.arange(0, _MATRIX_THREADS)
     share: tl.constexpr = AHEAD * BLOCK_N // _MATRIX_THREADS
     row = tl.minimum(first + thread % BLOCK_N, N - 1).to(tl.int64)
@@ -205,7 +205,7 @@ def _matrix_kernel(
 
 
 def _ahead(row_bytes: int, block_n: int) -> int:
-    """Bytes of each row to ask for: as many for each thread, in units of 16."""
+    """Bytes of each row to prefetch: the same for each thread, in units of 16."""
     bytes_each = min(_AHEAD, row_bytes)
     return 0 if interpreted() or row_bytes % 16 or bytes_each * block_n % (16 * 128) else bytes_each
 

@@ -33,14 +33,14 @@ from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
 
-class Beside(NamedTuple):
-    """The weights of an MLP that every token goes through, beside its experts."""
+class DenseBranch(NamedTuple):
+    """The weights of an MLP that every token goes through in parallel with its experts."""
 
     gate_up: torch.Tensor  # [2 J, H], gate above up
     gate_up_scale: torch.Tensor | None  # [2 J] of fp8 weights
     down: torch.Tensor  # [H, J]
     down_scale: torch.Tensor | None  # [H]
-    factor: torch.Tensor | None = None  # [1, H]: the MLP counts sigmoid(x factorᵀ); else it is a result of its own
+    factor: torch.Tensor | None = None  # [1, H]: weighs the MLP by sigmoid(x factorᵀ); None: a separate result
 
 
 class Norm(NamedTuple):
@@ -219,7 +219,7 @@ def sparse_block(
     gate: str = "silu",
     norm: Norm | None = None,
     for_router: torch.Tensor | None = None,
-    beside: Beside | None = None,
+    beside: DenseBranch | None = None,
     for_beside: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     tiles: FewTiles | None = None,

@@ -1,7 +1,7 @@
-"""The small steps between matrix products, each one pass over its data: norm + residual, gate, RoPE + KV write.
+"""The small steps between GEMMs, each one pass over its data: norm + residual, gate, RoPE + KV write.
 
-The first two can give their result in fp8, for a matrix product in fp8. It is then the fp8 form of the very numbers
-that they would have given: rounded to the activation's dtype first.
+The first two can return fp8, for an fp8 GEMM. Results are rounded to the activations' dtype first, so that fp8 is made
+of the same numbers that they would return otherwise.
 """
 
 from typing import Literal, overload

@@ -1,5 +1,5 @@
-"""Rows of a table in host memory, read by a kernel over the bus: no copy engine, no wait of the host, and good for a
-graph, as the ids are read on the device.
+"""Rows of a table in host memory, read by a kernel over the bus: it needs no copy engine, the host never waits, and it
+fits into a CUDA graph because the ids are read on the device.
 
     out[t] = table[ids[t]] * scale        table [V, W] page-locked (host_memory.py), out [T, W] on the GPU
 
@@ -34,7 +34,7 @@ def _gather_rows_kernel(ids_ptr, table_ptr, out_ptr, T, scale, W: tl.constexpr, 
 def gather_rows(
     table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0, *, programs: int = _PROGRAMS
 ) -> torch.Tensor:
-    """[T, W] on the device of the int64 `ids` [T]. `table` [V, W] is contiguous, and at home on the host or a GPU."""
+    """int64 `ids` [T] -> [T, W] on their device. `table` [V, W] is contiguous, in host or GPU memory."""
     assert table.is_contiguous()
     count, width = ids.shape[0], table.shape[1]
     out = torch.empty(count, width, dtype=table.dtype, device=ids.device)

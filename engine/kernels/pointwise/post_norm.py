@@ -1,4 +1,4 @@
-"""Norms behind a layer's products, as Gemma has them: one pass from a product's output to the next product's input.
+"""Norms after a layer's GEMMs, as Gemma has them: one pass from one GEMM's output to the next one's input.
 
     h  = residual = (residual + norm(x)) * scalar          x, or norm_1(x) + norm_2(y): two branches side by side
     following norms of h, which differ in their weights alone; the first may be in fp8

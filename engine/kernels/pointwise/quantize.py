@@ -1,4 +1,4 @@
-"""fp8 activations: one scale a row (token), so that an outlier token costs no other one its precision.
+"""fp8 activations: one scale per row (token), so that an outlier token does not cost other tokens precision.
 
 A row is divided by scale = max(|x|) / 448, 448 being e4m3's largest number. With the weight's scale per output channel
 both factors leave the product: y = (x8 W8ᵀ) · scale_x[:, None] · scale_w[None, :], which torch._scaled_mm computes.

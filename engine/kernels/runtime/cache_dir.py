@@ -1,6 +1,6 @@
 """Where Triton keeps compiled kernels: a directory that nobody else can write to.
 
-What stands there is loaded into the GPU as code, so a place that others could prepare is never taken. Triton's own
+Its files are loaded into the GPU as code, so a directory that others could have prepared is never used. Triton's own
 choice, ~/.triton, fails where the home is read-only, as it is under systemd.
 """
 
@@ -13,15 +13,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-_VARIABLE = "TRITON_CACHE_DIR"  # Triton reads it again for each kernel
+_VARIABLE = "TRITON_CACHE_DIR"  # Triton reads it for each kernel
 _TEMPORARY = "atoll-kernels-"
 _lock = threading.Lock()
 
 
 def use_cache_dir() -> Path:
-    """Give Triton a directory for compiled kernels unless the operator named one; call before the first compilation.
+    """Choose Triton's directory for compiled kernels unless the operator named one; call it before the first
+    compilation.
 
-    The first of these that can be made, belongs to this user and is closed to others: triton/ below $CACHE_DIRECTORY
+    The first of these that can be created, belongs to this user and is closed to others: triton/ below $CACHE_DIRECTORY
     (systemd's), $XDG_CACHE_HOME/atoll or ~/.cache/atoll; else a new private temporary directory, which ends with this
     process. Raises OSError if not even that can be made.
     """

@@ -1,9 +1,9 @@
 """Compiles kernels in several processes, before they are first needed.
 
-One after the other in one process, the kernels of a model take 15 seconds; most of it is Python, so threads help
-little. What the processes leave in Triton's cache this one finds there (launcher.py's source_key says what that takes).
+In one process the kernels of a model take 15 seconds to compile; most of that is Python, so threads help little. The
+processes leave their results in Triton's cache, where this process finds them (see source_key in launcher.py).
 
-What was compiled for a set of jobs is remembered by a file in the cache: the next start compiles nothing.
+A file in the cache records that a set of jobs was compiled, so the next start compiles nothing.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _LONGEST = ("solve_kernel", "_mixed_kernel", "_decode_kernel", "_filter_kernel")
 
 
 def compile_ahead(jobs: Iterable[Job], capability: tuple[int, int]) -> int:
-    """Have every variant in Triton's cache. Returns how many were given to the pool: 0 if they were there already.
+    """Bring every variant into Triton's cache. Returns how many the pool had to compile: 0 if all were there.
 
     A variant that cannot be compiled is left to its first use, which reports the error where it matters.
     """
@@ -39,7 +39,7 @@ def compile_ahead(jobs: Iterable[Job], capability: tuple[int, int]) -> int:
 
 
 class Work(NamedTuple):
-    """What compiling took, for whoever wants to make it shorter."""
+    """Where compilation time went."""
 
     jobs: int
     guessed: int  # of those that were needed, given to the processes before that was known
@@ -50,7 +50,7 @@ class Work(NamedTuple):
 
 
 class Compilation:
-    """A set of jobs under way. Once it is sealed, `count` of them were not at hand."""
+    """A set of jobs being compiled. Once it is sealed, `count` says how many were missing from the cache."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.count = 0
@@ -62,13 +62,13 @@ class Compilation:
         self._pool = compile_pool.take() if compile_pool.is_under_way() else None
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """More of them; compiled at once where a pool was started early."""
+        """Add jobs. They are compiled at once if a pool was started early."""
         self._jobs |= set(jobs)
         if self._pool is not None:
             self._submit(self._pool)
 
     def seal(self, jobs: Iterable[Job] = ()) -> None:
-        """The last of them."""
+        """Add the last jobs."""
         self._jobs |= set(jobs)
         lines = {line_of(job, self._capability) for job in self._jobs}
         self._done = use_cache_dir() / f"atoll-{_digest(self._jobs, lines)}.done"
@@ -83,7 +83,7 @@ class Compilation:
             self._pool = None
 
     def wait(self, jobs: Iterable[Job]) -> None:
-        """Until these are compiled, or known not to be."""
+        """Wait until these are compiled or have failed."""
         if self._pool is not None:
             self._pool.wait(line_of(job, self._capability) for job in jobs)
 
@@ -124,7 +124,7 @@ def line_of(job: Job, capability: tuple[int, int]) -> str:
 
 
 def longest_first(lines: Iterable[str]) -> list[str]:
-    """The order to compile in."""
+    """Sort jobs so that the slowest kernels are compiled first."""
     return sorted(lines, key=lambda line: (_rank(line), line))
 
 

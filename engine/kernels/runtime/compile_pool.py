@@ -1,5 +1,5 @@
-"""The processes that compile kernels, seen from the one that needs them. Imports nothing heavy: they may be started
-before PyTorch is loaded here, which they need not load at all.
+"""The pool of processes that compile kernels, as seen by the process that needs them. Imports nothing heavy, so the
+pool can start before PyTorch is loaded here (the pool itself does not need PyTorch).
 
     jobs ─► compile_worker.py, which loads Triton once ─► a fork for each core ─► Triton's cache on disk
          ◄─ a line for each job, as it is done
@@ -23,7 +23,7 @@ _WAIT = 5.0  # seconds for the processes to end, once all is done
 
 
 class CompilePool:
-    """Started at once. Takes jobs until `seal`; ends with `close`, or when this process ends."""
+    """Starts at once, takes jobs until `seal`, and ends with `close` or with this process."""
 
     def __init__(self) -> None:
         use_cache_dir()
@@ -52,8 +52,8 @@ class CompilePool:
             threading.Thread(target=self._listen, daemon=True).start()
 
     def submit(self, jobs: list[str]) -> int:
-        """Compile these, each a JSON object in one line; the first ones first, and what was given before not again.
-        That there are none is not the end. Returns how many are new."""
+        """Compile these jobs, each a JSON object in one line, in this order; known ones are skipped. An empty list does
+        not close the pool. Returns how many are new."""
         with self._changed:  # numbers are by the order in which jobs are written
             new = [job for job in dict.fromkeys(jobs) if job not in self._known]
             self._jobs += new
@@ -65,18 +65,18 @@ class CompilePool:
         return len(new)
 
     def seal(self) -> None:
-        """There will be no more jobs."""
+        """Say that no more jobs will come."""
         self._given.put(None)
 
     def wait(self, jobs: Iterable[str]) -> dict[str, str]:
-        """Until each of `jobs` is done. Returns the errors of those that could not be compiled."""
+        """Wait until each of `jobs` is done. Returns the errors of those that could not be compiled."""
         jobs = set(jobs)
         with self._changed:
             self._changed.wait_for(lambda: not jobs & self._waiting)
             return {job: error for job, error in self._errors.items() if job in jobs}
 
     def close(self) -> None:
-        """End the processes, whatever they do. Does not wait for it."""
+        """End the processes, even if they are busy, without waiting for that."""
         if self._process is None:
             return
         self.seal()
@@ -85,7 +85,7 @@ class CompilePool:
         threading.Thread(target=self._bury, daemon=True).start()
 
     def _give(self) -> None:
-        """In a thread of its own: a process that is busy takes its time to read."""
+        """Write jobs from a thread of its own: a busy process may be slow to read them."""
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(OSError):  # it ended: `_listen` sees that too
@@ -141,7 +141,7 @@ def job_line(
     num_stages: int,
     capability: tuple[int, int],
 ) -> str:
-    """A kernel's variant as a job. Two are the same if their lines are."""
+    """A kernel's variant as a job. Equal lines mean equal jobs."""
     return json.dumps({
         "module": module, "name": name, "types": types, "constants": constants, "num_warps": num_warps,
         "num_stages": num_stages, "capability": capability,
@@ -149,14 +149,14 @@ def job_line(
 
 
 def start_early() -> None:
-    """Begin to load what compiling needs: for a process that has something else to do before it needs kernels."""
+    """Start the pool early, in a process that has other work to do before it needs kernels."""
     global _early
     if _early is None and len(os.sched_getaffinity(0)) > 1:
         _early = CompilePool()
 
 
 def load_here() -> None:
-    """In the background, what this process needs to find compiled kernels: Triton, and its hash over itself."""
+    """Load in the background what this process needs to find compiled kernels: Triton and its hash of itself."""
 
     def load() -> None:
         from engine.kernels.runtime.launcher import load_compiler
@@ -172,8 +172,8 @@ def is_under_way() -> bool:
 
 
 def give_early(jobs: list[str]) -> None:
-    """Have these compiled by the pool that was started early, unless it has been taken: whoever takes it will know what
-    is needed, while these are a guess. Nobody has to wait for them."""
+    """Give guessed jobs to the pool that was started early, unless somebody has taken it: its owner knows what is
+    really needed. Nobody waits for these."""
     with _early_lock:
         if _early is not None:
             _early.submit(jobs)

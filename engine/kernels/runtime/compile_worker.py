@@ -1,7 +1,7 @@
 """The process behind compile_pool.py: jobs come in, one JSON object a line; out goes [number, error or null, seconds].
 
-Loads Triton and our kernels, without PyTorch (torch_stub.py), then forks for job after job: what is loaded is there for
-every fork at once, in memory that they share. A job that has come is compiled while others are still on their way.
+Loads Triton and our kernels, without PyTorch (torch_stub.py), then forks workers, which share what was loaded. A job is
+compiled as soon as it arrives, while others are still on their way.
 Needs no GPU and never touches one.
 """
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _load() -> None:
-    """All that compiling needs. Where that cannot be without PyTorch, this process starts again, with it."""
+    """Load everything that compiling needs. If that fails without PyTorch, restart this process with it."""
     with_torch = _WITH_TORCH in sys.argv
     if not with_torch:
         torch_stub.stand_in()
@@ -74,7 +74,7 @@ def _load() -> None:
 
 
 def kernel_modules() -> Iterator[str]:
-    """The modules of engine/kernels that are written in Triton, this room's own apart."""
+    """The modules of engine/kernels that are written in Triton, except those in this folder."""
     for root in engine.kernels.__path__:
         for path in sorted(Path(root).glob("*/*.py")):
             if path.parent.name != "runtime" and b"\nimport triton" in path.read_bytes():

@@ -44,9 +44,9 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def lock(tensor: torch.Tensor) -> None:
-    """Page-lock what `empty` gave, and let every kernel of this process read it by `tensor.data_ptr()`.
+    """Page-lock a tensor of `empty`, so that every kernel of this process can read it by `tensor.data_ptr()`.
 
-    Raises HostMemoryError, with the memory as it was.
+    Raises HostMemoryError and leaves the memory unchanged.
     """
     _alive[tensor.data_ptr()].lock(tensor.data_ptr())
 

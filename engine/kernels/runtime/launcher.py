@@ -12,8 +12,8 @@ it), and started through the CUDA driver's own functions.
 With TRITON_INTERPRET=1 the same call runs in Triton's interpreter, on CPU tensors.
 
 Kernels follow one another by programmatic dependent launch: a kernel may start while the one before it still runs, and
-its first line waits for that one's results. What the start of a kernel costs is hidden so, and what it reads of weights
-may even come before the wait:
+its first line waits for that one's results. This hides the cost of starting a kernel, and weights may even be loaded
+before the wait:
 
     @kernel
     def scale(x_ptr, w_ptr, y_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
@@ -21,8 +21,9 @@ may even come before the wait:
         wait_for_previous(PDL)
         x = tl.load(x_ptr + ...)
 
-Every program of every kernel with a PDL constant must wait, before it returns too: only so does waiting for the last
-kernel mean waiting for all before it. The launcher sets PDL where the GPU can do it (compute capability 9.0 or newer).
+Every program of every kernel with a PDL constant must call `wait_for_previous` before it exits, even if it reads
+nothing: otherwise "the last kernel finished" would not imply that earlier ones did. The launcher sets PDL where the GPU
+can do it (compute capability 9.0 or newer).
 
 Before compute capability 8.9 Triton knows no e4m3 numbers: kernels get them as bytes there (pointwise.e4m3).
 """
@@ -134,9 +135,9 @@ _recorded_for: Target | None = None
 
 @contextmanager
 def recording(target: Target | None = None) -> Iterator[set[Job]]:
-    """Kernels that are called meanwhile are not started, only noted: what a step needs, without running it.
+    """Inside this context kernels are recorded instead of launched: what a step needs, without running it.
 
-    With `target`, what it needs there: that GPU need not be here, and tensors may be a CPU's.
+    With `target` they are recorded for that GPU, which need not be present; tensors may be on the CPU.
     """
     global _recorded, _recorded_for
     assert _recorded is None, "recordings do not nest"

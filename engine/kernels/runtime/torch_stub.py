@@ -1,9 +1,8 @@
-"""A stand-in for PyTorch, where a process imports kernels only to compile them: it is there in no time, PyTorch itself
-in two to four seconds.
+"""A stub for PyTorch in processes that import kernels only to compile them: PyTorch itself takes two to four seconds.
 
-What a kernel computes is Triton's alone; its module names PyTorch for the function that starts it, in annotations and
-in tables of dtypes. So the stand-in has names and nothing else: each is an object of its own, the same each time, equal
-to no other. To call one, to derive a class from one, or to import a module that is not listed here is an error.
+Kernels use Triton alone; their modules mention PyTorch in the functions that launch them, in annotations and in tables
+of dtypes. So the stub only has names: each is a distinct object, always the same one. Calling one, deriving a class
+from one, or importing a module that is not listed here is an error.
 """
 
 import sys
@@ -41,7 +40,7 @@ class _Module(_Name, ModuleType):
 
 
 def stand_in() -> None:
-    """From now on `import torch` gives the stand-in, unless PyTorch was loaded before."""
+    """Make `import torch` give the stub from now on, unless PyTorch is already loaded."""
     if "torch" in sys.modules:
         return
     for name in _MODULES:

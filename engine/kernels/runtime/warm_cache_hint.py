@@ -13,12 +13,12 @@ from engine.kernels.runtime.cache_dir import use_cache_dir
 
 
 def found(*what: str) -> bool:
-    """Whether a start with these particulars, the same kernels and the same Triton ended well here."""
+    """Whether an earlier start with this key, the same kernels and the same Triton succeeded here."""
     return _path(what).exists()
 
 
 def leave(*what: str) -> None:
-    """For the next start; that it cannot be kept does no harm."""
+    """Leave the hint for the next start. Failing to write it does no harm."""
     with suppress(OSError):
         _path(what).touch(mode=0o600)
 

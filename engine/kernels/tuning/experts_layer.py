@@ -17,7 +17,7 @@ from engine.models.config.model import read_json
 from engine.models.loading.loader import quantize
 
 if TYPE_CHECKING:
-    from engine.kernels.moe.decode import Beside
+    from engine.kernels.moe.decode import DenseBranch
 
 _INPUTS = 8  # that take turns: each chooses other experts
 
@@ -30,7 +30,7 @@ class Subject:
     quantization: str
     layer: SparseMLP
     shape: Shape
-    beside: "Beside | None"  # the MLP beside the experts, which only a search runs
+    beside: "DenseBranch | None"  # the MLP beside the experts, which only a search runs
     width: int
     widened: bool = False  # fp8 weights on a GPU without fp8 tensor cores
 
@@ -50,14 +50,14 @@ def make_subject(config: Path, device: torch.device, quantization: str) -> Subje
     width, factor = beside_experts(raw)
     beside = None
     if width and device.type == "cuda":
-        from engine.kernels.moe.decode import Beside
+        from engine.kernels.moe.decode import DenseBranch
 
         def weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             values = torch.randn(rows, columns, device=device).mul_(0.02).bfloat16()
             return quantize_weight(values) if shape.itemsize == 1 else (values, None)
 
         first, second = weight(2 * width, shape.hidden), weight(shape.hidden, width)
-        beside = Beside(*first, *second, layer.gate.weight[:1] if factor else None)
+        beside = DenseBranch(*first, *second, layer.gate.weight[:1] if factor else None)
     widened = shape.itemsize == 1 and device.type == "cuda" and not _has_fp8_units(device)
     return Subject(config.name, quantization, layer, shape, beside, width, widened)
 

@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,15 +71,26 @@ class OwnTable:
     def keep_found(self, key: str, found: Found) -> None:
         part, tiles = found.stage.part, found.tiles
         if isinstance(part, Product) and isinstance(tiles, VectorTiles):
-            self._gemm[part] = tiles  # also those by rule: another GPU's, which ship, would count instead
+            # Tiles by rule, too: without an entry the GPU would take those that ship, which were measured elsewhere.
+            if self._is_usable(key, json.loads(gemm_tiles.line_of(part, tiles)), gemm_tiles.parse):
+                self._gemm[part] = tiles
+            self._save(key)
         elif isinstance(part, Block) and isinstance(tiles, FewTiles):
-            entry = Measured(part.shape, part.width, 1, tiles)
-            self._moe[_key(entry)] = entry
-        self._save(key)
+            self.keep_measured(key, Measured(part.shape, part.width, 1, tiles))
 
     def keep_measured(self, key: str, measured: Measured) -> None:
-        self._moe[_key(measured)] = measured
+        if self._is_usable(key, measured.as_json(), moe_tiles.parse):
+            self._moe[_key(measured)] = measured
         self._save(key)
+
+    def _is_usable(self, key: str, entry: Any, parse: Callable[[Any, Target], Any]) -> bool:
+        """Whether a later start would accept the entry: one that it refuses would cost all others."""
+        try:
+            tuned_tables.parsed([entry], self._gpu, parse)
+        except TableError as error:
+            say(f"{key}: not kept, because {error}.")
+            return False
+        return True
 
     def _save(self, key: str) -> None:
         self._done[key] = None

@@ -1,9 +1,9 @@
-"""The search for tiles in the decode step of one sequence: of its products with one row (engine/kernels/gemm/tiles.py)
-and of its sparse blocks (moe/tiles.py), within a budget of time.
+"""The search for tiles in the decode step of one sequence, within a time budget: of its one-row GEMMs
+(kernels/gemm/tiles.py) and of its sparse blocks (kernels/moe/tiles.py).
 
-One stage after the other: a product, or a kernel of a block, gets the tiles with which the whole step is the fastest,
-and keeps them for the stages after it. Each product alone would not do, even in a chain of equal ones: what a kernel's
-last programs leave idle, the next kernel of a step may use.
+Stage after stage, a GEMM or a kernel of a block gets the tiles with which the whole step is fastest, and keeps them for
+the later stages. Timing back-to-back copies of one GEMM would not do: it hides the tail effect between different
+kernels.
 """
 
 import math
@@ -36,7 +36,7 @@ Change = dict[str, Any]  # fields of a part's tiles, and what they become
 
 
 class Stage(NamedTuple):
-    """What gets its best tiles at a time."""
+    """One thing to tune: a GEMM, or one kernel of a sparse block."""
 
     name: str
     part: Part
@@ -45,7 +45,7 @@ class Stage(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """How a search times a step, and hears whether its kernels are at hand and right."""
+    """How a search times a step, and learns whether its kernels are compiled and correct."""
 
     ms: Callable[[Chosen, bool], float]  # of a step with these tiles, with the head or without; infinite if refused
     compiled: Callable[[Stage, Change], bool]  # waits until the kernels are there; False: they never are

@@ -44,7 +44,7 @@ class LinearLayer(Sides, Protocol):
     scale: nn.Parameter | None
     bias: nn.Parameter | None
     gemm: Gemm
-    packed: Any       # the weight in a layout of the CPU library's own, instead of `weight`
+    packed: Any       # the weight in the CPU library's own layout; replaces `weight`
     threads: int      # of a CPU GEMM
     weight_t: torch.Tensor   # views of an fp8 weight and its scale, as the library takes them
     scale_row: torch.Tensor
@@ -69,7 +69,8 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def tensors(self, layer: LinearLayer, outputs: slice) -> Tensors:
-        """What a checkpoint holds for these outputs of the layer, by the last part of its name ("weight", ...)."""
+        """The tensors to fill for these outputs of the layer, by the last part of their checkpoint names ("weight",
+        ...)."""
 
     @abstractmethod
     def reorder(self, layer: LinearLayer, index: torch.Tensor) -> None:
@@ -77,10 +78,10 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def finalize(self, layer: LinearLayer, *, keep_weight: bool) -> None:
-        """Calling it again changes nothing. `keep_weight`: another module shares the weight as it was loaded."""
+        """Idempotent. `keep_weight`: another module shares the weight as it was loaded."""
 
     def num_bytes(self, layer: LinearLayer) -> int:
-        """Of the weight and its scales on a GPU after `finalize`, known before loading."""
+        """GPU bytes of the weight and its scales after `finalize`. The memory plan asks before anything is loaded."""
         return layer.weight.nbytes
 
 

@@ -33,8 +33,10 @@ _RANDOM_BLOCK = (8 << 20) + 1  # numbers; no multiple of a row, so that rows dif
 
 
 def quantize(model: nn.Module, name: str) -> None:
-    """Before loading: quantise the linear layers of the decoder, each if the format can hold it, but not the output
-    head. `name`: in `FORMATS`."""
+    """Before loading: quantise the decoder's linear layers that the format supports, but not the output head.
+
+    `name` is a key of `FORMATS`.
+    """
     quantized = FORMATS[name]
     for module in model.modules():
         if isinstance(module, Linear) and module.quantizable and quantized.linear.supports(module):
@@ -44,7 +46,7 @@ def quantize(model: nn.Module, name: str) -> None:
 
 
 def compute_in(model: CausalLM, dtype: torch.dtype) -> None:
-    """Before loading, on a CPU: have activations and products in `dtype`. Weights are still rounded to the model's."""
+    """Before loading, on a CPU: compute activations and GEMMs in `dtype`. Weights are still rounded to the model's."""
     model.compute_dtype = dtype
     for module in model.modules():
         if isinstance(module, Linear | ExpertLinear | Embedding):
@@ -145,12 +147,12 @@ def _map_files(stack: ExitStack, tensors: dict[str, TensorInfo]) -> Callable[[st
 
 
 def _in_place(model: CausalLM) -> set[str]:
-    """Names of what has memory before it is loaded: tables that stay on the host (Embedding.keep_on_host)."""
+    """Names of parameters that have memory before loading: tables that stay on the host (Embedding.keep_on_host)."""
     return {name for name, target in model.weights().items() if not target.is_meta}
 
 
 def _fill_with_copies(target: torch.Tensor, seed: int) -> None:
-    """One block of random numbers after the other, all equal: so many of a table's on a CPU would take a minute."""
+    """Repeat one block of random numbers: drawing a whole table on a CPU would take a minute."""
     flat = target.view(-1)
     block = torch.empty(min(_RANDOM_BLOCK, flat.numel()), dtype=target.dtype)
     block.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
@@ -201,7 +203,7 @@ def _materialize_all(
 
 
 def _widen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters that take part in computation: not tables, and not what a product has packed."""
+    """Convert the parameters that take part in computation: neither tables nor packed weights."""
     if isinstance(module, Embedding) or (isinstance(module, Linear | ExpertLinear) and module.packed_bytes):
         return
     for key, parameter in module._parameters.items():

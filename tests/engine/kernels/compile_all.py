@@ -107,7 +107,7 @@ def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, fac
     x, beside = zeros(tokens, hidden), None
     if width:
         extra = zeros(1, hidden) if factor else None
-        beside = moe_decode.Beside(*weight(2 * width, hidden), *weight(hidden, width), extra)
+        beside = moe_decode.DenseBranch(*weight(2 * width, hidden), *weight(hidden, width), extra)
     if factor:
         options |= {"norm": moe_decode.Norm(zeros(hidden), 1e-6, 1.0), "residual": x}
     moe_decode.sparse_block(

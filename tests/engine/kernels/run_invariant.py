@@ -81,7 +81,9 @@ def main(family):
     for name, invariant in (("invariant", True), ("usual", False)):
         model = a_model(family, invariant=invariant)
         alone, together = [[i] for i in range(len(PROMPTS))], [list(range(len(PROMPTS)))]
-        said[name] = [answers(model, 40, alone), answers(model, 40, together), answers(model, 9, together)]
+        said[name] = [answers(model, 40, alone), answers(model, 9, together)]
+        if invariant:
+            said[name].append(answers(model, 40, together))
     print(json.dumps(said))
 
 

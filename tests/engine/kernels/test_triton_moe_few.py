@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import reference as moe_reference
-from engine.kernels.moe.decode import Beside, Norm, sparse_block
+from engine.kernels.moe.decode import DenseBranch, Norm, sparse_block
 from engine.kernels.moe.tiles import FewTiles, StreamTiles
 from engine.kernels.pointwise import reference as pointwise_reference
 
@@ -41,7 +41,7 @@ def block(num_experts, hidden, inner, width, dtype, *, factor):
     beside = None
     if width:
         first, second = weight(2 * width, hidden, dtype=dtype), weight(hidden, width, dtype=dtype)
-        beside = Beside(*first, *second, weight(1, hidden, dtype=plain)[0] if factor else None)
+        beside = DenseBranch(*first, *second, weight(1, hidden, dtype=plain)[0] if factor else None)
     router, _ = weight(num_experts, hidden, dtype=plain)
     router *= 3
     return {"router": router, "w13": w13, "w2": w2, "scale13": scale13, "scale2": scale2, "beside": beside}

@@ -143,7 +143,7 @@ def test_filters(filters: dict, dtype: torch.dtype):
 def test_ties_at_the_border(params: SamplingParams, kept: set[int]):
     row = torch.full((VOCAB,), -30.0)
     row[:6] = torch.tensor([1.0, -1.0, 0.0, -0.0, 0.0, -2.0])  # weights 2.7, .4, 1, 1, 1, .1: sum 6.2
-    n = 20
+    n = 40
     device = DeviceSampler(n + 1, VOCAB, LENGTH, CPU, block=512)
     for i in range(n):
         device.add(i + 1, params, i, PROMPT_LEN, ())

@@ -13,7 +13,7 @@ from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
 from engine.models.registry import model_class
 from engine.worker.build import _DEFAULT_BATCHED_TOKENS, DEFAULT_SEQS
-from engine.worker.memory import Card, StepNeeds, activation_bytes, gpu_budget, loaded_bytes
+from engine.worker.memory import GpuMemory, StepNeeds, activation_bytes, gpu_budget, loaded_bytes
 
 CONFIGS = Path(engine.bench.__file__).parent / "configs"
 MIB = 1 << 20
@@ -25,7 +25,7 @@ A100, H100, H200, B200, PRO_6000 = 81920, 81559, 143771, 183359, 97887
 
 def default_tokens(total: int, config: ModelConfig, weights: int) -> int:
     """As in build_engine."""
-    free = Card(torch.device("cuda"), total, 0).usable(0.9) - weights
+    free = GpuMemory(torch.device("cuda"), total, 0).usable(0.9) - weights
     most = _DEFAULT_BATCHED_TOKENS["cuda"]
     return sensible_batched_tokens(most, total, free, lambda tokens: activation_bytes(config, BF16, tokens, 0))
 
@@ -47,7 +47,7 @@ def plan_of(total: int, name: str, quantization: str | None = None):
     config, model = model_of(name, quantization)
     weights = loaded_bytes(model)
     spec = CacheSpec(tuple(model.cache_layers()), 2, 16)
-    card = Card(torch.device("cuda"), total, 0)
+    card = GpuMemory(torch.device("cuda"), total, 0)
     tokens = default_tokens(total, config, weights)
     seqs = sensible_seqs(spec, DEFAULT_SEQS["cuda"], card.usable(0.9) - weights)
     activations = activation_bytes(config, BF16, tokens, max(seqs, 512))  # 512: prompt positions with logprobs

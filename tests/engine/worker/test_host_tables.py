@@ -29,7 +29,7 @@ from engine.models.loading.reader import read_into
 from engine.models.registry import model_class
 from engine.worker import embedding_offload
 from engine.worker.memory import (
-    Card,
+    GpuMemory,
     StepNeeds,
     check_weights_fit,
     gpu_budget,
@@ -230,7 +230,7 @@ def test_the_plan_has_a_line_that_adds_nothing(machine, model_dir, monkeypatch):
     needs = StepNeeds(GIB, 0, 0, 2 * GIB)
 
     def plan(on_host):
-        return plan_memory(gpu_budget(config(), GIB, needs, Card.now(GPU), on_host), spec, **arguments)
+        return plan_memory(gpu_budget(config(), GIB, needs, GpuMemory.now(GPU), on_host), spec, **arguments)
 
     usual, saving = plan(0), plan(5 * GIB)
     assert saving.budget.on_host == 5 * GIB
@@ -249,7 +249,7 @@ def test_a_budget_of_a_cpu_has_no_such_line():
 
 
 def test_weights_that_do_not_fit_name_the_way_to_the_host(machine, model_dir):
-    card = Card(GPU, 80 * GIB, 80 * GIB)
+    card = GpuMemory(GPU, 80 * GIB, 80 * GIB)
     with pytest.raises(OutOfMemoryPlanError) as refusal:
         check_weights_fit(kept(model_dir, "gpu"), config(), card)
     assert "--per-layer-embeddings host keeps 0.1 MiB of them in host memory" in refusal.value.hint

@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 @dataclass
-class FakeCard:
+class FakeGpu:
     """80 GiB: what all processes hold, and which part of it torch reserved in this one."""
 
     in_use: int
@@ -26,7 +26,7 @@ class FakeCard:
 
 @pytest.fixture
 def card(monkeypatch):
-    state = FakeCard(GIB // 2)
+    state = FakeGpu(GIB // 2)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB - state.in_use, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: state.reserved)

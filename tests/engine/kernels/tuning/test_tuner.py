@@ -164,6 +164,18 @@ def test_a_search_by_another_version_begins_again_with_what_was_found(cache):
     assert (len(own), own.is_done("a")) == (1, False)
 
 
+def test_tiles_that_a_start_would_refuse_do_not_spoil_the_table(cache, capsys):
+    own = OwnTable(tuned_tables.path_for(L40S), L40S)
+    tiles = moe_tiles.Tiles(16, moe_tiles.MatrixTiles(64, 128, 4, 3), moe_tiles.MatrixTiles(64, 128, 4, 3))
+    shape = moe_tiles.Shape(8, 2, 64, 64, 1)
+    own.keep_measured("good", moe_tiles.Measured(shape, None, 16, tiles))
+    large = tiles._replace(down=moe_tiles.MatrixTiles(256, 1024, 8, 4))
+    own.keep_measured("bad", moe_tiles.Measured(shape, None, 64, large))
+    assert "bad: not kept, because entry 1 needs" in capsys.readouterr().err
+    _, moe, done = table()
+    assert ([entry.tokens for entry in moe], done) == ([16], ["good", "bad"])
+
+
 def test_a_broken_table_is_kept_aside(cache, capsys):
     path = tuned_tables.path_for(L40S)
     path.parent.mkdir()
