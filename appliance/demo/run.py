@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.cli.finding_view import print_state
+from appliance.cli.view.finding_view import print_state
 from appliance.demo import ask, checklist, model
 from appliance.demo.display import Display, Step
 from appliance.demo.front import DemoFrontend
