@@ -67,7 +67,7 @@ class KVManager:
     # -- admission ------------------------------------------------------------------------------------------------
 
     def find_prefix(self, seq: Sequence) -> Prefix:
-        """The longest cached beginning of `seq`; no state changes.
+        """The longest cached prefix of `seq`; changes nothing.
 
         At most all pages but the one of the last known token: that token is recomputed, because its logits are needed.
         Requests for prompt logprobs compute their whole prompt.
@@ -78,7 +78,7 @@ class KVManager:
         return self._search.longest(seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size])
 
     def missing_pages(self, seq: Sequence) -> int:
-        """Pages that the known tokens of `seq` have yet to take, in a group without a window."""
+        """Pages that the known tokens of `seq` still need, in a group without a window."""
         return max(0, pages_for(len(seq.token_ids), self.page_size) - len(seq.pages)) if seq.pages else 0
 
     def lacking(self, seq: Sequence, hit: Prefix, *, promised: int, reserve: bool) -> int:
@@ -101,7 +101,7 @@ class KVManager:
         return self.arena.lacking(needs, woken)
 
     def watch(self, seq: Sequence, hit: Prefix) -> None:
-        """Have the arena note when a page or state gets a name that could make `hit` longer."""
+        """Let the arena note when a page or state gets a hash that would extend `hit`."""
         first = hit.num_tokens // self.page_size
         names = seq.page_hashes[first : (len(seq.token_ids) - 1) // self.page_size]
         if len(self.arena.pools) == 1 and not self._windows:
@@ -109,7 +109,7 @@ class KVManager:
         self.arena.watch(names)
 
     def admit(self, seq: Sequence, hit: Prefix, step_id: int) -> None:
-        """Give a waiting sequence the cached pages of its prefix, and a slot for its state, for a step to come."""
+        """Give a waiting sequence the cached pages of its prefix and a slot for its state, for the next step."""
         assert not seq.pages, "a waiting sequence owns no pages"
         for pool, table in zip(self.pools, hit.tables, strict=True):
             pool.share(page for page in table if page != NULL_PAGE)
@@ -188,7 +188,7 @@ class KVManager:
         return saves
 
     def release(self, seq: Sequence) -> None:
-        """Let go of all that `seq` owns, after flight."""
+        """Release everything that `seq` owns, after flight."""
         for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
             self._release(seq, pool, _owned(table[seq.num_passed[group] :])[::-1])
         if self.slots is not None:
@@ -205,7 +205,7 @@ class KVManager:
             pool.forget([page for name in seq.page_hashes if (page := pool.find(name)) is not None])
 
     def holders(self, names: list[bytes], seqs: Iterable[Sequence]) -> list[Sequence]:
-        """Those of `seqs` that use a page which is found by one of `names`."""
+        """The sequences that use a page found by one of `names`."""
         found = [{page for name in names if (page := pool.find(name)) is not None} for pool in self.pools]
         if not any(found):
             return []
@@ -237,7 +237,7 @@ class KVManager:
         return moved
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every page; whether there was one to forget."""
+        """Empty the prefix cache. Returns whether it held any page."""
         forgotten = [pool.forget_all() for pool in self.arena.pools]
         return any(forgotten)
 
@@ -298,7 +298,7 @@ class KVManager:
             pool.release(pages)
 
     def _free_passed(self, seq: Sequence) -> None:
-        """Let go of pages that the window of their group has left behind."""
+        """Release pages that are out of their group's window."""
         for group in self._windows:
             done, passed = seq.num_passed[group], self.memory.passed_pages(group, seq.num_computed_tokens)
             passed = min(passed, len(seq.pages))
