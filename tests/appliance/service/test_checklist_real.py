@@ -25,6 +25,7 @@ from installer.operate.lifecycle import stop
 from offline_bundle import inspect_bundle
 from offline_bundle.model.build import build_bundle
 
+pytestmark = pytest.mark.timeout(900)  # a verification of all groups, on a machine that others use too
 PROFILE = """\
 endpoint = "completions"
 input = [8, 16]
@@ -61,7 +62,7 @@ class Server:
 
     def atoll(self, *words: str, code: int = 0) -> str:
         with self.start(*words) as process:
-            output = process.communicate(timeout=280)[0]
+            output = process.communicate(timeout=800)[0]
         assert process.returncode == code, output
         return output
 
