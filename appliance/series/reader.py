@@ -54,7 +54,7 @@ class Window:
         """A gauge's highest value, of all its series."""
         names = spellings(name)
         seen = [value for row in self.rows
-                for value in (*_of(row, names, labels), *_of(row, {MOST + each for each in names}, labels))]  # fmt: skip
+                for value in (*_of(row, names, labels), *_of(row, {MOST + each for each in names}, labels))]
         return max(seen, default=None)
 
     def last(self, name: str, **labels: str) -> float | None:

@@ -51,7 +51,7 @@ def test_a_total_survives_every_restart(growth: list[tuple[int, bool]], tmp_path
     for number, (more, restarted) in enumerate(growth, start=1):
         now = more if restarted else now + more
         before = samples[-1][1][TOKENS]
-        counted += now - before if now >= before else now  # a restart that overtakes its past cannot be told from growth
+        counted += now - before if now >= before else now  # a restart may look like growth
         samples.append((1000.0 + number, {TOKENS: float(now)}))
     fill(path, samples)
     with Series(path) as series:
