@@ -17,23 +17,23 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checklist_kit import Front, forked  # noqa: E402
+from checklist_kit import Front, forked
 
-from appliance.service import jobs  # noqa: E402
-from appliance.service.pilot import records, report  # noqa: E402
-from appliance.service.pilot.plan import PilotPlan  # noqa: E402
-from appliance.service.pilot.run import PilotRequest, abort, advance, pilot_work  # noqa: E402
-from installer.access import api_keys  # noqa: E402
-from installer.audit import log  # noqa: E402
-from installer.base.errors import ExitCode, InstallError  # noqa: E402
-from installer.base.layout import Layout  # noqa: E402
-from installer.base.lock import holder  # noqa: E402
-from installer.decide.options import InstallOptions  # noqa: E402
-from installer.operate.install import Installer  # noqa: E402
-from installer.operate.lifecycle import stop  # noqa: E402
-from installer.release import config  # noqa: E402
-from offline_bundle import inspect_bundle  # noqa: E402
-from offline_bundle.model.build import build_bundle  # noqa: E402
+from appliance.service import jobs
+from appliance.service.pilot import records, report
+from appliance.service.pilot.plan import PilotPlan
+from appliance.service.pilot.run import PilotRequest, abort, advance, pilot_work
+from installer.access import api_keys
+from installer.audit import log
+from installer.base.errors import ExitCode, InstallError
+from installer.base.layout import Layout
+from installer.base.lock import holder
+from installer.decide.options import InstallOptions
+from installer.operate.install import Installer
+from installer.operate.lifecycle import stop
+from installer.release import config
+from offline_bundle import inspect_bundle
+from offline_bundle.model.build import build_bundle
 
 
 @pytest.fixture(scope="module")
