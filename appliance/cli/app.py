@@ -81,6 +81,8 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.operate.jobs", "app",
             "List, watch and cancel the long work that runs in the background.",
         ),
+        "pilot": ("appliance.cli.operate.pilot", "app", "Let users in by stages, with a way back; sign the result."),
+        "cost": ("appliance.cli.operate.cost", "register", "Compute what requests and tokens cost here."),
         "verify-service": (
             "appliance.cli.operate.verify_service", "register",
             "Check that the running service keeps its promises; write a report.",

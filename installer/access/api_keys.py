@@ -175,6 +175,32 @@ def revoke(path: Path, reference: str) -> Entry:
         return dict(entry)
 
 
+def admit(path: Path, chosen: Sequence[str] | None, *, spare: Sequence[str] = ()) -> int:
+    """Let only these keys use the models, by id or `group:NAME`; None: every key again. Returns how many changed.
+
+    A key that is held back keeps its place and its text: it loses the scope `serve` until it is let in again. Keys of
+    operators (`admin`) and those named in `spare` are left alone.
+    """
+    changed = 0
+    if not path.parent.is_dir():
+        return changed
+    with _changing(path) as entries:
+        for entry in entries:
+            name = entry.get("name")
+            held = entry.get("held_scopes")
+            inside = chosen is None or entry["id"] in chosen or f"group:{entry.get('group') or ''}" in chosen
+            if inside and isinstance(held, list):
+                entry["scopes"] = [scope for scope in SCOPES if scope in held]
+                del entry["held_scopes"]
+                changed += 1
+            elif (not inside and held is None and name != _SMOKE and name not in spare
+                  and "serve" in scopes_of(entry) and "admin" not in scopes_of(entry)):  # fmt: skip
+                entry["held_scopes"] = scopes_of(entry)
+                entry["scopes"] = [scope for scope in entry["held_scopes"] if scope != "serve"]
+                changed += 1
+    return changed
+
+
 def remove(path: Path, ids: set[str], *, smoke: bool = False) -> None:
     """Drop entries by id, and with `smoke` whatever smoke tests left. The last entry's removal removes the file."""
     if not path.parent.is_dir():

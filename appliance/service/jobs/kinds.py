@@ -31,6 +31,10 @@ def work_of(spec: dict, layout: Layout) -> Work:
         from appliance.service.tuning.work import work_of_spec
 
         return work_of_spec(spec["kind"], spec["given"], layout)
+    if spec["kind"] == "pilot":
+        from appliance.service.pilot.run import PilotRequest, pilot_work
+
+        return pilot_work(PilotRequest.model_validate(spec["given"]), layout)
     from appliance.service.checklist import checklist_work
     from appliance.service.run_request import RunRequest
 

@@ -71,7 +71,9 @@ class Subject:
 
 
 @contextlib.contextmanager
-def of_installation(layout: Layout) -> Iterator[Subject]:
+def of_installation(
+    layout: Layout, *, key_name: str = KEY_NAME, scopes: tuple[str, ...] = ("serve", "metrics")
+) -> Iterator[Subject]:
     """This installation, with an API key of its own that is removed again. Raises InstallError."""
     committed = history_of(layout).committed
     if committed is None:
@@ -88,24 +90,24 @@ def of_installation(layout: Layout) -> Iterator[Subject]:
                tables.get(str(bundle["instance"]), common))
         for bundle in release.bundles_of(committed)
     ]  # fmt: skip
-    with _own_key(layout) as key:
+    with _own_key(layout, key_name, scopes) as key:
         target = Target(endpoint.url, key=key, pinned=endpoint.certificate)
         yield Subject(target, models, layout, endpoint, str(committed["release"]))
 
 
 @contextlib.contextmanager
-def _own_key(layout: Layout) -> Iterator[str]:
-    _remove_keys(layout)  # of a run that was killed
-    key = api_keys.add(layout.api_keys, KEY_NAME, lifetime=_KEY_SECONDS, scopes=("serve", "metrics"))
+def _own_key(layout: Layout, name: str, scopes: tuple[str, ...]) -> Iterator[str]:
+    _remove_keys(layout, name)  # of a run that was killed
+    key = api_keys.add(layout.api_keys, name, lifetime=_KEY_SECONDS, scopes=scopes)
     try:
         reload_gateway(layout)
         yield key.text
     finally:
-        _remove_keys(layout)
+        _remove_keys(layout, name)
         reload_gateway(layout)
 
 
-def _remove_keys(layout: Layout) -> None:
-    mine = {str(entry["id"]) for entry in api_keys.read(layout.api_keys) if entry.get("name") == KEY_NAME}
+def _remove_keys(layout: Layout, name: str) -> None:
+    mine = {str(entry["id"]) for entry in api_keys.read(layout.api_keys) if entry.get("name") == name}
     if mine:
         api_keys.remove(layout.api_keys, mine)

@@ -68,7 +68,7 @@ class Desk:
             "port": self.site.port, "confirm_plan": True, "start_timeout": 20.0,
             "accept_licenses": [f"{engine.spdx}@{engine.licence_sha256}", f"{terms.spdx}@{terms.sha256}"],
             "review": {"tiny": REVIEW}, "tune": {"skip": "the scripted server makes no tokens"},
-            "verify": {"groups": ["health"]}, **more,
+            "verify": {"groups": ["health"]}, "pilot": {"skip": "the scripted server has no users"}, **more,
         }  # fmt: skip
 
     def request(self, *steps: str, interactive: bool = False, file: Path | None = None, **more: Any) -> RunRequest:

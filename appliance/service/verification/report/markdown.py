@@ -15,20 +15,20 @@ def text_of(found: Verification, language: str) -> str:
 
 def _lines(found: Verification, language: str) -> Iterator[str]:
     def say(text: object) -> str:
-        return _safe(str(told(text, language)))
+        return safe(str(told(text, language)))
 
     yield f"# {say(words.TITLE)}: {say(words.PASSED if found.passed else words.FAILED)}"
     yield ""
     facts = [(t("time"), found.at), (t("endpoint"), found.base_url), (t("release"), found.release or "–"),
              (t("models"), ", ".join(found.models)), (t("profile"), found.plan.profile)]  # fmt: skip
     for name, value in facts:
-        yield f"- {say(name)}: {_safe(str(value))}"
+        yield f"- {say(name)}: {safe(str(value))}"
     for group in found.groups:
         yield ""
         verdict = words.PASSED if group.passed else words.FAILED
         yield f"## {say(TITLES[group.group])}: {say(verdict)}"
         yield ""
-        yield from _table(map(say, words.COLUMNS), ([
+        yield from table(map(say, words.COLUMNS), ([
             say(each.title), say(words.word_of(each)), say(each.observed), say(each.required),
         ] for each in group.found()))  # fmt: skip
         yield from _remarks(group.found(), language)
@@ -44,8 +44,8 @@ def _remarks(found: list[Finding], language: str) -> Iterator[str]:
         parts = [finding.why, finding.fix]
         if finding.waiver is not None:
             parts.append(t("waived by {by}: {reason}", by=finding.waiver.by, reason=finding.waiver.reason))
-        said = " · ".join(_safe(str(told(part, language))) for part in parts if part)
-        yield f"- **{_safe(str(told(finding.title, language)))}**: {said}"
+        said = " · ".join(safe(str(told(part, language))) for part in parts if part)
+        yield f"- **{safe(str(told(finding.title, language)))}**: {said}"
 
 
 def _numbers(group: GroupResult, language: str) -> Iterator[str]:
@@ -56,7 +56,7 @@ def _numbers(group: GroupResult, language: str) -> Iterator[str]:
             title = told(t("{model}, {kind}: {requests} requests/s, {tokens} tokens out/s", model=model,
                            kind=words.LOADS[kind], requests=f"{result.request_throughput:.2f}",
                            tokens=f"{result.output_throughput:,.1f}"), language)  # fmt: skip
-            yield _safe(str(title))
+            yield safe(str(title))
             yield ""
             head = ["ms", str(told(t("median"), language)), "p95", "p99", str(told(t("longest"), language))]
             rows = []
@@ -64,10 +64,10 @@ def _numbers(group: GroupResult, language: str) -> Iterator[str]:
                 each = getattr(result, metric)
                 numbers = (each.median, each.percentiles.get("95", 0.0), each.percentiles.get("99", 0.0), each.max)
                 rows.append([str(told(name, language)), *(f"{number:,.1f}" for number in numbers)])
-            yield from _table(head, rows)
+            yield from table(head, rows)
 
 
-def _table(head: Iterable[str], rows: Iterable[list[str]]) -> Iterator[str]:
+def table(head: Iterable[str], rows: Iterable[list[str]]) -> Iterator[str]:
     head = list(head)
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * len(head)
@@ -75,7 +75,7 @@ def _table(head: Iterable[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield "| " + " | ".join(row) + " |"
 
 
-def _safe(text: str) -> str:
+def safe(text: str) -> str:
     """One line that no table and no markup breaks: models and clients write into it."""
     text = " ".join(text.split())[:600].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     for mark in "\\|`*_[]":

@@ -1,0 +1,65 @@
+"""Takes the samples: one request for /metrics and, less often, the GPUs' facts. It runs in the process that watches a
+pilot and needs one API key with the scope `metrics`; the service itself gets no file to write."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from appliance.load.http_client import HttpClient, HttpError
+from appliance.load.target import Target
+from appliance.series.names import MOST_PAGE, UP, parsed
+from appliance.series.store import SeriesError, Store, wall_clock
+from installer.gpu import nvml
+from installer.gpu.facts import GpuFacts
+
+_SECONDS = 5.0         # for /metrics to answer
+_GPU_EVERY = 10.0      # seconds: a probe is a process of its own, about 50 ms
+
+
+class Recorder:
+    """`lost`: samples that could not be kept, and `why` the last one could not."""
+
+    def __init__(self, target: Target, store: Store, *, gpus: Callable[[], GpuFacts] | None = None) -> None:
+        self._target, self._store = target, store
+        self._gpus = gpus or (lambda: nvml.query(_SECONDS))
+        self._now = wall_clock()
+        self._gpu: dict[str, float] = {}
+        self._gpu_at = -_GPU_EVERY
+        self._has_gpus = True
+        self.lost, self.why = 0, ""
+        self.up = False
+
+    def sample(self) -> float | None:
+        """Take one sample; its time, None where it could not be kept. A service that is down is a sample too."""
+        values = asyncio.run(self._scraped())
+        self.up = values is not None
+        row = {UP: float(self.up), **(values or {}), **self._gpu_facts()}
+        try:
+            return self._store.add(self._now(), row)
+        except SeriesError as error:
+            self.lost, self.why = self.lost + 1, str(error)
+            return None
+
+    async def _scraped(self) -> dict[str, float] | None:
+        try:
+            async with HttpClient(self._target) as client:
+                status, body = await client.get(self._target.root + "/metrics", timeout=_SECONDS)
+            if status != 200 or len(body) > MOST_PAGE:
+                return None
+            return parsed(body.decode(errors="replace"))
+        except (HttpError, OSError, ValueError, KeyError, TimeoutError):
+            return None
+
+    def _gpu_facts(self) -> dict[str, float]:
+        now = time.monotonic()
+        if self._has_gpus and now - self._gpu_at >= _GPU_EVERY:
+            facts = self._gpus()
+            self._gpu_at, self._gpu = now, {}
+            self._has_gpus = bool(facts.gpus)  # a machine without a GPU is asked once
+            for number, gpu in enumerate(facts.gpus):
+                label = f'{{gpu="{gpu.index if gpu.index is not None else number}"}}'
+                if gpu.temperature is not None:
+                    self._gpu[f"atoll:gpu_temperature{label}"] = float(gpu.temperature)
+                if gpu.memory_used is not None:
+                    self._gpu[f"atoll:gpu_memory_used{label}"] = float(gpu.memory_used)
+        return self._gpu

@@ -1,0 +1,231 @@
+"""A pilot of the demonstration's model under a prefix: real requests, stages of seconds, killed, stopped, signed."""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checklist_kit import Front, forked
+
+from appliance.service import jobs
+from appliance.service.pilot import records, report
+from appliance.service.pilot.plan import PilotPlan
+from appliance.service.pilot.run import PilotRequest, abort, advance, pilot_work
+from installer.access import api_keys
+from installer.audit import log
+from installer.base.errors import ExitCode, InstallError
+from installer.base.layout import Layout
+from installer.base.lock import holder
+from installer.decide.options import InstallOptions
+from installer.operate.install import Installer
+from installer.operate.lifecycle import stop
+from installer.release import config
+from offline_bundle import inspect_bundle
+from offline_bundle.model.build import build_bundle
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: Any) -> Iterator[Layout]:
+    root = tmp_path_factory.mktemp("pilot")
+    licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
+    bundle = build_bundle(
+        smollm2_dir, root, name="smollm2-135m-instruct", version="1.0.0", sequence=1, license_id="Apache-2.0",
+        license_file=licence, source_repo="HuggingFaceTB/SmolLM2-135M-Instruct", source_revision="0" * 40,
+        private_key=signer.private_path,
+    )  # fmt: skip
+    terms = inspect_bundle(bundle).manifest.license
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    layout = Layout.at(root / "prefix")
+    options = InstallOptions(bundle, layout.prefix, trust_keys=[signer.public_path], port=port, device="cpu",
+                             confirmed=True, accept_licenses=[f"{terms.spdx}@{terms.sha256}"])  # fmt: skip
+    Installer(options, Front(), layout=layout).run()  # type: ignore[arg-type]
+    yield layout
+    stop(layout)
+
+
+class Users:
+    """Two keys, and requests that go on until the block ends."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.one = api_keys.add(layout.api_keys, "one")
+        self.team = api_keys.add(layout.api_keys, "team", group="search")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask_on, daemon=True)
+
+    def status(self, key: api_keys.NewKey) -> int:
+        url = config.standing(self.layout).url
+        body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 4}
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=60,
+                          headers={"Authorization": f"Bearer {key.text}"}).status_code  # fmt: skip
+
+    def _ask_on(self) -> None:
+        while not self._stop.is_set():
+            self.status(self.one)
+            time.sleep(0.02)
+
+    def __enter__(self) -> "Users":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def users(installed: Layout) -> Iterator[Users]:
+    with Users(installed) as found:
+        yield found
+    abort(installed, "test")
+    api_keys.remove(installed.api_keys, {found.one.id, found.team.id})
+
+
+def plan(users: Users, **more: Any) -> PilotPlan:
+    first = {"name": "one-user", "users": [users.one.id], "duration": 2, "stop": {"window": 1, "requests": 1},
+             "goal": {"ttft": 60_000, "requests": 1, "error_rate": 0.0}}  # fmt: skip
+    second = {**first, "name": "team", "users": [users.one.id, "group:search"]}
+    return PilotPlan.model_validate({"interval": 0.25, "stages": [{**first, **more.pop("first", {})},
+                                     {**second, **more.pop("second", {})}], **more})  # fmt: skip
+
+
+def pilot(layout: Layout, given: PilotPlan | None) -> dict[str, Any]:
+    request = PilotRequest(plan=given, by="Kim")
+    return jobs.run(layout, "pilot", pilot_work(request, layout), Front(), kind="pilot",  # type: ignore[arg-type]
+                    given=request.model_dump(mode="json"), interactive=False)[0]  # fmt: skip
+
+
+def test_stages_pass_only_their_users_are_let_in_and_the_report_is_signed(users: Users, tmp_path: Path):
+    layout = users.layout
+    seen: dict[str, int] = {}
+
+    def look() -> None:
+        while "team" not in seen:
+            state = records.read(layout)
+            if state.stages and state.stages[0].status == "running" and holder(records.lock_of(layout)):
+                time.sleep(0.3)
+                seen.setdefault("outside", users.status(users.team))
+                seen["inside"] = users.status(users.one)
+            if state.stages and state.stages[1].status == "running":
+                time.sleep(0.3)
+                seen["team"] = users.status(users.team)
+            time.sleep(0.05)
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    result = pilot(layout, plan(users))
+    watcher.join(timeout=10)
+    assert (result["outcome"], [each["status"] for each in result["stages"]]) == ("done", ["passed", "passed"])
+    assert seen == {"outside": 403, "inside": 200, "team": 200}
+    kpi = result["stages"][0]["kpi"]
+    assert kpi["requests"] >= 1
+    assert kpi["tokens_out"] > 0
+    assert kpi["share_ttft"] == 1
+    assert kpi["seconds"] >= 2
+    assert kpi["cost_per_request"] == pytest.approx(kpi["cost"] / kpi["requests"])
+    written = report.sign(layout, tmp_path, "go", "Kim Minsu", "")
+    assert written.go
+    entry = log.read(layout.audit)[0][-1]
+    assert (entry["event"], entry["by"]) == ("pilot-signed", "Kim Minsu")
+    assert entry["sha256"] == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}  # fmt: skip
+    page = next(tmp_path.glob("*.html")).read_text()
+    assert "Kim Minsu" in page
+    assert "<svg" in page
+    assert json.loads(next(tmp_path.glob("*.json")).read_text())["signed"]["decision"] == "go"
+    with pytest.raises(InstallError, match="signed already"):
+        report.sign(layout, tmp_path, "go", "Kim Minsu", "")
+
+
+def test_a_stop_condition_goes_back_to_the_users_before(users: Users):
+    result = pilot(users.layout, plan(users, second={"stop": {"window": 1, "requests": 1, "ttft": 0.001}}))
+    assert (result["outcome"], [each["status"] for each in result["stages"]]) == ("stopped", ["passed", "stopped"])
+    assert users.status(users.team) == 403
+    assert users.status(users.one) == 200
+    with pytest.raises(InstallError, match="Not every stage has passed"):
+        report.sign(users.layout, users.layout.checklist / "reports", "go", "Kim", "")
+    abort(users.layout, "Kim")
+    assert users.status(users.team) == 200
+
+
+def test_a_goal_that_cannot_be_reached_is_missed_and_nobody_stays(users: Users):
+    result = pilot(users.layout, plan(users, first={"goal": {"throughput": 1e8}}))
+    assert [each["status"] for each in result["stages"]] == ["missed", "open"]
+    assert users.status(users.one) == 403
+
+
+def test_a_killed_pilot_goes_on_and_unwatched_time_does_not_count(users: Users):
+    layout, given = users.layout, plan(users, first={"duration": 4})
+
+    def begin() -> None:
+        pilot(layout, given)
+
+    def kill() -> None:
+        while not (state := records.read(layout)).open or state.stages[0].start is None:
+            time.sleep(0.05)
+        time.sleep(1)
+        job = jobs.newest(layout)
+        assert job is not None
+        process = job.process()
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    forked(begin)
+    killer.join()
+    state = records.read(layout)
+    assert state.open
+    assert state.stages[0].status == "running"
+    time.sleep(3.5)  # longer than the largest gap between two samples
+    result = pilot(layout, None)
+    assert result["outcome"] == "done"
+    assert 4 <= result["stages"][0]["kpi"]["seconds"] < 6
+
+
+def test_two_operators_and_a_person_who_decides(users: Users):
+    layout, given = users.layout, plan(users, first={"advance": "manual"})
+    found: list[dict[str, Any]] = []
+    worker = threading.Thread(target=lambda: found.append(pilot(layout, given)))
+    worker.start()
+    while not (state := records.read(layout)).open or state.stages[0].start is None:
+        time.sleep(0.05)
+    with pytest.raises(InstallError) as failure:
+        pilot(layout, given)
+    assert failure.value.exit_code == ExitCode.BUSY
+    with pytest.raises(InstallError, match="s left"):
+        advance(layout, "Lee")
+    time.sleep(3.5)
+    assert records.read(layout).stages[0].status == "running"  # it waits for a person
+    advance(layout, "Lee")
+    worker.join(timeout=60)
+    assert found[0]["outcome"] == "done"
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"first": {"users": ["00000000"]}}, "no usable API key"),
+    ({"first": {"max_in_flight_per_key": 3}}, "max_in_flight_per_key = 3"),
+    ({"cost": {"power_prise": 1.0}}, "power_prise"),
+])  # fmt: skip
+def test_what_does_not_fit_this_machine_changes_nothing(users: Users, change: dict[str, Any], said: str):
+    before = records.path_of(users.layout).read_bytes() if records.path_of(users.layout).exists() else b""
+    with pytest.raises(InstallError) as failure:
+        pilot(users.layout, plan(users, **change))
+    assert said in f"{failure.value.message} {failure.value.hint}"
+    assert failure.value.exit_code == ExitCode.USAGE
+    assert (records.path_of(users.layout).read_bytes() if before else b"") == before
+    assert users.status(users.team) == 200
