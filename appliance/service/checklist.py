@@ -117,7 +117,7 @@ class _Run:
         job = StepJob(
             layout=self.layout, survey=survey, answers=self.answers, options=survey.options,
             waivers={name: waiver.reason for name, waiver in state.waivers.items()},
-            earlier={each.id: each.summary for each in state.steps if each.status == "green"},
+            earlier={each.id: each.summary for each in state.steps if each.summary},
             frontend=self.frontend, accepted=self._accepted,
         )  # fmt: skip
         try:

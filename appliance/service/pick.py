@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance.service.facts import GpuFact
 from appliance.service.presets.catalogue import Card, catalogue, find_card, find_model
 from installer.base.errors import InstallError
 from installer.preflight.machine import Machine
@@ -35,6 +36,14 @@ def card(asked: str | None) -> Card | None:
         if gpu.memory_total and gpu.compute_cap and gpu.name:
             return _of_this_machine(gpu.name, gpu.memory_total, gpu.compute_cap)
     return None
+
+
+def card_of(gpu: GpuFact | None) -> Card | None:
+    """Of a GPU of this machine; None without one, or where its driver does not tell enough."""
+    if gpu is None or not (gpu.memory_bytes and gpu.compute_capability and gpu.name):
+        return None
+    major, _, minor = gpu.compute_capability.partition(".")
+    return _of_this_machine(gpu.name, gpu.memory_bytes, (int(major), int(minor or 0)))
 
 
 def _of_this_machine(name: str, memory: int, capability: tuple[int, int]) -> Card:

@@ -25,22 +25,27 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def of_bundle(bundle: Path, manifest: BundleManifest) -> int:
     """Bytes of such tables; 0 for a model without them, and for a configuration that is not the signed one."""
-    entry = next((file for file in manifest.files if file.path == CONFIG), None)
+    found = of_config(signed_config(bundle, manifest))
+    return min(found, sum(file.size for file in manifest.files if file.role == "weights"))
+
+
+def signed_config(bundle: Path, manifest: BundleManifest) -> Any:
+    """config.json as JSON; None if it is not the signed one: the install says so when it comes to that file."""
+    entry = manifest.file(CONFIG)
     if entry is None or entry.size > _LIMIT:
-        return 0
+        return None
     try:
         fd = os.open(bundle / CONFIG, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             data = file.read(_LIMIT + 1)
     except OSError:
-        return 0
+        return None
     if hashlib.sha256(data).hexdigest() != entry.sha256:
-        return 0  # the install says so when it comes to that file
+        return None
     try:
-        found = of_config(json.loads(data))
+        return json.loads(data)
     except (ValueError, RecursionError):
-        return 0
-    return min(found, sum(file.size for file in manifest.files if file.role == "weights"))
+        return None
 
 
 def of_config(config: Any) -> int:

@@ -1,23 +1,35 @@
-"""Install: the installer's journalled run, as one step. An installation that is whole already is recognised."""
+"""Install: the installer's journalled run, as one step. An installation that is whole already is recognised.
+
+The models get the settings of the presets that fit them, the GPU and the use (presets/choose.py).
+"""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from appliance.service.facts import Facts
-from appliance.service.findings import StepResult, made
+from appliance.service.findings import Finding, StepResult, made
 from appliance.service.installing import without_key
+from appliance.service.pick import card_of
+from appliance.service.presets.choose import Chosen, PresetAnswers, choose
 from appliance.service.steps.base import Step, StepJob
 from installer.base.i18n import joined, t
 from installer.decide.answers import Answers
+from installer.decide.context import Model
 from installer.operate.install import Installer
+from installer.preflight.lookup_tables import signed_config
+from installer.release import config
 
 
 class InstallStep(Step):
     id = "install"
     title = t("Install")
 
+    def tables(self) -> dict[str, Any]:
+        return {"preset": PresetAnswers}
+
     def inputs(self, facts: Facts, answers: Answers) -> dict[str, Any]:
-        chosen = answers.model_dump(mode="json", include={"host", "port", "device", "models", "tls"})
+        chosen = answers.model_dump(mode="json", include={"host", "port", "device", "models", "tls", "preset"})
         return {"models": sorted(model.digest for model in facts.models), "code": facts.engine.version, **chosen}
 
     def outdated(self, facts: Facts, summary: Mapping[str, Any]) -> str | None:
@@ -28,17 +40,66 @@ class InstallStep(Step):
         return None
 
     def run(self, job: StepJob) -> StepResult:
+        presets = _presets(job)
+        _apply(job, presets)
         result = Installer(job.options, job.frontend, layout=job.layout).run()
         job.learned.update(confirm_plan=True)
         summary = without_key(result, job.frontend)
         for name in ("plan", "preflight"):  # large, and recorded by the steps before
             summary.pop(name)
+        summary["presets"] = {name: chosen.to_json() for name, chosen in presets.items()}
         models = joined(f"{model['instance']} ({model['name']} {model['version']})" for model in result.models)
         findings = [
             made("release", "info", True, t("Release"), observed=result.release),
             made("models", "info", True, t("Models"), observed=models),
             made("endpoint", "info", True, t("Endpoint"), observed=result.url),
+            *(_named(chosen.finding, name, alone=len(presets) == 1) for name, chosen in presets.items()),
         ]
         return StepResult.model_construct(
             findings=findings, summary=summary, next=t("Look at it: {command}", command="atoll status")
         )
+
+
+def _presets(job: StepJob) -> dict[str, Chosen]:
+    """Instance -> preset, for each model that shall run; none where the medium is gone and the models are unknown."""
+    answers: PresetAnswers = getattr(job.answers, "preset")  # noqa: B009
+    earlier = job.earlier.get("install", {}).get("presets", {})
+    text = config.read_text(job.layout.config)
+    found = {}
+    for model in job.survey.models:
+        gpus = () if (model.choice.device or job.options.device) == "cpu" else job.facts.machine.gpus
+        first = model.choice.gpus[0] if model.choice.gpus else 0
+        gpu = next((gpu for gpu in gpus if first in (gpu.index, gpu.uuid)), None)
+        before = earlier.get(model.instance, {}).get("settings", {})
+        found[model.instance] = choose(
+            model.instance, signed_config(model.source, model.manifest), card_of(gpu), answers,
+            _standing(job, text, model), before,
+        )  # fmt: skip
+    return found
+
+
+def _standing(job: StepJob, text: str | None, model: Model) -> dict[str, Any]:
+    """The instance's settings: those in the file, and those that this run's answers name."""
+    if text is None:
+        table: dict[str, Any] = {}
+    elif job.layout.system:
+        table = config.model_tables(text, job.layout.config).get(model.instance, {})
+    else:
+        table = config.parse(text, job.layout.config)
+    return {name.replace("_", "-"): value for name, value in {**table, **model.choice.settings}.items()}
+
+
+def _apply(job: StepJob, presets: Mapping[str, Chosen]) -> None:
+    """What the answers name stands above the preset's."""
+    if not any(chosen.settings for chosen in presets.values()):
+        return
+    job.options.models = [
+        replace(model.choice, name=model.instance,
+                settings={**presets[model.instance].settings, **model.choice.settings})
+        for model in job.survey.models
+    ]  # fmt: skip
+    job.options.bundle = None
+
+
+def _named(finding: Finding, instance: str, *, alone: bool) -> Finding:
+    return finding if alone else finding.model_copy(update={"id": f"{finding.id}@{instance}"})

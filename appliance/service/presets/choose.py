@@ -1,0 +1,133 @@
+"""The preset of a model that an operator brings: found by the model's shape, for this GPU and the use that was named.
+
+    config.json ──► the catalogue's model ──► MODEL/WORKLOAD ──► flags of `atoll serve`, as settings of the instance
+
+A setting that the operator wrote stays. One that an earlier preset wrote gives way to the new preset's.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from appliance.service.findings import Finding, made
+from appliance.service.presets.catalogue import Card, Model, catalogue
+from appliance.service.presets.resolve import Preset, find
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import joined, t
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Reason = Annotated[str, StringConstraints(min_length=3, max_length=500)]
+Setting = int | float | str | bool
+_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "num_experts")
+
+
+class PresetAnswers(BaseModel):
+    """What the models are used for. `names` gives a model of that name another preset; `skip` says why none is used."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    workload: Text = Field(default="chat", description="What the models are used for: atoll presets lists the uses.")
+    names: dict[str, Text] = Field(default_factory=dict, description="Model's name -> MODEL/USE, instead of the above.")
+    skip: Reason | None = Field(default=None, description="Why the engine's own defaults are used.")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """`settings` are what the instance's table gets; `kept` the operator's own values that outrank the preset."""
+
+    finding: Finding
+    preset: Preset | None = None
+    settings: dict[str, Setting] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.preset.name if self.preset else None, "settings": self.settings}
+
+
+def choose(
+    name: str, config: Any, card: Card | None, answers: PresetAnswers, standing: Mapping[str, Any],
+    earlier: Mapping[str, Any],
+) -> Chosen:  # fmt: skip
+    """For the model called `name` with this config.json on `card` (None: no GPU).
+
+    `standing` are the instance's settings now, `earlier` those that the last preset wrote. Raises InstallError (usage)
+    for a preset or a use that is not known.
+    """
+    asked = answers.names.get(name)
+    if answers.skip:
+        return Chosen(_about(t("left out: {reason}", reason=answers.skip)))
+    if card is None:
+        return Chosen(_about(t("none: presets are made for GPUs, and {name} computes on the CPU", name=name)))
+    model = known_model(config)
+    if asked is None and model is None:
+        return Chosen(_about(t("none is made for a model of this shape; the engine chooses its own defaults")))
+    if asked is None and answers.workload not in catalogue().workloads:
+        known = joined(list(catalogue().workloads))
+        raise InstallError(
+            t("[preset] workload: '{workload}' is not known.", workload=answers.workload), exit_code=ExitCode.USAGE,
+            changed=t("Nothing was changed."), hint=t("Name one of {names}.", names=known),
+        )  # fmt: skip
+    try:
+        preset = find(asked or f"{model.name}/{answers.workload}", card)  # type: ignore[union-attr]
+    except InstallError as error:
+        if error.exit_code == ExitCode.USAGE:
+            raise
+        return Chosen(made("preset", "warn", False, t("Preset"), observed=error.message, fix=error.hint,
+                           why=t("The engine fits itself to what is left, with a shorter context or fewer users.")))
+    settings = settings_of(preset)
+    kept = tuple(sorted(flag for flag, value in standing.items()
+                        if flag in settings and value != settings[flag] and earlier.get(flag) != value))
+    settings = {flag: value for flag, value in settings.items() if flag not in kept}
+    return Chosen(_applied(preset, kept), preset, settings, kept)
+
+
+def known_model(config: Any) -> Model | None:
+    """The catalogue's model of this shape. Fine-tuned weights have their base's shape, and its preset."""
+    shape = _shape(config)
+    return next((model for model in catalogue().models.values() if _shape_of(model) == shape), None) if shape else None
+
+
+def settings_of(preset: Preset) -> dict[str, Setting]:
+    return {choice.flag.removeprefix("--"): _value(choice.value) for choice in preset.choices}
+
+
+def _shape_of(model: Model) -> tuple[Any, ...] | None:
+    return _shape(json.loads((model.directory / "config.json").read_text("utf-8")))
+
+
+def _shape(config: Any) -> tuple[Any, ...] | None:
+    """What tells models apart. None for what is no configuration."""
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else config
+    found = tuple(inner.get(name) for name in _SHAPE)
+    return found if all(type(value) is int for value in found[:4]) else None
+
+
+def _value(word: str | None) -> Setting:
+    """As TOML has it. None is a switch."""
+    if word is None:
+        return True
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _about(observed: str) -> Finding:
+    return made("preset", "info", True, t("Preset"), observed=observed)
+
+
+def _applied(preset: Preset, kept: tuple[str, ...]) -> Finding:
+    observed = t("{preset}: {users} users with {context} tokens each", preset=preset.name, users=preset.planned.users,
+                 context=preset.planned.context)  # fmt: skip
+    if kept:
+        observed = t("{found}; your own {names} stay", found=observed, names=joined(kept))
+    return made("preset", "info", True, t("Preset"), observed=observed,
+                fix=t("Its values and reasons: {command}", command=f"atoll presets show {preset.name}"))  # fmt: skip
