@@ -22,7 +22,7 @@ class Setting:
     group: str = ""
     metavar: str | None = None
     flags: tuple[str, ...] = ()     # in place of --field-name; further ones are aliases
-    aliases: tuple[str, ...] = ()   # beside --field-name
+    aliases: tuple[str, ...] = ()   # in addition to --field-name
     size: bool = False              # may be written 32k, 32K, 1M
     many: bool | Literal["append"] = False
     choices: Mapping[str, str] | tuple[int, ...] | None = None  # spelling -> value, where Literal does not say it

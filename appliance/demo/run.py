@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.demo import ask, model
+from appliance.cli.view.finding_view import print_state
+from appliance.demo import ask, checklist, model
 from appliance.demo.display import Display, Step
 from appliance.demo.front import DemoFrontend
+from appliance.service.state import State
 from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
 from installer.base.fs import write_atomic
@@ -36,7 +38,7 @@ from offline_bundle.signing.keys import load_public, new_keypair
 
 QUESTION = "Tell me about the city of Paris in two sentences."
 FIRST_PORT = 8000
-STEPS = 6
+STEPS = 7
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Demo:
     bundle: Path = Path()
     key: str = ""
     url: str = ""
+    device: str | None = None
 
     @property
     def layout(self) -> Layout:
@@ -169,6 +172,7 @@ def install_and_start(demo: Demo, step: Step) -> None:
         confirmed=True,
         device=device,
     )
+    demo.device = device
     result = Installer(options, DemoFrontend(step)).run()
     demo.url = result.url
     demo.key = _keep_key(demo, result.api_key)
@@ -239,6 +243,12 @@ def ask_question(demo: Demo, step: Step, question: str) -> ask.Answer:
     return answer
 
 
+def go_through_checklist(demo: Demo, step: Step) -> State:
+    """Step 7: what an operator signs: each step of the checklist over what is installed."""
+    port = config.standing(demo.layout).port
+    return checklist.run(demo.layout, demo.bundle, demo.public_key, port, demo.device, step)
+
+
 def _short(fingerprint: str) -> str:
     return f"{fingerprint[:16]}…"
 
@@ -297,7 +307,7 @@ def _alone(prefix: Path) -> Iterator[None]:
 
 
 def run(demo: Demo, question: str) -> None:
-    """All six steps. Raises the errors of the rooms that do the work; each says what to do next."""
+    """All seven steps. Raises the errors of the rooms that do the work; each says what to do next."""
     show = demo.display
     with _alone(demo.prefix):
         with show.step("Model: get SmolLM2-135M-Instruct and convert it to safetensors") as step:
@@ -312,7 +322,10 @@ def run(demo: Demo, question: str) -> None:
             install_and_start(demo, step)
         with show.step("Ask: a question over the OpenAI endpoint") as step:
             answer = ask_question(demo, step, question)
+        with show.step("Checklist: verify what is installed") as step:
+            state = go_through_checklist(demo, step)
     show.line(summary(demo, answer.model))
+    print_state(state, show.console)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,11 +30,11 @@ class Arrival(_Strict):
     """When requests come. `rate` makes an open loop: requests a second, however slowly the server answers. Without it
     `clients` users each send the next request when the last answer has ended: a closed loop."""
 
-    clients: int | None = Field(None, ge=1, le=MOST_CLIENTS)
-    think_seconds: float = Field(0.0, ge=0, le=3600)    # between an answer and the same client's next request
-    rate: float | None = Field(None, gt=0, le=100_000)
-    burstiness: float = Field(1.0, gt=0, le=1000)       # 1: Poisson; below: more bursty; above: more even
-    max_concurrency: int | None = Field(None, ge=1, le=MOST_CLIENTS)
+    clients: int | None = Field(default=None, ge=1, le=MOST_CLIENTS)
+    think_seconds: float = Field(default=0.0, ge=0, le=3600)    # between an answer and the same client's next request
+    rate: float | None = Field(default=None, gt=0, le=100_000)
+    burstiness: float = Field(default=1.0, gt=0, le=1000)       # 1: Poisson; below: more bursty; above: more even
+    max_concurrency: int | None = Field(default=None, ge=1, le=MOST_CLIENTS)
 
     @model_validator(mode="after")
     def _one_kind(self) -> "Arrival":
@@ -51,20 +51,20 @@ class Prefix(_Strict):
     """A beginning that requests share, as a system prompt is: `groups` different ones of `tokens` tokens."""
 
     tokens: int = Field(ge=1, le=1_000_000)
-    groups: int = Field(1, ge=1, le=100_000)
-    share: float = Field(1.0, gt=0, le=1)   # of all requests that begin with one
+    groups: int = Field(default=1, ge=1, le=100_000)
+    share: float = Field(default=1.0, gt=0, le=1)   # of all requests that begin with one
 
 
 class Sampling(_Strict):
     """What is sent along; what is left out is the server's default."""
 
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
 
     def body(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
@@ -88,10 +88,10 @@ class TrafficProfile(_Strict):
     arrival: Arrival
     prefix: Prefix | None = None
     sampling: Sampling = Sampling()
-    requests: int = Field(64, ge=1, le=10_000_000)      # a run's length, unless it is given another
-    warmup: int = Field(2, ge=0, le=10_000)             # requests before the clock starts
-    timeout_seconds: float = Field(600.0, gt=0, le=86_400)
-    seed: int = Field(0, ge=0)
+    requests: int = Field(default=64, ge=1, le=10_000_000)      # a run's length, unless it is given another
+    warmup: int = Field(default=2, ge=0, le=10_000)             # requests before the clock starts
+    timeout_seconds: float = Field(default=600.0, gt=0, le=86_400)
+    seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrafficProfile":

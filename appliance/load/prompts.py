@@ -7,21 +7,13 @@ what the chat template adds. So lengths hold for any model and any endpoint that
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from appliance.load.profile import TrafficProfile
 
 # Frequent words, one or two tokens each in common vocabularies. Drawn at random they share no prefix by accident.
-_WORDS = """
-time year people way day man thing woman life child world school state family student group country problem hand
-part place case week company system program question work government number night point home water room mother
-area money story fact month lot right study book eye job word business issue side kind head house service friend
-father power hour game line end member law car city community name president team minute idea body information
-back parent face level office door health person art war history party result change morning reason research
-girl guy moment air teacher force education foot boy age policy music market sense nation plan college interest
-death experience effect use class control field development role effort rate heart drug show leader light voice
-wife police mind price report decision son view relationship town road arm difference value building action
-""".split()  # noqa: SIM905 - a list of them would be a page
+_WORDS = (Path(__file__).parent / "words.txt").read_text("ascii").split()
 
 
 @dataclass(frozen=True, slots=True)

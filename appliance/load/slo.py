@@ -18,10 +18,10 @@ class Slo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ttft: float | None = Field(None, gt=0)
-    tpot: float | None = Field(None, gt=0)
-    itl: float | None = Field(None, gt=0)
-    e2el: float | None = Field(None, gt=0)
+    ttft: float | None = Field(default=None, gt=0)
+    tpot: float | None = Field(default=None, gt=0)
+    itl: float | None = Field(default=None, gt=0)
+    e2el: float | None = Field(default=None, gt=0)
 
     def __bool__(self) -> bool:
         return any(limit is not None for limit in (self.ttft, self.tpot, self.itl, self.e2el))

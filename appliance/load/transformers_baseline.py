@@ -106,9 +106,9 @@ class TransformersSender:
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         ends = self._model.generation_config.eos_token_id
-        self._ends = set() if self._ignore_eos else {ends} if isinstance(ends, int) else set(ends or ())
+        self._ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
         if self._ignore_eos:
-            self._model.generation_config.eos_token_id = None
+            self._model.generation_config.eos_token_id, self._ends = None, set()
         self._model.generation_config.pad_token_id = self._tokenizer.pad_token_id or 0
         length = getattr(self._model.config, "max_position_embeddings", None)
         self.context = length if isinstance(length, int) else None

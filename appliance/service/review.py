@@ -97,39 +97,41 @@ def open_points(manifest: BundleManifest, answers: ReviewAnswers) -> list[Point]
     return [point for point in POINTS if getattr(answers, point.id) is None and point.known(manifest) is None]
 
 
-def findings(manifest: BundleManifest, answers: ReviewAnswers, today: str) -> list[Finding]:
-    """The review as findings: facts of the signed bundle, then every point."""
+def findings(
+    manifest: BundleManifest, answers: ReviewAnswers, today: str, named: Callable[[str], str] = str
+) -> list[Finding]:
+    """The review as findings: facts of the signed bundle, then every point. `named` makes an id this model's own."""
     terms, source = manifest.license, manifest.source
     own_text = any(file.path.rpartition("/")[2].upper().startswith("LICENSE") for file in manifest.files)
     found = [
-        made("source", "info", True, t("Source"), observed=f"{source.repo} @ {source.revision}"),
-        made("files", "info", True, t("Files"),
+        made(named("source"), "info", True, t("Source"), observed=f"{source.repo} @ {source.revision}"),
+        made(named("files"), "info", True, t("Files"),
              observed=t("{count} files, each with its SHA-256, signed", count=len(manifest.files))),
-        made("licence-text", "info", own_text, t("Licence text"),
+        made(named("licence-text"), "info", own_text, t("Licence text"),
              observed=t("{spdx}, SHA-256 {hash}", spdx=terms.spdx, hash=terms.sha256)),
     ]  # fmt: skip
     if set(source.revision) <= {"0"} or len(source.revision) < 12:
         found.append(
-            made("revision", "warn", False, t("Revision"), observed=source.revision,
+            made(named("revision"), "warn", False, t("Revision"), observed=source.revision,
                  required=t("the full commit hash"), why=t("A name that moves does not say which weights these are."),
                  fix=t("Ask the bundle's maker for the exact revision."))
         )  # fmt: skip
-    found += [_point(point, manifest, answers) for point in POINTS]
+    found += [_point(point, manifest, answers, named(f"review-{point.id}")) for point in POINTS]
     if answers.expires is not None and answers.expires < today:
         found.append(
-            made("review-expired", "block", False, t("Review again"), observed=answers.expires,
+            made(named("review-expired"), "block", False, t("Review again"), observed=answers.expires,
                  required=t("a day that is still to come"), why=t("The review was good until then."),
                  fix=t("Review the licence again and set the new day."))
         )  # fmt: skip
     return found
 
 
-def _point(point: Point, manifest: BundleManifest, answers: ReviewAnswers) -> Finding:
+def _point(point: Point, manifest: BundleManifest, answers: ReviewAnswers, id: str) -> Finding:
     said = getattr(answers, point.id) or point.known(manifest)
     if said is not None:
-        return made(f"review-{point.id}", "info", True, point.title, observed=said)
+        return made(id, "info", True, point.title, observed=said)
     fix = t("Answer it in the answers file, [review.\"{model}\"], {point} = \"…\": {question}", model=manifest.name,
             point=point.id, question=point.question)  # fmt: skip
-    return made(f"review-{point.id}", "block", False, point.title, observed=t("not answered"),
+    return made(id, "block", False, point.title, observed=t("not answered"),
                 required=t("an answer by a person"), fix=fix,
                 why=t("The bundle does not say it, and its use depends on it."))  # fmt: skip

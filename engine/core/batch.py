@@ -1,4 +1,4 @@
-"""The data of one step: what the scheduler decided, and what the worker answers. Frozen; filled once.
+"""The data of one step: what the scheduler planned, and what the worker returns. Immutable.
 
     Scheduler.schedule() -> StepPlan -> Runner.forward() -> .sample() -> .collect() -> StepResult -> Scheduler.update()
 """
@@ -20,14 +20,14 @@ class RowInit:
     seed: int
     stop_ids: tuple[int, ...]  # masked while fewer than min_tokens were generated
     slot: int = 0              # of its recurrent state
-    state_from: int | None = None  # slot of the checkpoint that the state begins as: copied before the step
+    state_from: int | None = None  # slot of the checkpoint to start from, copied before the step
 
 
 @dataclass(frozen=True, slots=True)
 class PageUpdate:
     """New entries of one row's block table: block_table[row, start : start + len(pages)] = pages.
 
-    They are the null page where the window of the group has passed.
+    Pages out of the group's window are the null page.
     """
 
     row: int
@@ -57,7 +57,7 @@ class StepPlan:
     row_inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)  # (slot, slot it is copied to after the step)
-    moved_slabs: list[int] = field(default_factory=list)  # hold what pages or states of another kind left there
+    moved_slabs: list[int] = field(default_factory=list)  # changed kind, still hold the old data
 
     @property
     def num_tokens(self) -> int:

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """The device side. `forward` and `sample` only queue work where the device is asynchronous.
+    """The device side. On an asynchronous device `forward` and `sample` only queue work.
 
-    They are two calls so that something may come between them: a grammar's token masks, the check of a draft, another
+    They are two calls because work may come between them: a grammar's token masks, verification of a draft, another
     rank's logits. A step is sampled before the next one's `forward`.
     """
 
@@ -114,7 +114,7 @@ class EngineCore:
         self.scheduler.add(seq)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests now. Unknown ids are fine: an abort may cross the request's last token on its way."""
+        """End requests now. Unknown ids are ignored: the request may have ended while the abort was on its way."""
         for request_id in request_ids:
             seq = self.scheduler.seqs.get(request_id)
             if seq is not None:
@@ -127,14 +127,14 @@ class EngineCore:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Launch what can be launched, read what is due; returns the new tokens and the requests that ended."""
+        """Launch the next step, read the oldest one; returns new tokens and ended requests."""
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule()
         if plan is not None:
             try:
                 self._in_flight.append((plan, self.runner.sample(self.runner.forward(plan))))
             except Exception as error:
-                while self._in_flight:  # what runs already is not to blame: finish it first
+                while self._in_flight:  # steps launched earlier are not affected: finish them first
                     outputs += self._collect_oldest()
                 return outputs + self._fail([plan], error)
         if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
@@ -217,7 +217,7 @@ class EngineCore:
         return self.scheduler.update(plan, result)
 
     def _fail(self, plans: list[StepPlan], error: Exception) -> list[StepOutput]:
-        """Blast radius: the requests of the failed step and of the steps behind it; everybody else goes on."""
+        """End the requests of the failed step and of the steps launched after it; all others continue."""
         log.exception("step %d failed", plans[0].step_id, exc_info=error)
         self._stats.step_failures += 1
         return self.scheduler.fail(plans, f"{type(error).__name__}: {error}"[:500])

@@ -1,14 +1,14 @@
-"""The one rule: every request has computed tokens chasing known tokens; a step gives some of them a budget.
+"""The one rule: each request has computed tokens that chase its known tokens; a step divides a token budget among them.
 
-    1. running sequences with one token to compute (they decode): each gets it in every step that it has pages for
-    2. running sequences with more (prompts, and what preemption made them recompute) share what budget is left
+    1. running sequences with one token to compute (decode) get it in every step, if they have pages
+    2. running sequences with more (prompts, recomputation after preemption) share the rest of the budget
     3. waiting sequences are admitted while budget, rows and pages last
 
-So prompts never delay a running stream by more than the time of one step of `max_num_batched_tokens` tokens.
+So a prompt never delays a running stream by more than one step of `max_num_batched_tokens` tokens.
 
 A sequence that lacks pages does not stop the others. After `_PATIENCE` such steps it goes first, and the sequence that
-would be served last is preempted for it: that one gives up its pages and later recomputes (usually from the prefix
-cache). Only sequences behind it are, and the first one of all never is, so that the first one always comes to its end.
+would be served last is preempted for it: that one gives up its pages and recomputes later (usually from the prefix
+cache). Only later sequences are preempted, and the first one never is, so it always finishes.
 
 Nothing here touches the device.
 """
@@ -53,7 +53,7 @@ class Scheduler:
         self._deferred_rows: list[tuple[int, int]] = []     # (step, row): free once the step has completed
         self._next_step = 0
         self._completed_step = -1
-        self._flights: dict[int, list[Sequence]] = {}       # step -> whom it computes, in the order of its plan
+        self._flights: dict[int, list[Sequence]] = {}       # step -> its sequences, in the order of the plan
         self._stalled: dict[Sequence, int] = {}             # lack pages -> for how many steps so far
         self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
         self.num_preemptions = 0
@@ -67,7 +67,7 @@ class Scheduler:
         self.waiting.push(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence at any time; what it owns is freed after flight."""
+        """End a sequence at any time; its row and pages are freed after flight."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
             self._let_go(seq)
@@ -86,14 +86,14 @@ class Scheduler:
             self.running.sort(key=lambda s: order_of(s, self.policy))
         plan = self._plan(_PATIENCE)
         if plan is None and self._stalled and not self.kv.num_deferred:
-            plan = self._plan(0)  # nobody can go on: waiting would not help
+            plan = self._plan(0)  # no sequence can continue: waiting would not help
         return plan
 
     def _plan(self, patience: int) -> StepPlan | None:
         draft = _Draft(self.max_num_batched_tokens)
         stalled: dict[Sequence, int] = {}
         served = self._serve_overdue(draft, stalled, patience) if self._stalled else None
-        keep_pages = bool(stalled)  # what pages come back are for the first sequence that is overdue
+        keep_pages = bool(stalled)  # pages that are released are for the first overdue sequence
 
         chunks = []
         singles = []
@@ -136,7 +136,7 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
-        """Take in what a step computed: append tokens, end sequences, free what was in flight."""
+        """Apply the result of a step: append tokens, end sequences, free what was in flight."""
         self._complete(plan.step_id)
         outputs = []
         for seq, item, answer in zip(self._flights.pop(plan.step_id), plan.seqs, result.seqs, strict=True):
@@ -149,11 +149,11 @@ class Scheduler:
         return outputs
 
     def fail(self, plans: Iterable[StepPlan], error: str) -> list[StepOutput]:
-        """A step raised: end every sequence it (and the steps launched behind it) touched, and nobody else.
+        """A step raised: end the sequences of this step and of the steps launched after it, and no others.
 
-        Pages get their names when a step is planned, so the steps' sequences have names for pages that nobody
-        computed. All of these are forgotten, also those of sequences that are long gone. Whoever found one was admitted
-        by the same step or one behind it, and ends here too.
+        Pages enter the prefix cache when a step is planned, so some were never computed. All pages of these sequences
+        leave the cache, also those of sequences that have ended since. A sequence that found such a page was admitted
+        by one of these steps, so it ends here too.
         """
         outputs = []
         for plan in plans:
@@ -163,7 +163,7 @@ class Scheduler:
                 if seq.status is not Status.FINISHED:
                     self.finish(seq, FinishReason.ERROR)
                     outputs.append(_last_output(seq, error))
-            self.kv.arena.moved += plan.moved_slabs  # nobody may have cleared them
+            self.kv.arena.moved += plan.moved_slabs  # the failed step may not have cleared them
         return outputs
 
     def waste(self) -> tuple[int, int]:
@@ -177,7 +177,7 @@ class Scheduler:
         assert len(self.running) + len(self.waiting) == len(self.seqs), "a sequence is lost"
         assert len(list(self.waiting)) == len(self.waiting), "the waiting queue lost count"
         assert all(step > self._completed_step for step in self._flights), "a step that was read is still in flight"
-        assert self._stalled.keys() <= set(self.running), "a sequence is waited for that does not run"
+        assert self._stalled.keys() <= set(self.running), "a stalled sequence is not running"
         self._check_blocked()
         for seq in self.running:
             assert seq.status is Status.RUNNING
@@ -188,8 +188,10 @@ class Scheduler:
             assert not seq.pages
 
     def _check_blocked(self) -> None:
-        """A sequence that is passed over without a search would not have been admitted after one. (With several kinds
-        of pages it may be: what a lost hit frees of one kind can be worth more than the hit. A release ends that.)"""
+        """A sequence that was skipped without a prefix search would not have been admitted after one.
+
+        (Not checked with several kinds of pages: the pages that a lost hit frees can be worth more than the hit.)
+        """
         seq = self.waiting.peek()
         promised = sum(map(self.kv.missing_pages, self.running))
         if seq is None or len(self.kv.arena.pools) > 1 or not self._still_blocked(seq, _Draft(0), promised):
@@ -200,7 +202,7 @@ class Scheduler:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _serve_overdue(self, draft: "_Draft", stalled: dict[Sequence, int], patience: int) -> set[Sequence]:
-        """First of all come those that have lacked pages for too long; others are preempted for them, from the end.
+        """Serve the sequences that have lacked pages for too long; later ones are preempted for them, last first.
         The first one that must wait even so (for pages in flight) is put into `stalled`."""
         overdue = [seq for seq in self.running if self._stalled.get(seq, -1) >= patience]
         for seq in overdue:
@@ -224,7 +226,7 @@ class Scheduler:
         return set(overdue)
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
-        """How many tokens of `seq` a step may compute: up to the next position whose state is to be kept."""
+        """How many tokens of `seq` a step may compute: up to the next checkpoint of its state."""
         num_tokens = min(seq.num_tokens_to_compute, budget)
         if num_tokens > 1 and seq.checkpoints:
             num_tokens = min(num_tokens, seq.checkpoints[0] - seq.num_computed_tokens)
@@ -234,7 +236,7 @@ class Scheduler:
         """Admit while budget, rows and pages last. `promised`: pages that running prompts have yet to take."""
         while draft.budget and self._free_rows and (seq := self.waiting.peek()):
             if seq.num_placeholders:
-                break  # preempted with a token still on the device; its value arrives with the step in flight
+                break  # preempted with a token still on the device, which the step in flight will return
             if self._still_blocked(seq, draft, promised):
                 break
             hit = self.kv.find_prefix(seq)
@@ -292,7 +294,7 @@ class Scheduler:
         )
 
     def _commit(self, draft: "_Draft", seq: Sequence, num_tokens: int, samples: bool) -> None:
-        """Count `num_tokens` as computed by the step being planned. `samples`: there are no more."""
+        """Add `num_tokens` of `seq` to the step. `samples`: they reach the last known token."""
         start = seq.num_computed_tokens
         params = seq.params
         seq.num_computed_tokens = end = start + num_tokens
@@ -349,7 +351,7 @@ class Scheduler:
             self._deferred_rows = [(step, row) for step, row in self._deferred_rows if step > step_id]
 
     def _fail_one(self, seq: Sequence, item: ScheduledSeq, error: str) -> list[StepOutput]:
-        """This sequence alone failed (NaN logits): end it, and let nobody use what this step computed of it."""
+        """This sequence alone failed (NaN logits): end it, and drop its pages of this step from the prefix cache."""
         filled = slice(item.start // self._page_size, (item.start + item.num_tokens) // self._page_size)
         sharing = self.kv.holders(seq.page_hashes[filled], self.running)
         self.kv.forget(seq)
@@ -394,7 +396,7 @@ class Scheduler:
 
 @dataclass(slots=True)
 class _Draft:
-    """A step while it is planned."""
+    """The step that is being planned."""
 
     budget: int
     items: list[ScheduledSeq] = field(default_factory=list)
@@ -405,7 +407,7 @@ class _Draft:
     preempted: bool = False  # somebody was
 
     def put_singles_first(self) -> None:
-        """Sequences with one token, then chunks: the order in which kernels and graphs of mixed steps want them."""
+        """Sequences with one token first, then chunks: kernels and graphs of mixed steps require this order."""
         order = sorted(range(len(self.items)), key=lambda i: self.items[i].num_tokens > 1)
         self.items = [self.items[i] for i in order]
         self.seqs = [self.seqs[i] for i in order]

@@ -1,7 +1,7 @@
-"""Who waits and who goes first: the waiting queue under the two policies, fcfs and priority.
+"""The queue of waiting requests, ordered by one of two policies: fcfs or priority.
 
-Both order by a key, smallest first. fcfs ignores the request's priority; a preempted sequence keeps its arrival and so
-returns to the front.
+Both order by a key, smallest first. fcfs ignores the request's priority. A preempted sequence keeps its arrival number
+and so returns to the front.
 """
 
 import heapq
@@ -44,7 +44,7 @@ class WaitingQueue:
         return seq
 
     def forget_one(self) -> None:
-        """A waiting sequence was finished in place (abort): it no longer counts, and is skipped when it surfaces."""
+        """A waiting sequence was aborted: stop counting it; `peek` skips it."""
         self._size -= 1
 
     def __iter__(self) -> Iterator[Sequence]:

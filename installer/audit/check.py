@@ -73,7 +73,7 @@ def check(path: Path, anchors: Sequence[Head] = ()) -> Verdict:
             return _found(verdict, "cut", len(hashes) + 1, message)
         there = hashes[anchor.count - 1] if anchor.count else GENESIS
         if not there.startswith(anchor.hash):
-            message = t("The audit log was written anew: entry {count} is not the one that was there when its head was "
+            message = t("The audit log was rewritten: entry {count} is not the one that was there when its head was "
                         "kept.", count=anchor.count)
             return _found(verdict, "rewritten", anchor.count, message)
     return verdict

@@ -1,7 +1,7 @@
 """The audit log: who accepted, waived or changed what. Hash-chained, so that an edit or a missing record shows.
 
 Each line holds the hash of the line before it. The chain alone proves order and completeness up to its last record: a
-log that was cut short, or written anew from some record on, is a sound chain too. So the head (how many records, and
+log that was cut short, or rewritten from some record on, is a sound chain too. So the head (how many records, and
 the last one's hash) is also kept outside: each append sends it to journald (anchor.py), the support bundle
 carries it, and `atoll audit show` prints it to be written down. `atoll audit verify` compares.
 

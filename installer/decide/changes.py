@@ -42,7 +42,7 @@ def is_resumed(context: Context) -> bool:
 
 
 def changed(context: Context) -> set[str] | None:
-    """The parts that must start anew, and those that shall no longer run; None for all.
+    """The parts to restart, and those to stop for good; None for all.
 
     All: in the prefix form, where there is one part; after a killed run, which may have started anything; and where the
     address changes, since the port is opened before everything else.

@@ -146,7 +146,7 @@ class SettingsTrial(Journalled):
         return table if not self.layout.system else dict(table.get(self.model.instance, {}))
 
     def start_with(self, values: Values) -> float:
-        """Write these settings (None takes one away), start the engine anew with them; seconds until it was ready.
+        """Write these settings (None takes one away), restart the engine with them; seconds until it was ready.
 
         Raises InstallError (40) where it does not become ready; the caller may try others.
         """

@@ -71,8 +71,9 @@ def nvml(context: PreflightContext) -> Seen:
     if "mismatch" in said.lower():
         return _mismatch(said)
     if "no answer" in said:
-        fix = t("Without persistence the driver wakes every GPU anew, which takes seconds: switch it on and run this "
-                "again. If it stays so, the driver hangs: look for Xid lines and restart the machine.")  # fmt: skip
+        fix = t("Without persistence the driver initialises every GPU at each start, which takes seconds: switch it on "
+                "and run this again. If it stays so, the driver hangs: look for Xid lines and restart the "
+                "machine.")  # fmt: skip
         return Seen("fail", said, fix, "systemctl enable --now nvidia-persistenced; dmesg | grep -i xid", evidence)
     if not module:
         fix = t("Install NVIDIA's driver (R580 or newer) and restart. {else_}", else_=_CPU_INSTEAD)

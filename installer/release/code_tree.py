@@ -97,7 +97,7 @@ def verify_code(tree: Path, progress: Callable[[int, int], None] = lambda done, 
 
 
 def rebuild_bytecode(tree: Path) -> int:
-    """Write the bytecode of a tree anew from its sources, which must all hold; returns how many files differed.
+    """Compile a tree's bytecode again from its sources, which must all be as signed; returns how many files differed.
 
     Raises InstallError: the sources differ, or another Python is needed (11).
     """

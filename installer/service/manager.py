@@ -1,5 +1,4 @@
-"""The verbs by which the service is run, whatever runs it: a supervisor under a prefix (prefix.py), systemd on a server
-(systemd.py)."""
+"""How the service is run, in the same words for both forms: under a prefix (prefix.py) and by systemd (systemd.py)."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -25,7 +24,7 @@ class ServiceState:
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """When a change of what runs began to be felt, and when it began: seconds of the monotonic clock."""
+    """Times of a switch, in seconds of the monotonic clock."""
 
     silent_from: float      # the first part had stopped, or was about to
     starting_from: float    # the first new process was started
@@ -43,8 +42,8 @@ class ServiceManager(Protocol):
         ...
 
     def switch(self, names: Collection[str] | None, timeout: float, *, hand_over: bool = True) -> Switched:
-        """Start these parts anew (None: all), with the shortest silence. Returns when none of the old processes is
-        left. `hand_over` False: none begins before all the old ones have ended. Raises InstallError (40)."""
+        """Restart these parts (None: all) with the shortest interruption. Returns when no old process is left.
+        `hand_over` False: end all old processes before the first new one starts. Raises InstallError (40)."""
         ...
 
     def apply_units(self, models: Sequence[str]) -> None:
@@ -70,19 +69,19 @@ class ServiceManager(Protocol):
     def state(self) -> ServiceState: ...
 
     def serving(self) -> dict[str, str]:
-        """Part -> the process that serves in it, by a name that no later process will have. A part that is not ready,
-        or that something is being done to, is not among them."""
+        """Part -> an identifier of its serving process that no later process will have. Parts that are not ready, or
+        have a job pending, are left out."""
         ...
 
     def pids(self) -> frozenset[int]:
-        """Every live process of the service: what it holds, a switch will give back."""
+        """Every live process of the service. Preflight does not count what they hold (memory, ports) as taken."""
         ...
 
     def log_tail(self, lines: int) -> list[str]: ...
 
 
 def stop_and_start(service: ServiceManager, names: Collection[str] | None) -> Switched:
-    """The plain way from the old processes to the new ones."""
+    """Switch by stopping everything first."""
     silent_from = time.monotonic()
     service.stop(names)
     starting_from = time.monotonic()

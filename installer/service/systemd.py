@@ -120,7 +120,7 @@ class SystemdService:
         return ran
 
     def restart(self, names: Collection[str]) -> None:
-        """Start these parts anew (instances, "gateway"); the port stays open meanwhile."""
+        """Restart these parts (instances, "gateway"); the port stays open meanwhile."""
         self.stop(names)
         self.start()
 
@@ -131,7 +131,7 @@ class SystemdService:
 
     def switch(self, names: Collection[str] | None, timeout: float, *, hand_over: bool = True) -> Switched:
         """Engines that run hand over to their successors, which have everything ready but the device (the engine's
-        ExecReload=); the gateway is started anew meanwhile, and its clients wait at the socket."""
+        ExecReload=); the gateway restarts meanwhile, and its clients wait at the socket."""
         if not self.booted:
             return stop_and_start(self, names)
         heirs = self._heirs(names) if hand_over else set[str]()

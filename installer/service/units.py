@@ -161,7 +161,7 @@ def remove(paths: Iterable[Path]) -> list[Path]:
 
 
 def to_restart(changed: Iterable[UnitFile | Path]) -> set[str]:
-    """Which of the services must start anew for these changed files: "gateway", "engine", or neither."""
+    """Which of the services must restart for these changed files: "gateway", "engine", or neither."""
     names = {(file.path if isinstance(file, UnitFile) else file).name for file in changed}
     kinds = {GATEWAY: {"gateway"}, SOCKET: {"gateway"}, ENGINE_TEMPLATE: {"engine"}, "atoll.conf": set[str]()}
     return {kind for name in names for kind in kinds.get(name, set())}

@@ -142,7 +142,7 @@ def make_key(context: Context) -> api_keys.NewKey:
 def drop_private_keys(context: Context) -> None:
     """Keys that nobody was shown: of a smoke test, or of a run that ended before it could show them.
 
-    A tuning makes only the key of its load; the first key of a checklist that is under way may not have been shown yet.
+    A tuning makes only the first kind, and leaves the others: a checklist shows its first key when it ends.
     """
     tuning = (context.history.open_switch or {}).get("kind") == "tune"
     unshown = set[str]() if tuning else context.history.unshown_keys

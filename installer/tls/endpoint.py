@@ -24,7 +24,7 @@ from installer.tls import certificates as x
 from installer.tls.certificates import Pair
 from installer.tls.custom import check_import as check_import
 
-RENEW_DAYS = 30      # before its end a certificate of ours is made anew, and one of the customer's is warned of
+RENEW_DAYS = 30      # days before the end: a certificate of ours is renewed, and one of the customer's is warned about
 _LIMIT = 1 << 20     # bytes of any file read here
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _LOCAL = b"# Atoll: made by the local authority\n"
@@ -71,7 +71,7 @@ def ensure(layout: Layout, names: Sequence[str], *, required: Sequence[str] = ()
     anywhere, run it again.
 
     An imported pair is left alone. A name that the authority may not vouch for makes a new authority, which every
-    client has to trust anew; so that happens for `required` names only, not because an address has come and gone.
+    client has to trust; so that happens for `required` names only, not because an address has come and gone.
     Raises InstallError (I/O) for a file that is there and cannot be understood: it is never overwritten.
     """
     pair, source = _read(layout.server_key, t("the endpoint's private key"))
@@ -119,7 +119,7 @@ def renew(
             exit_code=ExitCode.USAGE,
             why=t("It may vouch only for what this machine was called when it was made."),
             changed=t("Nothing was changed."),
-            hint=t("Make a new authority, which clients must then trust anew: atoll tls renew --new-ca"),
+            hint=t("Create a new local CA, which every client must then trust: atoll tls renew --new-ca"),
         )
     held = x.names_of(pair.leaf) if pair is not None and source == "local" and not new_ca else []
     everything = list(dict.fromkeys([*names, *required, *held]))

@@ -171,10 +171,10 @@ class Machine:
         seconds, waited = time.monotonic() - began, self.waited_for_cpu() - waited
         return Ran(command, process.returncode, out, err, seconds, waited)
 
-    def kill_sessions(self) -> None:
-        """SIGKILL to every command that `run` or `popen` started, and to the jobs of ours that do their work in units
-        of their own; services go on."""
-        for job in self._cgroup.rglob("atoll-job-*.service"):
+    def kill_sessions(self, *, jobs: bool = True) -> None:
+        """SIGKILL to every command that `run` or `popen` started, and, with `jobs`, to those of ours that do their work
+        in units of their own; services go on."""
+        for job in self._cgroup.rglob("atoll-job-*.service") if jobs else ():
             kill_cgroup(job)
         kill_cgroup(self._cgroup / "operator")
 
@@ -276,10 +276,11 @@ def kill_cgroup(group: Path) -> None:
         return
     (group / "cgroup.kill").write_text("1")
     end = time.monotonic() + 20
-    while "populated 1" in (group / "cgroup.events").read_text():
-        if time.monotonic() > end:
-            raise MachineError(f"processes of {group.name} do not die")
-        time.sleep(0.01)
+    with contextlib.suppress(FileNotFoundError):  # systemd has removed the group of a unit that has ended
+        while "populated 1" in (group / "cgroup.events").read_text():
+            if time.monotonic() > end:
+                raise MachineError(f"processes of {group.name} do not die")
+            time.sleep(0.01)
 
 
 def remove_cgroup(group: Path) -> None:

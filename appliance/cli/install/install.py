@@ -120,6 +120,7 @@ The release before stays on the disk: `atoll rollback` needs no medium. Settings
 
 
 def install(
+    ctx: typer.Context,
     media: Media = None,
     bundle: Bundle = None,
     gpus: Gpus = None,
@@ -168,10 +169,12 @@ def install(
             start_timeout=start_timeout or given.start_timeout or 900.0,
             tls=_tls(given, tls_cert, tls_key, tls_name, tls),
         )
-        _install(options, layout, interactive=answers is None, as_json=as_json)
+        purpose = ctx.info_name or "install"  # `upgrade` runs through here: its job is named after it
+        _install(options, layout, purpose=purpose, interactive=answers is None, as_json=as_json)
 
 
 def upgrade(
+    ctx: typer.Context,
     media: Media = None,
     bundle: Bundle = None,
     prefix: Prefix = None,
@@ -196,8 +199,8 @@ def upgrade(
                 hint=t("Install it: atoll install MEDIUM"),
             )
     install(
-        media=media, bundle=bundle, prefix=prefix, trust_key=trust_key, accept_license=accept_license, answers=answers,
-        waive=waive, strict=strict, dry_run=dry_run, yes=yes, allow_downgrade=allow_downgrade,
+        ctx, media=media, bundle=bundle, prefix=prefix, trust_key=trust_key, accept_license=accept_license,
+        answers=answers, waive=waive, strict=strict, dry_run=dry_run, yes=yes, allow_downgrade=allow_downgrade,
         start_timeout=start_timeout, as_json=as_json,
     )  # fmt: skip
 
@@ -222,13 +225,15 @@ def _hand_over(media: list[Path], layout: Layout) -> None:
         return
 
 
-def _install(options: InstallOptions, layout: Layout, *, interactive: bool, as_json: bool) -> None:
+def _install(options: InstallOptions, layout: Layout, *, purpose: str, interactive: bool, as_json: bool) -> None:
     with Terminal(layout.prefix, to_stderr=as_json) as terminal:
         terminal.interactive = interactive and sys.stdin.isatty()
         if options.dry_run:  # short, and writes nothing: no job is needed
             result = Installer(options, terminal, layout=layout).run()
         else:
-            result = run_install(options, layout, terminal, interactive=terminal.interactive, make=Installer)
+            result = run_install(
+                options, layout, terminal, interactive=terminal.interactive, purpose=purpose, make=Installer
+            )
     with contextlib.suppress(OSError):  # the reader has gone: the key is not shown, and the next run makes another
         print_result(result, layout, as_json)
         sys.stdout.flush()

@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 
 _EXIT_CODES = (
-    "Exit codes: 0 the log is whole, 2 usage or nothing installed, 11 it was edited, cut short or written anew, "
+    "Exit codes: 0 the log is whole, 2 usage or nothing installed, 11 it was edited, cut short or rewritten, "
     "13 it is missing, 30 it cannot be read."
 )
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}

@@ -52,7 +52,7 @@ def show(prefix: Prefix = None, as_json: Json = False) -> None:
 def renew(
     name: Name = None,
     new_ca: Annotated[
-        bool, typer.Option("--new-ca", help="Make a new authority too; every client must then trust it anew.")
+        bool, typer.Option("--new-ca", help="Create a new local CA as well; every client must then trust the new one.")
     ] = False,
     local: Annotated[
         bool, typer.Option("--local", help="Put a certificate made here in place of an imported one.")

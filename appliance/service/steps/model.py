@@ -4,6 +4,8 @@ A licence is accepted by its text: a person's yes to what was shown, or an answe
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from appliance.service import review
@@ -42,8 +44,9 @@ class ModelStep(Step):
         findings = [self._engine(job)]
         summary: dict[str, Any] = {"models": []}
         for model in context.models:
-            findings.append(self._licence(job, model))
-            findings += self._review(job, model)
+            named = partial(_named, model=model, alone=len(context.models) == 1)
+            findings.append(self._licence(job, model, named))
+            findings += self._review(job, model, named)
             summary["models"].append(model.facts() | {"licence_sha256": model.manifest.license.sha256})
         return StepResult.model_construct(findings=findings, summary=summary, next=t("Install it."))
 
@@ -60,7 +63,7 @@ class ModelStep(Step):
                     observed=t("{spdx} of {name}, SHA-256 {hash}: {how}", spdx=request.spdx, name=name,
                                hash=request.sha256[:12], how=how))  # fmt: skip
 
-    def _licence(self, job: StepJob, model: Model) -> Finding:
+    def _licence(self, job: StepJob, model: Model, named: Callable[[str], str]) -> Finding:
         manifest, terms = model.manifest, model.manifest.license
         gated = terms.acceptance == "gated"
         name = f"{manifest.name} {manifest.version}"
@@ -70,7 +73,7 @@ class ModelStep(Step):
             text = licence.read_text(model.source, terms.file, terms.sha256)
             request = LicenceRequest(terms.spdx, terms.sha256, text, terms.url, name, gated)
             how = self._accept(job, request, "model", model.digest, asked=terms.acceptance != "none")
-        return made("model-licence", "info", True, t("Model licence"),
+        return made(named("model-licence"), "info", True, t("Model licence"),
                     observed=t("{spdx} of {name}, SHA-256 {hash}: {how}", spdx=terms.spdx, name=name,
                                hash=terms.sha256[:12], how=how))  # fmt: skip
 
@@ -103,7 +106,7 @@ class ModelStep(Step):
             hint=t("Accept it in the answers file: accept_licenses = [\"{answer}\"]", answer=request.answer),
         )
 
-    def _review(self, job: StepJob, model: Model) -> list[Finding]:
+    def _review(self, job: StepJob, model: Model, named: Callable[[str], str]) -> list[Finding]:
         """The points of one model; a front that is there is asked for what is open."""
         manifest = model.manifest
         answers: ReviewAnswers = getattr(job.answers, "review").get(manifest.name) or ReviewAnswers()  # noqa: B009
@@ -116,7 +119,12 @@ class ModelStep(Step):
         if asked:
             answers = _checked(answers, {"date": today, **asked})
             job.learned.setdefault("review", {})[manifest.name] = answers.model_dump(exclude_none=True)
-        return review.findings(manifest, answers, today)
+        return review.findings(manifest, answers, today, named)
+
+
+def _named(name: str, *, model: Model, alone: bool) -> str:
+    """A finding's id. With several models it says whose it is, so that a waiver holds for one of them."""
+    return name if alone else f"{name}@{model.instance}"
 
 
 def _checked(answers: ReviewAnswers, said: dict[str, str]) -> ReviewAnswers:

@@ -23,15 +23,15 @@ class TuneAnswers(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    target: str = Field("", max_length=200, description="ttft=500ms,itl=40ms; empty: as much as possible.")
-    budget: str = Field("10m", max_length=20, description="How long it may take in all, for each model.")
-    profile: Text = Field("chat", description="chat, long-documents, batch, one-user, or a profile's file.")
-    model: Text | None = Field(None, description="Only this one of several models.")
-    preset: Text | None = Field(None, description="The preset that the settings come from.")
+    target: str = Field(default="", max_length=200, description="ttft=500ms,itl=40ms; empty: as much as possible.")
+    budget: str = Field(default="10m", max_length=20, description="How long it may take in all, for each model.")
+    profile: Text = Field(default="chat", description="chat, long-documents, batch, one-user, or a profile's file.")
+    model: Text | None = Field(default=None, description="Only this one of several models.")
+    preset: Text | None = Field(default=None, description="The preset that the settings come from.")
     only: list[Text] = Field(default_factory=list, description="Tune exactly these settings.")
-    load_seconds: float | None = Field(None, ge=1, le=3600, description="Load of one trial.")
-    confirm: bool = Field(False, description="The service may be restarted for every trial.")
-    skip: Reason | None = Field(None, description="Why nothing is tuned.")
+    load_seconds: float | None = Field(default=None, ge=1, le=3600, description="Load of one trial.")
+    confirm: bool = Field(default=False, description="The service may be restarted for every trial.")
+    skip: Reason | None = Field(default=None, description="Why nothing is tuned.")
 
 
 class TuneStep(Step):

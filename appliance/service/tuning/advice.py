@@ -26,10 +26,11 @@ def shown(value: Value) -> str:
 
 def numbers(measured: Measured) -> str:
     """Such as "3.10 good requests/s, 412 tokens/s, TTFT p95 380 ms, ITL p95 31 ms"."""
-    parts = [t("{rate} requests/s", rate=f"{measured.score.goodput:.2f}")
-             if measured.share is None else
-             t("{rate} requests/s within the target", rate=f"{measured.score.goodput:.2f}"),
-             t("{rate} tokens/s", rate=f"{measured.score.rate:.1f}")]  # fmt: skip
+    goodput = f"{measured.score.goodput:.2f}"
+    answered = t("{rate} requests/s", rate=goodput)
+    if measured.share is not None:
+        answered = t("{rate} requests/s within the target", rate=goodput)
+    parts: list[str] = [answered, t("{rate} tokens/s", rate=f"{measured.score.rate:.1f}")]
     for name, title in (("ttft", "TTFT"), ("itl", "ITL")):
         if name in measured.latency:
             parts.append(f"{title} p95 {measured.latency[name]['p95']:.0f} ms")
@@ -58,7 +59,7 @@ def reason(before: Measured, after: Measured, *, kept: bool, confirmed: bool) ->
 
 def helps(measured: Measured, clients: int | None) -> list[str]:
     """What would help where no setting meets the target."""
-    found = []
+    found: list[str] = []
     missed = set(measured.missed)
     if clients is not None and clients > 1 and measured.share is not None and measured.share > 0:
         users = max(1, int(clients * measured.share))

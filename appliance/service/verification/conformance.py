@@ -15,7 +15,7 @@ from appliance.service.verification.context import Verifying
 from installer.base.i18n import plain, t
 
 _FREED_SECONDS = 20.0    # from a client that leaves to its memory being free
-_ASK = "Count from one to ten."
+_PROMPT = "Count from one to ten."
 
 
 class Broken(Exception):
@@ -38,7 +38,7 @@ async def _models(api: Api, entry: dict[str, Any]) -> str:
 
 
 async def _chat(api: Api, entry: dict[str, Any]) -> str:
-    answer = await api.chat(_ASK, max_tokens=8, temperature=0)
+    answer = await api.chat(_PROMPT, max_tokens=8, temperature=0)
     _expect(answer, 200)
     choice = _choice(answer)
     message = choice.get("message") or {}
@@ -52,7 +52,7 @@ async def _chat(api: Api, entry: dict[str, Any]) -> str:
 
 
 async def _completion(api: Api, entry: dict[str, Any]) -> str:
-    answer = await api.post("/v1/completions", {"prompt": "The sky is", "max_tokens": 4, "temperature": 0})
+    answer = await api.post("/v1/completions", {"prompt": _PROMPT, "max_tokens": 4, "temperature": 0})
     _expect(answer, 200)
     choice = _choice(answer)
     if not isinstance(choice.get("text"), str):
@@ -63,7 +63,7 @@ async def _completion(api: Api, entry: dict[str, Any]) -> str:
 
 
 async def _stream(api: Api, entry: dict[str, Any]) -> str:
-    answer = await api.chat(_ASK, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True})
+    answer = await api.chat(_PROMPT, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True})
     _expect(answer, 200)
     kind = answer.headers.get(b"content-type", b"").decode(errors="replace")
     if not kind.startswith("text/event-stream"):
@@ -90,7 +90,7 @@ async def _stream(api: Api, entry: dict[str, Any]) -> str:
 
 
 async def _logprobs(api: Api, entry: dict[str, Any]) -> str:
-    answer = await api.chat(_ASK, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3)
+    answer = await api.chat(_PROMPT, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3)
     _expect(answer, 200)
     content = (_choice(answer).get("logprobs") or {}).get("content") or []
     tokens = _usage(answer.json)["completion_tokens"]
@@ -104,13 +104,13 @@ async def _logprobs(api: Api, entry: dict[str, Any]) -> str:
 
 
 async def _stop(api: Api, entry: dict[str, Any]) -> str:
-    free = await api.chat(_ASK, max_tokens=24, temperature=0)
+    free = await api.chat(_PROMPT, max_tokens=24, temperature=0)
     _expect(free, 200)
     text = _choice(free)["message"]["content"]
     word = next((part for part in text.split()[1:] if part.isalnum() and len(part) > 2 and text.count(part) == 1), None)
     if word is None:
         return t("the model's answer has no word to stop at")
-    answer = await api.chat(_ASK, max_tokens=24, temperature=0, stop=[word])
+    answer = await api.chat(_PROMPT, max_tokens=24, temperature=0, stop=[word])
     _expect(answer, 200)
     choice = _choice(answer)
     if word in choice["message"]["content"]:
@@ -123,18 +123,18 @@ async def _mistakes(api: Api, entry: dict[str, Any]) -> str:
     message = [{"role": "user", "content": "x"}]
     longest = int(entry.get("max_model_len") or 0)
     cases: list[tuple[str, str, Any, tuple[int, ...]]] = [
-        ("no JSON", "/v1/chat/completions", b"{oops", (400, 422)),
-        ("no messages", "/v1/chat/completions", {}, (400, 422)),
-        ("negative temperature", "/v1/chat/completions", {"messages": message, "temperature": -1}, (400, 422)),
-        ("negative max_tokens", "/v1/chat/completions", {"messages": message, "max_tokens": -5}, (400, 422)),
-        ("unknown role", "/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, (400, 422)),
-        ("unknown model", "/v1/chat/completions", {"model": secrets.token_hex(8), "messages": message}, (404,)),
-        ("unknown path", "/v1/no-such-path", {}, (404,)),
+        (t("no JSON"), "/v1/chat/completions", b"{oops", (400, 422)),
+        (t("no messages"), "/v1/chat/completions", {}, (400, 422)),
+        (t("negative temperature"), "/v1/chat/completions", {"messages": message, "temperature": -1}, (400, 422)),
+        (t("negative max_tokens"), "/v1/chat/completions", {"messages": message, "max_tokens": -5}, (400, 422)),
+        (t("unknown role"), "/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, (400, 422)),
+        (t("unknown model"), "/v1/chat/completions", {"model": secrets.token_hex(8), "messages": message}, (404,)),
+        (t("unknown path"), "/v1/no-such-path", {}, (404,)),
     ]  # fmt: skip
     if longest:
         words = "word " * (longest + 8)
         if len(words) < 8 << 20:
-            cases.append(("too long", "/v1/chat/completions", {"messages": [{"role": "user", "content": words}]},
+            cases.append((t("too long"), "/v1/chat/completions", {"messages": [{"role": "user", "content": words}]},
                           (400, 413, 422)))  # fmt: skip
     for name, path, body, allowed in cases:
         answer = await api.post(path, body)
@@ -166,7 +166,7 @@ async def _cancel(api: Api, entry: dict[str, Any]) -> str:
     except ValueError as error:
         raise Broken(t("/metrics cannot be read: {why}", why=plain(error))) from None
     room = max(16, int(entry.get("max_model_len") or 1024) - 256)
-    body = {"messages": [{"role": "user", "content": _ASK}], "stream": True, "max_tokens": min(4000, room),
+    body = {"messages": [{"role": "user", "content": _PROMPT}], "stream": True, "max_tokens": min(4000, room),
             "ignore_eos": True}  # fmt: skip
     if not await api.abandoned("/v1/chat/completions", body):
         raise Broken(t("no content token arrived"))
@@ -242,7 +242,8 @@ def _choice(answer: Answer) -> dict[str, Any]:
 def _usage(body: Any) -> dict[str, int]:
     usage = (body or {}).get("usage") or {}
     numbers = [usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-    if not all(isinstance(number, int) and number >= 0 for number in numbers) or numbers[0] + numbers[1] != numbers[2]:
+    whole = [number for number in numbers if isinstance(number, int) and number >= 0]
+    if len(whole) != 3 or whole[0] + whole[1] != whole[2]:
         raise Broken(t("usage does not add up: {usage}", usage=json.dumps(usage)))
     return usage
 

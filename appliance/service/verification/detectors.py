@@ -57,7 +57,7 @@ def saturation(entries: Sequence[dict[str, Any]]) -> str:
 
     Broken arithmetic shows as numbers that are none, as certainty for each token, or as the same for every candidate.
     """
-    chosen = [entry.get("logprob") for entry in entries]
+    chosen: list[Any] = [entry.get("logprob") for entry in entries]
     if not chosen:
         return t("there are no log-probabilities")
     if any(not isinstance(value, int | float) or math.isnan(value) or value > _NEARLY for value in chosen):

@@ -22,15 +22,15 @@ class _Strict(BaseModel):
 class Targets(_Strict):
     """Milliseconds of each request, the share of requests that must keep them, and what the whole must reach."""
 
-    ttft: float | None = Field(None, gt=0)
-    tpot: float | None = Field(None, gt=0)
-    itl: float | None = Field(None, gt=0)
-    e2el: float | None = Field(None, gt=0)
-    share: float = Field(0.95, gt=0, le=1)
-    output_throughput: float | None = Field(None, gt=0)
-    request_throughput: float | None = Field(None, gt=0)
-    users: int | None = Field(None, ge=1, le=10_000)
-    error_rate: float = Field(0.01, ge=0, le=1)
+    ttft: float | None = Field(default=None, gt=0)
+    tpot: float | None = Field(default=None, gt=0)
+    itl: float | None = Field(default=None, gt=0)
+    e2el: float | None = Field(default=None, gt=0)
+    share: float = Field(default=0.95, gt=0, le=1)
+    output_throughput: float | None = Field(default=None, gt=0)
+    request_throughput: float | None = Field(default=None, gt=0)
+    users: int | None = Field(default=None, ge=1, le=10_000)
+    error_rate: float = Field(default=0.01, ge=0, le=1)
 
     @property
     def slo(self) -> Slo:
@@ -43,10 +43,10 @@ class VerifyAnswers(_Strict):
 
     groups: list[Group] = list(GROUPS)
     profile: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = "chat"
-    requests: int | None = Field(None, ge=1, le=1_000_000)
-    seconds: float | None = Field(None, gt=0, le=86_400)
-    rate: float | None = Field(None, gt=0, le=100_000)
-    soak_seconds: float = Field(120.0, ge=0, le=30 * 86_400)
+    requests: int | None = Field(default=None, ge=1, le=1_000_000)
+    seconds: float | None = Field(default=None, gt=0, le=86_400)
+    rate: float | None = Field(default=None, gt=0, le=100_000)
+    soak_seconds: float = Field(default=120.0, ge=0, le=30 * 86_400)
     targets: Targets = Targets()
 
 

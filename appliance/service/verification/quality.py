@@ -25,6 +25,7 @@ from engine.message import without_ids
 from installer.base.i18n import plain, t
 
 _SELF_TEST = (sys.executable, "-s", "-P", "-m", "engine.selftest", "--json", "--time-limit", "300")
+_PROMPT = "Say something about the sea."
 _THINKING_TOKENS = 2048   # of an answer: models that think first need room before they answer
 _TEXT_TOKENS = 300
 _Text = Annotated[str, StringConstraints(min_length=2)]
@@ -141,7 +142,7 @@ async def _text(api: Api, ask: str, tokens: int, temperature: float | None = 0.0
 
 
 async def _logprobs(api: Api) -> list[dict]:
-    answer = await api.chat("Say something about the sea.", max_tokens=32, temperature=0, logprobs=True, top_logprobs=5)
+    answer = await api.chat(_PROMPT, max_tokens=32, temperature=0, logprobs=True, top_logprobs=5)
     if answer.status != 200:
         raise ValueError(f"HTTP {answer.status}: {answer.said}")
     return (answer.json["choices"][0].get("logprobs") or {}).get("content") or []

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from installer.base import fs
 from installer.base.errors import InstallError
 from installer.base.i18n import plain, t
 
-RUNNERS: Mapping[Group, Callable[[Verifying], Awaitable[list[Finding]]]] = {
+RUNNERS: Mapping[Group, Callable[[Verifying], Coroutine[Any, Any, list[Finding]]]] = {
     "health": health.run, "conformance": conformance.run, "quality": quality.run, "performance": performance.run,
     "stability": stability.run, "security": security.run,
 }  # fmt: skip
@@ -86,7 +86,7 @@ def verify(
         result = _kept(state, group, inputs)
         if result is None:
             begin(group)
-            result = _one(group, Verifying(subject, plan, *([told] if told else [])))
+            result = _one(group, Verifying(subject, plan, told) if told else Verifying(subject, plan))
             _keep(state, result, inputs)
         groups.append(result)
     return Verification(at=begun, base_url=subject.target.base_url, release=subject.release, plan=plan, groups=groups,

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import os
 import re
 import ssl
 import stat
@@ -22,6 +23,7 @@ from installer.base.layout import Layout
 from installer.service import units
 
 _MOST_EXPOSED = 3.0      # of systemd-analyze's scale to 10: "ok" ends at 4
+_DEPTH = 3               # levels of files that are looked at
 _WATCH_SECONDS = 3.0     # sockets that are open for a moment only
 _EXPOSURE = re.compile(r"Overall exposure level for (\S+): (\d+(?:\.\d+)?)")
 
@@ -176,8 +178,10 @@ def file_modes(layout: Layout) -> Finding:
 def _entries(root: Path) -> list[Path]:
     """What lies below, three levels deep: a release's thousands of files have the modes of its installation."""
     found: list[Path] = []
-    for pattern in ("*", "*/*", "*/*/*"):
-        found += [path for path in root.glob(pattern) if not path.is_symlink()]
+    for directory, folders, files in os.walk(root):  # follows no links
+        found += [Path(directory, name) for name in (*folders, *files)]
+        if len(Path(directory).relative_to(root).parts) >= _DEPTH - 1:
+            folders.clear()
     return found
 
 

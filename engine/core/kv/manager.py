@@ -1,12 +1,12 @@
-"""Who owns which page and slot: admission by prefix hit, growth, pages that leave a window, release after flight.
+"""Which sequence owns which pages and state slots: admission by prefix hit, growth, windows, release after flight.
 
-A sequence has a block table for each group of layers (spec.py), all of the same length; entries that its window has
-passed are the null page. So are, where pages are short, those of tokens that the last one of the step that computes
-them no longer sees: attention reads a step's own keys from its projections, and nobody but the prefix cache would need
-them. (What the last one sees must be there: layers without keys of their own go on with it alone.)
+A sequence has one block table for each group of layers (spec.py), all of the same length. Entries out of its window are
+the null page. When memory is tight, pages that no later token will attend to are not allocated at all: within a step,
+attention reads fresh keys straight from the projection, so only the prefix cache would need them. The pages that the
+step's last token attends to are always allocated, because layers without keys of their own read them for it.
 
-Free after flight: a page may be read or written by every step that was scheduled before its
-owner let go of it. It returns to its pool only when the newest of those steps has completed (`on_step_complete`).
+Free after flight: every step that was scheduled before a page was released may still read or write it. The page returns
+to its pool when the newest of those steps has completed (`on_step_complete`).
 """
 
 import math
@@ -20,10 +20,10 @@ from engine.core.kv.prefix_search import Prefix, PrefixSearch
 from engine.core.kv.spec import CacheMemory, pages_for
 from engine.core.sequence import NO_SLOT, Sequence
 
-_CHECKPOINT_EVERY = 2048  # tokens between checkpoints of a long prompt's state,
-_MOST_CHECKPOINTS = 8     # but more if there would be more than so many
-WORTH_A_STEP = 512       # tokens: fewer are computed again in about the time of the step that keeping a state adds
-_WATERMARK = 0.01  # share of the pages kept free at admission, so that running sequences can grow for a while
+_CHECKPOINT_EVERY = 2048  # tokens between checkpoints of a long prompt's state; more for the longest prompts,
+_MOST_CHECKPOINTS = 8     # so that a prompt has at most this many
+WORTH_A_STEP = 512        # tokens; below this, recomputing them is as cheap as the extra step that a checkpoint costs
+_WATERMARK = 0.01         # share of the pages kept free at admission, so that running sequences have room to grow
 
 
 class KVManager:
@@ -67,9 +67,9 @@ class KVManager:
     # -- admission ------------------------------------------------------------------------------------------------
 
     def find_prefix(self, seq: Sequence) -> Prefix:
-        """The longest cached beginning of `seq`; no state changes.
+        """The longest cached prefix of `seq`; changes nothing.
 
-        At most all pages but the one of the last known token: that token is computed again, its logits are needed.
+        At most all pages but the one of the last known token: that token is recomputed, because its logits are needed.
         Requests for prompt logprobs compute their whole prompt.
         """
         if not self.enable_prefix_caching or (seq.params.prompt_logprobs is not None and seq.num_output_tokens == 0):
@@ -78,11 +78,11 @@ class KVManager:
         return self._search.longest(seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size])
 
     def missing_pages(self, seq: Sequence) -> int:
-        """Pages that the known tokens of `seq` have yet to take, in a group without a window."""
+        """Pages that the known tokens of `seq` still need, in a group without a window."""
         return max(0, pages_for(len(seq.token_ids), self.page_size) - len(seq.pages)) if seq.pages else 0
 
     def lacking(self, seq: Sequence, hit: Prefix, *, promised: int, reserve: bool) -> int:
-        """0 if the whole sequence fits beside `hit`, else how many pages at least must be released before it may.
+        """0 if the whole sequence fits in addition to `hit`, else the fewest pages that must be released first.
         `promised` pages are kept for others; with `reserve`, so is a watermark."""
         length, held = len(seq.token_ids), pages_for(hit.num_tokens, self.page_size)
         needs = []
@@ -101,7 +101,7 @@ class KVManager:
         return self.arena.lacking(needs, woken)
 
     def watch(self, seq: Sequence, hit: Prefix) -> None:
-        """Have the arena note when a page or state gets a name that could make `hit` longer."""
+        """Let the arena note when a page or state gets a hash that would extend `hit`."""
         first = hit.num_tokens // self.page_size
         names = seq.page_hashes[first : (len(seq.token_ids) - 1) // self.page_size]
         if len(self.arena.pools) == 1 and not self._windows:
@@ -109,7 +109,7 @@ class KVManager:
         self.arena.watch(names)
 
     def admit(self, seq: Sequence, hit: Prefix, step_id: int) -> None:
-        """Give a waiting sequence the cached pages of its prefix, and a slot for its state, for a step to come."""
+        """Give a waiting sequence the cached pages of its prefix and a slot for its state, for the next step."""
         assert not seq.pages, "a waiting sequence owns no pages"
         for pool, table in zip(self.pools, hit.tables, strict=True):
             pool.share(page for page in table if page != NULL_PAGE)
@@ -188,7 +188,7 @@ class KVManager:
         return saves
 
     def release(self, seq: Sequence) -> None:
-        """Let go of all that `seq` owns, after flight."""
+        """Release everything that `seq` owns, after flight."""
         for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
             self._release(seq, pool, _owned(table[seq.num_passed[group] :])[::-1])
         if self.slots is not None:
@@ -200,12 +200,12 @@ class KVManager:
         seq.num_pages_sent = 0
 
     def forget(self, seq: Sequence) -> None:
-        """What has a name of `seq` is not to be found again, page or state, whoever owns it now."""
+        """Remove every page and state of `seq` from the prefix cache, whoever owns it now."""
         for pool in self.arena.pools:
             pool.forget([page for name in seq.page_hashes if (page := pool.find(name)) is not None])
 
     def holders(self, names: list[bytes], seqs: Iterable[Sequence]) -> list[Sequence]:
-        """Those of `seqs` that use a page which is found by one of `names`."""
+        """The sequences that use a page found by one of `names`."""
         found = [{page for name in names if (page := pool.find(name)) is not None} for pool in self.pools]
         if not any(found):
             return []
@@ -237,7 +237,7 @@ class KVManager:
         return moved
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every page; whether there was one to forget."""
+        """Empty the prefix cache. Returns whether it held any page."""
         forgotten = [pool.forget_all() for pool in self.arena.pools]
         return any(forgotten)
 
@@ -298,7 +298,7 @@ class KVManager:
             pool.release(pages)
 
     def _free_passed(self, seq: Sequence) -> None:
-        """Let go of pages that the window of their group has left behind."""
+        """Release pages that are out of their group's window."""
         for group in self._windows:
             done, passed = seq.num_passed[group], self.memory.passed_pages(group, seq.num_computed_tokens)
             passed = min(passed, len(seq.pages))

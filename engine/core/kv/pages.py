@@ -1,7 +1,7 @@
 """The pools of pages and state slots: reference counts, free lists, which page holds which hash; and the arena of
 slabs that they share.
 
-    page 0          null page: padding writes here, and entries that have left the window point here; never given out
+    page 0          null page: padding writes go here, and table entries out of a window point here; never allocated
     in use          refs > 0
     free, cached    refs == 0 but still addressable by hash; reused last, oldest first (LRU)
     free, empty     refs == 0 and without a hash
@@ -17,9 +17,9 @@ NULL_PAGE = 0
 
 
 class Arena:
-    """Slabs, each without owner or owned by one pool.
+    """Equal pieces of memory (slabs), each free or owned by one pool.
 
-    `moved` lists slabs that hold what another pool left there, until somebody clears the list.
+    `moved` lists slabs that still hold another pool's data, until the list is taken.
     """
 
     def __init__(self, num_slabs: int, per_slab: Sequence[int], first_ids: Sequence[int]) -> None:
@@ -27,12 +27,12 @@ class Arena:
         self.free = deque(range(num_slabs))
         self.pools = [PagePool(self, per, first) for per, first in zip(per_slab, first_ids, strict=True)]
         self.moved: list[int] = []
-        self.num_released = 0              # so many times a page or slot was released by its last owner
-        self.named_watched = False         # one has got a name that somebody watches for
+        self.num_released = 0              # pages and slots released by their last owner, so far
+        self.named_watched = False         # a watched name was given to a page
         self._watched: set[bytes] = set()
         self._last_owner: list[PagePool | None] = [None] * num_slabs
         self._clock = 0
-        if len(self.pools) == 1:  # nobody to share with
+        if len(self.pools) == 1:  # no other pool
             self.pools[0].adopt_all()
 
     def tick(self) -> int:
@@ -40,11 +40,11 @@ class Arena:
         return self._clock
 
     def fits(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> bool:
-        """Whether each pool can take so many pages, all at once, after `woken` pages of it have been shared."""
+        """Whether each pool can provide its pages, all at once, after `woken` pages of it have been shared."""
         return self._slack(needs, woken) >= 0
 
     def lacking(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> int:
-        """0 if they fit, else how many pages at least must be released before they may."""
+        """0 if they fit, else the fewest pages that must be released first."""
         slack = self._slack(needs, woken)
         if slack >= 0:
             return 0
@@ -62,12 +62,12 @@ class Arena:
             self.named_watched = True
 
     def take(self, needs: Sequence[int]) -> list[list[int]] | None:
-        """So many pages of each pool, or None (and no change) when they do not all fit."""
+        """That many pages of each pool, or None (and no change) when they do not all fit."""
         slack = self._slack(needs)
         if slack < 0:
             return None
-        # A page may cost a slab, where a cached one of a busy slab would have done. One pool must not take so
-        # what another one needs.
+        # A new page may take a slab although a cached page in a busy slab would do. That must not take a slab
+        # that another pool needs.
         careful = slack < sum(needs)
         taken = []
         for pool, need in zip(self.pools, needs, strict=True):
@@ -77,7 +77,7 @@ class Arena:
         return taken
 
     def _slack(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> int:
-        """Slabs that nobody uses, less those that `needs` will take at best; below zero if they do not fit."""
+        """Unused slabs less the fewest that `needs` takes; negative if they do not fit."""
         spare, missing = len(self.free), 0
         for pool, need, wake in zip(self.pools, needs, woken or [()] * len(needs), strict=True):
             asleep = [page for page in wake if pool.is_free(page)]
@@ -132,17 +132,17 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages if all slabs were ours."""
+        """Pages if this pool owned all slabs."""
         return self.num_pages - self._first_id
 
     @property
     def num_free(self) -> int:
-        """In our slabs."""
+        """Free pages in the slabs of this pool."""
         return self._num_empty + len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Free, or in slabs that we could have."""
+        """Free pages, including those of slabs that this pool could acquire."""
         others = sum(len(pool.idle) for pool in self._arena.pools if pool is not self)
         return self.num_free + (len(self._arena.free) + others) * self.per_slab
 
@@ -162,7 +162,7 @@ class PagePool:
         return pages
 
     def take_carefully(self, count: int) -> list[int]:
-        """Pages that are known to fit, from as few slabs that nobody uses as can be."""
+        """Pages that are known to fit, taking as few unused slabs as possible."""
         pages: list[int] = []
         for slab in [e for e in self._empty if e not in self.idle]:
             while len(pages) < count and slab in self._empty:
@@ -228,7 +228,7 @@ class PagePool:
                     self._return_if_empty(self.slab_of(page))
 
     def forget_all(self) -> bool:
-        """Empty the prefix cache; pages in use stay in use. Whether there was one."""
+        """Empty the prefix cache; pages in use stay in use. Returns whether it held any."""
         known = list(self._hash_of)
         self.forget(known)
         return bool(known)
@@ -243,7 +243,7 @@ class PagePool:
         return (page - self._first_id) // self.per_slab
 
     def give_up_idle(self) -> int:
-        """Part with the slab that has been idle the longest; what it caches is lost."""
+        """Give up the slab that has been idle the longest, with what it caches."""
         slab = next(iter(self.idle))
         for page in self._pages_of(slab):
             if page in self._cached:
@@ -282,7 +282,7 @@ class PagePool:
         self._num_empty -= len(self._empty.pop(slab, ()))
 
     def _return_if_empty(self, slab: int) -> None:
-        """A slab with nothing in use and nothing cached is anybody's; one that nobody else could want stays."""
+        """Return a slab with nothing in use and nothing cached to the arena, unless there is no other pool."""
         empty = self._empty.get(slab, ())
         if slab in self.idle and len(empty) == self.per_slab and len(self._arena.pools) > 1:
             self._part_with(slab)

@@ -29,7 +29,7 @@ _FEWEST_SEQS = 8   # sequences at once are not fitted to less than this for the 
 _TABLE_SHARE = 8   # where the number of sequences is open, their table takes at most an eighth of what is left
 _MUCH_MEMORY = 70 * GIB  # H100, A100 of 80 GB, H200, B200, RTX PRO 6000; not L4, A10, RTX 4090, L40S, parts of a GPU
 _FEWEST_TOKENS = 512     # of a step; fewer make prompts slow
-_STEP_SHARE = 8          # a step's activations take at most an eighth of what is left beside the weights
+_STEP_SHARE = 8          # a step's activations take at most an eighth of what the weights leave
 _SHORT_CONTEXT = 256  # tokens that each sequence should have room for, where their number is open
 
 
@@ -186,7 +186,7 @@ def plan_memory(
 
     `max_model_len`: a number is honoured or refused; None takes the largest that fits, at most `model_max_len`.
     `max_num_seqs`: a number is honoured; None takes `default_num_seqs`, or less so that the context fits, that their
-    table stays small beside the pages, and that each can have a page; it says so if that is less than
+    table stays small compared with the pages, and that each can have a page; it says so if that is less than
     `usual_num_seqs`.
     Raises OutOfMemoryPlanError with the numbers.
     """

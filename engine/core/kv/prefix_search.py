@@ -1,7 +1,7 @@
-"""The longest beginning of a sequence that the cache still holds, and after which the sequence can go on.
+"""The longest cached prefix from which a sequence can continue.
 
-Full attention needs every page. A window needs those that the next token sees: before them its table may have gaps (the
-null page). A model with recurrent layers needs the state after the last page, too.
+Full attention needs every page. A sliding window needs the pages that the next token attends to; earlier entries of its
+table may be the null page. Recurrent layers also need a checkpoint of the state after the last page.
 """
 
 from collections.abc import Sequence as Items
@@ -17,8 +17,8 @@ class Prefix:
 
     num_tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
-    checkpoint: int | None = None   # slot of the state after these tokens, of a model that has one
-    branch: int = 0                 # so many tokens have cached pages, if no cached state
+    checkpoint: int | None = None   # slot of the recurrent state after these tokens
+    branch: int = 0                 # tokens that have cached pages, with or without a cached state
 
 
 class PrefixSearch:
@@ -29,7 +29,7 @@ class PrefixSearch:
         self._windows = memory.window_groups
 
     def longest(self, digests: list[bytes]) -> Prefix:
-        """Of a sequence whose full pages have these names."""
+        """For a sequence whose full pages have these names."""
         size = self.memory.page_size
         found = [
             _cached_pages(pool, digests, window)

@@ -100,7 +100,7 @@ class CacheSpec:
 
     @property
     def page_bytes(self) -> int:
-        """A page of every group: what `page_size` tokens take while no window has passed them."""
+        """Bytes of one page of every group: `page_size` tokens that are within every window."""
         return sum(group.page_bytes for group in self.groups)
 
     @property
@@ -114,16 +114,16 @@ class CacheSpec:
 
     @property
     def state_dtypes(self) -> str:
-        """In which recurrences keep their states (a layer's first tensor): `float32`."""
+        """The dtypes of recurrent states (a layer's first tensor): `float32`."""
         return " and ".join(sorted({layer.dtypes[0] for layer in self.layers if isinstance(layer, StateLayer)}))
 
     @property
     def fixed_bytes(self) -> int:
-        """Beside the slabs: a null page, which all groups share, and a slot for padding."""
+        """Bytes outside the slabs: the null page, which all groups share, and a state slot for padding."""
         return max(self.page_strides) + self.slot_stride
 
     def memory(self, num_slabs: int) -> "CacheMemory":
-        """What the scheduler shares out of `num_slabs` slabs."""
+        """The scheduler's view of `num_slabs` slabs."""
         windows = tuple(group.window for group in self.groups)
         if len(self.per_slab) == 1:  # nothing to move between kinds: one large slab
             return CacheMemory(self.page_size, windows, False, (num_slabs,), 1)
@@ -154,7 +154,7 @@ class CacheMemory:
 
     @classmethod
     def of_pages(cls, num_pages: int, page_size: int) -> "CacheMemory":
-        """Full attention alone: one group, of `num_pages` pages beside the null page."""
+        """Full attention alone: one group, of `num_pages` pages, not counting the null page."""
         return cls(page_size, (None,), False, (num_pages,), 1)
 
     @property
@@ -163,7 +163,7 @@ class CacheMemory:
         return tuple(group for group, window in enumerate(self.windows) if window is not None)
 
     def passed_pages(self, group: int, position: int) -> int:
-        """Pages of a group that no token from `position` on sees."""
+        """Pages of a group that no token from `position` on attends to."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.page_size
 

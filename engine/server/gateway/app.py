@@ -3,42 +3,46 @@
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, Response
 
 from engine.errors import AtollError
 from engine.server.gateway import health
+from engine.server.gateway.docs_page import HEADERS, docs_page
+from engine.server.gateway.openapi import openapi_document
+from engine.server.http.access import needs_key
 from engine.server.http.auth import KeyFile
-from engine.server.http.errors import ApiError, from_exception, shortened
+from engine.server.http.errors import ApiError, from_exception, invalid, shortened
 from engine.server.http.limits import Limits
 from engine.server.http.metrics import Metrics
 from engine.server.http.middleware import Authentication, RequestContext
 from engine.server.openai import chat, completions, models
 from engine.server.openai.serving import Gateway, ServedModel
 
-ROUTES = [
-    Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions.completions, methods=["POST"]),
-    Route("/v1/models", models.list_models, methods=["GET"]),
-    Route("/v1/models/{id:path}", models.get_model, methods=["GET"]),  # ids may contain slashes
-    Route("/tokenize", models.tokenize, methods=["POST"]),
-    Route("/detokenize", models.detokenize, methods=["POST"]),
-    Route("/health", health.health, methods=["GET"]),
-    Route("/livez", health.livez, methods=["GET"]),
-    Route("/version", health.version, methods=["GET"]),
-    Route("/metrics", health.metrics, methods=["GET"]),
-    Route("/openapi.json", health.openapi, methods=["GET"]),
-]
-_TEMPLATES = {route.path: re.sub(r":\w+\}", "}", route.path) for route in ROUTES}
+# Family of routes -> the scope that a key needs for it; None: open to everybody.
+_FAMILIES: tuple[tuple[APIRouter, str | None], ...] = (
+    (chat.router, "serve"),
+    (completions.router, "serve"),
+    (models.models_router, "serve"),
+    (models.text_router, "serve"),
+    (health.scraped, "metrics"),
+    (health.probes, None),
+)
+OPENAPI_PATH = "/openapi.json"
+DOCS_PATH = "/docs"
+ROUTES = {OPENAPI_PATH, DOCS_PATH} | {
+    route.path_format for router, _ in _FAMILIES for route in router.routes if isinstance(route, APIRoute)}
 
 
 def create_app(
@@ -77,19 +81,24 @@ def create_app(
         ))
     if auth is not None:
         middleware.append(Middleware(Authentication, keys=auth))
-    # Requests and replies are msgspec structs, and the OpenAPI document is made from them: FastAPI's own schema and
-    # documentation pages (which load scripts from a CDN) stay off.
     app = FastAPI(
         title="Atoll",
-        openapi_url=None,
-        docs_url=None,
+        version=gateway.version or "0",
+        openapi_url=OPENAPI_PATH,
+        docs_url=None,  # FastAPI's pages load scripts from a CDN; ours is in docs_page.py
         redoc_url=None,
-        routes=list(ROUTES),
+        redirect_slashes=False,
+        default_response_class=Response,
+        generate_unique_id_function=_operation_id,
+        exception_handlers={
+            ApiError: _error, AtollError: _error, HTTPException: _http_error, RequestValidationError: _bad_parameter},
         middleware=middleware,
-        exception_handlers={ApiError: _error, AtollError: _error, HTTPException: _http_error},  # type: ignore[dict-item]
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False
+    for router, scope in _FAMILIES:
+        app.include_router(router, **(needs_key(scope) if scope is not None and auth is not None else {}))
+    app.add_api_route(DOCS_PATH, _docs, include_in_schema=False)
+    app.openapi = cache(partial(openapi_document, app.routes, gateway.version))  # type: ignore[method-assign]
     app.state.gateway = gateway
     return app
 
@@ -99,6 +108,10 @@ def package_version() -> str:
         return installed_version("atoll")
     except PackageNotFoundError:  # a bare checkout
         return "0"
+
+
+async def _docs(request: Request) -> Response:
+    return HTMLResponse(docs_page(request.app.openapi()), headers=HEADERS)
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -113,8 +126,19 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return ApiError(error.status_code, message, headers=headers).response()
 
 
+async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:
+    """A parameter of the path or the query that cannot be read."""
+    first = error.errors()[0]
+    return invalid(f"{shortened(str(first['loc'][-1]))}: {shortened(str(first['msg']))}.").response()
+
+
+def _operation_id(route: APIRoute) -> str:
+    method = next(iter(route.methods or ("get",))).lower()
+    return f"{method}_{re.sub(r'[/{}]+', '_', route.path_format).strip('_')}"
+
+
 def _template_of(path: str) -> str | None:
-    """The route template of a path, for metric labels; None for paths that are nobody's."""
-    if path in _TEMPLATES:
+    """The route template of a path, for metric labels; None for unknown paths."""
+    if path in ROUTES:
         return path
     return "/v1/models/{id}" if path.startswith("/v1/models/") else None

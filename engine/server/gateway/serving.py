@@ -1,6 +1,7 @@
 """The main loop of every process that answers HTTP: `atoll gateway`, and `atoll serve` with its engine as a child."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -37,6 +38,8 @@ def run(serving: Serving) -> int:
 
     The first SIGTERM or SIGINT lets running requests end, the second stops at once.
     """
+    gc.collect()
+    gc.freeze()  # what is loaded by now lives until the end: no collection needs to look at it again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(serving))
 

@@ -26,7 +26,8 @@ from engine.message import msg, reason
 
 log = logging.getLogger("atoll.auth")
 
-PUBLIC_PATHS = frozenset({"/health", "/livez", "/version"})  # everything else needs a key when a key file is set
+# With a key file, everything else needs a key. The documents hold nothing of this server, and browsers send no key.
+PUBLIC_PATHS = frozenset({"/health", "/livez", "/version", "/docs", "/openapi.json"})
 MAX_KEY_CHARACTERS = 512
 MAX_FILE_BYTES = 4 << 20
 MAX_GROUP_CHARACTERS = 64
@@ -57,11 +58,6 @@ class ApiKey:
     def allows(self, scope: str) -> bool:
         """Whether it opens what asks for `scope`; `admin` opens all. Names that we do not know open nothing."""
         return scope in self.scopes or "admin" in self.scopes
-
-
-def required_scope(path: str) -> str:
-    """What a key must be for to use `path`."""
-    return "metrics" if path == "/metrics" else "serve"
 
 
 class KeyFile:

@@ -32,8 +32,8 @@ from engine.server.http.limits import Limits
 log = logging.getLogger("atoll.server")
 
 RESERVED_DESCRIPTORS = 256  # for everything but clients: engines' sockets, files, refusals under way
-MAX_REFUSALS = 64           # connections that are told at once why they are refused
-REFUSAL_SECONDS = 2.0       # for the TLS handshake of one that is only told that
+MAX_REFUSALS = 64           # connections that are sent the reason of their refusal at one time
+REFUSAL_SECONDS = 2.0       # for the TLS handshake of such a connection
 _ACCEPTS_A_TURN = 64        # then other work of the event loop gets its turn
 _NO_DESCRIPTORS_SECONDS = 0.5
 _TLS_END_SECONDS = 86400.0  # reader_watch.py ends it far sooner, but never for somebody who still reads
@@ -91,7 +91,7 @@ class Connections:
         """Take a new connection, if need be instead of one that waits. The result may be `refused`: to be told so and
         closed. None: close it without a word."""
         limits, most = self._limits, self._limits.max_connections_per_address
-        # The address first: whoever has used up a share displaces nobody else.
+        # The address first: a client over its own share must not displace others.
         if address is not None and most and self._per_address[address] >= most and not self._displace(address):
             return self._refuse(address, overloaded(
                 f"Your address may have {most} connections; close one, or wait for an answer to end.",

@@ -61,8 +61,9 @@ def publish(source: Path, target: Path, user: str) -> None:
         try:
             if os.fstat(directory).st_uid != os.geteuid():
                 raise ConfigError(
-                    msg("{target} does not belong to us.", target=target), "--to", msg("Remove it; it is made anew.")
-                )
+                    msg("{target} does not belong to us.", target=target), "--to",
+                    msg("Remove it; it is created again."),
+                )  # fmt: skip
             os.fchmod(directory, 0o711)
             for name in PUBLISHED:
                 try:

@@ -58,6 +58,10 @@ class Limits:
     # what the server takes on
     max_in_flight: int = _count(1024, "generating requests of all clients; more get 503")
     max_in_flight_per_key: int = _count(0, "generating requests of one key, 0 for no bound; more get 429", at_least=0)
+    max_requests_per_minute_per_key: int = _count(0, "of one key, 0 for no bound; more get 429", at_least=0)
+    max_tokens_per_minute_per_key: int = _count(
+        0, "of prompts and answers of one key, 0 for no bound; what comes above it gets 429", at_least=0,
+        at_most=1_000_000_000)
     max_waiting: int = _count(2048, "sequences that may wait in one engine; beyond, requests get 503")
     isolate_prefix_cache: bool = setting(True, "false has all keys share cached prompts")
     text_threads: int = _count(2, "threads that tokenise and render templates", at_most=256)

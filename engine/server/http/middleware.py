@@ -9,7 +9,7 @@ from collections.abc import Callable
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.server.http.auth import PUBLIC_PATHS, KeyFile, bearer_token, required_scope
+from engine.server.http.auth import PUBLIC_PATHS, KeyFile, bearer_token
 from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, internal
 from engine.server.http.metrics import UNKNOWN, Metrics
@@ -59,9 +59,9 @@ class RequestContext:
 
 
 class Authentication:
-    """With a key file, every path but `PUBLIC_PATHS` needs a valid key that is for it, also paths that do not exist.
+    """With a key file, every path but `PUBLIC_PATHS` needs a valid key, also paths that do not exist.
 
-    On a public path a valid key is noted, too: who shows one may see more.
+    On a public path a valid key is noted, too: it shows more. What a key may do, `access.py` decides for each route.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyFile) -> None:
@@ -81,13 +81,6 @@ class Authentication:
                 await error.response()(scope, receive, send)
                 return
             scope["caller"].key = key
-            if not key.allows(needed := required_scope(scope["path"])):
-                error = ApiError(
-                    403, f"This API key lacks the scope {needed!r}.", type="permission_error",
-                    code="insufficient_scope",
-                )
-                await error.response()(scope, receive, send)
-                return
         await self._app(scope, receive, send)
 
 

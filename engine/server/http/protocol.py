@@ -1,7 +1,7 @@
 """HTTP/1.1 for uvicorn, with the bounds that a LAN needs: headers limited in size and time, errors in OpenAI's shape.
 
-uvicorn over httptools bounds neither: a client could send headers for ever, or none at all. No connection lives without
-a timer or a request:
+uvicorn with httptools bounds neither: a client could send headers without end, or none at all. Every connection has a
+timer or a request:
 
     headers     header_seconds, from the connection or from a request's first byte
     body        body_seconds (body.py)
@@ -173,7 +173,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Run the application; if it answers before it has read the request's body, the connection closes behind the
-        answer, because whoever sends the rest could hold it for ever."""
+        answer, because a client that never sends the rest could hold it open."""
         self._running = cycle
         cycle.transport = _Reply(self)  # type: ignore[assignment]
 
@@ -200,7 +200,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return getattr(caller, "key", None) is not None
 
     def pause_writing(self) -> None:
-        """The peer does not read, and what waits for it has become much: it gets a while, not for ever."""
+        """The peer does not read and much is waiting for it: start the clock after which the connection is closed."""
         super().pause_writing()
         assert self._reader is not None
         self._reader.behind()

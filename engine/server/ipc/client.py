@@ -1,4 +1,4 @@
-"""The gateway's end of the engine's socket: token ids in, `StepOutput`s out, and an honest word on its health."""
+"""The gateway's end of the engine's socket: submits requests, yields `StepOutput`s, and knows the engine's health."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ log = logging.getLogger("atoll.client")
 
 BACKOFF_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to connect; the last one repeats
 PING_SECONDS = 5.0         # of silence before the engine is asked whether its loop turns
-STALL_SECONDS = 60.0       # without a step while there is work, or without the Pong, before it counts as unhealthy
-DROP_SECONDS = 240.0       # of a stall before the connection is given up; whoever may kill the engine does so sooner
-MAX_UNSENT_BYTES = 64 << 20    # of requests that the engine has not read; then new ones are refused
-MAX_BACKLOG_BYTES = 256 << 20  # of outputs, in about, that clients have not taken; then the one furthest behind is cut
+STALL_SECONDS = 60.0       # without a step although there is work, or without a Pong, until it counts as unhealthy
+DROP_SECONDS = 240.0       # of a stall until the connection is dropped; a supervisor kills the engine sooner
+MAX_UNSENT_BYTES = 64 << 20    # of requests that the engine has not read; above it new ones are refused
+MAX_BACKLOG_BYTES = 256 << 20  # of outputs not yet read, approximately; above it the slowest reader is aborted
 READ_BYTES = 256 << 10
 
 
@@ -30,7 +30,7 @@ class EngineClient:
     """One engine process behind a Unix socket. Reconnects by itself, also to an engine that was restarted.
 
     `state` is "connecting", "loading", "ready" or "dead" (it was there and is gone; attempts go on). `info` is None
-    until the engine is ready, and is kept while it restarts. `progress` says in words what loading is at.
+    until the engine is ready, and is kept while it restarts. `progress` describes the stage of loading.
     `on_step` is called with (previous, present) stats for every frame of outputs, for metrics.
     """
 
@@ -175,7 +175,7 @@ class EngineClient:
             writer.close()
 
     async def _ping(self) -> None:
-        """Silence is not health: ask the loop itself, and remember since when it has owed the answer."""
+        """Ping after a silence, and remember since when the Pong is due."""
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self.stalled(DROP_SECONDS) and self._writer is not None:
@@ -218,7 +218,7 @@ class EngineClient:
 
     def _advance(self, stats: EngineStats) -> None:
         before, self.stats = self.stats, stats
-        self._asked = 0.0  # whatever it sent, its loop turned: the Pong may come behind the outputs
+        self._asked = 0.0  # any message shows that its loop turns: the Pong may be queued behind outputs
         if stats.steps != before.steps or not before.num_running:
             self._progressed = time.monotonic()
         if self.on_step is not None:
@@ -309,15 +309,15 @@ class _Stream:
 
 
 class _Backlog:
-    """What all streams hold together. The engine waits for no client, so outputs of those who read slowly pile up; a
-    slow reader is left alone for as long as there is room."""
+    """The unread outputs of all streams. The engine waits for no client, so outputs of slow readers pile up; they are
+    kept while there is room."""
 
     def __init__(self, streams: dict[str, _Stream]) -> None:
         self.bytes = 0
         self._streams = streams
 
     def cut(self) -> list[str]:
-        """Give up the requests furthest behind until the rest fits. Returns their ids, for the engine to end them."""
+        """Abort the requests furthest behind until the rest fits. Returns their ids."""
         given_up = []
         while self.bytes > MAX_BACKLOG_BYTES:
             key, stream = max(self._streams.items(), key=lambda item: item[1].bytes)
@@ -329,7 +329,7 @@ class _Backlog:
 
 
 def _size(output: StepOutput) -> int:
-    """Bytes of memory, in about."""
+    """Approximate bytes of memory."""
     size = 500 + 32 * len(output.new_token_ids)
     for position in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
         size += 200 + 100 * len(position.top) if position is not None else 16

@@ -81,7 +81,7 @@ class IpcServer:
         return [c for c in self._connections if c.name]
 
     def poll(self, timeout: float | None) -> list[Incoming]:
-        """Move bytes; return what clients said. Blocks up to `timeout` seconds (None: for ever) if nothing is there."""
+        """Read and write; return what clients sent. Blocks up to `timeout` seconds (None: no limit) for something."""
         ready = self._selector.select(0 if self._incoming else timeout)
         for key, mask in ready:
             if key.fileobj is self._listener:

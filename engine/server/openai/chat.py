@@ -6,25 +6,23 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
+from starlette.responses import Response
 
 from engine.core.params import SamplingParams
 from engine.errors import InvalidRequestError
+from engine.server.http.documented import documented
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai import replies as r
 from engine.server.openai.answer import Addition, Answer, Choice
 from engine.server.openai.generation import ChoiceDelta
 from engine.server.openai.logprobs import chat_logprobs
-from engine.server.openai.pipeline import Pipeline
+from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
 from engine.server.openai.sampling import answer_room, check_length_before_encoding, sampling_params
 from engine.server.openai.schema import ChatRequest, Message, TokenizeRequest
 from engine.server.openai.serving import Gateway, ServedModel
 from engine.text.conversation import encode_chat
 from engine.text.template import checked_kwargs
-
-
-async def chat_completions(request: Request) -> Any:
-    return await _CHAT(request)
 
 
 async def chat_prompt(
@@ -177,4 +175,12 @@ class ChatAnswer(Answer[ChatRequest]):
             self.id, "chat.completion.chunk", self.created, self.model, [choice], self.usage_so_far(), prompt))
 
 
-_CHAT = Pipeline(ChatRequest, _prompts, _sampling, ChatAnswer, _check)
+_PIPELINE = Pipeline(ChatRequest, _prompts, _sampling, ChatAnswer, _check)
+router = generating_router()
+
+
+@router.post("/v1/chat/completions", **documented(
+    "Answer a conversation", body=ChatRequest, reply=r.ChatCompletion, event=r.ChatCompletionChunk,
+    errors=GENERATING_ERRORS))
+async def chat_completions(request: Request) -> Response:
+    return await _PIPELINE(request)

@@ -3,16 +3,18 @@
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from engine.core.params import SamplingParams
 from engine.errors import InvalidRequestError
+from engine.server.http.documented import documented
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai import replies as r
 from engine.server.openai.answer import Addition, Answer, Choice
 from engine.server.openai.generation import ChoiceDelta, Generation
 from engine.server.openai.logprobs import completion_logprobs
-from engine.server.openai.pipeline import Pipeline
+from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
 from engine.server.openai.sampling import answer_room, check_length_before_encoding, check_token, sampling_params
 from engine.server.openai.schema import CompletionRequest
 from engine.server.openai.serving import Gateway, ServedModel
@@ -20,10 +22,6 @@ from engine.text.detok import Detokenizer
 from engine.text.tokenizer import TextTokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
-
-
-async def completions(request: Request) -> Any:
-    return await _COMPLETIONS(request)
 
 
 def parse_prompt(prompt: str | list[Any], max_prompts: int) -> list[str] | list[list[int]]:
@@ -200,4 +198,11 @@ def joined(first: r.CompletionLogprobs, second: r.CompletionLogprobs) -> r.Compl
     return first
 
 
-_COMPLETIONS = Pipeline(CompletionRequest, _prompts, _sampling, CompletionAnswer)
+_PIPELINE = Pipeline(CompletionRequest, _prompts, _sampling, CompletionAnswer)
+router = generating_router()
+
+
+@router.post("/v1/completions", **documented(
+    "Continue a text", body=CompletionRequest, reply=r.Completion, event=r.Completion, errors=GENERATING_ERRORS))
+async def completions(request: Request) -> Response:
+    return await _PIPELINE(request)

@@ -1,14 +1,14 @@
 """What the generating endpoints share: checks, prefix-cache salts, and work that stops when its client leaves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
+from engine.server.http.access import caller_of
 from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
@@ -23,10 +23,6 @@ T = TypeVar("T")
 
 def gateway_of(request: Request) -> Gateway:
     return request.app.state.gateway
-
-
-def caller_of(request: Request) -> Caller:
-    return request.scope["caller"]
 
 
 def json_reply(reply: Any) -> Response:
@@ -76,19 +72,15 @@ def priority_of(request: SamplingFields, caller: Caller, info: EngineInfo) -> in
     return priority
 
 
-async def admitted(request: Request, answer: Callable[[Request, ExitStack], Awaitable[Any]]) -> Any:
-    """`answer`, counted as work in progress before a byte of the body is read: a full server parses nothing.
-
-    The count lasts until `admission` closes, which a stream takes over. Raises ApiError 503 and 429.
-    """
-    with ExitStack() as admission:
-        admission.enter_context(gateway_of(request).admitted(caller_of(request)))
-        return await answer(request, admission)
+async def admission(request: Request) -> AsyncIterator[None]:
+    """A dependency: the request counts as work in progress until the last byte of its answer, and is refused before a
+    byte of its body is read if there is too much. Raises ApiError 503 and 429."""
+    with gateway_of(request).admitted(caller_of(request)):
+        yield
 
 
-async def stream_reply(events: AsyncIterator[bytes], limits: Limits, admission: ExitStack) -> Any:
-    """An event stream that holds `admission` until its last byte."""
-    stream = EventStream(events, limits, on_end=admission.pop_all().close)
+async def stream_reply(events: AsyncIterator[bytes], limits: Limits) -> EventStream:
+    stream = EventStream(events, limits)
     await stream.prime()
     return stream
 

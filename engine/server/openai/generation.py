@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,11 +43,13 @@ class Generation:
     """
 
     def __init__(self, model: ServedModel, metrics: Metrics, prompts: Sequence[list[int]], params: SamplingParams, *,
-                 priority: int = 0, cache_salt: str = "") -> None:
+                 priority: int = 0, cache_salt: str = "", on_end: Callable[[int], None] = lambda _: None) -> None:
+        """`on_end` gets the tokens of prompts and answers when the iteration ends, however it ends."""
         self.prompts = prompts
         self.params = params
         self._model, self._metrics = model, metrics
         self._priority, self._cache_salt = priority, cache_salt
+        self._on_end = on_end
         self._id = uuid.uuid4().hex
         self._completion_tokens = 0
         self._cached = [0] * len(prompts)
@@ -66,6 +68,7 @@ class Generation:
                 self._completion_tokens += len(delta.token_ids)
                 yield delta
         finally:
+            self._on_end(self.usage.total_tokens)
             await stream.aclose()
 
     async def _choice(self, index: int, prompt: int, child: int) -> AsyncIterator[ChoiceDelta]:

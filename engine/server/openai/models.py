@@ -1,35 +1,50 @@
 """`/v1/models`, `/tokenize` and `/detokenize`: what is served, and how it cuts text."""
 
-from contextlib import ExitStack
-
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
+from engine.server.http.documented import READ, documented
 from engine.server.openai import replies as r
 from engine.server.openai.body import read_request
 from engine.server.openai.chat import chat_prompt, check_chat_size, check_content
-from engine.server.openai.endpoint import admitted, gateway_of, json_reply
+from engine.server.openai.endpoint import admission, gateway_of, json_reply
 from engine.server.openai.sampling import check_length_before_encoding
 from engine.server.openai.schema import DetokenizeRequest, TokenizeRequest
 from engine.server.openai.serving import ServedModel
 
+_ERRORS = (404, *READ, 429, 503)
 
+models_router = APIRouter(tags=["Models"])
+text_router = APIRouter(tags=["Text and tokens"], dependencies=[Depends(admission)])
+
+
+@models_router.get("/v1/models", **documented("List the served models", reply=r.ModelList))
 async def list_models(request: Request) -> Response:
     models = gateway_of(request).models
     return json_reply(r.ModelList("list", [_card(name, model) for name, model in models.items()]))
 
 
-async def get_model(request: Request) -> Response:
-    name = request.path_params["id"]
-    return json_reply(_card(name, gateway_of(request).model(name or "?")))
+@models_router.get("/v1/models/{id:path}", **documented("One served model", reply=r.ModelCard, errors=(404,)))
+async def get_model(request: Request, id: str) -> Response:  # ids may contain slashes
+    return json_reply(_card(id, gateway_of(request).model(id or "?")))
 
 
+@models_router.get("/tokenizer_info", **documented(
+    "Special tokens and chat template of a model", reply=r.TokenizerInfo, errors=(400, 404)))
+async def tokenizer_info(request: Request, model: str | None = None) -> Response:
+    served = gateway_of(request).model(model)
+    tokens, template = served.tokenizer.named_tokens, served.tokenizer.template
+    return json_reply(r.TokenizerInfo(
+        served.name, served.tokenizer.vocab_size, served.max_model_len,
+        tokens.get("bos_token"), tokens.get("eos_token"), tokens.get("pad_token"), tokens.get("unk_token"),
+        template.source if template is not None else None))
+
+
+@text_router.post("/tokenize", **documented(
+    "Token ids of a text or a conversation", body=TokenizeRequest, reply=r.TokenizeReply, errors=_ERRORS))
 async def tokenize(request: Request) -> Response:
-    return await admitted(request, _tokenize)
-
-
-async def _tokenize(request: Request, _: ExitStack) -> Response:
     gateway = gateway_of(request)
     body = await read_request(request, TokenizeRequest, gateway.limits)
     model = gateway.model(body.model)
@@ -65,11 +80,9 @@ def _check_form(body: TokenizeRequest) -> None:
             raise InvalidRequestError(f"{name} belongs to messages, not to a prompt.", name)
 
 
+@text_router.post("/detokenize", **documented(
+    "Text of token ids", body=DetokenizeRequest, reply=r.DetokenizeReply, errors=_ERRORS))
 async def detokenize(request: Request) -> Response:
-    return await admitted(request, _detokenize)
-
-
-async def _detokenize(request: Request, _: ExitStack) -> Response:
     gateway = gateway_of(request)
     body = await read_request(request, DetokenizeRequest, gateway.limits)
     model = gateway.model(body.model)

@@ -4,19 +4,21 @@ An endpoint brings the stages that are its own; the order, the admission, the sa
 """
 
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from fastapi import APIRouter, Depends
 from starlette.requests import Request
+from starlette.responses import Response
 
 from engine.core.params import SamplingParams
+from engine.server.http.documented import READ
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.answer import Answer
 from engine.server.openai.body import read_request
 from engine.server.openai.endpoint import (
-    admitted,
+    admission,
     cache_salt,
     caller_of,
     check_common,
@@ -29,6 +31,14 @@ from engine.server.openai.endpoint import (
 from engine.server.openai.generation import Generation
 from engine.server.openai.schema import SamplingFields
 from engine.server.openai.serving import Gateway, ServedModel
+
+GENERATING_ERRORS = (404, *READ, 429, 500, 503)
+
+
+def generating_router() -> APIRouter:
+    """For an endpoint that generates: a request counts against the limits before a byte of its body is read."""
+    return APIRouter(tags=["Generate"], dependencies=[Depends(admission)])
+
 
 Body = TypeVar("Body", bound=SamplingFields)
 
@@ -43,10 +53,7 @@ class Pipeline(Generic[Body]):
     answer: type[Answer[Body]]
     check: Callable[[Body, Limits], None] | None = None
 
-    async def __call__(self, request: Request) -> Any:
-        return await admitted(request, self._run)
-
-    async def _run(self, request: Request, admission: ExitStack) -> Any:
+    async def __call__(self, request: Request) -> Response:
         gateway, caller = gateway_of(request), caller_of(request)
         body = await read_request(request, self.body, gateway.limits)
         model = gateway.model(body.model)
@@ -59,7 +66,8 @@ class Pipeline(Generic[Body]):
         params = self.sampling(body, info, gateway.limits, model, prompts)
         answer = self.answer(body, model, Generation(
             model, gateway.metrics, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
+            on_end=lambda tokens: gateway.spent(caller, tokens),
         ))
         if body.stream:
-            return await stream_reply(answer.events(), gateway.limits, admission)
+            return await stream_reply(answer.events(), gateway.limits)
         return json_reply(await unless_disconnected(request, answer.whole()))

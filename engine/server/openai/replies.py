@@ -160,6 +160,19 @@ class TokenizeReply(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(msgspec.Struct):
+    """vLLM's names; `model_max_length` is the context in tokens. A token that the model does not have is null."""
+
+    model: str
+    vocab_size: int
+    model_max_length: int | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
 class DetokenizeReply(msgspec.Struct):
     prompt: str
 

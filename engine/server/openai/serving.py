@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
 from engine.server.http.limits import Limits
 from engine.server.http.metrics import Metrics
+from engine.server.http.rates import Rates
 from engine.server.ipc.client import EngineClient
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.sampling import sampling_defaults
@@ -40,7 +42,7 @@ class ServedModel:
     def load(
         cls, name: str, directory: Path | str, client: EngineClient, *, vendor_defaults: bool = True
     ) -> "ServedModel":
-        """With what the model's directory says of text, template and (if wanted) sampling. Raises ModelError."""
+        """Read tokenizer, template and (`vendor_defaults`) sampling defaults. Raises ModelError."""
         defaults = sampling_defaults(directory) if vendor_defaults else {}
         return cls(name, client, TextTokenizer.load(directory), defaults)
 
@@ -83,6 +85,7 @@ class Gateway:
         self.broken = dict(broken or {})  # names that are configured and cannot be served, and why
         self._text = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
         self._in_flight: Counter[str] = Counter()
+        self._rates = Rates(limits.max_requests_per_minute_per_key, limits.max_tokens_per_minute_per_key)
         self._salt_key = secrets.token_bytes(32)
 
     @property
@@ -109,7 +112,8 @@ class Gateway:
 
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[None]:
-        """Count a generating request while it lasts. Raises ApiError 503 (server full) or 429 (key's share used up)."""
+        """Count a generating request while it lasts. Raises ApiError 503 (server full) or 429 (the key's
+        share or rate is used up)."""
         limits, key = self.limits, caller.key_id
         if self._in_flight.total() >= limits.max_in_flight:
             raise overloaded(f"The server is at its request limit. Retry in {limits.retry_after_seconds} seconds.",
@@ -119,6 +123,9 @@ class Gateway:
                 f"This key may have {limits.max_in_flight_per_key} requests in flight; wait for one to end.",
                 limits.retry_after_seconds, status=429, code="rate_limit_exceeded",
             )
+        if key and (wait := ceil(self._rates.admit(key))):
+            raise overloaded(f"This key is above its requests or tokens per minute. Retry in {wait} seconds.", wait,
+                             status=429, code="rate_limit_exceeded")
         self._in_flight[key] += 1
         try:
             yield
@@ -126,6 +133,10 @@ class Gateway:
             self._in_flight[key] -= 1
             if not self._in_flight[key]:
                 del self._in_flight[key]
+
+    def spent(self, caller: Caller, tokens: int) -> None:
+        """Count the tokens of an answer that has ended, prompt included."""
+        self._rates.spend(caller.key_id, tokens)
 
     @property
     def in_flight(self) -> int:

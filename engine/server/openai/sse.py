@@ -1,10 +1,11 @@
-"""Server-sent events: a stream that survives silence, slow readers and vanished clients."""
+"""Server-sent events: keep-alive comments, slow readers, clients that disappear."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.server.http.errors import ApiError, from_exception
@@ -21,18 +22,18 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # this very comment: some clients take others for the end
 
 
-class EventStream:
-    """An ASGI response that sends each item of `events` (JSON bytes) as one event, then ``[DONE]``.
+class EventStream(Response):
+    """A response that sends each item of `events` (JSON bytes) as one event, then ``[DONE]``.
 
     An exception before `first_output_seconds` is raised to the caller, who can still answer with a status; a later one
     becomes an error event, because the status has been sent. When the client goes away, `events` is closed at once,
-    which aborts the work behind it. `on_end` is called exactly once, whatever happens.
+    which aborts the work behind it.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], limits: Limits, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, events: AsyncIterator[bytes], limits: Limits) -> None:
+        self.background = None
         self._events = events
         self._limits = limits
-        self._on_end = on_end
         self._next: asyncio.Task[bytes] | None = None
         self._clock = asyncio.get_running_loop().time
         self._sent_at = self._clock()
@@ -40,7 +41,7 @@ class EventStream:
         self._over = False
 
     async def prime(self) -> None:
-        """Wait a moment for the first event, so that an early failure can be told with a status. Raises it."""
+        """Wait a moment for the first event, so that an early failure gets an HTTP status. Raises it."""
         try:
             self._next = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
             await asyncio.wait({self._next}, timeout=self._limits.first_output_seconds)
@@ -95,7 +96,7 @@ class EventStream:
         self._sent_at, self._sending_since = self._clock(), 0.0
 
     async def _guard(self, send: Send) -> None:
-        """Fill silences, and give up on a client that does not read: it must not hold pages. Raises TimeoutError.
+        """Send keep-alive comments. Raises TimeoutError for a client that does not read: it must not hold pages.
 
         One slow clock a stream, because a timer for each event would cost more than the event.
         """
@@ -113,16 +114,12 @@ class EventStream:
         raise TimeoutError
 
     async def _close(self) -> None:
-        on_end, self._on_end = self._on_end, lambda: None
-        try:
-            if self._next is not None:
-                self._next.cancel()
-                with contextlib.suppress(BaseException):
-                    await self._next
-                self._next = None
-            await self._events.aclose()  # type: ignore[attr-defined]
-        finally:
-            on_end()
+        if self._next is not None:
+            self._next.cancel()
+            with contextlib.suppress(BaseException):
+                await self._next
+            self._next = None
+        await self._events.aclose()  # type: ignore[attr-defined]
 
 
 async def _disconnected(receive: Receive) -> None:

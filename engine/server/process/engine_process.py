@@ -27,7 +27,7 @@ from engine.errors import AtollError, ConfigError, InvalidRequestError, ModelErr
 from engine.message import joined, msg, to_json
 from engine.server.ipc import messages as m
 from engine.server.ipc.server import Connected, Connection, Disconnected, Incoming, IpcServer
-from engine.server.process.heartbeat import Pulse
+from engine.server.process.heartbeat import Heartbeat
 from engine.server.process.notify import Notifier
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ log = logging.getLogger("atoll.engine")
 EXIT_CONFIG = 2
 EXIT_MODEL = 11
 IDLE_SECONDS = 30.0       # longest block in `poll` when idle; the watchdog may ask for less
-DRAIN_SECONDS = 10.0      # what SIGTERM leaves to running requests
+DRAIN_SECONDS = 10.0      # for running requests after SIGTERM
 PROGRESS_SECONDS = 0.1    # between two progress messages
-FAREWELL_SECONDS = 5.0    # that last words wait for a gateway: it starts beside us, and may not have come yet
+FAREWELL_SECONDS = 5.0    # how long last words wait for a gateway that starts with us and has not connected yet
 LOAD_PATIENCE_SECONDS = 300.0  # silence while loading that systemd accepts: a cold import, one large kernel
 WARMUP_TOKENS = 3
 MAX_IDLE_TURNS = 8
@@ -49,7 +49,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 class Core(Protocol):
-    """The part of `EngineCore` that a process needs."""
+    """What the process uses of `EngineCore`."""
 
     def add_request(self, request: EngineRequest) -> None: ...
     def abort(self, request_ids: list[str]) -> None: ...
@@ -72,8 +72,8 @@ class EngineService:
         self._progress_sent = 0.0
         self._owners: dict[str, tuple[Connection, str]] = {}  # engine-wide request id -> (client, its own id)
         self._stop_at: float | None = None                    # monotonic deadline of the drain; None: serving
-        self._silent = False                                  # systemd is not told of the stop
-        self._idle_told = True                                # clients know the stats of the present idle state
+        self._silent = False                                  # do not report the stop to systemd
+        self._idle_told = True                                # clients have the stats of the idle state
 
     def stop(self, *, silently: bool = False) -> None:
         """Begin to drain (from a signal handler or the loop): no new requests, running ones get a little time.
@@ -91,7 +91,7 @@ class EngineService:
         self.progress("warm-up", 0, 0)
         _warm_up(core)
         gc.collect()
-        gc.freeze()  # weights and tables live for ever: no collection needs to look at them again
+        gc.freeze()  # weights and tables live until the end: keep collections from traversing them
         facts = {**core.info(), "pid": os.getpid(), "load_seconds": round(time.monotonic() - started, 3)}
         info = msgspec.convert(facts, m.EngineInfo)
         self._core, self._info = core, info
@@ -117,18 +117,18 @@ class EngineService:
         self._serve(self._server.poll(0))
 
     def run(self) -> None:
-        """Serve until told to stop. An error that `EngineCore` could not confine to requests comes out of here."""
+        """Serve until `stop`. Raises what `EngineCore` could not confine to requests."""
         assert self._core is not None, "load first"
         core, server = self._core, self._server
         pause = min(IDLE_SECONDS, self._notifier.watchdog_seconds / 3 or IDLE_SECONDS)
-        pulse = Pulse(self._notifier)
+        heartbeat = Heartbeat(self._notifier)
         told_stopping = False
         idle_turns = 0  # steps in a row that moved nothing: waiting must not become spinning
         while True:
             if core.has_work():
                 timeout = 0 if idle_turns < MAX_IDLE_TURNS else 0.001
             else:
-                timeout = pause if self._stop_at is None else 0  # told to stop while the model loaded: do not sleep
+                timeout = pause if self._stop_at is None else 0  # stopped while the model loaded: do not sleep
             self._serve(server.poll(timeout))
             if core.has_work():
                 steps, failures = core.stats().steps, core.stats().step_failures
@@ -137,16 +137,17 @@ class EngineService:
                 self._idle_told = False
                 stats = core.stats()
                 moved = bool(outputs) or stats.steps != steps
-                pulse.worked(moved=moved, failed=stats.step_failures != failures, succeeded=stats.steps != steps)
+                heartbeat.step_done(
+                    moved=moved, failed=stats.step_failures != failures, succeeded=stats.steps != steps)
                 idle_turns = 0 if moved else idle_turns + 1
-            if pulse.doubtful and not core.has_work():
+            if heartbeat.doubtful and not core.has_work():
                 log.error("steps fail one after another; asking the device for a token")
                 _warm_up(core)  # raises if none comes: this process ends, and a new one gets the device afresh
-                pulse.proved()
+                heartbeat.device_works()
             if not core.has_work() and not self._idle_told:
                 self._idle_told = True  # aborts and ends change gauges without an output for everyone
                 server.broadcast(m.Outputs([], core.stats()))
-            pulse.beat(idle=not core.has_work())
+            heartbeat.beat(idle=not core.has_work())
             if self._stop_at is not None:
                 if not told_stopping:
                     told_stopping = True
@@ -157,8 +158,10 @@ class EngineService:
                     return
 
     def farewell(self, reason: str, hint: str = "", *, patience: float = 0.0) -> None:
-        """Last words to all clients before a non-zero exit, also to those that came while we were busy. If there is
-        none yet, the first one may take `patience` seconds to come."""
+        """Send last words to all clients before a non-zero exit, also to those that connected while we were busy.
+
+        If no client is connected, wait up to `patience` seconds for the first one.
+        """
         for _ in range(2):  # accept, then read their Hello
             self._serve(self._server.poll(0))
         deadline = time.monotonic() + patience
@@ -250,7 +253,7 @@ def _warm_up(core: Core) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the process that started us dies; there is nothing to save without it."""
+    """Ask the kernel to kill us when the process that started us dies: without it there is nothing to save."""
     import ctypes
 
     pr_set_pdeathsig = 1
@@ -260,7 +263,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def go_offline() -> None:
-    """No library may look for a network. The unit has none at all; this is for everybody else."""
+    """Keep libraries from using a network. The unit has none; this is for starts outside it."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1",
                       HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1")
 
@@ -286,7 +289,7 @@ def signals(service: EngineService, server: IpcServer, *, under_parent: bool) ->
     signal.signal(signal.SIGTERM, on_stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN if under_parent else on_stop)
     signal.set_wakeup_fd(server.wake_fd, warn_on_full_buffer=False)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a supervisor asks a stalled loop where it hangs
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # dumps the stacks of a loop that hangs
     try:
         yield loaded
     finally:
@@ -324,8 +327,11 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
     return 0
 
 
-def prepare(config: EngineConfig) -> int:
-    """Everything of a start that needs neither the device nor the socket; 0, or the exit status it would end with."""
+def preload(config: EngineConfig) -> int:
+    """Do what a start can do without the device and the socket: import libraries, check settings and model.
+
+    Returns 0, or the exit status of a start that cannot succeed.
+    """
     from engine.worker.build import prepare as prepare_worker
 
     try:
@@ -361,10 +367,10 @@ def main(argv: list[str] | None = None) -> int:
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the indices of nvidia-smi
         policy = PeerPolicy.parse(options.allow_user, options.allow_group)
         if options.check:
-            return prepare(options.engine)
+            return preload(options.engine)
         notifier = Notifier()
         if options.take_over:
-            take_over(options.take_over, lambda: prepare(options.engine), notifier)
+            take_over(options.take_over, lambda: preload(options.engine), notifier)
             notifier.set_watchdog(LOAD_PATIENCE_SECONDS)
             started = time.monotonic()
         shared = bool(options.allow_user or options.allow_group)

@@ -44,7 +44,7 @@ examples:
 
 @dataclass(slots=True)
 class Readiness:
-    """What one look found. `problem` is "" when the GPU can be used; `fix` is the next command."""
+    """The result of one check. `problem` is "" when the GPU can be used; `fix` is the next command."""
 
     problem: str = ""
     fix: str = ""
@@ -52,8 +52,8 @@ class Readiness:
     gpus: list[str] = field(default_factory=list)  # UUIDs
 
 
-def look(root: Path = Path("/"), library: str = LIBRARY) -> Readiness:
-    """One look at nodes, versions and NVML."""
+def inspect_gpu(root: Path = Path("/"), library: str = LIBRARY) -> Readiness:
+    """Check device nodes, versions and NVML once."""
     version = root / "proc/driver/nvidia/version"
     try:
         kernel = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", version.read_text())
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     notifier, deadline, said = Notifier(), time.monotonic() + options.timeout, ""
-    while (found := look()).problem and time.monotonic() < deadline:
+    while (found := inspect_gpu()).problem and time.monotonic() < deadline:
         if found.problem != said:
             said = found.problem
             notifier.status(said)

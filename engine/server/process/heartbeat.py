@@ -1,16 +1,16 @@
-"""When the scheduler loop may tell systemd that it lives, and when it must doubt its device."""
+"""When the scheduler loop may feed systemd's watchdog, and when it must check its device."""
 
 import time
 
 from engine.server.process.notify import Notifier
 
-MAX_FAILED_STEPS = 4  # in a row; then the device must show that it still makes tokens
+MAX_FAILED_STEPS = 4  # in a row; then the device is asked for a token
 
 
-class Pulse:
-    """Feeds the watchdog from the loop itself: a thread beside it would go on pinging for a loop that hangs.
+class Heartbeat:
+    """Feeds the watchdog from the loop itself: a separate thread would keep feeding it for a loop that hangs.
 
-    A loop that turns but moves nothing although there is work falls silent too, after the watchdog's own patience.
+    A loop that turns without making progress on its work stops feeding it too, after the watchdog's own timeout.
     """
 
     def __init__(self, notifier: Notifier) -> None:
@@ -20,11 +20,11 @@ class Pulse:
 
     @property
     def doubtful(self) -> bool:
-        """Step after step has failed and none succeeded: a device with a sticky error fails everything for ever."""
+        """Several steps in a row have failed: after a sticky CUDA error every later step fails."""
         return self._failed >= MAX_FAILED_STEPS
 
-    def worked(self, *, moved: bool, failed: bool, succeeded: bool) -> None:
-        """Call after each step. `moved`: a request got somewhere, even if it was to its end by an error."""
+    def step_done(self, *, moved: bool, failed: bool, succeeded: bool) -> None:
+        """Call after each step. `moved`: a request progressed, even if only to its end by an error."""
         if moved:
             self._moved = time.monotonic()
         if succeeded:
@@ -32,12 +32,12 @@ class Pulse:
         elif failed:
             self._failed += 1
 
-    def proved(self) -> None:
-        """The device made a token, or there is nothing to do."""
+    def device_works(self) -> None:
+        """Call when the device has produced a token on request."""
         self._failed = 0
 
     def beat(self, *, idle: bool) -> None:
-        """Call once a turn."""
+        """Call once in each turn of the loop."""
         now = time.monotonic()
         if idle:
             self._moved = now

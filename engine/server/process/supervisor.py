@@ -54,7 +54,7 @@ class Supervisor:
         self.argv = list(argv)
         self._popen = popen
         self._stop_seconds = stop_seconds
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[Any] | None = None
         self._stopping = asyncio.Event()
 
     @property

@@ -1,13 +1,13 @@
-"""A new engine takes over from the one that serves, and makes ready all that it can while that one still answers.
+"""A new engine takes over from the serving one, after doing all of its start that it can while that one still answers.
 
     systemctl reload → ExecReload → atoll engine … --take-over OLD         OLD serves
                                       └ forks the successor, which imports its libraries and checks settings and model
                                       ┌ "prepared"
-                                      tells systemd whose the service now is, says "go", and ends
+                                      names the new main process to systemd, says "go", and ends
                                         └ the successor ends OLD, waits until the kernel has freed all of it, loads
 
-So nobody waits for imports, and settings or files that cannot serve end the successor instead of the service. systemd
-starts both under the unit's own sandbox, and stays the parent of whichever is the main process.
+So no request waits for imports, and settings or files that cannot serve end the successor instead of the service.
+systemd starts both in the unit's sandbox, and remains the parent of the main process.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from engine.server.process.notify import Notifier
 
 log = logging.getLogger("atoll.engine")
 
-DRAIN_SECONDS = 40.0   # for the running requests of the old engine, which gives them less; then it is killed
+DRAIN_SECONDS = 40.0   # until the old engine is killed; its own drain is shorter
 EXIT_FAILED = 1
 
 
-def take_over(predecessor: int, prepare: Callable[[], int], notifier: Notifier) -> None:
+def take_over(predecessor: int, preload: Callable[[], int], notifier: Notifier) -> None:
     """Returns in the successor when `predecessor` (a process id) is gone. The process that called it never returns.
 
-    `prepare` runs in the successor while the other still serves. It returns 0, or the exit status with which the
+    `preload` runs in the successor while the other still serves. It returns 0, or the exit status with which the
     reload fails; the predecessor then goes on as if nothing had been asked.
     """
     ours, theirs = socket.socketpair()
@@ -40,11 +40,11 @@ def take_over(predecessor: int, prepare: Callable[[], int], notifier: Notifier) 
         os.waitpid(child, 0)
         os._exit(_hand_over(ours, predecessor, notifier))
     if os.fork():
-        os._exit(0)  # so that process 1 is the successor's parent, and is told when it ends
+        os._exit(0)  # so that process 1 is the successor's parent and reaps it
     ours.close()
     try:
         old = os.pidfd_open(predecessor)
-        status = prepare()
+        status = preload()
     except ProcessLookupError:
         log.error("the engine to take over from, process %d, is not there", predecessor)
         status = EXIT_FAILED
@@ -52,7 +52,7 @@ def take_over(predecessor: int, prepare: Callable[[], int], notifier: Notifier) 
         log.exception("the new engine cannot be prepared")
         status = EXIT_FAILED
     told = b""
-    with contextlib.suppress(OSError):  # what systemd started was ended meanwhile: the service is not for this one
+    with contextlib.suppress(OSError):  # the process that systemd started has been ended: do not take over
         theirs.sendall(f"{status} {os.getpid()}\n".encode())
         told = theirs.recv(1)
     if status or told != b"g":
@@ -62,7 +62,7 @@ def take_over(predecessor: int, prepare: Callable[[], int], notifier: Notifier) 
 
 
 def _hand_over(successor: socket.socket, predecessor: int, notifier: Notifier) -> int:
-    """What systemd started: waits for the successor's word, and gives it the service. Returns the exit status."""
+    """In the process that systemd started: wait for the successor and hand over to it. Returns the exit status."""
     with successor, successor.makefile() as lines:
         said = lines.readline().split()
         status, pid = map(int, said) if len(said) == 2 else (EXIT_FAILED, 0)

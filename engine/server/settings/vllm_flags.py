@@ -17,7 +17,7 @@ IGNORED_SWITCHES = {
     "async-scheduling": "the engine overlaps scheduling wherever that helps.",
     "disable-frontend-multiprocessing": "gateway and engine are always two processes.",
     "enable-request-id-headers": "answers always carry X-Request-Id.",
-    "disable-fastapi-docs": "there are no documentation pages.",
+    "disable-fastapi-docs": "the page /docs holds nothing about this server.",
     "language-model-only": "only text models are served.",
     "disable-custom-all-reduce": "the engine runs on one device.",
     "use-tqdm-on-load": "loading always shows its progress.",

@@ -1,5 +1,6 @@
 """The checklist with a real install under a prefix: killed, cancelled and watched at every step, it goes on."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -7,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checklist_kit import REVIEW, Desk, Front, die, forked, good_answers, statuses
@@ -101,6 +103,38 @@ def test_an_open_point_of_the_review_blocks_until_it_is_waived_by_name(desk: Des
 def test_a_review_that_has_expired_blocks(desk: Desk) -> None:
     with pytest.raises(InstallError, match="review-expired"):
         desk.run(review={"tiny": {**REVIEW, "expires": "2020-01-01"}})
+
+
+def test_a_waiver_holds_for_one_of_several_models(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix runs one model, a server several: the step sees the one of this prefix twice."""
+    from appliance.service import facts
+
+    survey = facts._survey
+
+    def with_two(*given: Any) -> Any:
+        context = survey(*given)
+        context.models = [dataclasses.replace(context.models[0], instance=name) for name in ("one", "two")]
+        return context
+
+    monkeypatch.setattr(facts, "_survey", with_two)
+    review = {"tiny": {name: said for name, said in REVIEW.items() if name != "export"}}
+
+    def run(**waivers: str) -> str:
+        with pytest.raises(InstallError) as caught:
+            desk.run("model", review=review, waivers=waivers)
+        return caught.value.message
+
+    desk.run("gpu")
+    both = run(**{"review-export": "for no model in particular"})
+    assert "review-export@one" in both
+    assert "review-export@two" in both
+    other = run(**{"review-export@one": "legal answers in ticket 4711"})
+    assert "review-export@one" not in other
+    assert "review-export@two" in other
+    ids = [finding.id for finding in desk.show().step("model").findings]
+    assert len(ids) == len(set(ids))
+    with pytest.raises(InstallError, match="no check called 'nothing@one'"):
+        desk.run("model", review=review, waivers={"nothing@one": "never mind"})
 
 
 def test_a_strict_finding_cannot_be_waived(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

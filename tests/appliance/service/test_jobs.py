@@ -6,9 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import typer
 from checklist_kit import Desk, Front, forked, statuses
+from typer.testing import CliRunner
 
 from appliance.service import checklist, jobs
 from appliance.service.installing import decode_options, encode_options, with_absolute_paths
@@ -227,3 +230,21 @@ def test_the_commands_of_an_operator(tmp_path: Path) -> None:
     assert "Open again: gpu, model, install" in atoll("checklist", "reset").stdout
     assert atoll("checklist", "export").stdout.startswith("schema_version")
     assert checklist.show(Layout.at(tmp_path / "prefix")).first is not None
+
+
+@pytest.mark.parametrize("name", ["install", "upgrade"])
+def test_a_job_is_named_after_its_command(desk: Desk, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from appliance.cli.install import install
+
+    purposes: list[str] = []
+
+    def run_install(*_: object, purpose: str, **__: object) -> None:
+        purposes.append(purpose)
+        raise InstallError("enough seen", exit_code=ExitCode.USAGE)
+
+    monkeypatch.setattr(install, "run_install", run_install)
+    monkeypatch.setattr(install, "history_of", lambda layout: SimpleNamespace(committed={}))
+    app = typer.Typer()
+    install.register(app)
+    CliRunner().invoke(app, [name, "--bundle", str(desk.bundle), "--prefix", str(desk.site.prefix)])
+    assert purposes == [name]

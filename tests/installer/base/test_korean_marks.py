@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("appliance/cli", "appliance/service", "installer", "offline_bundle")
+ROOMS = ("appliance/cli", "appliance/load", "appliance/service", "installer", "offline_bundle")
 
 NOT_FOR_THE_SCREEN = {
     "installer/gpu/": "what the driver says, as it says it",
@@ -41,6 +41,8 @@ KEPT = {
     "It is not a regular file",                # in an OSError that is told by its number
     "ECC, remapped rows, kernel log",          # evidence
     "… -q -d PCIE  # seat the card anew, or use another slot",  # a command and its comment
+    "User-Agent: atoll-bench", "Content-Type: application/json\r\nContent-Length: …\r\n",  # headers
+    "Accept-Encoding: identity\r\n",
     "it is too short to measure",              # caught again in the same module
     "tune reset", "pilot stop", "pilot sign",  # a job's command
     "out of memory", "does not fit",           # in an engine's log

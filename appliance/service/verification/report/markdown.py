@@ -77,7 +77,7 @@ def table(head: Iterable[str], rows: Iterable[list[str]]) -> Iterator[str]:
 
 def safe(text: str) -> str:
     """One line that no table and no markup breaks: models and clients write into it."""
-    text = " ".join(text.split())[:600]
-    for mark in "\\|<>`*_[]":
+    text = " ".join(text.split())[:600].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for mark in "\\|`*_[]":
         text = text.replace(mark, "\\" + mark)
     return text

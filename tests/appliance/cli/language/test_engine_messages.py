@@ -302,7 +302,7 @@ def test_settings_files(tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: str, fix: str
 ) -> None:
-    monkeypatch.setattr(gpu_ready, "look", lambda: gpu_ready.Readiness(problem, fix))
+    monkeypatch.setattr(gpu_ready, "inspect_gpu", lambda: gpu_ready.Readiness(problem, fix))
     with errors.retelling(lambda text: told(text, "ko")):
         assert gpu_ready.main(["--timeout", "0"]) == 1
     said = capsys.readouterr().err
@@ -318,7 +318,7 @@ def test_a_gpu_that_is_not_ready(
 def test_a_gpu_that_is_ready(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: list[str]
 ) -> None:
-    monkeypatch.setattr(gpu_ready, "look", lambda: gpu_ready.Readiness(driver="570.86", gpus=gpus))
+    monkeypatch.setattr(gpu_ready, "inspect_gpu", lambda: gpu_ready.Readiness(driver="570.86", gpus=gpus))
     with errors.retelling(lambda text: told(text, "ko")):
         assert gpu_ready.main([]) == 0
     assert capsys.readouterr().out == f"GPU {len(gpus)}개 준비됨, 드라이버 570.86\n"

@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.server.http import credentials, listening
 from engine.server.http.exposure import check_exposure
 from engine.server.process import gpu_ready
-from engine.server.process.heartbeat import MAX_FAILED_STEPS, Pulse
+from engine.server.process.heartbeat import MAX_FAILED_STEPS, Heartbeat
 from engine.server.process.notify import Notifier
 from engine.server.settings.commands import model_config, parse_engine, parse_gateway, parse_serve
 from engine.server.settings.server_file import check_gpus, model_names
@@ -286,13 +286,13 @@ def test_a_loop_that_turns_without_moving_anything_falls_silent(monkeypatch: pyt
     now = 1000.0
     monkeypatch.setattr("engine.server.process.heartbeat.time.monotonic", lambda: now)
     told = Told(10)
-    pulse = Pulse(told)
+    pulse = Heartbeat(told)
     for _ in range(20):
         now += 1
-        pulse.worked(moved=False, failed=False, succeeded=False)
+        pulse.step_done(moved=False, failed=False, succeeded=False)
         pulse.beat(idle=False)
     assert told.pings == 9  # as long as the watchdog itself is patient, and not once more
-    pulse.worked(moved=True, failed=False, succeeded=True)
+    pulse.step_done(moved=True, failed=False, succeeded=True)
     pulse.beat(idle=False)
     assert told.pings == 10
     now += 100
@@ -301,15 +301,15 @@ def test_a_loop_that_turns_without_moving_anything_falls_silent(monkeypatch: pyt
 
 
 def test_failures_in_a_row_make_it_doubt_the_device():
-    pulse = Pulse(Told(10))
+    pulse = Heartbeat(Told(10))
     for _ in range(MAX_FAILED_STEPS - 1):
-        pulse.worked(moved=True, failed=True, succeeded=False)
-    pulse.worked(moved=True, failed=True, succeeded=True)  # one request's own fault among good ones
+        pulse.step_done(moved=True, failed=True, succeeded=False)
+    pulse.step_done(moved=True, failed=True, succeeded=True)  # one request's own fault among good ones
     for _ in range(MAX_FAILED_STEPS):
         assert not pulse.doubtful
-        pulse.worked(moved=True, failed=True, succeeded=False)
+        pulse.step_done(moved=True, failed=True, succeeded=False)
     assert pulse.doubtful
-    pulse.proved()
+    pulse.device_works()
     assert not pulse.doubtful
 
 
@@ -350,7 +350,7 @@ def nvml(directory: Path, *, init: int = 0, count: int = 2, uuid: int = 0) -> st
 
 
 def test_a_gpu_that_can_be_used(machine: Path, tmp_path: Path):
-    found = gpu_ready.look(machine, nvml(tmp_path))
+    found = gpu_ready.inspect_gpu(machine, nvml(tmp_path))
     assert (found.problem, found.driver, found.gpus) == ("", "580.95.05", ["GPU-1", "GPU-2"])
 
 
@@ -360,7 +360,7 @@ def test_a_gpu_that_can_be_used(machine: Path, tmp_path: Path):
 ])  # fmt: skip
 def test_what_is_missing_is_named_with_a_command(machine: Path, tmp_path: Path, gone: str, words: str):
     (machine / gone).unlink()
-    found = gpu_ready.look(machine, nvml(tmp_path))
+    found = gpu_ready.inspect_gpu(machine, nvml(tmp_path))
     assert words in found.problem
     assert found.fix
 
@@ -370,23 +370,23 @@ def test_what_is_missing_is_named_with_a_command(machine: Path, tmp_path: Path, 
     ({"init": 4242}, "error 4242"), ({"count": 0}, "finds no GPU"),
 ])  # fmt: skip
 def test_what_nvml_says_is_told_in_words(machine: Path, tmp_path: Path, faults: dict[str, int], words: str):
-    assert words in gpu_ready.look(machine, nvml(tmp_path, **faults)).problem
+    assert words in gpu_ready.inspect_gpu(machine, nvml(tmp_path, **faults)).problem
 
 
 def test_no_library_is_told(machine: Path):
-    assert "cannot be loaded" in gpu_ready.look(machine, "libno-such-thing.so.1").problem
+    assert "cannot be loaded" in gpu_ready.inspect_gpu(machine, "libno-such-thing.so.1").problem
 
 
 def test_the_command_waits_and_then_gives_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
                                              machine: Path, tmp_path: Path):  # fmt: skip
-    library, look = nvml(tmp_path), gpu_ready.look
+    library, look = nvml(tmp_path), gpu_ready.inspect_gpu
     looks: list[int] = []
 
     def later(*_: object) -> gpu_ready.Readiness:
         looks.append(1)
         return look(machine, library) if len(looks) > 2 else gpu_ready.Readiness("Not yet.", "wait")
 
-    monkeypatch.setattr(gpu_ready, "look", later)
+    monkeypatch.setattr(gpu_ready, "inspect_gpu", later)
     monkeypatch.setattr(gpu_ready, "POLL_SECONDS", 0.01)
     assert gpu_ready.main(["--timeout", "5"]) == 0
     assert "2 GPUs ready, driver 580.95.05" in capsys.readouterr().out

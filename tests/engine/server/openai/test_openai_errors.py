@@ -205,7 +205,7 @@ def test_unknown_models(tiny_server: RunningServer, path: str, body: dict) -> No
 def test_routes_and_methods(tiny_server: RunningServer) -> None:
     url = tiny_server.url
     check(httpx.get(f"{url}/v1/nothing"), 404)
-    check(httpx.get(f"{url}/docs"), 404)
+    check(httpx.get(f"{url}/redoc"), 404)
     check(httpx.get(f"{url}/v1/models/other/model"), 404, "model", "model_not_found")
     check(httpx.get(f"{url}/v1/models/"), 404, "model", "model_not_found")
     reply = httpx.get(f"{url}{CHAT}")

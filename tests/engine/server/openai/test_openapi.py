@@ -1,6 +1,7 @@
 """The OpenAPI document is truthful: requests generated from it get only replies that it declares."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,10 +15,20 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from engine.server.gateway.openapi import openapi_document
+from engine.server.gateway.app import create_app
+from engine.server.http.auth import KeyFile
+from engine.server.ipc.client import EngineClient
+from engine.server.openai.serving import ServedModel
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
-schema = schemathesis.openapi.from_dict(openapi_document("0", authenticated=False))
+
+
+def document_of(auth: KeyFile | None = None) -> dict:
+    nothing: Any = None
+    return create_app({"m": ServedModel("m", EngineClient("/nowhere"), nothing)}, auth=auth).openapi()
+
+
+schema = schemathesis.openapi.from_dict(document_of())
 
 
 @schema.parametrize()
@@ -38,6 +49,7 @@ def test_the_document_is_served_and_names_every_route(tiny_server: RunningServer
     document = httpx.get(f"{tiny_server.url}/openapi.json").json()
     assert set(document["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{id}", "/tokenize", "/detokenize",
+        "/tokenizer_info",
         "/health", "/livez", "/version", "/metrics",
     }  # fmt: skip
     chat = document["paths"]["/v1/chat/completions"]["post"]
@@ -45,8 +57,11 @@ def test_the_document_is_served_and_names_every_route(tiny_server: RunningServer
     assert "text/event-stream" in chat["responses"]["200"]["content"]
 
 
-def test_with_keys_the_document_declares_401_and_the_scheme() -> None:
-    document = openapi_document("1", authenticated=True)
+def test_with_keys_the_document_declares_401_and_the_scheme(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text('{"keys": []}')
+    document = document_of(KeyFile(tmp_path / "keys"))
+    assert document["paths"]["/v1/models"]["get"]["security"] == [{"key": ["serve"]}]
+    assert document["paths"]["/metrics"]["get"]["security"] == [{"key": ["metrics"]}]
     assert "401" in document["paths"]["/v1/models"]["get"]["responses"]
     assert "401" not in document["paths"]["/health"]["get"]["responses"]
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"

@@ -1,0 +1,52 @@
+"""How fast a key may go: requests and tokens a minute, each a bucket that refills steadily and holds one minute."""
+
+import time
+from collections.abc import Callable
+
+
+class Bucket:
+    """`per_minute` units a minute; what was not used in the last minute is lost."""
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self._per_second = per_minute / 60
+        self._capacity = self._level = per_minute
+        self._at = now
+
+    def wait_for(self, units: float, now: float) -> float:
+        """Seconds until the bucket holds `units`; 0: it does now."""
+        self._level = min(self._capacity, self._level + (now - self._at) * self._per_second)
+        self._at = now
+        return max(0.0, units - self._level) / self._per_second
+
+    def take(self, units: float) -> None:
+        """The level may become negative: an answer's length is known at its end only."""
+        self._level -= units
+
+
+class Rates:
+    """The buckets of all keys. A rate of 0 does not bind."""
+
+    def __init__(self, requests_per_minute: int, tokens_per_minute: int,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._requests_per_minute, self._tokens_per_minute = requests_per_minute, tokens_per_minute
+        self._clock = clock
+        self._requests: dict[str, Bucket] = {}
+        self._tokens: dict[str, Bucket] = {}
+
+    def admit(self, key: str) -> float:
+        """Count a request of `key` and return 0, or count nothing and return the seconds until it may come."""
+        wait, now = 0.0, self._clock()
+        if self._tokens_per_minute:
+            tokens = self._tokens.get(key) or self._tokens.setdefault(key, Bucket(self._tokens_per_minute, now))
+            wait = tokens.wait_for(1, now)
+        if self._requests_per_minute:
+            requests = self._requests.get(key) or self._requests.setdefault(key, Bucket(self._requests_per_minute, now))
+            wait = max(wait, requests.wait_for(1, now))
+            if not wait:
+                requests.take(1)
+        return wait
+
+    def spend(self, key: str, tokens: int) -> None:
+        """Count the tokens of an answer that has ended, prompt included."""
+        if bucket := self._tokens.get(key):
+            bucket.take(tokens)
