@@ -44,3 +44,8 @@ def page(title: str, bodies: Mapping[str, str], first: str = "en") -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body>{switches}<nav>{labels}</nav>{mains}</body></html>\n"
     )
+
+
+def heading(level: int, title: str, word: str, kind: str) -> str:
+    """A heading and its verdict, whose colour `kind` is; both escaped already."""
+    return f'<h{level}>{title}: <span class="{kind}">{word}</span></h{level}>'

@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-_CODES = (
+_EXIT_CODES = (
     "Exit codes: 0 ok, 2 wrong plan or nothing to do, 3 a stage was stopped or missed its goal, 30 the disk, "
     "40 the service does not answer, 75 somebody else is at work, 130 interrupted."
 )
@@ -56,7 +56,7 @@ def plan(
 
 
 @app.command(epilog=examples("sudo atoll pilot start --plan pilot.toml", "sudo atoll pilot start      # go on") + "\n\n"
-             + _CODES)  # fmt: skip
+             + _EXIT_CODES)  # fmt: skip
 def start(
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="The plan; without it the open pilot goes on.")

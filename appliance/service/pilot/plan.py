@@ -40,7 +40,7 @@ class Stop(_Strict):
     95th percentile, temperature in °C, `down` in seconds. Rates and latencies count from `requests` requests on."""
 
     window: Duration = 60.0
-    requests: int = Field(20, ge=1, le=1_000_000)
+    requests: int = Field(default=20, ge=1, le=1_000_000)
     error_rate: Share | None = 0.05
     ttft: Positive | None = None
     itl: Positive | None = None
@@ -54,9 +54,9 @@ class Goal(_Strict):
 
     ttft: Positive | None = None
     e2el: Positive | None = None
-    share: float = Field(0.95, gt=0, le=1)
+    share: float = Field(default=0.95, gt=0, le=1)
     error_rate: Share = 0.01
-    requests: int = Field(1, ge=0, le=1_000_000_000)
+    requests: int = Field(default=1, ge=0, le=1_000_000_000)
     throughput: Positive | None = None
 
 

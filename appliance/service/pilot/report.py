@@ -163,12 +163,12 @@ def _html(
 ) -> Iterator[str]:  # fmt: skip
     say = _speaker(language, escape)
     kind = "pass" if recommends(state) else "fail"
-    yield f'<h1>{say(_TITLE)}: <span class="{kind}">{say(_verdict(state))}</span></h1>'
+    yield report_page.heading(1, say(_TITLE), say(_verdict(state)), kind)
     if signed:
         yield f"<p><strong>{say(_signature(signed))}</strong></p>"
     for stage in state.stages:
         kind = {"passed": "pass", "open": "soft", "running": "info"}.get(stage.status, "fail")
-        yield f'<h2>{say(stage.name)}: <span class="{kind}">{say(STATUS[stage.status])}</span></h2>'
+        yield report_page.heading(2, say(stage.name), say(STATUS[stage.status]), kind)
         yield "".join(f"<p>{say(decode(why))}</p>" for why in stage.why)
         if stage.kpi:
             rows = ((say(title), escape(value)) for title, value in _figures(Kpi(**stage.kpi)))

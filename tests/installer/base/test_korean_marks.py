@@ -25,6 +25,7 @@ NOT_FOR_THE_SCREEN = {
     "appliance/service/verification/conformance.py": "what the endpoint is asked",
     "appliance/service/verification/quality.py": "what the model is asked",
     "appliance/service/verification/report/": "HTML and SVG; their texts are marked",
+    "appliance/service/report_page.py": "HTML and CSS",
     "appliance/cli/language/library_words.py": "what libraries say, marked by foreign()",
 }
 # Calls whose arguments are no messages: patterns, commands, records, types; and typer's, which the help is made from.
@@ -43,7 +44,7 @@ KEPT = {
     "User-Agent: atoll-bench", "Content-Type: application/json\r\nContent-Length: …\r\n",  # headers
     "Accept-Encoding: identity\r\n",
     "it is too short to measure",              # caught again in the same module
-    "tune reset",                              # a job's command
+    "tune reset", "pilot stop", "pilot sign",  # a job's command
     "out of memory", "does not fit",           # in an engine's log
     "not required",                            # as approvals.json has it
     "3 days ago",                              # as journalctl reads it

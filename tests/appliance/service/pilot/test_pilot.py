@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,10 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checklist_kit import Front, forked
 
+from appliance.service import answers as answers_of
 from appliance.service import jobs
 from appliance.service.pilot import records, report
 from appliance.service.pilot.plan import PilotPlan
 from appliance.service.pilot.run import PilotRequest, abort, advance, pilot_work
+from appliance.service.steps.pilot import PilotStep
 from installer.access import api_keys
 from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
@@ -229,3 +232,17 @@ def test_what_does_not_fit_this_machine_changes_nothing(users: Users, change: di
     assert failure.value.exit_code == ExitCode.USAGE
     assert (records.path_of(users.layout).read_bytes() if before else b"") == before
     assert users.status(users.team) == 200
+
+
+def test_the_checklist_s_step_pilots_and_signs_with_the_name_in_the_answers(users: Users):
+    given = {**plan(users).model_dump(mode="json"), "signed_by": "Kim Minsu"}
+    answers = answers_of.from_json({"schema_version": 1, "pilot": given})
+    job = SimpleNamespace(layout=users.layout, answers=answers, frontend=Front())
+    result = PilotStep().run(job)  # type: ignore[arg-type]
+    assert not result.blocking, [(each.id, each.observed) for each in result.blocking]
+    assert result.summary["signed"]["by"] == "Kim Minsu"
+    again = PilotStep().run(job)  # type: ignore[arg-type]
+    assert again.summary == result.summary  # what is signed is not repeated
+    assert {each.id for each in PilotStep().run(  # type: ignore[arg-type]
+        SimpleNamespace(layout=users.layout, answers=answers_of.empty(), frontend=Front())).blocking} == {
+            "pilot-planned"}  # fmt: skip
