@@ -8,30 +8,17 @@ A setting that the operator wrote stays. One that an earlier preset wrote gives 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from typing import Any
 
 from appliance.service.findings import Finding, made
+from appliance.service.presets.answers import PresetAnswers
 from appliance.service.presets.catalogue import Card, Model, catalogue
 from appliance.service.presets.resolve import Preset, find
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
 
-Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Reason = Annotated[str, StringConstraints(min_length=3, max_length=500)]
 Setting = int | float | str | bool
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "num_experts")
-
-
-class PresetAnswers(BaseModel):
-    """What the models are used for. `names` gives a model of that name another preset; `skip` says why none is used."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    workload: Text = Field(default="chat", description="What the models are used for: atoll presets lists the uses.")
-    names: dict[str, Text] = Field(default_factory=dict, description="Model's name -> MODEL/USE, instead of the above.")
-    skip: Reason | None = Field(default=None, description="Why the engine's own defaults are used.")
 
 
 @dataclass(frozen=True)

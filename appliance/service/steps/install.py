@@ -5,13 +5,12 @@ The models get the settings of the presets that fit them, the GPU and the use (p
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appliance.service.facts import Facts
 from appliance.service.findings import Finding, StepResult, made
 from appliance.service.installing import without_key
-from appliance.service.pick import card_of
-from appliance.service.presets.choose import Chosen, PresetAnswers, choose
+from appliance.service.presets.answers import PresetAnswers
 from appliance.service.steps.base import Step, StepJob
 from installer.base.i18n import joined, t
 from installer.decide.answers import Answers
@@ -19,6 +18,9 @@ from installer.decide.context import Model
 from installer.operate.install import Installer
 from installer.preflight.lookup_tables import signed_config
 from installer.release import config
+
+if TYPE_CHECKING:
+    from appliance.service.presets.choose import Chosen
 
 
 class InstallStep(Step):
@@ -60,8 +62,11 @@ class InstallStep(Step):
         )
 
 
-def _presets(job: StepJob) -> dict[str, Chosen]:
+def _presets(job: StepJob) -> dict[str, "Chosen"]:
     """Instance -> preset, for each model that shall run; none where the medium is gone and the models are unknown."""
+    from appliance.service.pick import card_of  # loads PyTorch, which a dry run from a medium does without
+    from appliance.service.presets.choose import choose
+
     answers: PresetAnswers = getattr(job.answers, "preset")  # noqa: B009
     earlier = job.earlier.get("install", {}).get("presets", {})
     text = config.read_text(job.layout.config)
@@ -89,7 +94,7 @@ def _standing(job: StepJob, text: str | None, model: Model) -> dict[str, Any]:
     return {name.replace("_", "-"): value for name, value in {**table, **model.choice.settings}.items()}
 
 
-def _apply(job: StepJob, presets: Mapping[str, Chosen]) -> None:
+def _apply(job: StepJob, presets: Mapping[str, "Chosen"]) -> None:
     """What the answers name stands above the preset's."""
     if not any(chosen.settings for chosen in presets.values()):
         return

@@ -9,8 +9,9 @@ from checklist_kit import Desk
 from appliance.service import answers as answers_of
 from appliance.service.checklist import options_of
 from appliance.service.facts import GpuFact, Survey
+from appliance.service.presets.answers import PresetAnswers
 from appliance.service.presets.catalogue import catalogue, find_card
-from appliance.service.presets.choose import PresetAnswers, choose, known_model
+from appliance.service.presets.choose import choose, known_model
 from appliance.service.steps import install
 from appliance.service.steps.base import StepJob
 from installer.base.errors import InstallError
