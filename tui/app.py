@@ -297,7 +297,7 @@ class Wizard(App[None]):
     # -- keys
 
     def on_resize(self, event: events.Resize) -> None:
-        self.draw()
+        self.call_after_refresh(self.draw)
 
     def on_option_list_option_highlighted(self) -> None:
         self._put("#detail", self._detail(self.step()))

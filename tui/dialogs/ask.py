@@ -30,6 +30,7 @@ class Ask(ModalScreen[str | None]):
             yield Static(Text(self.say(t("Enter answers, Esc leaves it open."))), id="hint")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()  # the fields of the screen below are another matter
         said = event.value.strip()
         if len(said) < self.least:
             short = t("Please say it in {count} characters or more.", count=self.least)
