@@ -31,6 +31,7 @@ PARTS = {
     "engine": ["tests/engine", *(f"--ignore=tests/engine/{name}" for name in
                ("kernels", "models", "server", "test_oracle.py"))],
     "appliance": ["tests/appliance", "tests/test_imports.py"],
+    "terminal": ["tests/tui"],
 }  # fmt: skip
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Triton's interpreter is one thread of Python
 

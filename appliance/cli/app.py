@@ -37,6 +37,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "keys": ("appliance.cli.publish.keys", "app", "Make and look at the keys that sign bundles."),
     },
     "Install": {
+        "setup": ("tui.command", "register", "Open the checklist as screens; so does `atoll` alone."),
         "checklist": (
             "appliance.cli.install.checklist", "app",
             "Go from a bare server to a service, step by step; resumable.",
@@ -152,6 +153,8 @@ class LazyGroup(TyperGroup):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
+        if not rest and sys.stdin.isatty() and sys.stdout.isatty():
+            rest = ["setup"]
         with speaking(language), libraries_in(language_of()):
             translate(self, language_of())
             return super().main(rest, *more, **settings)

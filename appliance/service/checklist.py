@@ -42,12 +42,17 @@ def show(layout: Layout, answers: Answers | None = None) -> State:
     return derive(records, facts, answers, busy=busy)
 
 
-def run(layout: Layout, request: RunRequest, reader: JobReader) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run the checklist as a job and follow it: its result, and what it handed over. Raises InstallError."""
+def run(
+    layout: Layout, request: RunRequest, reader: JobReader, *, fresh: bool = False
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run the checklist as a job and follow it: its result, and what it handed over. Raises InstallError.
+
+    `fresh`: the job's process is started, not forked from this one.
+    """
     for name in request.steps:
         step_called(name)
     refuse_if_busy(layout.checklist / "lock")
-    work = checklist_work(request, layout)
+    work = None if fresh else checklist_work(request, layout)
     given = request.model_dump(mode="json")
     return jobs.run(
         layout, "checklist", work, reader, kind="checklist", given=given, interactive=request.interactive

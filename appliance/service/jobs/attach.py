@@ -83,9 +83,13 @@ class _Line:
 
 
 def run(
-    layout: Layout, purpose: str, work: Work, reader: JobReader, *, kind: str, given: dict[str, Any], interactive: bool
+    layout: Layout, purpose: str, work: Work | None, reader: JobReader, *, kind: str, given: dict[str, Any],
+    interactive: bool,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Start a job and follow it to its end as its front, as `attach` does."""
+    """Start a job and follow it to its end as its front, as `attach` does.
+
+    Without `work` its process is a fresh one.
+    """
     job = prepare(layout, purpose, kind=kind, given=given, interactive=interactive)
     with _Line(job) as line:  # before the job begins, so that nothing it hands over comes too early
         launch(job, work)

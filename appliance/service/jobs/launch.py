@@ -1,6 +1,7 @@
 """Starting a job's process: a transient unit on a running server, elsewhere a process in a session of its own."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,13 +33,14 @@ def prepare(layout: Layout, purpose: str, *, kind: str, given: dict[str, Any], i
     return make(layout, spec)
 
 
-def launch(job: Job, work: Work) -> None:
+def launch(job: Job, work: Work | None) -> None:
     """Start its process, and return when it holds its lock or has ended. A Ctrl-C in between cancels the job.
 
     `work` is what the process does where it is forked from this one; a unit's process makes the same of `kind` and
-    `given` in the spec (appliance/service/jobs/kinds.py). Raises InstallError.
+    `given` in the spec (appliance/service/jobs/kinds.py). None: a fresh process does so too, for a front that has
+    threads and must not be forked. Raises InstallError.
     """
-    child = None if job.spec["by_systemd"] and _start_unit(job) else _fork(job, work)
+    child = None if job.spec["by_systemd"] and _start_unit(job) else _begin(job, work)
     cancelled = False
     end = time.monotonic() + START_SECONDS
     while not ((job.locked() and job.process()) or job.end is not None):
@@ -86,6 +88,22 @@ def this_atoll() -> list[str]:
     """The `atoll` of the running code: a code tree has a command of its own; a checkout needs PYTHONPATH besides."""
     tree = code_tree()
     return [str(tree / "bin/atoll")] if tree is not None else list(THIS_CODE)
+
+
+def _begin(job: Job, work: Work | None) -> int:
+    return _spawn(job) if work is None else _fork(job, work)
+
+
+def _spawn(job: Job) -> int:
+    """A process of its own program; its pid."""
+    tree = code_tree()
+    command = [str(tree / "bin/atoll")] if tree is not None else list(THIS_CODE)
+    environment = {**os.environ, **({} if tree is not None else {"PYTHONPATH": str(code_root())})}
+    with open(job.path / "log", "ab") as log:
+        return subprocess.Popen(
+            [*command, "jobs", "exec", str(job.path)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
+            env=environment, start_new_session=True,
+        ).pid  # fmt: skip
 
 
 def _fork(job: Job, work: Work) -> int:

@@ -1,0 +1,107 @@
+"""One operator's place at the checklist: what a front reads, decides and starts, without a face."""
+
+import contextlib
+import getpass
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from appliance.service import answers as answers_of
+from appliance.service import checklist, events, jobs
+from appliance.service.facts import MachineFacts, machine_facts
+from appliance.service.jobs import Job
+from appliance.service.jobs.attach import JobReader
+from appliance.service.run_request import RunRequest
+from appliance.service.state import State
+from installer.base import fs
+from installer.base.errors import ExitCode, InstallError
+from installer.base.layout import Layout
+from installer.operate.install import key_was_shown
+
+__all__ = ["Desk", "InstallError", "Job", "Layout", "MachineFacts"]
+
+
+class Desk:
+    """Answers that were given here stay in memory until a run takes them; the run keeps them on the disk."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.answers = checklist.last_answers(layout)
+        self.by = getpass.getuser()
+
+    def state(self) -> State:
+        return checklist.show(self.layout, self.answers)
+
+    def machine(self) -> MachineFacts:
+        return machine_facts(self.layout)
+
+    def signature(self) -> tuple[object, ...]:
+        """Changes when the state may have changed; cheap enough to be asked every second."""
+        with contextlib.suppress(OSError):
+            facts = os.stat(events.path_of(self.layout))
+            return facts.st_mtime_ns, facts.st_size, self._job_name()
+        return (self._job_name(),)
+
+    def job(self) -> Job | None:
+        """The job that runs now, whoever started it."""
+        job = jobs.newest(self.layout)
+        return job if job is not None and job.state() in ("starting", "running") else None
+
+    def place(self, medium: str, key: str, by: str) -> None:
+        """Where the medium and the vendor's key are, and who decides. Raises InstallError (usage)."""
+        self.answers = self.answers.model_copy(update={
+            "medium": [_whole(medium)] if medium else [], "bundle": None,
+            "trust_keys": [_whole(key)] if key else [],
+        })  # fmt: skip
+        self.by = f"{by} ({getpass.getuser()})" if by and by != getpass.getuser() else getpass.getuser()
+
+    def load(self, path: str) -> None:
+        """Raises InstallError (usage) that names what is wrong in the file."""
+        self.answers = answers_of.read(_whole(path))
+
+    def waive(self, finding: str, reason: str) -> None:
+        self.answers = self.answers.model_copy(update={"waivers": {**self.answers.waivers, finding: reason}})
+
+    def run(self, step: str, reader: JobReader) -> tuple[dict, dict[str, str]]:
+        """Run one step to its end as a job; its result and what it handed over. Raises InstallError."""
+        request = RunRequest(answers=answers_of.to_json(self.answers), steps=(step,), by=self.by, interactive=True)
+        return self._learned(lambda: checklist.run(self.layout, request, reader, fresh=True))
+
+    def attach(self, job: Job, reader: JobReader) -> tuple[dict, dict[str, str]]:
+        """Be the front of a job that runs; its watcher where another terminal is its front. Raises InstallError."""
+        try:
+            return self._learned(lambda: jobs.attach(job, reader))
+        except InstallError as error:
+            if error.exit_code != ExitCode.BUSY or job.state() == "ended":
+                raise
+        return jobs.watch(job, reader), {}
+
+    def key_was_shown(self, result: dict) -> None:
+        key_was_shown(self.layout, result["key_ids"])
+
+    def export(self) -> Path:
+        """Write the answers as they stand beside the checklist's own files, or in the working directory."""
+        path = Path.cwd() / "atoll-answers.toml"
+        fs.write_atomic(path, answers_of.text_of(self.answers), 0o600)
+        return path
+
+    def _learned(self, work: Callable[[], tuple[dict, dict[str, str]]]) -> tuple[dict, dict[str, str]]:
+        """Do it, then take over what the run was told and has learned. One that did not begin has kept nothing."""
+        began = True
+        try:
+            return work()
+        except InstallError as error:
+            began = error.exit_code != ExitCode.BUSY
+            raise
+        finally:
+            if began:
+                with contextlib.suppress(InstallError):
+                    self.answers = checklist.last_answers(self.layout)
+
+    def _job_name(self) -> str | None:
+        job = jobs.newest(self.layout)
+        return f"{job.id} {job.locked()}" if job is not None else None
+
+
+def _whole(path: str) -> Path:
+    return Path(path).expanduser().absolute()

@@ -1,0 +1,189 @@
+"""The screens by keyboard alone, over the real service."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from checklist_kit import Desk
+from rich.cells import cell_len
+
+from appliance.service import answers as answers_of
+from tui.app import Wizard
+from tui.dialogs.ask import Ask, Read
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def screen(app: Wizard) -> list[str]:
+    return ["".join(part.text for part in strip) for strip in app.screen._compositor.render_strips()]
+
+
+async def until(pilot, true, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "\n".join(screen(pilot.app))
+        await pilot.pause(0.05)
+
+
+def opened(desk: Desk, language: str = "en", **more) -> Wizard:
+    app = Wizard(desk.layout, language, **more)
+    app.desk.answers = answers_of.from_json(desk.answers())
+    return app
+
+
+@pytest.mark.parametrize("language", ["en", "ko"])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_every_row_has_the_width_of_the_terminal(desk: Desk, language: str, size: tuple[int, int]) -> None:
+    app = opened(desk, language)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.standing is not None)
+        for key in ("enter", "enter", "enter", "2", "3", "f1"):
+            await pilot.press(key)
+            await pilot.pause(0.05)
+            assert {cell_len(row) for row in screen(app)} == {size[0]}
+
+
+async def test_enter_leads_from_nothing_to_a_service(desk: Desk) -> None:
+    app = opened(desk)
+    steps = None
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None)
+        await pilot.press("enter", "enter", "enter")
+        for number, step in ((1, "gpu"), (2, "model"), (3, "install")):
+            await until(pilot, lambda: app.screen is app.screen_stack[0])
+            assert app.position == number
+            await pilot.press("enter")
+            await until(pilot, lambda step=step: app.standing.step(step).status == "green")
+            await until(pilot, lambda: app.following is None)
+            if step != "install":
+                await pilot.press("enter")
+        steps = {each.id: each.status for each in app.standing.steps}
+        await until(pilot, lambda: isinstance(app.screen, Read))  # the key
+    assert steps["install"] == "green"
+
+
+async def test_a_licence_is_accepted_only_at_its_end_and_by_name(desk: Desk) -> None:
+    app = Wizard(desk.layout, "en")
+    app.desk.answers = answers_of.from_json(desk.answers(accept_licenses=[]))
+    app.desk.by = "Kim"  # fills the field of the start
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None)
+        await pilot.press("enter", "enter", "enter", "enter")
+        await until(pilot, lambda: app.standing.step("gpu").status == "green" and app.following is None)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: isinstance(app.screen, Read))
+        await pilot.pause(0.3)
+        await pilot.press("enter")
+        assert isinstance(app.screen, Read)  # the end was not on the screen yet
+        for _ in range(2):
+            licence = app.screen
+            while not licence.at_end():
+                await pilot.press("pagedown")
+                await pilot.pause(0.02)
+            await pilot.press("enter")
+            await until(pilot, lambda licence=licence: app.screen is not licence)
+            await pilot.pause(0.5)
+        await until(pilot, lambda: app.standing.step("model").status == "green")
+    accepted = [event for event in desk.events() if event["event"] == "accepted"]
+    assert [event["by"] for event in accepted] == [app.desk.by] * 2
+    assert app.desk.by.startswith("Kim (")
+
+
+async def test_a_failing_check_is_waived_with_a_reason(desk: Desk) -> None:
+    app = opened(desk)
+    review = {**desk.answers()["review"]["tiny"]}
+    del review["export"]
+    app.desk.answers = answers_of.from_json(desk.answers(review={"tiny": review}))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: app.standing is not None)
+        await pilot.press("enter", "enter", "enter", "enter")
+        await until(pilot, lambda: app.standing.step("gpu").status == "green" and app.following is None)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: isinstance(app.screen, Ask))  # the open point
+        await pilot.press("escape")
+        await until(pilot, lambda: app.standing.step("model").status == "failed" and app.following is None)
+        await until(pilot, lambda: app.chosen() is not None and app.chosen().id == "review-export")
+        await pilot.press("f9")
+        await pilot.press("n", "o", "enter")
+        assert isinstance(app.screen, Ask)  # too short a reason
+        await pilot.press("w", "enter")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, Ask))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.standing.step("model").status == "green")
+    assert desk.show().waivers["review-export"].reason == "now"
+
+
+async def test_a_path_that_is_not_there_is_named(desk: Desk) -> None:
+    app = Wizard(desk.layout, "ko")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None)
+        await pilot.press(*"/nowhere", "enter", "enter", "enter")
+        await pilot.pause(0.2)
+        assert app.position == 0
+        assert "/nowhere" in screen(app)[23]
+
+
+async def test_a_terminal_that_is_too_small_says_so_and_comes_back(desk: Desk) -> None:
+    app = opened(desk)
+    async with app.run_test(size=(60, 20)) as pilot:
+        await pilot.pause(0.2)
+        assert "too small" in " ".join(screen(app))
+        await pilot.resize_terminal(80, 24)
+        await until(pilot, lambda: "Start" in screen(app)[2])
+
+
+@pytest.mark.parametrize("term", ["linux", "vt220"])
+@pytest.mark.parametrize("how", ["ctrl-c", "SIGTERM"])
+def test_the_real_program_starts_and_restores_the_terminal(tmp_path: Path, term: str, how: str) -> None:
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 80))
+    before = termios.tcgetattr(slave)
+    program = subprocess.Popen(
+        [sys.executable, "-m", "appliance"], stdin=slave, stdout=slave, stderr=slave, cwd=REPOSITORY,
+        env={**os.environ, "TERM": term, "ATOLL_PREFIX": str(tmp_path / "prefix"), "XDG_RUNTIME_DIR": str(tmp_path)},
+        start_new_session=True,
+    )  # fmt: skip
+    seen = b""
+
+    def read_until(sign: bytes, seconds: float) -> None:
+        nonlocal seen
+        end = time.monotonic() + seconds
+        while sign not in seen and time.monotonic() < end:
+            if select.select([master], [], [], 0.1)[0]:
+                seen += os.read(master, 65536)
+
+    try:
+        read_until(b"This machine has", 60)
+        assert b"This machine has" in seen, seen[-2000:]
+        assert termios.tcgetattr(slave) != before
+        if how == "ctrl-c":
+            os.write(master, b"\x03")
+        else:
+            program.send_signal(signal.SIGTERM)
+        read_until(b"\x1b[?1049l", 20)
+        assert program.wait(20) == 0
+        assert b"\x1b[?1049l" in seen
+        assert termios.tcgetattr(slave) == before
+        assert b"Traceback" not in seen
+    finally:
+        program.kill()
+        program.wait()
+        os.close(master)
+        os.close(slave)
+    assert not (tmp_path / "prefix").exists()  # looking writes nothing
+
+
+@pytest.mark.parametrize("argv", [[], ["setup"]])
+def test_without_a_terminal_the_command_line_is_named(tmp_path: Path, argv: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "appliance", *argv], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, cwd=REPOSITORY, env={**os.environ, "ATOLL_PREFIX": str(tmp_path)})  # fmt: skip
+    assert "checklist" in done.stdout + done.stderr
+    assert "\x1b[?1049h" not in done.stdout

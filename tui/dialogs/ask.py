@@ -1,0 +1,85 @@
+"""A question with a line to type in, and a text to read."""
+
+from collections.abc import Callable
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+
+from appliance.service.words import t
+
+Say = Callable[[str], str]
+
+
+class Ask(ModalScreen[str | None]):
+    """An answer in words; None where it was left."""
+
+    BINDINGS = [Binding("escape", "dismiss(None)")]  # noqa: RUF012
+
+    def __init__(self, say: Say, question: str, least: int = 0) -> None:
+        super().__init__()
+        self.say, self.question, self.least = say, question, least
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box"):
+            yield Static(Text(self.say(self.question)))
+            yield Input(max_length=500)
+            yield Static(Text(self.say(t("Enter answers, Esc leaves it open."))), id="hint")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()  # the fields of the screen below are another matter
+        said = event.value.strip()
+        if len(said) < self.least:
+            short = t("Please say it in {count} characters or more.", count=self.least)
+            self.query_one("#hint", Static).update(Text(self.say(short)))
+            return
+        self.dismiss(said)
+
+
+class Read(ModalScreen[bool]):
+    """A text. With `agree` it is a question, whose Enter counts only when the end was on the screen."""
+
+    BINDINGS = [  # noqa: RUF012
+        Binding("enter", "agree"), Binding("escape", "dismiss(False)"), Binding("f1,f8", "dismiss(False)"),
+        Binding("pagedown,space", "page(1)"), Binding("pageup", "page(-1)"),
+    ]  # fmt: skip
+
+    def __init__(self, say: Say, title: str, text: str, agree: str = "") -> None:
+        super().__init__()
+        self.say, self.heading, self.text, self.agree = say, title, text, agree
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box tall"):
+            yield Static(Text(self.say(self.heading), style="bold"))
+            with VerticalScroll():
+                yield Static(Text(self.text))
+            yield Static("", id="hint", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(VerticalScroll).focus()
+        self.set_interval(0.2, self._tell)
+        self.call_after_refresh(self._tell)
+
+    def at_end(self) -> bool:
+        pane = self.query_one(VerticalScroll)
+        return pane.size.height > 0 and pane.scroll_offset.y >= pane.max_scroll_y
+
+    def _tell(self) -> None:
+        hint = t("Esc closes this.")
+        if self.agree:
+            unread = t("Read to the end first: Page Down. Esc refuses.")
+            hint = self.agree if self.at_end() else unread
+        self.query_one("#hint", Static).update(Text(self.say(hint)))
+
+    def action_page(self, by: int) -> None:
+        pane = self.query_one(VerticalScroll)
+        pane.scroll_to(y=pane.scroll_offset.y + by * max(1, pane.size.height - 1), animate=False)
+
+    def action_agree(self) -> None:
+        if not self.agree:
+            self.dismiss(False)
+        elif self.at_end():
+            self.dismiss(True)

@@ -1,0 +1,76 @@
+"""Marks, colours and the sheet of styles. A state is a word or a sign first; its colour only repeats it."""
+
+import os
+
+from textual.theme import Theme
+
+from appliance.service.findings import Finding
+from appliance.service.words import t
+
+WIDTH, HEIGHT = 80, 24  # the smallest terminal
+
+THEMES = (
+    Theme("atoll-dark", primary="#4fb3bf", background="#101418", surface="#101418", panel="#1c242b",
+          foreground="#d8dee4", success="#7fc97f", warning="#e0b050", error="#ef6b6b", dark=True),
+    Theme("atoll-light", primary="#00626f", background="#ffffff", surface="#ffffff", panel="#e8eef0",
+          foreground="#1a1d20", success="#1b6e1b", warning="#8a5a00", error="#a31515", dark=False),
+    Theme("atoll-contrast", primary="#ffff00", background="#000000", surface="#000000", panel="#202020",
+          foreground="#ffffff", success="#00ff00", warning="#ffff00", error="#ff8080", dark=True),
+)  # fmt: skip
+PLAIN_THEME = "ansi-dark"
+THEME_NAMES = (*(theme.name for theme in THEMES), PLAIN_THEME)
+
+# Signs that every font has: none of them is wide in a terminal that draws ambiguous characters wide.
+MARKS = {"green": "✓", "failed": "✗", "running": ">", "stale": "~", "interrupted": "!", "open": " "}
+PLAIN_MARKS = {**MARKS, "green": "v", "failed": "x"}
+STATES = {
+    "open": t("open"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
+    "stale": t("stale"), "green": t("done"),
+}  # fmt: skip
+COLOURS = {"green": "green", "failed": "red", "stale": "yellow", "interrupted": "yellow", "running": "cyan",
+           "open": ""}  # fmt: skip
+VERDICTS = {"pass": (t("PASS"), "green"), "info": (t("INFO"), ""), "warn": (t("WARN"), "yellow"),
+            "fail": (t("FAIL"), "red"), "waived": (t("WAIV"), "magenta")}  # fmt: skip
+
+CSS = """
+Screen { layout: vertical; }
+#head { height: 1; background: $primary; color: $background; text-style: bold; }
+#body { height: 1fr; }
+#rail { width: 20; padding: 1 0 0 1; }
+#pane { width: 1fr; padding: 0 1; }
+#lead { height: auto; max-height: 3; margin: 1 0 0 0; }
+#place { height: auto; }
+#place Label { margin: 1 0 0 0; }
+#place Input { border: none; height: 1; background: $panel; padding: 0 1; }
+#findings { height: 1fr; border: none; padding: 0; margin: 1 0 0 0; background: $background; }
+#detail { height: 9; padding: 0; }
+#keys { height: 1; background: $panel; color: $foreground; }
+#small { display: none; height: 1fr; padding: 1 2; }
+.small #body, .small #keys { display: none; }
+.small #small { display: block; }
+ModalScreen { align: center middle; }
+.box { width: 90%; max-width: 100; height: auto; max-height: 90%; padding: 1 2; background: $panel; }
+.box.tall { height: 90%; }
+.box VerticalScroll { height: 1fr; margin: 1 0; }
+.box Input { border: none; height: 1; margin: 1 0 0 0; background: $background; }
+"""
+PLAIN_CSS = """
+.plain #head { text-style: reverse; background: ansi_default; color: ansi_default; }
+.plain .box { border: ascii ansi_default; padding: 0 1; }
+"""
+
+
+def plain_terminal() -> bool:
+    """Consoles and serial lines: ASCII and 16 colours."""
+    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
+    term = os.environ.get("TERM", "")
+    utf8 = "utf-8" in locale.lower() or "utf8" in locale.lower()
+    return term == "linux" or term.startswith(("vt", "ansi")) or not utf8
+
+
+def verdict(finding: Finding) -> str:
+    if finding.waiver is not None:
+        return "waived"
+    if finding.ok:
+        return "pass"
+    return finding.severity if finding.severity in ("warn", "info") else "fail"
