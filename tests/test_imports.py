@@ -178,3 +178,12 @@ def test_importing_it_loads_no_tensor_library(module: str):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["appliance.cli.install.install", "appliance.cli.install.preflight"])
+def test_a_dry_run_needs_no_large_package(module: str):
+    """From a medium it runs before packages of over 16 MiB are unpacked."""
+    code = f"import sys, {module}\nprint([m for m in ('numpy', 'torch', 'triton') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"

@@ -1,13 +1,15 @@
 """A service level objective: how long each request may take, in milliseconds."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from appliance.load.outcome import Outcome
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
+
+if TYPE_CHECKING:
+    from appliance.load.outcome import Outcome
 
 _PAIR = re.compile(r"(?P<name>[a-z0-9]+)[:=](?P<value>\d+(?:\.\d+)?)(?P<unit>ms|s)?")
 
@@ -26,7 +28,7 @@ class Slo(BaseModel):
     def __bool__(self) -> bool:
         return any(limit is not None for limit in (self.ttft, self.tpot, self.itl, self.e2el))
 
-    def met_by(self, outcome: Outcome) -> bool:
+    def met_by(self, outcome: "Outcome") -> bool:
         """A request that failed meets nothing."""
         if not outcome.ok:
             return False

@@ -1,17 +1,21 @@
-"""Verify: does what is installed keep its promises? Six groups of checks, targets of the operator, a report."""
+"""Verify: does what is installed keep its promises? Six groups of checks, targets of the operator, a report.
+
+The checks are imported when they run: they need NumPy, and a dry run from a medium has none.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appliance.service.facts import Facts
 from appliance.service.findings import Finding, StepResult, made
 from appliance.service.steps.base import Step, StepJob
 from appliance.service.verification.plan import GROUPS, Group, VerifyAnswers
-from appliance.service.verification.report import Written, write
-from appliance.service.verification.run import TITLES, Verification, forget, verify
-from appliance.service.verification.subject import of_installation
 from installer.base.i18n import t
 from installer.decide.answers import Answers
+
+if TYPE_CHECKING:
+    from appliance.service.verification.report import Written
+    from appliance.service.verification.run import Verification
 
 _WAIVABLE = (
     "status-1", "status-2", "status-3", "models", "completions", "client-mistakes", "limits", "cancel", "golden",
@@ -41,6 +45,10 @@ class VerifyStep(Step):
         return None
 
     def run(self, job: StepJob) -> StepResult:
+        from appliance.service.verification.report import write
+        from appliance.service.verification.run import TITLES, forget, verify
+        from appliance.service.verification.subject import of_installation
+
         plan: VerifyAnswers = getattr(job.answers, "verify")  # noqa: B009
         state = job.layout.checklist / "verification"
 
@@ -62,6 +70,8 @@ class VerifyStep(Step):
 
 def left_out(plan: VerifyAnswers) -> list[Finding]:
     """The groups that were not asked for: a warning, for a sign-off must not rest on them."""
+    from appliance.service.verification.run import TITLES
+
     return [
         made(f"{group}-left-out", "warn", False, TITLES[group], observed=t("not verified: the answers leave it out"),
              fix=t("Verify it too before the roll-out."), why=t("what was not checked is not known to hold"))
@@ -69,12 +79,12 @@ def left_out(plan: VerifyAnswers) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _report(written: Written) -> Finding:
+def _report(written: "Written") -> Finding:
     return made("report", "info", True, t("Report"), observed=str(written.html),
                 evidence="\n".join(f"{hash}  {name}" for name, hash in written.files.items()))  # fmt: skip
 
 
-def _summary(found: Verification, written: Written) -> dict[str, Any]:
+def _summary(found: "Verification", written: "Written") -> dict[str, Any]:
     """What later steps need: the measured numbers of each model, and where the report is."""
     numbers: dict[str, Any] = {}
     for group in found.groups:
