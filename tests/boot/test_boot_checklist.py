@@ -47,6 +47,8 @@ def write_answers(desk: Desk) -> None:
         "tune": {"profile": "/root/tiny.toml", "budget": "120s", "load_seconds": 3.0, "confirm": True,
                  "only": ["max-num-seqs"], "target": "ttft=20s"},
         "verify": {"profile": "/root/tiny.toml", "requests": 6, "soak_seconds": 5.0},
+        "pilot": {"interval": 0.5, "signed_by": "Kim Minsu", "stages": [
+            {"name": "everybody", "users": ["*"], "duration": 5.0, "stop": {"window": 2.0}, "goal": {"requests": 0}}]},
     }  # fmt: skip
     desk.machine.path("/root/checklist.toml").write_text(tomlkit.dumps(answers))
     desk.machine.path("/root/tiny.toml").write_text(PROFILE)

@@ -97,6 +97,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: 
         "tune": {"profile": profile, "budget": "60s", "load_seconds": 2.0, "only": ["max-num-seqs"], "confirm": True,
                  "target": "ttft=20s"},
         "verify": {"profile": profile, "requests": 6, "soak_seconds": 3.0},
+        "pilot": {"interval": 0.5, "signed_by": "Kim Minsu", "stages": [
+            {"name": "everybody", "users": ["*"], "duration": 3.0, "stop": {"window": 2.0}, "goal": {"requests": 0}}]},
     }  # fmt: skip
     environment = {**os.environ, "ATOLL_PREFIX": str(root / "prefix"), "COLUMNS": "120", "ATOLL_LANG": "en"}
     (root / "answers.toml").write_text(tomlkit.dumps(answers))
@@ -133,6 +135,7 @@ def test_what_the_steps_have_left(server: Server) -> None:
     assert tuned["target_met"] is True
     assert len(tuned["trials"]) >= 2
     assert tuned["after"]["goodput"] > 0
+    assert steps["pilot"]["summary"]["signed"]["by"] == "Kim Minsu"
     reports = list((server.layout.checklist / "reports").glob("*.html"))
     assert reports
     assert json.loads(server.atoll("status", "--json"))["state"] == "serving"
