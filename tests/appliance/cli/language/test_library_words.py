@@ -24,7 +24,7 @@ def test_what_is_listed_by_hand_stands_in_the_library(words: tuple[str, ...], so
 
 KOREAN = {
     "status a b": "쓸 수 없는 인자가 더 있습니다(a b)",
-    "statu": "'statu' 명령은 없습니다. 혹시 'status',",
+    "statuz": "'statuz' 명령은 없습니다. 혹시 'status',",
     "bundle bild": "'bild' 명령은 없습니다. 혹시 'build'입니까?",
     "bundle xyzzy": "'xyzzy' 명령은 없습니다.",
     "logs --unit": "'--unit' 옵션에는 값이 필요합니다.",
