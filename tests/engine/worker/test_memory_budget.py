@@ -91,7 +91,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(card, model):
     with pytest.raises(OutOfMemoryPlanError, match=r"weights take .* of the 80\.00 GiB") as refusal:
         check_weights_fit(model, config(1e-9), GpuMemory.now(DEVICE))
     assert refusal.value.flag == "--gpu-memory-utilization"
-    assert refusal.value.hint.startswith("Raise --gpu-memory-utilization; --quantization fp8")
+    assert refusal.value.hint.startswith("What helps: raise --gpu-memory-utilization; --quantization fp8")
     with pytest.raises(OutOfMemoryPlanError, match=r"other processes hold 80\.00 GiB") as refusal:
         check_weights_fit(model, config(quantization="fp8"), GpuMemory(DEVICE, 80 * GIB, 80 * GIB))
-    assert refusal.value.hint == "A smaller model or a larger GPU."
+    assert refusal.value.hint == "What helps: a smaller model or a larger GPU."
