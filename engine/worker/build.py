@@ -107,11 +107,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             lock_tables(model, config, device)
 
     kv_dtype = resolve_kv_dtype(config, compute)
-    spec = CacheSpec(
-        tuple(model.cache_layers()),
-        kv_dtype.itemsize,
-        config.block_size or DEFAULT_PAGE_SIZE[device.type],
-    )
+    page_size = config.block_size or DEFAULT_PAGE_SIZE[device.type]
+    spec = CacheSpec(tuple(model.cache_layers()), kv_dtype.itemsize, page_size)
     default_seqs = DEFAULT_SEQS[device.type]
     default_tokens = _DEFAULT_BATCHED_TOKENS[device.type]
     if gpu is not None:
@@ -126,17 +123,19 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     else:
         activations = activation_bytes(model_config, compute, max_tokens, min(num_seqs, max_tokens))
         budget = cpu_budget(config, weight_bytes(model), activations, cpu_format.describe(dtype, compute))
-    plan = plan_memory(
-        budget,
-        spec,
-        device=str(device),
-        max_model_len=max_len_wanted,
-        model_max_len=model_config.max_position_embeddings,
-        max_num_seqs=config.max_num_seqs,
-        default_num_seqs=default_seqs,
-        usual_num_seqs=DEFAULT_SEQS[device.type],
-        step_tokens=max_tokens,
-    )
+    wishes = {
+        "device": str(device), "max_model_len": max_len_wanted, "model_max_len": model_config.max_position_embeddings,
+        "max_num_seqs": config.max_num_seqs, "default_num_seqs": default_seqs,
+        "usual_num_seqs": DEFAULT_SEQS[device.type], "step_tokens": max_tokens,
+    }  # fmt: skip
+    try:
+        plan = plan_memory(budget, spec, **wishes)
+    except OutOfMemoryPlanError:
+        if kv_dtype.itemsize <= resolve_kv_dtype(config, dtype).itemsize:
+            raise
+        kv_dtype = dtype  # half the memory; only a little slower
+        spec = CacheSpec(tuple(model.cache_layers()), kv_dtype.itemsize, page_size)
+        plan = plan_memory(budget, spec, **wishes)
     if gpu is not None:
         plan = replace(plan, notes=(*plan.notes, *arithmetic_notes(model, dtype, device)))
     log.info("%s", plan.table())
@@ -299,7 +298,8 @@ def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtyp
 def resolve_kv_dtype(config: EngineConfig, compute: torch.dtype) -> torch.dtype:
     """The dtype of cached keys and values; `compute` is that of activations.
 
-    A CPU that computes in float32 caches float32: it would widen every page that it reads, in every layer and step.
+    A CPU that computes in float32 caches float32, where that fits: else it would widen every page that it reads, in
+    every layer and step.
     """
     if config.kv_cache_dtype in ("fp8", "fp8_e4m3"):
         return torch.float8_e4m3fn

@@ -23,8 +23,8 @@ def weak(monkeypatch):
 
 
 def build(model_dir, **config):
-    return build_engine(EngineConfig(model_dir, device="cpu", max_model_len=256, **(
-        {"kv_cache_memory_bytes": 64 << 20} | config)))
+    return build_engine(EngineConfig(model_dir, device="cpu", **(
+        {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20} | config)))
 
 
 @pytest.mark.parametrize(("limit", "has_units", "stored", "compute"), [
@@ -72,6 +72,8 @@ def test_pages_hold_what_the_cpu_computes_in(smollm2_dir, weak):
     """Or each step would widen every page that it reads; unless a smaller cache is asked for."""
     assert pages(smollm2_dir) == torch.float32
     assert pages(smollm2_dir, kv_cache_dtype="bfloat16") == torch.bfloat16
+    tight = {"max_model_len": 1024, "kv_cache_memory_bytes": 32 << 20}  # 45 MiB in float32
+    assert pages(smollm2_dir, **tight) == torch.bfloat16
 
 
 def test_the_plan_of_a_cpu_with_bf16(smollm2_dir, monkeypatch):
