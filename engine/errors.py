@@ -7,6 +7,14 @@ id and values: a front end that speaks another language translates them where th
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+# Ids of errors that end an engine. A log record carries one as its field `error_id`, so that programs need not read the
+# English message.
+OUT_OF_MEMORY = "out-of-memory"
+KILLED = "killed"        # by SIGKILL, most often the kernel's when the machine runs out of memory
+SETTINGS = "settings"
+MODEL = "model"
 
 _retell: Callable[[str], str] = str
 
@@ -53,6 +61,21 @@ class OutOfMemoryPlanError(ConfigError):
 
 class EngineDeadError(AtollError):
     """The engine process is gone or has not become ready."""
+
+
+def error_id(error: BaseException) -> str:
+    """Its id, or "" for an error that programs cannot act upon."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, OutOfMemoryPlanError | MemoryError) or (
+        torch is not None and isinstance(error, torch.OutOfMemoryError)
+    ):
+        return OUT_OF_MEMORY
+    return SETTINGS if isinstance(error, ConfigError) else MODEL if isinstance(error, ModelError) else ""
+
+
+def log_fields(error: BaseException) -> dict[str, Any]:
+    """`extra=` for the log record of an error: its id, where it has one."""
+    return {"fields": {"error_id": found} if (found := error_id(error)) else {}}
 
 
 @contextmanager

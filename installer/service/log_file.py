@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LOG_CAP = 16 << 20       # bytes; then the log is rotated
 LOG_KEEP = 3             # serve.log.1 … serve.log.3
+
+_ERROR_ID = re.compile(r" error_id=([a-z-]+)$")
 
 def tail(path: Path, lines: int, limit: int = 1 << 20) -> list[str]:
     """The last lines of a file, reading at most `limit` bytes of it."""
@@ -30,6 +33,20 @@ def readable(line: str) -> str:
         except (ValueError, KeyError, TypeError):
             return line
     return line
+
+
+def error_id(lines: Sequence[str]) -> str:
+    """The id of the last error in these lines of the log that has one: the field `error_id` of a JSON record, or at the
+    end of a line where the log is plain text. "" if there is none."""
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line) if line.startswith("{") else {}
+        except ValueError:
+            continue
+        plain = _ERROR_ID.search(line)
+        if found := entry.get("error_id") or (plain[1] if plain and not entry else ""):
+            return str(found)
+    return ""
 
 
 def follow(path: Path) -> Iterator[str]:

@@ -13,6 +13,7 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.service import units
+from installer.service.log_file import error_id
 from installer.service.manager import ServiceState, Switched, stop_and_start
 from installer.service.systemctl import Runner, journal, parse_show, run
 
@@ -259,11 +260,13 @@ class SystemdService:
 
     def _not_prepared(self, unit: str, pending: Collection[str]) -> InstallError:
         self._recall(pending)
+        lines = journal(self._run, [unit], 20)
         return InstallError(
             t("The new {unit} could not make itself ready to take over.", unit=unit),
             exit_code=ExitCode.UNHEALTHY,
             hint=t("The whole log: {command}", command=f"journalctl -b -u {unit}"),
-            log_tail=journal(self._run, [unit], 20),
+            log_tail=lines,
+            error_id=error_id(lines),
         )
 
     def _recall(self, names: Collection[str]) -> None:
@@ -327,12 +330,14 @@ class SystemdService:
             said = t("it had not ended after {timeout:.0f} s", timeout=timeout)
         else:
             said = " ".join(done.err.split()) or t("exit status {code}", code=done.code)
+        lines = journal(self._run, about or ["atoll*"], 20) if self.booted else []
         raise InstallError(
             t("Could not {action}: {said}", action=action, said=said),
             exit_code=ExitCode.UNHEALTHY,
             why=t("The command was: {command}", command=" ".join(words)),
             hint=t("The whole log: {command}", command=f"journalctl -b -u {about[0] if about else 'atoll*'}"),
-            log_tail=journal(self._run, about or ["atoll*"], 20) if self.booted else [],
+            log_tail=lines,
+            error_id=error_id(lines),
         )
 
 

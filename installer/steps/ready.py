@@ -1,5 +1,6 @@
 """Waiting for a service that starts, with its own words as the progress line."""
 
+import signal
 import time
 
 from installer.base.errors import ExitCode, InstallError
@@ -7,7 +8,7 @@ from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.decide.frontend import Frontend
 from installer.release.config import Endpoint
-from installer.service.log_file import readable
+from installer.service.log_file import error_id, readable
 from installer.service.manager import ServiceManager
 from installer.service.smoke_test import health
 
@@ -39,9 +40,12 @@ def wait_ready(
 
 def unhealthy(service: ServiceManager, layout: Layout, message: str) -> InstallError:
     """The error of a service that does not serve, with the end of its log."""
+    lines = service.log_tail(20)
+    killed = "killed" if service.state().last_exit == -signal.SIGKILL else ""
     return InstallError(
         message,
         exit_code=ExitCode.UNHEALTHY,
         hint=t("The log says why: {log_hint}", log_hint=layout.log_hint),
-        log_tail=[part for line in service.log_tail(20) for part in readable(line).splitlines()],
+        log_tail=[part for line in lines for part in readable(line).splitlines()],
+        error_id=error_id(lines) or killed,
     )

@@ -25,13 +25,12 @@ from appliance.service.tuning.records import Records, Session, name_of
 from appliance.service.tuning.request import MOST_TRIALS, TuneRequest
 from appliance.service.tuning.score import beats
 from appliance.service.tuning.search import Failure, Position, Space, Trial, best_of, propose
+from engine.errors import KILLED, OUT_OF_MEMORY
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.messages import decode, encode
 from installer.operate.settings_trial import SettingsTrial
-
-_OUT_OF_MEMORY = ("out of memory", "does not fit", "OutOfMemory", "SIGKILL")
 
 
 class Tuning:
@@ -302,6 +301,5 @@ class Tuning:
 
 
 def failure_of(error: InstallError) -> Failure:
-    """Whether more memory would have helped: then nothing that needs more is tried either."""
-    text = " ".join([error.message, error.why, *error.log_tail])
-    return "memory" if any(word in text for word in _OUT_OF_MEMORY) else "start"
+    """"memory" if more memory would have helped: then no setting that needs more is tried either."""
+    return "memory" if error.error_id in (OUT_OF_MEMORY, KILLED) else "start"

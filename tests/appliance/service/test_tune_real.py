@@ -25,6 +25,7 @@ from appliance.service.tuning import records
 from appliance.service.tuning.measure import LoadDriver, Measured, ProfileLoad, parse_target, profile_called
 from appliance.service.tuning.records import Records
 from appliance.service.tuning.request import TuneRequest
+from appliance.service.tuning.run import failure_of
 from appliance.service.tuning.score import Score
 from appliance.service.tuning.work import last, run_reset, run_tuning
 from installer.base.errors import ExitCode, InstallError
@@ -34,7 +35,7 @@ from installer.base.lock import holder
 from installer.decide.options import InstallOptions
 from installer.operate.install import Installer
 from installer.operate.lifecycle import start, stop
-from installer.operate.settings_trial import is_open
+from installer.operate.settings_trial import SettingsTrial, is_open
 from installer.release import config
 from installer.service.choice import service_for
 from installer.service.smoke_test import health
@@ -271,6 +272,17 @@ def test_the_engine_dies_under_load(place: Place) -> None:
     assert failed["failure"] == "load"
     assert failed["why"]
     assert place.settings == before
+    assert place.serves()
+
+
+def test_a_lack_of_memory_is_told_from_a_refused_setting(place: Place) -> None:
+    with SettingsTrial(place.layout, Front()) as trial:  # type: ignore[arg-type]
+        with pytest.raises(InstallError) as short:
+            trial.start_with({"kv-cache-memory-bytes": "1k"})
+        with pytest.raises(InstallError) as refused:
+            trial.start_with({"max-model-len": 10_000_000})
+    assert (short.value.error_id, failure_of(short.value)) == ("out-of-memory", "memory")
+    assert (refused.value.error_id, failure_of(refused.value)) == ("settings", "start")
     assert place.serves()
 
 

@@ -45,7 +45,6 @@ KEPT = {
     "Accept-Encoding: identity\r\n",
     "it is too short to measure",              # caught again in the same module
     "tune reset", "pilot stop", "pilot sign",  # a job's command
-    "out of memory", "does not fit",           # in an engine's log
     "not required",                            # as approvals.json has it
     "3 days ago",                              # as journalctl reads it
     r"satisfies the requirement torch[^ ]* \(from versions: ([^)]*)\)",  # a pattern
