@@ -5,7 +5,7 @@ id and values: a front end that speaks another language translates them where th
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,10 @@ KILLED = "killed"        # by SIGKILL, most often the kernel's when the machine 
 SETTINGS = "settings"
 MODEL = "model"
 
+Flag = tuple[str, str, str]  # name, metavar, help
+
 _retell: Callable[[str], str] = str
+_front_end_flags: Sequence[Flag] = ()
 
 
 class AtollError(Exception):
@@ -79,14 +82,21 @@ def log_fields(error: BaseException) -> dict[str, Any]:
 
 
 @contextmanager
-def retelling(retell: Callable[[str], str]) -> Iterator[None]:
-    """For the duration of the block, `told` and `complain` say what `retell` makes of each message."""
-    global _retell
-    before, _retell = _retell, retell
+def retelling(retell: Callable[[str], str], *, flags: Sequence[Flag] = ()) -> Iterator[None]:
+    """For the duration of the block, `told` and `complain` say what `retell` makes of each message.
+
+    `flags`: those that the front end takes from the command line itself; `--help` lists them.
+    """
+    global _retell, _front_end_flags
+    before, (_retell, _front_end_flags) = (_retell, _front_end_flags), (retell, flags)
     try:
         yield
     finally:
-        _retell = before
+        _retell, _front_end_flags = before
+
+
+def front_end_flags() -> Sequence[Flag]:
+    return _front_end_flags
 
 
 def told(text: str) -> str:

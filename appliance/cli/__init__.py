@@ -8,10 +8,10 @@ def main() -> None:
     argv = sys.argv[1:]
     asked = {word.partition("=")[0] for word in argv}
     if argv[:1] == ["serve"] and not {"-h", "--help", "--lang"} & asked:  # the command tree knows these
-        from appliance.cli.language.engine_programs import engine_errors_told
+        from appliance.cli.language.engine_programs import engine_speaks
         from engine.server.cli.serve import main as serve
 
-        with engine_errors_told():
+        with engine_speaks():
             sys.exit(serve(argv[1:]))
     from appliance.cli.app import app
 

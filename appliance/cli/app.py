@@ -9,13 +9,12 @@ from importlib import import_module, metadata
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from appliance.cli.common import say
-from appliance.cli.language.engine_programs import engine_errors_told
+from appliance.cli.language.commands import Commands, Group
+from appliance.cli.language.engine_programs import engine_speaks
 from appliance.cli.language.help_texts import translate
-from appliance.cli.language.own_parsers import helping
 from appliance.cli.language.usage_errors import usage_errors_told
 from installer.base.errors import ExitCode
 from installer.base.i18n import LANGUAGES, joined, language_of, libraries_in, looked_up, speaking, t
@@ -133,7 +132,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "Wait until the GPU can be used; exit 0 when it can (units do).",
         ),
         "settle": (
-            "installer.operate.boot_recovery", "main",
+            "appliance.cli.operate.settle", "register",
             "Take back an upgrade that a power cut interrupted (a unit does, at boot).",
         ),
     },
@@ -142,7 +141,7 @@ COMMANDS = {name: command for group in _GROUPS.values() for name, command in gro
 GROUP_OF = {name: title for title, group in _GROUPS.items() for name in group}
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """Lists commands from `COMMANDS`, and imports the one that is called. Speaks the operator's language."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **settings: Any) -> Any:
@@ -228,7 +227,7 @@ def _load(name: str) -> Any:
     if attribute == "app":
         return get_group(found)
     if attribute == "register":
-        holder = typer.Typer()
+        holder = Commands()
         holder.command(name="register", hidden=True)(lambda: None)  # so that typer makes a group even of one command
         found(holder)
         return get_group(holder).commands[name]
@@ -238,15 +237,11 @@ def _load(name: str) -> Any:
 def _pass_through(name: str, help_line: str, run: Callable[[list[str]], int | None]) -> Any:
     """A command that has an argument parser of its own and gets every argument, `--help` included."""
     settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    holder = typer.Typer(add_completion=False)
+    holder = Commands(add_completion=False)
 
     @holder.command(name=name, help=help_line, context_settings=settings)
     def call(ctx: typer.Context) -> None:
-        if not {"-h", "--help"} & set(ctx.args):
-            with engine_errors_told():
-                raise typer.Exit(run(ctx.args) or 0)
-        language = language_of()
-        with helping(lambda text: looked_up(text, language)):
+        with engine_speaks():
             raise typer.Exit(run(ctx.args) or 0)
 
     return get_command(holder)
@@ -254,7 +249,7 @@ def _pass_through(name: str, help_line: str, run: Callable[[list[str]], int | No
 
 def _stand_in(name: str) -> Any:
     language, title = language_of(), GROUP_OF[name]
-    holder = typer.Typer(add_completion=False)
+    holder = Commands(add_completion=False)
     holder.command(
         name=name, help=looked_up(COMMANDS[name][2], language), hidden=not title,
         rich_help_panel=looked_up(title, language) if title else None,
@@ -262,7 +257,7 @@ def _stand_in(name: str) -> Any:
     return get_command(holder)
 
 
-app = typer.Typer(
+app = Commands(
     name="atoll",
     cls=LazyGroup,
     help="Atoll turns a server without Internet into an LLM service: a signed bundle, one command, an OpenAI endpoint.",

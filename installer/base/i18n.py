@@ -120,7 +120,7 @@ def _carries_hangul(stream: TextIO | None) -> bool:
 
 def looked_up(source: str, language: str) -> str:
     """The words of `source` in `language`, nothing filled in; `source` itself where there is no translation."""
-    return _catalogue(language).gettext(source)
+    return _catalogue(language).gettext(source) if source else ""  # gettext knows "" as its header
 
 
 def foreign(source: str) -> str:

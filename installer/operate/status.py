@@ -1,7 +1,7 @@
-"""One screen about an installation: what it is, whether it serves, who allowed it, what is wrong and what to do next.
+"""One screen about an installation: what it is, whether it serves, who approved it, what is wrong and what to do next.
 
-Reads only; holds no lock. As another user than the installation's owner it tells what it can and lists what it could
-not see.
+It only reads and holds no lock. Users other than the installation's owner get what they may see, and a list of what
+they could not see.
 """
 
 import calendar
@@ -34,19 +34,19 @@ from installer.service.unit_state import UnitState
 from installer.service.units import GATEWAY
 from installer.tls import endpoint as tls_endpoint
 
-VERIFY_DAYS = 15       # a weekly check that did not run twice
-KEY_DAYS = 14          # before a key's end, its holder should have a new one
+VERIFY_DAYS = 15       # two weekly checks were missed
+KEY_DAYS = 14          # a key's holder should have a new one before the key ends
 _FEW_BYTES = 2 << 30
-_LOG_LINES = 200       # of the service's log, in which its last words are looked for
+_LOG_LINES = 200       # of the service's log, searched for its last message
 
 Facts = dict[str, Any]
 
 
 def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
-    """All facts, ready for JSON. `state` is serving, starting, stopped, failed, interrupted, busy, not-installed or
-    unknown (this user may not see); `healthy` says that it serves and nothing is wrong.
+    """All facts, ready for JSON.
 
-    Raises InstallError (usage) where nothing of ours is.
+    `state` is serving, starting, stopped, failed, interrupted, busy, not-installed or unknown (this user may not see
+    it). `healthy`: it serves and nothing is wrong. Raises InstallError (usage) if there is no installation of ours.
     """
     found = Findings()
     log, history = _history(layout, found)
@@ -95,14 +95,14 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         "keys": found.look(t("the API keys"), lambda: _keys(layout, found, serving=bool(committed)), []),
         "disk": found.look(t("the disk"), lambda: _disk(layout, found), None),
     }
-    healthy = state == "serving" and found.healthy  # now that everything was looked at
+    healthy = state == "serving" and found.healthy  # after everything was read
     return {**facts, "healthy": healthy, "problems": found.to_json(), "unseen": list(dict.fromkeys(found.unseen))}
 
 
 def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
     log = found.look(t("the install journal"), lambda: replay(layout.journal), Replay())
     if not log.records and release.live(layout) is None and "the install journal" not in found.unseen:
-        history_of(layout)  # says that there is no installation
+        history_of(layout)  # raises that there is no installation
     if log.damaged_lines:
         line = log.damaged_lines[0]
         found.error(t("The install journal is damaged at line {line}.", line=line), "atoll journal repair")
@@ -114,7 +114,7 @@ def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
 
 
 def _committed(layout: Layout, history: History) -> Facts:
-    """The release that counts, as the journal says; to a user who cannot read that, as `current` and the release do."""
+    """The release in force according to the journal; for users who cannot read that, according to `current`."""
     if history.committed is not None or history.last_run is not None:
         return history.committed or {}
     name = release.live(layout)
@@ -122,7 +122,7 @@ def _committed(layout: Layout, history: History) -> Facts:
 
 
 def _settings(layout: Layout) -> Facts:
-    """Every table of atoll.toml that says how it runs: {"serve" or "gateway": …, "models": {name: …}}."""
+    """The tables of atoll.toml that say how it runs: {"serve" or "gateway": …, "models": {name: …}}."""
     text = config.read_text(layout.config) or ""
     if not layout.system:
         return {"serve": config.parse(text, layout.config), "models": {}}
@@ -133,7 +133,7 @@ def _settings(layout: Layout) -> Facts:
 def _running(
     layout: Layout, service: ServiceManager | None, models: list[str], settings: Facts, found: Findings
 ) -> tuple[Facts, list[UnitState]]:
-    """How the service runs: phase (running, starting, restarting, stopped, failed, dead), and its units if it has."""
+    """How the service runs: phase (running, starting, restarting, stopped, failed, dead), and its units, if any."""
     if layout.system and service is None:
         gpu = any(table.get("device") != "cpu" for table in settings.get("models", {}).values()) or not settings
         units = found.look(t("the units"), lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
@@ -150,7 +150,8 @@ def _running(
 
 
 def _own_words(units: list[UnitState]) -> str:
-    """What the gateway tells systemd of each model ("chat weights 12.10/60.30 GB; tiny ready"), or else the engines."""
+    """The gateway's status text, which names each model ("chat weights 12.10/60.30 GB; tiny ready"), or else the
+    engines'."""
     gateway = next((unit.status for unit in units if unit.name == GATEWAY and unit.active == "active"), "")
     engines = [f"{unit.name.partition('@')[2].removesuffix('.service')} {unit.status}" for unit in units
                if unit.name.startswith("atoll-engine@") and unit.status]  # fmt: skip
@@ -158,7 +159,8 @@ def _own_words(units: list[UnitState]) -> str:
 
 
 def _last_words(layout: Layout, model: str) -> str:
-    """The last line of the service's log, which its owner may read; the lines of requests say nothing of a start."""
+    """The last line of the service's log, which its owner may read. Access-log lines are skipped: they say nothing
+    about a start."""
     for line in reversed(tail(layout.log, _LOG_LINES)):
         try:
             entry = json.loads(line)
@@ -170,7 +172,7 @@ def _last_words(layout: Layout, model: str) -> str:
 
 
 def _from_units(units: list[UnitState]) -> Facts:
-    """The services that must run for an answer, as one."""
+    """The services that must run for an answer, summed up as one."""
     ours = [u for u in units if u.name.startswith(("atoll-gateway.service", "atoll-engine@"))]
     gateway = next((u for u in ours if u.name.startswith("atoll-gateway")), None)
     phases = {unit.active for unit in ours}
@@ -220,11 +222,11 @@ def _tell_state(
             why = t("{result}, exit status {code}", result=unit.result, code=unit.exit_status)
         found.error(t("{unit} has failed ({why}).", unit=unit.name, why=why), f"atoll logs --unit {short}")
     if state == "interrupted" and (history.open_switch or {}).get("kind") == "tune":
-        found.error(t("A tuning was cut off; its trial may still be in force."),
-                    t("Bring the proven settings back: {command}", command=f"atoll start{where}"))
+        found.error(t("A tuning was interrupted; its trial may still be in force."),
+                    t("Restore the proven settings: {command}", command=f"atoll start{where}"))
     elif state == "interrupted":
         back = t("Run the same install again, or go back: {command}", command=f"atoll start{where}")
-        found.error(t("An install was cut off."), back)
+        found.error(t("An install was interrupted."), back)
     elif state == "failed" and not failed:
         code = "?" if running["last_exit"] is None else running["last_exit"]
         message = t("The service has ended (exit status {code}).", code=code)
@@ -241,21 +243,21 @@ def _tell_state(
 
 
 def _recovery(log: Replay, state: str, found: Findings) -> Facts | None:
-    """What the last boot put back, until something is installed: an upgrade that a power cut interrupted."""
+    """What the last boot put back after an upgrade that a power cut interrupted; shown until something is installed."""
     record = went_back(log.records)
     if record is None or state in ("interrupted", "busy"):
         return None
     if record.get("kind") == "tune":
-        found.warn(t("A tuning was cut off by a power cut or a crash. At boot, at {at}, the settings from before it "
-                     "were put back.", at=record["at"]), "atoll tune")
+        found.warn(t("A power cut or a crash interrupted a tuning. At boot, at {at}, the settings from before it were "
+                     "put back.", at=record["at"]), "atoll tune")
         return {"at": record["at"], "cut_off": "tune", "put_back": record["to"], "next": "atoll tune"}
     if record.get("kind") == "rollback":
         again = "atoll rollback"
     else:
         again = t("Insert the medium and run the upgrade again: atoll upgrade MEDIUM")
     found.warn(
-        t("The switch to {new} was cut off before that release had proved itself, by a power cut or a crash. At boot, "
-          "at {at}, the release before was put back: {old}.", new=record["cut_off"], at=record["at"], old=record["to"]),
+        t("A power cut or a crash interrupted the switch to {new} before that release was proven. At boot, at {at}, "
+          "the previous release was put back: {old}.", new=record["cut_off"], at=record["at"], old=record["to"]),
         again,
     )  # fmt: skip
     return {"at": record["at"], "cut_off": record["cut_off"], "put_back": record["to"], "next": again}
@@ -280,7 +282,7 @@ def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings)
             message = t("Verification of {at}: {error}", at=record["finished"], error=target["error"])
             found.error(message, target.get("hint", ""))
     elif record["outcome"] == "interrupted":
-        found.warn(t("The verification begun at {at} was cut off.", at=record["started"]), "atoll verify")
+        found.warn(t("The verification begun at {at} was interrupted.", at=record["started"]), "atoll verify")
     elif _age_days(record["finished"]) > VERIFY_DAYS:
         found.warn(t("The last verification was {days} days ago.", days=_age_days(record["finished"])), "atoll verify")
     count = len(record["targets"])
@@ -291,7 +293,7 @@ def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings)
 
 
 def _trust(layout: Layout, committed: Facts, found: Findings) -> Facts:
-    """The keys that count, and what of this release was signed by one that no longer does."""
+    """The trusted keys, and which parts of this release were signed by a key that is no longer trusted."""
     gone = vendor_keys.revoked(layout)
     info = release.read_info(layout, str(committed.get("release")))
     for what, fingerprint in vendor_keys.signed_by(info).items():
@@ -299,12 +301,12 @@ def _trust(layout: Layout, committed: Facts, found: Findings) -> Facts:
             found.error(
                 t("{what} is signed by the key {key}…, which was revoked here: {why}.", what=what,
                   key=fingerprint[:16], why=vendor_keys.why_revoked(layout, fingerprint)),
-                t("Replace it by one that the vendor's new key has signed: atoll install MEDIUM --trust-key NEW.pub"),
+                t("Replace it with one that the vendor's new key has signed: atoll install MEDIUM --trust-key NEW.pub"),
             )
     keys_here = vendor_keys.entries(layout)
     for entry in keys_here:
         if entry.problem:
-            tell = found.warn if entry.path.is_symlink() else found.error  # links do not count
+            tell = found.warn if entry.path.is_symlink() else found.error  # symlinks are not read
             tell(t("The trusted key {path} cannot be used: {problem}", path=entry.path, problem=entry.problem),
                  f"atoll trust remove {entry.path.name}")  # fmt: skip
     good = [entry.fingerprint for entry in keys_here if entry.fingerprint and entry.fingerprint not in gone]
@@ -372,7 +374,7 @@ def _licences(layout: Layout, bundles: list[Facts]) -> list[Facts]:
 
 
 def _gpu(settings: Facts, found: Findings) -> Facts | None:
-    """What the driver says; None where every engine runs on the CPU, or no driver is there."""
+    """What the driver says; None if every engine runs on the CPU, or if there is no driver."""
     tables = list(settings.get("models", {}).values()) or [settings.get("serve", {})]
     if all(table.get("device") == "cpu" for table in tables):
         return None
@@ -400,7 +402,7 @@ def _model(bundle: Facts) -> Facts:
 
 
 def _endpoints(endpoint: config.Endpoint, certificate: Facts | None) -> list[str]:
-    """What clients on other machines type, for an endpoint that they can reach."""
+    """The URLs that clients on other machines use, if the endpoint is reachable for them."""
     if certificate is None or endpoint.host not in ("0.0.0.0", "::", ""):  # noqa: S104
         return []
     names = [name for name in certificate["names"] if name not in ("localhost", "127.0.0.1", "::1")]
@@ -411,7 +413,7 @@ def _disk(layout: Layout, found: Findings) -> Facts:
     space = os.statvfs(layout.lib if layout.lib.exists() else layout.prefix)
     free = space.f_bavail * space.f_frsize
     if free < _FEW_BYTES:
-        message = t("Only {free} GiB of disk are free below {path}.", free=f"{free / 2**30:.1f}", path=layout.lib)
+        message = t("Only {free} GiB of disk space are free below {path}.", free=f"{free / 2**30:.1f}", path=layout.lib)
         found.warn(message, f"df -h {layout.lib}")
     return {
         "models_bytes": fs.tree_size(layout.models),

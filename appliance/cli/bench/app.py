@@ -8,9 +8,10 @@ import typer
 from appliance.cli.bench import serve
 from appliance.cli.bench.view import print_comparison
 from appliance.cli.common import Json, examples, print_json, say_rows, told
+from appliance.cli.language.commands import Commands
 from installer.base.i18n import language_of
 
-app = typer.Typer(
+app = Commands(
     help="Measure an OpenAI endpoint under load like real traffic, and compare results.", no_args_is_help=True,
     epilog=examples("atoll bench serve --profile chat", "atoll bench compare before.json after.json"),
 )  # fmt: skip

@@ -6,11 +6,12 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import Json, examples, print_json, say, told
+from appliance.cli.language.commands import Commands
 from installer.base.i18n import t
 from installer.decide.answers import TEMPLATE, read_answers
 from installer.decide.answers import schema as json_schema
 
-app = typer.Typer(help="Check or begin an answers file for an unattended install.", no_args_is_help=True)
+app = Commands(help="Check or begin an answers file for an unattended install.", no_args_is_help=True)
 
 
 @app.command(epilog=examples("atoll answers validate answers.toml", "atoll answers validate answers.toml --json"))

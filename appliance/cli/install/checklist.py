@@ -12,6 +12,7 @@ from rich.console import Console
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
 from appliance.cli.install.preflight import read_waivers
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.finding_view import print_state
 from appliance.cli.view.install_view import Terminal
 from appliance.service import answers as answers_of
@@ -46,7 +47,7 @@ Waive = Annotated[
 ]
 By = Annotated[str | None, typer.Option("--by", metavar="NAME", help="Who decides (this user, unless given).")]
 
-app = typer.Typer(help=_HELP, epilog=examples("atoll checklist", "atoll checklist run /media/usb"))
+app = Commands(help=_HELP, epilog=examples("atoll checklist", "atoll checklist run /media/usb"))
 
 
 @app.callback(invoke_without_command=True)

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal
 from appliance.service import jobs
 from installer.base.i18n import t
@@ -15,7 +16,7 @@ from installer.operate.install import key_was_shown
 
 JobName = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its id (the one that runs, else the last).")]
 
-app = typer.Typer(help="List, watch and cancel the long work that runs in the background.", no_args_is_help=True)
+app = Commands(help="List, watch and cancel the long work that runs in the background.", no_args_is_help=True)
 
 _STATES = {"starting": t("starting"), "running": t("running"), "ended": t("ended"), "killed": t("killed")}
 

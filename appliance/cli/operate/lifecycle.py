@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, spoken, told
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal, human_bytes, print_result
 from appliance.service import events
 from appliance.service.jobs import spool
@@ -47,7 +48,7 @@ def register(app: typer.Typer) -> None:
     app.command(help=_ROLLBACK, epilog=examples("atoll rollback", "atoll rollback --dry-run --json"))(rollback)
     purge = f"atoll uninstall --purge --yes-purge {socket.gethostname()}"
     app.command(help=_UNINSTALL, epilog=examples("atoll uninstall", purge))(uninstall)
-    group = typer.Typer(help="The installer's journal: whether it is whole, and what to do if not.")
+    group = Commands(help="The installer's journal: whether it is whole, and what to do if not.")
     group.command(name="check", epilog=examples("atoll journal check"))(check)
     group.command(name="repair", epilog=examples("atoll journal repair"))(repair)
     app.add_typer(group, name="journal")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, spoken, told
+from appliance.cli.language.commands import Commands
 from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 By = Annotated[str | None, typer.Option("--by", metavar="NAME", help="Who decides (recorded in the audit log).")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where the report goes (the installation's own "
                                                                       "place).")]
-app = typer.Typer(
+app = Commands(
     help="Let users in stage by stage, with stop conditions and a way back; report and sign the result.",
     no_args_is_help=True,
     rich_markup_mode=None,

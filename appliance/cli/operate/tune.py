@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
@@ -25,7 +26,7 @@ Model = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="No question: the service is restarted for every trial.")]
 By = Annotated[str | None, typer.Option("--by", metavar="NAME", help="Who decides (recorded in the audit log).")]
 
-app = typer.Typer(
+app = Commands(
     help=_HELP,
     epilog=examples(
         "sudo atoll tune --target ttft=500ms,itl=40ms --budget 10m",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import layout_for, say, say_rows, spoken
+from appliance.cli.language.commands import Commands
 from appliance.cli.publish import bundle_runtime
 from appliance.cli.view.byte_progress import byte_progress, size
 from appliance.cli.view.json_output import emit, json_errors
@@ -21,7 +22,7 @@ from offline_bundle.model.verify import inspect_bundle, verify_bundle
 from offline_bundle.runtime.verify import is_runtime
 from offline_bundle.signing.keys import Keyring, is_encrypted, refuse_from_medium
 
-app = typer.Typer(help="Build, inspect and verify signed model bundles.", no_args_is_help=True, rich_markup_mode=None)
+app = Commands(help="Build, inspect and verify signed model bundles.", no_args_is_help=True, rich_markup_mode=None)
 
 _LABELS = {"copy": t("Copying and hashing"), "verify": t("Verifying")}
 _EXIT_CODES = (

@@ -10,6 +10,7 @@ import typer
 from rich.cells import cell_len
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, padded, print_json, say, say_rows, spoken, told
+from appliance.cli.language.commands import Commands
 from installer.access import api_keys
 from installer.audit import log
 from installer.base import fs
@@ -27,7 +28,7 @@ KeyFile = Annotated[
     ),
 ]
 
-app = typer.Typer(
+app = Commands(
     help="API keys of the endpoint: who may use it, for what, until when. (Keys that sign bundles: atoll keys.)",
     no_args_is_help=True,
     rich_markup_mode=None,

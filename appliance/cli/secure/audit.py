@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, told
+from appliance.cli.language.commands import Commands
 from installer.audit import anchor, check, log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
@@ -13,7 +14,7 @@ from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
 from installer.support.logs import printable
 
-app = typer.Typer(
+app = Commands(
     help="The audit log: who accepted, waived or changed what, and whether the log is whole.",
     no_args_is_help=True,
     rich_markup_mode=None,

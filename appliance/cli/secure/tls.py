@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.language.commands import Commands
 from installer.audit import log
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
@@ -19,7 +20,7 @@ from installer.service.reload import reload_gateway
 from installer.tls import custom as imports
 from installer.tls import endpoint as tls_endpoint
 
-app = typer.Typer(
+app = Commands(
     help="The endpoint's certificate: look at it, renew it, use your own, give clients what they must trust.",
     no_args_is_help=True,
     rich_markup_mode=None,

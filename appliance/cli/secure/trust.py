@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.fingerprint import grouped, word_lines
 from installer.access import vendor_keys
 from installer.base.errors import ExitCode, InstallError
@@ -17,7 +18,7 @@ from installer.operate.lifecycle import history_of
 from installer.release import release
 from offline_bundle.signing.hash_words import from_words, in_words
 
-app = typer.Typer(
+app = Commands(
     help="Vendor keys that this installation trusts: look at them, add one, remove one, revoke one for good.",
     no_args_is_help=True,
     rich_markup_mode=None,

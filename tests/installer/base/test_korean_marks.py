@@ -49,7 +49,7 @@ KEPT = {
     "3 days ago",                              # as journalctl reads it
     r"satisfies the requirement torch[^ ]* \(from versions: ([^)]*)\)",  # a pattern
 }
-CONSTANTS = re.compile(r"_?(HELP|EXIT_CODES|EPILOG|INSTALL|UPGRADE|ROLLBACK|UNINSTALL|LANGUAGE_HELP|TEMPLATE|COMMANDS|"
+CONSTANTS = re.compile(r"_?(HELP|EXIT_CODES|EPILOG|INSTALL|UPGRADE|ROLLBACK|UNINSTALL|LANGUAGE_FLAG|TEMPLATE|COMMANDS|"
                        r"GROUPS|HEADER|SERVER_HEADER|PROMPT|START|FIRST|SAID|REASON|ENGINE_SAYS)\Z")
 SHOWN = {  # call → positions and keywords of what it tells a person
     "InstallError": ((0,), ("why", "changed", "hint")), "BundleError": ((0, 1), ("message", "hint")),
