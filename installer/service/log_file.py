@@ -1,4 +1,4 @@
-"""The log that the service writes under a prefix: its end, its lines as they come, its rotation."""
+"""The log that the service writes under a prefix: its last lines, following it, rotation."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def tail(path: Path, lines: int, limit: int = 1 << 20) -> list[str]:
 
 
 def readable(line: str) -> str:
-    """A line of the log for people: the service writes one JSON object a line."""
+    """A log line for people: the service writes one JSON object per line."""
     if line.startswith("{"):
         try:
             entry = json.loads(line)
@@ -36,8 +36,8 @@ def readable(line: str) -> str:
 
 
 def error_id(lines: Sequence[str]) -> str:
-    """The id of the last error in these lines of the log that has one: the field `error_id` of a JSON record, or at the
-    end of a line where the log is plain text. "" if there is none."""
+    """The id of the last error in these log lines that has one, "" if none has. It is the field `error_id` of a JSON
+    record, or stands at the end of a plain text line."""
     for line in reversed(lines):
         try:
             entry = json.loads(line) if line.startswith("{") else {}
@@ -50,7 +50,7 @@ def error_id(lines: Sequence[str]) -> str:
 
 
 def follow(path: Path) -> Iterator[str]:
-    """Lines as they are written from now on, across rotation; ends only with the reader."""
+    """Lines as they are written from now on, across rotation. Ends only with the reader."""
     file = open(path, "rb")  # noqa: SIM115
     file.seek(0, os.SEEK_END)
     rest = b""
@@ -75,7 +75,8 @@ def follow(path: Path) -> Iterator[str]:
 
 
 def rotate(log: Path, *, running: bool = False) -> None:
-    """Keep the log under its cap. One that a writer holds open is copied and truncated: a rename would not reach it."""
+    """Rotate the log when it exceeds its cap. While a writer holds it open it is copied and truncated, because a rename
+    would not reach the writer."""
     try:
         if log.stat().st_size <= LOG_CAP:
             return

@@ -1,4 +1,4 @@
-"""Waiting for a service that starts, with its own words as the progress line."""
+"""Wait for a service that is starting, with its last log line as progress."""
 
 import signal
 import time
@@ -16,9 +16,9 @@ from installer.service.smoke_test import health
 def wait_ready(
     service: ServiceManager, endpoint: Endpoint, layout: Layout, frontend: Frontend, timeout: float
 ) -> None:
-    """Until /health says 200: a token has come from the engine. Raises InstallError (40).
+    """Wait until /health says 200, which means that the engine has produced a token. Raises InstallError (40).
 
-    Ends early when the service dies: a crash at the start is not worth waiting for.
+    Gives up early if the service dies: a crash during the start is not worth waiting for.
     """
     began = time.monotonic()
     while True:
@@ -39,7 +39,7 @@ def wait_ready(
 
 
 def unhealthy(service: ServiceManager, layout: Layout, message: str) -> InstallError:
-    """The error of a service that does not serve, with the end of its log."""
+    """The error for a service that does not serve, with the end of its log."""
     lines = service.log_tail(20)
     killed = "killed" if service.state().last_exit == -signal.SIGKILL else ""
     return InstallError(

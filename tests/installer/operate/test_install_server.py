@@ -205,11 +205,11 @@ def test_what_a_failed_switch_did_not_reach_serves_on(
         assert names == {"tiny", "gateway"}
         assert release.live(self.layout) != one.release
         self.stop(reached)
-        raise InstallError("The new engine could not make itself ready.", exit_code=ExitCode.UNHEALTHY)
+        raise InstallError("The new engine could not prepare.", exit_code=ExitCode.UNHEALTHY)
 
     monkeypatch.setattr(SystemdService, "switch", switch)
     monkeypatch.setattr(SystemdService, "reload_keys", lambda self: reloads.append(server.service.named_pids()))
-    with pytest.raises(InstallError, match="could not make itself ready") as caught:
+    with pytest.raises(InstallError, match="could not prepare") as caught:
         server.install(bundle(2))
     after = server.service.named_pids()
     assert {name for name in before if before[name] != after[name]} == reached
