@@ -101,7 +101,7 @@ def blocked(step: str, findings: list[Finding], exit_code: int) -> InstallError:
         hint = t("{fix} Command: {command}", fix=first.fix, command=first.command)
     if all(each.severity == "block" for each in findings):
         example = f"--waive {first.id}='reason'"
-        hint = t("{hint} To go on anyway, say why: {example} (recorded in the audit log).", hint=hint, example=example)
+        hint = t("{hint} To continue anyway, say why: {example} (recorded in the audit log).", hint=hint, example=example)
     found = joined([t("{id}: {observed}", id=each.id, observed=each.observed) for each in findings], "; ")
     return InstallError(
         t("The step '{step}' is blocked: {found}.", step=step, found=found),

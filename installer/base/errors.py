@@ -1,4 +1,4 @@
-"""What can go wrong, as a person is told it: what happened, what changed, what to do next, and the exit code."""
+"""Errors for operators: what happened, what changed, what to do next, and the exit code."""
 
 from enum import IntEnum
 
@@ -26,11 +26,11 @@ class ExitCode(IntEnum):
 
 
 class InstallError(Exception):
-    """An error meant for a person's eyes.
+    """An error for operators.
 
     `message` says what happened, `why` the likely cause, `changed` what was and was not touched, `hint` what to do
-    next; `log_tail` holds the last lines of the service's log where they explain it. `error_id` is for programs: the id
-    of the engine's error (engine/errors.py), if one ended the service.
+    next; `log_tail` holds the last lines of the service's log if they explain it. `error_id` is for programs: the id of
+    the engine's error (engine/errors.py), if one ended the service.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class InstallError(Exception):
 
 
 def io_error(action: str, error: OSError) -> InstallError:
-    """Turn an OSError during `action` into words (full disk, read-only file system, permission, else).
+    """An InstallError for an OSError during `action` (full disk, read-only file system, permission, other).
 
     `action` completes "Could not …"; its Korean is a noun phrase.
     """

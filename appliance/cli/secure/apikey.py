@@ -81,7 +81,7 @@ def new(
         api_keys.check_group(group)
         if out is not None and out.exists():
             raise InstallError(
-                t("{out} is there already.", out=out), exit_code=ExitCode.USAGE, changed=t("No key was made."),
+                t("{out} already exists.", out=out), exit_code=ExitCode.USAGE, changed=t("No key was made."),
                 hint=t("Give --out a new file: a key is never written over something else."),
             )
         key = api_keys.add(keys, name, lifetime=lifetime, scopes=scopes, group=group)

@@ -37,7 +37,7 @@ def read(layout: Layout) -> list[Record]:
             t("The record of tunings {path} is damaged at line {names}.", path=path_of(layout),
               names=joined(map(str, found.damaged_lines))),
             exit_code=ExitCode.IO,
-            why=t("A power cut tears only its last line. This is the disk, or somebody's hand."),
+            why=t("A power cut tears only the last line. So the disk is failing, or somebody edited the file."),
             changed=t("Nothing was changed."),
             hint=t("Keep the intact records, and the damaged file beside them: {command}",
                    command="atoll tune --fresh"),
