@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Gpu = Annotated[
     str | None,
-    typer.Option("--gpu", metavar="NAME", help="The GPU: h100, L40S, 80GB, … (this machine's, if it has one)."),
+    typer.Option("--gpu", metavar="NAME", help="The GPU: h100, L40S, 80GB, … (default: this machine's)."),
 ]
 
 app = Commands(
@@ -57,7 +57,7 @@ def _list(ctx: typer.Context, gpu: Gpu = None, as_json: Json = False) -> None:
     epilog=examples("atoll presets show gemma4-31b/chat --gpu h100", "atoll presets show qwen3.6-27b/white-paper"),
 )
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="MODEL/USE, as `atoll presets` lists them.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="MODEL/USE, as listed by `atoll presets`.")],
     gpu: Gpu = None,
     as_json: Json = False,
 ) -> None:

@@ -218,7 +218,8 @@ def verify(
     key: Annotated[
         list[Path],
         typer.Option(
-            help="Trusted public key, obtained apart from the bundle; repeatable: any one of them may have signed.",
+            help="Trusted public key, obtained separately from the bundle; repeatable: any one of them may have "
+                 "signed.",
             show_default=False,
         ),
     ],
@@ -254,7 +255,7 @@ def verify(
 
 
 def _not_revoked(named: list[Path]) -> Keyring:
-    """The named keys, less what was revoked in the installation of this machine, if there is one."""
+    """The named keys without those that were revoked in this machine's installation, if there is one."""
     try:
         return keyring(layout_for(None), named)
     except InstallError as error:

@@ -54,8 +54,8 @@ def new(
             )
             return
         say_rows([
-            (t("Private key"), t("{path}  (keep it offline; whoever has it can sign for you)", path=pair.private_path)),
-            (t("Public key"), t("{path}  (give it to whoever verifies bundles, separately from them)",
+            (t("Private key"), t("{path} (keep it offline: whoever has it can sign for you)", path=pair.private_path)),
+            (t("Public key"), t("{path} (give it to those who verify bundles, separately from the bundles)",
                                 path=pair.public_path)),
             (t("Fingerprint"), grouped(pair.fingerprint)),
             *(("", line) for line in word_lines(pair.fingerprint)),

@@ -123,7 +123,7 @@ def test_a_front_that_is_killed_in_each_step_stops_nothing(server: Server) -> No
             process.stdout.read()
         words = ["jobs", "attach"]
     assert len(server.jobs()) == 1
-    assert "has ended well" in server.atoll("jobs", "watch")
+    assert "ended successfully" in server.atoll("jobs", "watch")
     assert server.steps() == {step.id: "green" for step in STEPS}
 
 

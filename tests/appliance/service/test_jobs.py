@@ -226,7 +226,7 @@ def test_the_commands_of_an_operator(tmp_path: Path) -> None:
     (job,) = json.loads(atoll("jobs", "list", "--json").stdout)["jobs"]
     assert (job["state"], job["exit_code"]) == ("ended", ExitCode.USAGE)
     assert atoll("jobs", "watch", job["id"]).returncode == ExitCode.USAGE
-    assert "ended already" in atoll("jobs", "cancel").stdout
+    assert "already ended" in atoll("jobs", "cancel").stdout
     assert "Open again: gpu, model, install" in atoll("checklist", "reset").stdout
     assert atoll("checklist", "export").stdout.startswith("schema_version")
     assert checklist.show(Layout.at(tmp_path / "prefix")).first is not None

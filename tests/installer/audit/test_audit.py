@@ -238,7 +238,7 @@ def test_the_command(tmp_path: Path) -> None:
     path, heads = log(state)
     shown = atoll(tmp_path, "show")
     assert shown.returncode == 0, shown.stderr
-    assert "to write down: " + str(heads[-1]) in shown.stdout
+    assert "write this down: " + str(heads[-1]) in shown.stdout
     assert "head: 6 entries" in shown.stdout
     assert len(json.loads(atoll(tmp_path, "show", "--json", "--since", "1h").stdout)["entries"]) == 6
     assert json.loads(atoll(tmp_path, "show", "--json", "--since", "2090-01-01").stdout)["entries"] == []

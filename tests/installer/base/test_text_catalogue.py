@@ -132,7 +132,7 @@ def test_a_text_is_english_and_knows_its_korean() -> None:
 
 
 def test_braces_in_values_stay() -> None:
-    assert told(t("'{text}' waives nothing.", text="{x}"), "ko") == "'{x}'(으)로는 아무것도 면제되지 않습니다."
+    assert told(t("'{text}' is not a waiver.", text="{x}"), "ko") == "'{x}'(으)로는 아무것도 면제되지 않습니다."
 
 
 @pytest.mark.parametrize(
