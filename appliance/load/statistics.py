@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 PERCENTILES = (50, 90, 95, 99)
-_KEPT = 100_000  # below this percentiles are exact; above, they come from a uniform sample of this size (reservoir sampling)
+_KEPT = 100_000  # samples; above, percentiles come from a uniform sample of this size
 
 
 class Distribution:
