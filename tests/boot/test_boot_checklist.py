@@ -86,7 +86,7 @@ def test_the_checklist_survives_its_front_its_job_and_the_power(new_machine: New
     done = machine.run(f"{RUN} --json", timeout=900).check()
     checklist = facts(done)["checklist"]
     assert {step["status"] for step in checklist["steps"]} == {"green"}, done.out[-3000:]
-    assert "Going on with the tuning that was cut off" in done.err
+    assert "Continuing the interrupted tuning" in done.err
     desk.assert_serves()
     assert desk.status()["state"] == "serving", desk.trouble()
 

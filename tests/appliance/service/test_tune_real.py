@@ -137,7 +137,7 @@ def test_the_best_is_kept_shown_and_taken_back(place: Place) -> None:
     request = place.request()
     result = tune(place, request, liking(place, "max-num-seqs = 1"))
     assert (result["outcome"], result["changed"]) == ("changed", {"max-num-seqs": [None, 1]})
-    assert "more requests a second" in result["reason"]
+    assert "more requests per second" in result["reason"]
     assert result["after"]["goodput"] > result["before"]["goodput"]
     assert "max-num-seqs = 1" in place.settings
     assert place.serves()
@@ -232,7 +232,7 @@ def test_cancelled_it_goes_back_and_the_next_run_goes_on(place: Place) -> None:
     place.await_settled()
     front = Front()
     result = run_tuning(place.layout, place.request(), front)  # type: ignore[arg-type]
-    assert any("Going on with the tuning that was cut off: 1 trials" in note for note in front.notes)
+    assert any("Continuing the interrupted tuning: 1 trials" in note for note in front.notes)
     assert ("trial 1", "begin") not in front.steps
     assert len(result["trials"]) == 2
 

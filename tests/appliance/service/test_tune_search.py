@@ -180,7 +180,7 @@ def test_the_operators_own_values_stay() -> None:
 
 
 @pytest.mark.parametrize(("only", "said"), [
-    (["gpu-memory-utilization"], "has no effect beside kv-cache-memory-bytes"),
+    (["gpu-memory-utilization"], "has no effect together with kv-cache-memory-bytes"),
     (["max-model-len"], "'max-model-len' cannot be tuned here"),
     (["mamba-ssm-cache-dtype"], "'mamba-ssm-cache-dtype' cannot be tuned here"),  # no recurrent layer
 ])  # fmt: skip
