@@ -114,6 +114,6 @@ def _together(queried: tuple[Gpu, ...], reported: tuple[Gpu, ...]) -> tuple[Gpu,
         return reported
     filled = []
     for gpu in queried:
-        twin = next((other for other in reported if other.is_the_same_as(gpu)), None)
-        filled.append(gpu.filled_from(twin) if twin else gpu)
+        known = next((other for other in reported if other.is_the_same_as(gpu)), None)
+        filled.append(gpu.filled_from(known) if known else gpu)
     return tuple(filled)

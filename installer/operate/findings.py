@@ -35,7 +35,7 @@ class Findings:
     def warn(self, what: str, next: str = "") -> None:
         self.problems.append(Problem(what, next, "warning"))
 
-    def look(self, what: str, read: Callable[[], T], default: T) -> T:
+    def try_read(self, what: str, read: Callable[[], T], default: T) -> T:
         """The result of `read`. If this user may not read it, returns `default` and lists `what`; if it fails, notes
         the error."""
         try:

@@ -52,8 +52,8 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     log, history = _history(layout, found)
     committed = _committed(layout, history)
     bundles = release.bundles_of(committed)
-    endpoint = found.look(t("the settings"), lambda: config.standing(layout), None)
-    settings = found.look(t("the settings"), lambda: _settings(layout), {})
+    endpoint = found.try_read(t("the settings"), lambda: config.standing(layout), None)
+    settings = found.try_read(t("the settings"), lambda: _settings(layout), {})
     running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
     answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, t("not running"))
     if said.startswith("HTTP 503"):  # without a key, /health names no model
@@ -64,7 +64,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     _tell_state(layout, state, running, said, units, history, found)
     recovery = _recovery(log, state, found)
     verified = _last_verify(layout, log, committed, found)
-    trusted = found.look(t("the trusted keys"), lambda: _trust(layout, committed, found), None)
+    trusted = found.try_read(t("the trusted keys"), lambda: _trust(layout, committed, found), None)
     certificate = _certificate(layout, endpoint, found)
     facts = {
         "state": state,
@@ -81,7 +81,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         "recovery": recovery,
         "model": _model(bundles[0]) if bundles else _model({}),
         "models": [_model(bundle) for bundle in bundles],
-        "licences": found.look(t("the licences' approvals"), lambda: _licences(layout, bundles), []),
+        "licences": found.try_read(t("the licences' approvals"), lambda: _licences(layout, bundles), []),
         "endpoint": f"{endpoint.url}/v1" if endpoint and committed else None,
         "endpoints": _endpoints(endpoint, certificate) if endpoint and committed else [],
         "units": [unit.to_json() for unit in units],
@@ -92,22 +92,22 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         "last_verify": verified,
         "trust": trusted,
         "certificate": certificate,
-        "keys": found.look(t("the API keys"), lambda: _keys(layout, found, serving=bool(committed)), []),
-        "disk": found.look(t("the disk"), lambda: _disk(layout, found), None),
+        "keys": found.try_read(t("the API keys"), lambda: _keys(layout, found, serving=bool(committed)), []),
+        "disk": found.try_read(t("the disk"), lambda: _disk(layout, found), None),
     }
     healthy = state == "serving" and found.healthy  # after everything was read
     return {**facts, "healthy": healthy, "problems": found.to_json(), "unseen": list(dict.fromkeys(found.unseen))}
 
 
 def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
-    log = found.look(t("the install journal"), lambda: replay(layout.journal), Replay())
+    log = found.try_read(t("the install journal"), lambda: replay(layout.journal), Replay())
     if not log.records and release.live(layout) is None and "the install journal" not in found.unseen:
         history_of(layout)  # raises that there is no installation
     if log.damaged_lines:
         line = log.damaged_lines[0]
         found.error(t("The install journal is damaged at line {line}.", line=line), "atoll journal repair")
     anchors = (anchor.sent(layout.audit) or []) if layout.system else []
-    verdict = found.look(t("the audit log"), lambda: check.check(layout.audit, anchors), None)
+    verdict = found.try_read(t("the audit log"), lambda: check.check(layout.audit, anchors), None)
     if verdict is not None and verdict.message:
         found.error(verdict.message, "atoll audit verify")
     return log, History(log.records)
@@ -136,7 +136,7 @@ def _running(
     """How the service runs: phase (running, starting, restarting, stopped, failed, dead), and its units, if any."""
     if layout.system and service is None:
         gpu = any(table.get("device") != "cpu" for table in settings.get("models", {}).values()) or not settings
-        units = found.look(t("the units"), lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
+        units = found.try_read(t("the units"), lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
         return _from_units(units), units
     if layout.run.exists() and not os.access(layout.run, os.X_OK):
         found.unseen.append(t("the service's process"))
@@ -265,7 +265,7 @@ def _recovery(log: Replay, state: str, found: Findings) -> Facts | None:
 
 def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings) -> Facts | None:
     """The last time that every byte was read: by `atoll verify`, or else by the install."""
-    record = found.look(t("the last verification"), lambda: _read_verify(layout), None)
+    record = found.try_read(t("the last verification"), lambda: _read_verify(layout), None)
     installed = next((r for r in reversed(log.records) if r["event"] == "done" and r.get("step") == "verify"), None)
     if record is None:
         if "the last verification" in found.unseen:
@@ -325,7 +325,7 @@ def _certificate(layout: Layout, endpoint: config.Endpoint | None, found: Findin
     if endpoint is None or endpoint.certificate is None:
         if endpoint is not None and not layout.system:
             path, text = layout.config, config.read_text(layout.config) or ""
-            found.look(t("the settings"), lambda: check_exposure(config.parse(text, path), path), None)
+            found.try_read(t("the settings"), lambda: check_exposure(config.parse(text, path), path), None)
         return facts
     if facts is None:
         found.error(t("The certificate {path} is missing.", path=layout.server_cert), "atoll tls renew")

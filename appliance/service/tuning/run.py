@@ -68,7 +68,7 @@ class Tuning:
             with Records(self.layout, run) as self.records:
                 self._prepare()
                 stopped = self._search()
-                return self._decide(stopped)
+                return self._conclude(stopped)
 
     # -- the request
 
@@ -245,7 +245,7 @@ class Tuning:
 
     # -- the end
 
-    def _decide(self, stopped: str) -> dict[str, Any]:
+    def _conclude(self, stopped: str) -> dict[str, Any]:
         best = best_of(self.space, self._trials)
         assert best is not None
         before = self._measured[self.space.start]

@@ -1,6 +1,7 @@
 """The whole checklist, unattended, on a prefix with the demonstration's model: every step, real processes and answers.
 
-The front is killed in every step; the job goes on. What the answers file says after the run repeats it elsewhere.
+The front end is killed in every step; the job continues. Repeated elsewhere, the answers file of the run gives the
+same.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Jobs by themselves: the unit's way to start one, their files, and what a front that comes late can still do."""
+"""Jobs by themselves: how a unit starts one, their files, and what a front end that attaches late can still do."""
 
 import json
 import os
@@ -204,7 +204,7 @@ def test_an_install_goes_on_without_its_terminal(desk: Desk) -> None:
 
 
 def test_the_commands_of_an_operator(tmp_path: Path) -> None:
-    """`atoll checklist` and `atoll jobs` as programs, on a prefix where nothing is."""
+    """`atoll checklist` and `atoll jobs` as programs, on an empty prefix."""
     environment = {**os.environ, "ATOLL_PREFIX": str(tmp_path / "prefix"), "COLUMNS": "120", "ATOLL_LANG": "en"}
 
     def atoll(*words: str) -> subprocess.CompletedProcess[str]:

@@ -72,7 +72,7 @@ class Place:
         return health(config.standing(self.layout))[0]
 
     def await_settled(self) -> None:
-        """Until nobody works on it and nothing is open: what a guard does after a kill."""
+        """Wait until nobody works on it and nothing is open, as a guard ensures after a kill."""
         end = time.monotonic() + 60
         while holder(self.layout.lock) is not None or is_open(self.layout) or not self.serves():
             assert time.monotonic() < end, intact(self.layout.journal)[-3:]
@@ -255,7 +255,7 @@ def test_the_operators_own_value_is_not_touched(place: Place) -> None:
 
 
 def test_the_engine_dies_under_load(place: Place) -> None:
-    """Of the second trial: it does not count, and the settings as they stood come back."""
+    """The engine dies in the second trial: that trial does not count, and the settings from before come back."""
     request, before = place.request(), place.settings
     real = ProfileLoad(profile_called(request.profile), parse_target({}), 3.0)
 
@@ -337,7 +337,7 @@ def test_a_damaged_record_is_told_and_mended(place: Place) -> None:
 
 
 def test_the_command(place: Place, tmp_path: Path) -> None:
-    """As it is typed: what is refused at once, what it prints, its exit codes."""
+    """The command as it is typed: what is refused at once, what it prints, its exit codes."""
     environment = {**os.environ, "ATOLL_PREFIX": str(place.layout.prefix), "COLUMNS": "120", "ATOLL_LANG": "en",
                    "XDG_RUNTIME_DIR": str(tmp_path)}  # fmt: skip
 

@@ -82,7 +82,7 @@ def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not_been(space: Space, d
 
 @given(spaces(), st.data())
 def test_noise_moves_nothing(space: Space, data: st.DataObject) -> None:
-    """Of results that differ by less than a measurement does, the setting that stands is kept."""
+    """Among results that differ by less than the noise, the current setting is kept."""
     noise = st.floats(0.98, 1.02)
 
     def result(position: Position) -> Trial:

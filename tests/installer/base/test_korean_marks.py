@@ -1,5 +1,5 @@
-"""Words that a person reads are marked: a literal in these rooms that reads like a sentence is given to t(…), or is of
-a kind that nobody translates, listed here with the reason."""
+"""Texts for people are marked: a literal in these rooms that reads like a sentence is passed to t(…), or is of a kind
+that is never translated, listed here with the reason."""
 
 import ast
 import re
@@ -122,7 +122,7 @@ def _harmless(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
 
 
 def _shown(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
-    """Given to a call that tells it, as it is or through a choice."""
+    """Passed to a call that shows it, directly or through a conditional."""
     below = node
     while isinstance(above.get(below), ast.IfExp | ast.BinOp):
         below = above[below]

@@ -36,7 +36,7 @@ Bundles = Callable[..., Path]
 
 
 def put(layout: Layout, bundle: Path, signer: KeyPair, *, commit: bool = True) -> dict[str, Any]:
-    """What an install leaves on the disk, without a service: the store, the release, the journal's word."""
+    """What an install leaves on the disk, without a service: the store, the release, the journal's records."""
     for directory, mode in layout.directories():
         fs.make_dir(directory, mode)
     vendor_keys.trust(layout, signer.public_path)
@@ -335,7 +335,7 @@ def test_bytecode_that_another_python_made_is_named_and_made_again(
 
 
 def test_a_release_whose_launcher_was_changed(layout: Layout, bundle: Bundles, signer: KeyPair) -> None:
-    """Every command and unit starts by it."""
+    """Every command and unit starts through it."""
     put(layout, bundle(), signer)
     wrapper = layout.current / "bin/atoll"
     wrapper.write_text(wrapper.read_text() + "# planted\n")

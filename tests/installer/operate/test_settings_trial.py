@@ -1,4 +1,4 @@
-"""Other settings tried on what runs: kept, or taken back, however the process that tries them ends."""
+"""Settings tried on the running release: kept, or undone, however the process that tries them ends."""
 
 import signal
 import time

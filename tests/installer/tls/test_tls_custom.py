@@ -1,4 +1,4 @@
-"""A customer's certificate: taken when a client will accept it, else refused with the words that help."""
+"""A customer's certificate: accepted if clients will accept it, else refused with a message that helps."""
 
 import os
 import shutil

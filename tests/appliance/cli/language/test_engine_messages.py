@@ -46,7 +46,7 @@ GIB = 1 << 30
 
 
 def read_in_korean(error: AtollError) -> str:
-    """As `complain` says it; what crosses a process border is told alike."""
+    """As `complain` prints it; messages that cross a process border are translated alike."""
     said = f"{told(error.message, 'ko')} {told(error.hint, 'ko')}".strip()
     arrived = from_json(json.loads(json.dumps(to_json(joined(filter(None, (error.message, error.hint)), " ")))))
     assert arrived == str(error)
@@ -55,7 +55,7 @@ def read_in_korean(error: AtollError) -> str:
 
 
 def assert_korean(text: str) -> None:
-    """No run of English words but what is to be typed or stands in a file."""
+    """Contains no run of English words, except commands, paths and names."""
     assert re.search("[가-힣]", text), text
     kept = re.sub(r"'[^']*'|\batoll(?: [\w./-]+)+|[\w./-]*[/_][\w./-]*", "@", text)
     assert not SENTENCE.search(kept), text
