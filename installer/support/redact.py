@@ -112,6 +112,7 @@ def _is_address(text: str) -> bool:
 LOG_FIELDS = (
     "time", "level", "logger", "message", "status", "ms", "client", "key", "incomplete", "url", "urls", "models",
     "seconds", "restarts", "restart", "device", "dtype", "pid", "max_model_len",
+    "error_id",
 )  # fmt: skip
 _OURS = ("atoll", "engine", "installer", "appliance", "offline_bundle")
 _ROUTES = re.compile(
