@@ -19,7 +19,7 @@ def without_overflow_checks() -> None:
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
-def mend(setattr: Callable[[Any, str, Any], None] = setattr) -> None:  # noqa: A002 - a test takes its changes back
+def mend(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
     """Replace functions of the interpreter, which must be loaded with TRITON_INTERPRET=1."""
     from triton.runtime import interpreter
 
