@@ -3,7 +3,7 @@
 An endpoint brings the stages that are its own; the order, the admission, the salts, and who aborts what are here.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -52,6 +52,7 @@ class Pipeline(Generic[Body]):
     sampling: Callable[[Body, EngineInfo, Limits, ServedModel, list[list[int]]], SamplingParams]
     answer: type[Answer[Body]]
     check: Callable[[Body, Limits], None] | None = None
+    marks: Callable[[Body, ServedModel], Mapping[int, str] | None] = lambda body, model: None
 
     async def __call__(self, request: Request) -> Response:
         gateway, caller = gateway_of(request), caller_of(request)
@@ -66,8 +67,8 @@ class Pipeline(Generic[Body]):
         params = self.sampling(body, info, gateway.limits, model, prompts)
         answer = self.answer(body, model, Generation(
             model, gateway.metrics, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
-            on_end=lambda tokens: gateway.spent(caller, tokens),
-        ))
+            on_end=lambda tokens: gateway.spent(caller, tokens), marks=self.marks(body, model),
+        ), gateway.limits)
         if body.stream:
             return await stream_reply(answer.events(), gateway.limits)
         return json_reply(await unless_disconnected(request, answer.whole()))

@@ -29,7 +29,6 @@ HARMLESS = {
     "prompt_cache_options": "how long prompts stay cached; memory decides",
     "prompt_cache_retention": "the same, under its older name",
     "session_id": "routes a conversation to one machine; there is one",
-    "parallel_tool_calls": "whether one answer may hold several tool calls; it holds none",
     "stream_interval": "how many tokens an event of a stream collects; the text is the same",
     "truncation_side": "which end truncate_prompt_tokens cuts; that one is refused",
     "return_mm_kwargs": "about images; requests with images are refused",
@@ -57,11 +56,10 @@ REFUSED = {
     "web_search_options": "it has no Internet",
     # limits and switches of thinking
     "enable_thinking": 'send {"chat_template_kwargs": {"enable_thinking": …}}',
-    "include_reasoning": "reasoning is part of the text",
     "max_thinking_tokens": _THINKING,
     "reasoning": _THINKING,
     "reasoning_budget": _THINKING,
-    "separate_reasoning": "reasoning is part of the text",
+    "separate_reasoning": "reasoning has a field of its own; leave it out of the answer with include_reasoning",
     "think": 'send {"chat_template_kwargs": {"enable_thinking": …}}',
     "thinking": _THINKING,
     "thinking_budget": _THINKING,
@@ -122,7 +120,7 @@ _ALSO_NOTHING: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 # Here false switches off what is otherwise on, so only these values ask for nothing.
-_SWITCHES: dict[str, tuple[Any, ...]] = {"enable_thinking": (), "include_reasoning": (True,), "think": ()}
+_SWITCHES: dict[str, tuple[Any, ...]] = {"enable_thinking": (), "separate_reasoning": (True,), "think": ()}
 
 # Of a message, these would change the prompt; what else a message carries (ids, annotations) does not.
 NOT_IN_MESSAGES = {

@@ -7,7 +7,8 @@ import pytest
 from answers import FAMILIES, calls_of, cut, events_of, marks_of, parser, parts_of, streamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from marked_tokenizer import bytes_and
+from tokenizers import AddedToken
 
 from engine.core.params import SamplingParams
 from engine.text.detok import Detokenizer
@@ -51,13 +52,8 @@ def test_any_chunking_gives_the_same_result(family: str, data: Any) -> None:
 
 def byte_tokenizer(family: str) -> TextTokenizer:
     """Every byte is a token, and so is every mark of the family."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.add_tokens([AddedToken(mark, special=i % 2 == 0, normalized=False)
-                          for i, mark in enumerate(marks_of(family))])
-    return TextTokenizer(tokenizer, template_source="{{ tools }}")
+    marks = [AddedToken(mark, special=i % 2 == 0, normalized=False) for i, mark in enumerate(marks_of(family))]
+    return TextTokenizer(bytes_and(marks), template_source="{{ tools }}")
 
 
 TOKENIZERS = {family: byte_tokenizer(family) for family in FAMILIES}
