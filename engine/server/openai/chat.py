@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from engine.server.openai.sampling import answer_room, check_length_before_encod
 from engine.server.openai.schema import ChatRequest, Message, TokenizeRequest
 from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.spoken import SpokenChoice
+from engine.server.openai.thinking_budget import thinking_budget
 from engine.server.openai.tool_use import ToolUse, check_tools, tool_use
 from engine.text.conversation import encode_chat
 from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, Parsed, Reasoning, parsed
@@ -95,10 +96,13 @@ def _tool_use(body: ChatRequest, model: ServedModel) -> ToolUse:
     return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, model)
 
 
-def _marks(body: ChatRequest, model: ServedModel) -> Mapping[int, str] | None:
-    """The tokens to tell from text; None where an answer is text and nothing else."""
+def _options(body: ChatRequest, model: ServedModel, prompts: list[list[int]]) -> dict[str, Any]:
+    """Of the generation: the tokens to tell from text (None where an answer is nothing but text), and the budget."""
     calls = _tool_use(body, model).calls
-    return model.output.watched(calls=calls) if calls or model.output.reasoning is not None else None
+    return {
+        "marks": model.output.watched(calls=calls) if calls or model.output.reasoning is not None else None,
+        "budget": thinking_budget(body.thinking_token_budget, model, prompts[0]),
+    }
 
 
 async def _prompts(gateway: Gateway, model: ServedModel, info: EngineInfo, body: ChatRequest) -> list[list[int]]:
@@ -245,7 +249,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return self._use.finish_reason(end.finish_reason.value, called) if end.finish_reason else None
 
 
-_PIPELINE = Pipeline(ChatRequest, _prompts, _sampling, ChatAnswer, _check, _marks)
+_PIPELINE = Pipeline(ChatRequest, _prompts, _sampling, ChatAnswer, _check, _options)
 router = generating_router()
 
 

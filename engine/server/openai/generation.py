@@ -16,6 +16,7 @@ from engine.errors import AtollError, EngineDeadError
 from engine.server.http.metrics import Metrics
 from engine.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from engine.server.openai.serving import ServedModel
+from engine.server.openai.thinking_budget import ThinkingBudget, within_budget
 from engine.text.detok import Detokenizer
 from engine.text.parsers.source import Part
 
@@ -48,7 +49,7 @@ class Generation:
 
     def __init__(self, model: ServedModel, metrics: Metrics, prompts: Sequence[list[int]], params: SamplingParams, *,
                  priority: int = 0, cache_salt: str = "", on_end: Callable[[int], None] = lambda _: None,
-                 marks: Mapping[int, str] | None = None) -> None:
+                 marks: Mapping[int, str] | None = None, budget: ThinkingBudget | None = None) -> None:
         """`on_end` gets the tokens of prompts and answers when the iteration ends, however it ends. `marks`: the
         tokens that the deltas' `parts` tell from text; None for no parts."""
         self.prompts = prompts
@@ -56,7 +57,7 @@ class Generation:
         self._model, self._metrics = model, metrics
         self._priority, self._cache_salt = priority, cache_salt
         self._on_end = on_end
-        self._marks = marks
+        self._marks, self._budget = marks, budget
         self.reasoning_tokens: int | None = None  # counted by who knows which they are
         self._id = uuid.uuid4().hex
         self._completion_tokens = 0
@@ -90,7 +91,8 @@ class Generation:
         )
         detokenizer = Detokenizer(self._model.tokenizer, params, self._marks)
         tracker = self._metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
-        outputs = self._model.client.generate(request)
+        client, budget = self._model.client, self._budget
+        outputs = client.generate(request) if budget is None else within_budget(client, request, budget)
         try:
             async for output in outputs:
                 tracker.on_output(output)

@@ -3,9 +3,9 @@
 An endpoint brings the stages that are its own; the order, the admission, the salts, and who aborts what are here.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
@@ -52,7 +52,7 @@ class Pipeline(Generic[Body]):
     sampling: Callable[[Body, EngineInfo, Limits, ServedModel, list[list[int]]], SamplingParams]
     answer: type[Answer[Body]]
     check: Callable[[Body, Limits], None] | None = None
-    marks: Callable[[Body, ServedModel], Mapping[int, str] | None] = lambda body, model: None
+    options: Callable[[Body, ServedModel, list[list[int]]], dict[str, Any]] = lambda body, model, prompts: {}
 
     async def __call__(self, request: Request) -> Response:
         gateway, caller = gateway_of(request), caller_of(request)
@@ -67,7 +67,7 @@ class Pipeline(Generic[Body]):
         params = self.sampling(body, info, gateway.limits, model, prompts)
         answer = self.answer(body, model, Generation(
             model, gateway.metrics, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
-            on_end=lambda tokens: gateway.spent(caller, tokens), marks=self.marks(body, model),
+            on_end=lambda tokens: gateway.spent(caller, tokens), **self.options(body, model, prompts),
         ), gateway.limits)
         if body.stream:
             return await stream_reply(answer.events(), gateway.limits)

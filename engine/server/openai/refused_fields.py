@@ -35,7 +35,7 @@ HARMLESS = {
     "return_token_offsets": "vLLM ignores it here too",
 }
 
-_THINKING = "thinking cannot be limited; leave it out, or switch thinking off with chat_template_kwargs"
+_THINKING = "send reasoning_effort or thinking_token_budget"
 _CONSTRAINT = "it does not constrain the output"
 _STORE = "it stores no answers"
 _TOOLS = "use tools, with a model and version that support them"
@@ -64,7 +64,6 @@ REFUSED = {
     "thinking": _THINKING,
     "thinking_budget": _THINKING,
     "thinking_budget_tokens": _THINKING,
-    "thinking_token_budget": _THINKING,
     # vLLM
     "allowed_token_ids": "raise or lower tokens with logit_bias",
     "bad_words": "lower tokens with logit_bias",
@@ -116,7 +115,6 @@ _ALSO_NOTHING: dict[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default"),
     "thinking_budget": (-1,),
-    "thinking_token_budget": (-1,),
     "verbosity": ("medium",),
 }
 # Here false switches off what is otherwise on, so only these values ask for nothing.

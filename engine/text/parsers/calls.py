@@ -1,10 +1,11 @@
 """What the parsers of tool calls have in common: each reads its family's syntax and reports to a `CallWriter`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, ParserLimits
+from engine.text.parsers.grammar import Grammar, escaped, quoted, regex
 from engine.text.parsers.source import BrokenCall, Reading, Source
 
 Schema = Mapping[str, Any]
@@ -72,3 +73,21 @@ class ToolFormat(ABC):
     @abstractmethod
     def read(self, calls: CallWriter) -> Reading[None]:
         """Read the call, or calls, after an opener. Raises BrokenCall."""
+
+    # -- the same syntax as a grammar (engine.text.parsers.grammar)
+
+    @abstractmethod
+    def call_rule(self, grammar: Grammar, name: str, schema: Schema, *, strict: bool) -> str:
+        """One call, without what stands around and between calls."""
+
+    @abstractmethod
+    def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
+        """One of the calls, or with `parallel` one or more."""
+
+    def text_and_calls(self, grammar: Grammar, calls: Sequence[str]) -> str:
+        """Anything, in which whatever begins a call must go on as one."""
+        opener, one = self.openers[0], self.calls_rule(grammar, calls, parallel=False)
+        if grammar.has(opener):
+            return f"({grammar.text()} | {one})*"
+        begins = grammar.rule(regex(f"(.|\\n)*{escaped(opener)}"), "[lazy]")
+        return f"({begins} {one.removeprefix(quoted(opener))})* {grammar.text()}?"

@@ -2,7 +2,8 @@
 
 import json
 
-from engine.text.parsers.calls import CallWriter
+from engine.text.parsers.calls import CallWriter, Schema
+from engine.text.parsers.grammar import Grammar, quoted
 from engine.text.parsers.json_text import decoded, json_key, json_string, json_value
 from engine.text.parsers.source import BrokenCall, Reading
 
@@ -110,3 +111,12 @@ def _object(text: str) -> str:
 
 def _drop(text: str) -> None:
     pass
+
+
+def call_object_rule(grammar: Grammar, name: str, schema: Schema, *, strict: bool, arguments: str = "arguments") -> str:
+    begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
+    return grammar.rule(f'{quoted(begin)} {arguments_rule(grammar, schema, strict=strict)} "}}"')
+
+
+def arguments_rule(grammar: Grammar, schema: Schema, *, strict: bool) -> str:
+    return grammar.json({"type": "object", **schema}, None, strict=strict)

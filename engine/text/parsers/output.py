@@ -32,7 +32,7 @@ class OutputParser:
         self.thinking = thinking  # whether the reasoning is open now
         self._reasoning, self._tools = reasoning, tools
         self._source = Source()
-        self._source.foreign = frozenset(reasoning.marks if reasoning else ()) - frozenset(tools.marks if tools else ())
+        self._source.foreign = frozenset(reasoning.marks if reasoning is not None else ())
         self._literal = LiteralMarks(literal_marks) if literal_marks else None
         self._events: list[Event] = []
         self._calls = CallWriter(self._source, self._events.append, limits, schemas or {})

@@ -3,11 +3,12 @@
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 _INTEGER = re.compile(r"[-+]?[0-9]{1,400}")
-_NUMBER = re.compile(r"[-+]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][-+]?[0-9]{1,4})?")
+_NUMBER = re.compile(r"[-+]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][-+]?[0-9]{1,400})?")
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
           type(None): "null"}
 _DEEPEST = 16  # schemas inside schemas that say which type a value has
@@ -72,7 +73,10 @@ def typed(text: str, types: frozenset[str]) -> Any:
         return None
     if "integer" in types and _INTEGER.fullmatch(word):
         return int(word)
-    if "number" in types and _NUMBER.fullmatch(word) and math.isfinite(number := float(word)):
+    if "number" in types and _NUMBER.fullmatch(word):
+        number = float(word)
+        if not math.isfinite(number):
+            return math.copysign(sys.float_info.max, number)
         return int(number) if number.is_integer() else number
     if "boolean" in types and word in ("true", "false"):
         return word == "true"
@@ -99,7 +103,7 @@ def json_of(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def escaped(text: str) -> str:
+def in_json(text: str) -> str:
     """Text inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 

@@ -3,12 +3,14 @@
 Strings stand between quote tokens and hold anything else as it is. What stands bare is typed by the function's schema.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from engine.text.parsers.calls import CallWriter, ToolFormat
+from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
+from engine.text.parsers.grammar import Grammar, either, quoted
 from engine.text.parsers.schema_values import (
     STRING,
-    escaped,
+    in_json,
     items_of,
     json_of,
     literal,
@@ -17,6 +19,7 @@ from engine.text.parsers.schema_values import (
     types_of,
 )
 from engine.text.parsers.source import BrokenCall, Reading
+from engine.text.parsers.tools.gemma4_grammar import GemmaValues
 
 _QUOTE, _END = '<|"|>', "<tool_call|>"
 _CLOSERS = {"{": "}", "(": ")"}
@@ -45,6 +48,14 @@ class Gemma4(ToolFormat):
         while (mark := source.mark()) is not None and mark.literal == _END:
             source.take_mark()
             yield from source.spaces()
+
+    def call_rule(self, grammar: Grammar, name: str, schema: Schema, *, strict: bool) -> str:
+        values = GemmaValues(grammar, schema, strict=strict)
+        return grammar.rule(f"{quoted(f'call:{name}')} {values.object({'type': 'object', **schema})}")
+
+    def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
+        one = f"{grammar.mark('<|tool_call>')} {either(calls)} {grammar.mark(_END)}"
+        return f"({one})+" if parallel else one
 
 
 class _Values:
@@ -75,7 +86,7 @@ class _Values:
         mark = None if character else source.mark()
         if mark is not None and mark.literal == _QUOTE:
             calls.arguments('"')
-            yield from self._string(lambda text: calls.arguments(escaped(text)))
+            yield from self._string(lambda text: calls.arguments(in_json(text)))
             calls.arguments('"')
         elif character == "{":
             yield from self.members(schema, "}", depth + 1)

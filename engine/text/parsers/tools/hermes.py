@@ -1,7 +1,10 @@
 """Hermes, Qwen2.5, Qwen3: ``<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>``."""
 
-from engine.text.parsers.calls import CallWriter, ToolFormat
-from engine.text.parsers.json_calls import call_list, call_object
+from collections.abc import Sequence
+
+from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
+from engine.text.parsers.grammar import Grammar, either
+from engine.text.parsers.json_calls import call_list, call_object, call_object_rule
 from engine.text.parsers.source import Reading
 
 
@@ -20,3 +23,10 @@ class Hermes(ToolFormat):
         mark = source.mark()
         if mark is not None and mark.literal == "</tool_call>":
             source.take_mark()
+
+    def call_rule(self, grammar: Grammar, name: str, schema: Schema, *, strict: bool) -> str:
+        return call_object_rule(grammar, name, schema, strict=strict)
+
+    def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
+        one = f'{grammar.mark("<tool_call>")} "\\n" {either(calls)} "\\n" {grammar.mark("</tool_call>")}'
+        return f'{one} ("\\n" {one})*' if parallel else one

@@ -1,7 +1,16 @@
 """Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, newer tokenizers ``[TOOL_CALLS]name[ARGS]{…}``."""
 
-from engine.text.parsers.calls import CallWriter, ToolFormat
-from engine.text.parsers.json_calls import call_arguments, call_list, call_object
+from collections.abc import Sequence
+
+from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
+from engine.text.parsers.grammar import Grammar, either, quoted
+from engine.text.parsers.json_calls import (
+    arguments_rule,
+    call_arguments,
+    call_list,
+    call_object,
+    call_object_rule,
+)
 from engine.text.parsers.source import BrokenCall, Reading
 
 
@@ -37,3 +46,14 @@ class Mistral(ToolFormat):
         calls.begin(name)
         yield from call_arguments(calls)
         calls.end()
+
+    def call_rule(self, grammar: Grammar, name: str, schema: Schema, *, strict: bool) -> str:
+        if not grammar.has("[ARGS]"):
+            return call_object_rule(grammar, name, schema, strict=strict)
+        return grammar.rule(f"{quoted(name)} {grammar.mark('[ARGS]')} {arguments_rule(grammar, schema, strict=strict)}")
+
+    def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
+        opener, one = grammar.mark("[TOOL_CALLS]"), either(calls)
+        if grammar.has("[ARGS]"):
+            return f"({opener} {one})+" if parallel else f"{opener} {one}"
+        return f'{opener} "[" {one} (", " {one})* "]"' if parallel else f'{opener} "[" {one} "]"'

@@ -9,10 +9,13 @@
     </tool_call>
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from engine.text.parsers.calls import CallWriter, ToolFormat
-from engine.text.parsers.schema_values import STRING, escaped, json_of, property_of, typed, types_of
+from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
+from engine.text.parsers.grammar import Grammar, either, escaped, quoted, regex, string_regex
+from engine.text.parsers.schema_values import STRING, in_json, json_of, property_of, resolved, typed, types_of
 from engine.text.parsers.source import BrokenCall, Reading, Source
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -43,7 +46,7 @@ class Qwen3Coder(ToolFormat):
             types = types_of(property_of(schema, schema, key), schema) or STRING
             if types == STRING:
                 calls.arguments('"')
-                yield from _value(calls, lambda text: calls.arguments(escaped(text)))
+                yield from _value(calls, lambda text: calls.arguments(in_json(text)))
                 calls.arguments('"')
             else:
                 pieces: list[str] = []
@@ -59,6 +62,47 @@ class Qwen3Coder(ToolFormat):
         mark = source.mark()
         if mark is not None and mark.literal == "</tool_call>":
             source.take_mark()
+
+    def call_rule(self, grammar: Grammar, name: str, schema: Schema, *, strict: bool) -> str:
+        schema = resolved(schema, schema) or {}
+        properties, required = schema.get("properties"), schema.get("required")
+        parameters = []
+        if isinstance(properties, Mapping) and properties:
+            for key, value in properties.items():
+                optional = "" if isinstance(required, list) and key in required else "?"
+                parameters.append(_parameter_rule(grammar, key, value, schema, strict=strict) + optional)
+        elif schema.get("additionalProperties", not strict):
+            parameters.append(grammar.rule(f'"<parameter=" /[^>\\n]{{1,64}}/ ">\\n" {_raw(grammar, None)}') + "*")
+        return grammar.rule(f'{quoted(f"<function={name}>" + chr(10))} {" ".join(parameters)} "</function>\\n"')
+
+    def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
+        one = f'{grammar.mark("<tool_call>")} "\\n" {either(calls)} {grammar.mark("</tool_call>")}'
+        return f'{one} ("\\n" {one})*' if parallel else one
+
+
+def _parameter_rule(grammar: Grammar, key: str, schema: Any, root: Schema, *, strict: bool) -> str:
+    schema = resolved(schema, root)
+    types = types_of(schema, root) or STRING
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(schema, Mapping) and "const" in schema:
+        values = [schema["const"]]
+    end = quoted(f"\n{_PARAMETER_END}\n")
+    if isinstance(values, list) and values:
+        texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+        value = f"{either([quoted(text) for text in texts])} {end}"
+    elif "string" in types:
+        value = _raw(grammar, string_regex(schema) if types == STRING else None)
+    else:
+        value = f"{grammar.json(schema, root, strict=strict)} {end}"
+    return grammar.rule(f"{quoted(f'{_PARAMETER}{key}>' + chr(10))} {value}")
+
+
+def _raw(grammar: Grammar, pattern: str | None) -> str:
+    """Any text, or text of a pattern, up to the closing tag."""
+    end = f"\n{_PARAMETER_END}\n"
+    if pattern is None:
+        return grammar.rule(regex(f"(.|\\n)*{escaped(end)}"), "[lazy]")
+    return f"{grammar.rule(regex(pattern))} {quoted(end)}"
 
 
 def _name(calls: CallWriter) -> Reading[str]:

@@ -123,6 +123,7 @@ CHAT_ONLY: dict[str, tuple[dict, Any]] = {
     "tool_choice": (GREEDY, "required"),
     "reasoning_effort": (GREEDY, "high"),
     "chat_template_kwargs": (GREEDY, {"enable_thinking": True}),
+    "thinking_token_budget": (GREEDY, 5),
     "add_generation_prompt": (GREEDY, False),
     "continue_final_message": ({**GREEDY, "add_generation_prompt": False}, True),
 }

@@ -211,5 +211,43 @@ async def test_history_in_both_spellings_reaches_the_template() -> None:
         prompts.append(service.tokenizer.decode(service.client.requests[0].prompt_token_ids, skip_special_tokens=False))
         history[1]["reasoning"] = history[1].pop(name)
     assert prompts[0] == prompts[1]
-    assert "<think>\nneed tool\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n" in prompts[0]
+    assert "<think>\nneed tool\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nPar" in prompts[0]
     assert "<tool_response>\n18C\n</tool_response>" in prompts[0]
+
+
+# -- thinking budgets
+
+
+THOUGHT = "one two three four"
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, len(THOUGHT) - 1])
+@pytest.mark.parametrize("step", [1, 4, 100])
+async def test_a_budget_ends_the_reasoning(budget: int, step: int) -> None:
+    service = Service(f"{THOUGHT}\n</think>\n\nDone.", step=step)
+    reply = await service.whole(thinking_token_budget=budget, max_tokens=100)
+    first = service.client.requests[0].prompt_token_ids if budget else None
+    message = reply.choices[0].message
+    assert (extra(message, "reasoning") or "") == THOUGHT[:budget].strip()
+    rest = service.client.requests[-1]  # the script says its text again, as content this time
+    assert service.tokenizer.decode(rest.prompt_token_ids).endswith(f"<think>\n{THOUGHT[:budget]}\n</think>\n\n")
+    assert first is None or rest.prompt_token_ids[: len(first)] == first
+    assert rest.params.max_tokens == 100 - budget - 4
+    assert service.client.aborted == ([service.client.requests[0].request_id] if budget else [])
+    assert message.content is not None
+    assert message.content.startswith(THOUGHT)
+
+
+async def test_a_budget_that_is_not_spent_or_not_allowed_changes_nothing() -> None:
+    for budget in (-1, 100):
+        message = (await Service(ANSWER).whole(thinking_token_budget=budget)).choices[0].message
+        assert extra(message, "reasoning") == "I need it."
+        assert message.tool_calls
+    opened = Service(f"<|channel>thought\n{THOUGHT}<channel|>Done.", "gemma4")
+    await opened.whole(thinking_token_budget=12)
+    rest = opened.tokenizer.decode(opened.client.requests[1].prompt_token_ids, skip_special_tokens=False)
+    assert rest.endswith("<|turn>model\n<|channel>thought\none \n<channel|>"), "the label counts, the opener does not"
+    tight = await Service(THOUGHT).whole(thinking_token_budget=5, max_tokens=7)
+    assert (tight.choices[0].finish_reason, tight.usage and tight.usage.completion_tokens) == ("length", 7)
+    assert await Service("x").refusal(thinking_token_budget=-2) == (400, "thinking_token_budget")
+    assert await Service("x", reasoning_parser="none").refusal(thinking_token_budget=5) == (400, "thinking_token_budget")

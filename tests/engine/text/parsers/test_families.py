@@ -9,8 +9,8 @@ from answers import answer, calls_of, cut, events_of, parser, parts_of
 from engine.text.parsers.events import ParserLimits
 
 ARGUMENTS = {"city": "Paris", "days": 2, "opts": {"b": True, "a": [1, "x"]}}
-QWEN = ("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
-        '<parameter=opts>\n{"b": true, "a": [1, "x"]}\n</parameter>\n</function>\n</tool_call>')
+QWEN = ("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        '<parameter=days>\n2\n</parameter>\n<parameter=opts>\n{"b": true, "a": [1, "x"]}\n</parameter>\n</function>\n</tool_call>')
 GEMMA = ('<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2,opts:{a:[1,<|"|>x<|"|>],b:true}}<tool_call|>')
 HERMES = f'<tool_call>\n{json.dumps({"name": "get_weather", "arguments": ARGUMENTS})}\n</tool_call>'
 LLAMA = json.dumps({"name": "get_weather", "parameters": ARGUMENTS})
@@ -90,7 +90,7 @@ def call(*parameters: str) -> str:
 @pytest.mark.parametrize("value, kind, expected", [
     ("Paris", "city", "Paris"), ("\nParis\n", "city", "\nParis\n"), ("", "city", ""), ("null", "city", "null"),
     ("2", "days", 2), ("two", "days", "two"), ("2.5", "share", 2.5), ("2.0", "share", 2), ("nan", "share", "nan"),
-    ("1e999", "share", "1e999"), ("True", "fine", True), ("0", "fine", False), ("null", "maybe", None),
+    ("-1e999", "share", -1.7976931348623157e308), ("True", "fine", True), ("0", "fine", False), ("null", "maybe", None),
     ("x", "maybe", "x"), ('{"a": 1}', "opts", {"a": 1}), ("{'a': 1}", "opts", "{'a': 1}"), ("7", "either", 7),
     ("seven", "either", "seven"), ("5", "unknown", "5"), ('["é한"]', "list", ["é한"]),
     ("if a < b:\n    return '</parameter> x <parameter=x> </function>'", "city",
@@ -149,8 +149,9 @@ def test_gemma_values(inside: str, arguments: dict) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    '<|tool_call>:get_weather{city:<|"|>x<|"|>}<tool_call|>', '<|tool_call>call:get_weather(city:<|"|>x<|"|>)<tool_call|>',
-    '<|tool_call>call:get_weather{city:<|"|>x<|"|>', '<|tool_call>call:get_weather{city:<|"|>x<|"|>}<tool_call|><tool_call|>',
+    '<|tool_call>:get_weather{city:<|"|>x<|"|>}<tool_call|>',
+    '<|tool_call>call:get_weather(city:<|"|>x<|"|>)<tool_call|>', '<|tool_call>call:get_weather{city:<|"|>x<|"|>',
+    '<|tool_call>call:get_weather{city:<|"|>x<|"|>}<tool_call|><tool_call|>',
     '<channel|><|tool_call>call:get_weather{city:<|"|>x<|"|>}<tool_call|><|tool_response>',
     '<|tool_call>call:get_weather{city:<|"|>x<|"|><tool_call|>',
 ])  # fmt: skip
