@@ -1,21 +1,12 @@
-"""Grammars of forced and strict calls, in the model's own syntax (Lark, as llguidance reads it).
-
-    answer := [reasoning] calls              `tool_choice` demands a call
-            | [reasoning] (text | call)*     it does not, but a function is `strict`
-"""
+"""Rules of a grammar (Lark, as llguidance reads it), with the model's control tokens by their ids."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.errors import InvalidRequestError
-from engine.text.parsers.reasoning import ReasoningFormat
 
-if TYPE_CHECKING:
-    from engine.text.parsers.calls import Schema, ToolFormat
-
-_TEXT, _SPACE = "/(.|\\n)+/", "/[ \\n]{0,2}/"
-_ANYTHING = "(.|\\n)*"
+ANYTHING = "(.|\\n)*"
 _MOST_RULES = 4096
 # Models write JSON as Python's json.dumps does, and free space would let them write nothing else for ever.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -62,29 +53,10 @@ class Grammar:
         return self.rule(f"%json {json.dumps(schema)}")
 
     def text(self) -> str:
-        return self.rule(_TEXT)
+        return self.rule("/(.|\\n)+/")
 
     def lark(self, start: str) -> str:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules.values(), ""])
-
-
-def calls_grammar(
-    tools: "ToolFormat", reasoning: ReasoningFormat | None, ids: Mapping[str, int], schemas: "Mapping[str, Schema]", *,
-    strict: frozenset[str], forced: bool, parallel: bool, thinking: bool, may_think: bool,
-) -> str:
-    """The grammar of an answer. `thinking`: the prompt ends inside the reasoning; `may_think`: it can still begin."""
-    grammar = Grammar(ids)
-    one = [tools.call_rule(grammar, name, schema, strict=name in strict) for name, schema in schemas.items()]
-    before = ""
-    if reasoning is not None and (thinking or may_think):
-        space = grammar.rule(_SPACE)
-        if reasoning.closer in ids:
-            opened = f"{grammar.text()}? {grammar.mark(reasoning.closer)} {space}"
-        else:
-            opened = f"{grammar.rule(regex(_ANYTHING + escaped(reasoning.closer)), '[lazy]')} {space}"
-        before = opened if thinking else f"({grammar.mark(reasoning.opener)} {opened})?"
-    body = tools.calls_rule(grammar, one, parallel=parallel) if forced else tools.text_and_calls(grammar, one)
-    return grammar.lark(f"{before} {body}".strip())
 
 
 def either(options: Sequence[str]) -> str:
@@ -112,8 +84,8 @@ def string_regex(schema: Any) -> str | None:
     if not isinstance(schema, Mapping):
         return None
     if isinstance(pattern := schema.get("pattern"), str) and pattern:
-        begin = "" if pattern.startswith("^") else _ANYTHING
-        end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else _ANYTHING
+        begin = "" if pattern.startswith("^") else ANYTHING
+        end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else ANYTHING
         return f"{begin}({pattern.removeprefix('^').removesuffix('$' if not end else '')}){end}".replace("/", "\\x2f")
     least, most = schema.get("minLength"), schema.get("maxLength")
     if isinstance(least, int) or isinstance(most, int):

@@ -250,4 +250,5 @@ async def test_a_budget_that_is_not_spent_or_not_allowed_changes_nothing() -> No
     tight = await Service(THOUGHT).whole(thinking_token_budget=5, max_tokens=7)
     assert (tight.choices[0].finish_reason, tight.usage and tight.usage.completion_tokens) == ("length", 7)
     assert await Service("x").refusal(thinking_token_budget=-2) == (400, "thinking_token_budget")
-    assert await Service("x", reasoning_parser="none").refusal(thinking_token_budget=5) == (400, "thinking_token_budget")
+    unmarked = Service("x", reasoning_parser="none")
+    assert await unmarked.refusal(thinking_token_budget=5) == (400, "thinking_token_budget")

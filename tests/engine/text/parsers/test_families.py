@@ -10,7 +10,8 @@ from engine.text.parsers.events import ParserLimits
 
 ARGUMENTS = {"city": "Paris", "days": 2, "opts": {"b": True, "a": [1, "x"]}}
 QWEN = ("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
-        '<parameter=days>\n2\n</parameter>\n<parameter=opts>\n{"b": true, "a": [1, "x"]}\n</parameter>\n</function>\n</tool_call>')
+        "<parameter=days>\n2\n</parameter>\n"
+        '<parameter=opts>\n{"b": true, "a": [1, "x"]}\n</parameter>\n</function>\n</tool_call>')
 GEMMA = ('<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2,opts:{a:[1,<|"|>x<|"|>],b:true}}<tool_call|>')
 HERMES = f'<tool_call>\n{json.dumps({"name": "get_weather", "arguments": ARGUMENTS})}\n</tool_call>'
 LLAMA = json.dumps({"name": "get_weather", "parameters": ARGUMENTS})

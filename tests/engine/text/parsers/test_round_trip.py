@@ -22,7 +22,9 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "description":
 USER = {"role": "user", "content": "Weather?"}
 
 
-def answer_ids(tokenizer: TextTokenizer, message: dict[str, Any], kwargs: dict[str, Any]) -> tuple[list[int], list[int]]:
+def answer_ids(
+    tokenizer: TextTokenizer, message: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[list[int], list[int]]:
     """(prompt, what the model says after it), with thinking as `kwargs` say."""
     prompt = encode_chat(tokenizer, [USER], tools=TOOLS, kwargs=kwargs)
     whole = encode_chat(tokenizer, [USER, message], tools=TOOLS, add_generation_prompt=False, kwargs=kwargs)
@@ -73,7 +75,8 @@ def test_the_prompt_says_whether_it_ends_inside_the_reasoning(family: str, think
 def test_what_the_template_writes_is_what_the_parser_reads(family: str, data: Any) -> None:
     text = st.text("aé한 \n<{\"'", min_size=0, max_size=10).map(str.strip)
     typed = {
-        "city": st.text(max_size=10) | st.sampled_from(["</parameter>x", "<|\"|>", "</tool_call>", "a, {b}: [c]", "\nx\n"]),
+        "city": st.text(max_size=10)
+        | st.sampled_from(["</parameter>x", "<|\"|>", "</tool_call>", "a, {b}: [c]", "\nx\n"]),
         "days": st.integers(), "share": st.floats(allow_nan=False, allow_infinity=False), "fine": st.booleans(),
         "opts": st.dictionaries(st.text("abc", min_size=1, max_size=3), VALUES, max_size=3),
         "list": st.lists(st.text(max_size=4), max_size=3),
