@@ -18,12 +18,12 @@ from engine.server.openai.answer import Addition, Answer, Choice
 from engine.server.openai.generation import ChoiceDelta, Generation
 from engine.server.openai.logprobs import chat_logprobs
 from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
-from engine.server.openai.sampling import answer_room, check_length_before_encoding, sampling_params
+from engine.server.openai.sampling import answer_room, check_length_before_encoding, constrained, sampling_params
 from engine.server.openai.schema import ChatRequest, Message, TokenizeRequest
 from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.spoken import SpokenChoice
 from engine.server.openai.thinking_budget import thinking_budget
-from engine.server.openai.tool_use import ToolUse, check_tools, tool_use
+from engine.server.openai.tool_use import ToolUse, check_tools, grammar_of, tool_use
 from engine.text.conversation import encode_chat
 from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, Parsed, Reasoning, parsed
 from engine.text.template import checked_kwargs
@@ -117,10 +117,12 @@ def _sampling(
     room = answer_room(len(prompts[0]), info.max_model_len, getattr(body, field), field, "messages")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
         raise InvalidRequestError("top_logprobs must be at least 0 and at most 20.", "top_logprobs")
-    return sampling_params(
+    params = sampling_params(
         body, info, limits, model.defaults, max_tokens=room,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs,
     )
+    use = _tool_use(body, model)
+    return constrained(params, grammar_of(use, model, prompts[0]), "tool_choice" if use.forced else "tools")
 
 
 def _characters(message: Message) -> int:

@@ -176,6 +176,8 @@ class OutputParser:
 
 def _merged(events: list[Event]) -> list[Event]:
     """Neighbours of one kind become one event."""
+    if len(events) < 2:
+        return list(events)
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None

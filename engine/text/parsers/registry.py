@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.text.parsers.answer_grammar import calls_grammar
 from engine.text.parsers.calls import Schema, ToolFormat
 from engine.text.parsers.events import ParserLimits
 from engine.text.parsers.output import OutputParser
@@ -55,8 +56,23 @@ class OutputFormat:
         if opener is None:
             tail = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
             return tail.endswith((reasoning.opener, (reasoning.opener + reasoning.label).rstrip()))
-        last = next((token for token in reversed(prompt[-_TAIL:]) if token in (opener, closer)), None)
-        return last == opener
+        return opener is not None and _last_of(prompt, opener, closer) == opener
+
+    def may_think_after(self, prompt: Sequence[int]) -> bool:
+        """Whether the answer can begin with reasoning: not where the template has closed it already."""
+        reasoning = self.reasoning
+        if reasoning is None:
+            return False
+        opener, closer = self.ids.get(reasoning.opener), self.ids.get(reasoning.closer)
+        return closer is None or _last_of(prompt, opener, closer) != closer
+
+    def grammar(self, schemas: Mapping[str, Schema], strict: frozenset[str], *, forced: bool, parallel: bool,
+                prompt: Sequence[int], tokenizer: TextTokenizer) -> str:
+        """Of an answer that calls as it was told (engine.text.parsers.answer_grammar)."""
+        assert self.tools is not None
+        return calls_grammar(
+            self.tools, self.reasoning, self.ids, schemas, strict=strict, forced=forced, parallel=parallel,
+            thinking=self.thinks_after(prompt, tokenizer), may_think=self.may_think_after(prompt))
 
     def _marks(self, calls: bool) -> tuple[str, ...]:
         """Where the opener is a token, so are the marks after it: one that the vocabulary lacks does not occur."""
@@ -64,6 +80,10 @@ class OutputFormat:
         if calls and self.tools is not None:
             groups.append((self.tools.openers[0], self.tools.marks))
         return tuple(mark for opener, marks in groups for mark in marks if opener not in self.ids or mark in self.ids)
+
+
+def _last_of(prompt: Sequence[int], *tokens: int | None) -> int | None:
+    return next((token for token in reversed(prompt[-_TAIL:]) if token in tokens), None)
 
 
 def output_format(tokenizer: TextTokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> OutputFormat:

@@ -5,12 +5,15 @@ template, parsers and everything above them are real.
 """
 
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from gateways import RunningServer
 from marked_tokenizer import marked_tokenizer
+from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from test_openai_stream import ScriptedClient
 
@@ -154,6 +157,22 @@ async def test_the_parsers_can_be_switched_off() -> None:
     assert (await named.whole()).choices[0].message.tool_calls
 
 
+async def test_hostile_tools_are_refused_in_a_moment() -> None:
+    """Far beyond the bound, or within it and a bomb for the template."""
+    deep: Any = {"type": "string"}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"a": deep}}
+    wide = {"type": "object", "properties": {f"k{i}": {"type": "string", "description": "x" * 20} for i in range(5000)}}
+    for family in TOKENIZERS:
+        for parameters in (deep, wide, {"type": "object", "properties": {"a": {"enum": ["x" * 2**20]}}}):
+            tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}}
+            began = time.monotonic()
+            reply = await Service("x", family).post({**ASKED, "tools": [tool]})
+            assert time.monotonic() - began < 15
+            assert reply.status_code == 400, reply.text[:300]
+            assert reply.json()["error"]["param"] in ("tools", "messages")
+
+
 async def test_a_cut_or_malformed_call() -> None:
     cut = (await Service(ANSWER[:-60], cut=True).whole()).choices[0]
     assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
@@ -252,3 +271,30 @@ async def test_a_budget_that_is_not_spent_or_not_allowed_changes_nothing() -> No
     assert await Service("x").refusal(thinking_token_budget=-2) == (400, "thinking_token_budget")
     unmarked = Service("x", reasoning_parser="none")
     assert await unmarked.refusal(thinking_token_budget=5) == (400, "thinking_token_budget")
+
+
+# -- the real small model, whose template and vocabulary know no tools
+
+
+def test_a_template_without_tools_gets_them_in_the_system_message(smol_server: RunningServer) -> None:
+    """Shown in Hermes' form; the history's calls and results are text of the same form, and answers are read in it."""
+    history = [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather in Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "18C"},
+        {"role": "tool", "tool_call_id": "c1", "content": "dry"},
+    ]
+    shown = httpx.post(f"{smol_server.url}/tokenize", json={"messages": history, "tools": [WEATHER]}).json()["tokens"]
+    prompt = httpx.post(f"{smol_server.url}/detokenize", json={"tokens": shown}).json()["prompt"]
+    assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
+    assert f"<tools>\n{json.dumps(WEATHER)}\n</tools>" in prompt
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>' in prompt
+    assert "user\n<tool_response>\n18C\n</tool_response>\n<tool_response>\ndry\n</tool_response><|im_end|>" in prompt
+    client = OpenAI(base_url=f"{smol_server.url}/v1", api_key="x", max_retries=0, _strict_response_validation=True)
+    asked: Any = {"model": "smollm2", "messages": history[:2], "tools": [WEATHER], "temperature": 0, "max_tokens": 60}
+    whole = client.chat.completions.create(**asked).choices[0]
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas) == (whole.message.content or "")
+    calls = [call for delta in deltas for call in delta.tool_calls or () if call.id]
+    assert len(calls) == len(whole.message.tool_calls or ())
