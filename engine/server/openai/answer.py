@@ -40,6 +40,7 @@ class Answer(ABC, Generic[Body]):
     """An endpoint says how its events and its whole reply are written, and what a delta adds."""
 
     id_prefix: ClassVar[str]
+    named_events: ClassVar[bool] = False  # `events` yields whole server-sent events, not their data
 
     def __init__(self, body: Body, model: ServedModel, generation: Generation, limits: Limits) -> None:
         self.body, self.generation, self.tokenizer = body, generation, model.tokenizer

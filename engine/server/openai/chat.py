@@ -70,7 +70,7 @@ def check_chat_size(body: ChatRequest | TokenizeRequest, limits: Limits) -> None
     check_tools(body.tools, getattr(body, "tool_choice", None), limits)
 
 
-def _check(body: ChatRequest, limits: Limits) -> None:
+def check(body: ChatRequest, limits: Limits) -> None:
     check_chat_size(body, limits)
     check_content(body.messages)
     if body.top_logprobs and not body.logprobs:
@@ -96,7 +96,7 @@ def _tool_use(body: ChatRequest, model: ServedModel) -> ToolUse:
     return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, model)
 
 
-def _options(body: ChatRequest, model: ServedModel, prompts: list[list[int]]) -> dict[str, Any]:
+def options(body: ChatRequest, model: ServedModel, prompts: list[list[int]]) -> dict[str, Any]:
     """Of the generation: the tokens to tell from text (None where an answer is nothing but text), and the budget."""
     calls = _tool_use(body, model).calls
     return {
@@ -105,12 +105,12 @@ def _options(body: ChatRequest, model: ServedModel, prompts: list[list[int]]) ->
     }
 
 
-async def _prompts(gateway: Gateway, model: ServedModel, info: EngineInfo, body: ChatRequest) -> list[list[int]]:
+async def prompts(gateway: Gateway, model: ServedModel, info: EngineInfo, body: ChatRequest) -> list[list[int]]:
     _tool_use(body, model)  # refuse before the work
     return [await chat_prompt(gateway, model, info, body)]
 
 
-def _sampling(
+def sampling(
     body: ChatRequest, info: EngineInfo, limits: Limits, model: ServedModel, prompts: list[list[int]]
 ) -> SamplingParams:
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -251,7 +251,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return self._use.finish_reason(end.finish_reason.value, called) if end.finish_reason else None
 
 
-_PIPELINE = Pipeline(ChatRequest, _prompts, _sampling, ChatAnswer, _check, _options)
+_PIPELINE = Pipeline(ChatRequest, prompts, sampling, ChatAnswer, check, options)
 router = generating_router()
 
 

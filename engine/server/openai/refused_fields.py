@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.server.http.errors import ApiError, invalid, shortened
+from engine.server.openai.responses.schema import ResponsesRequest
 from engine.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -44,11 +45,15 @@ _TOOLS = "use tools, with a model and version that support them"
 REFUSED = {
     # OpenAI
     "audio": "it produces text only",
+    "background": "it stores no answers; wait for the answer, or stream it",
     "best_of": "ask for n choices and pick one",
+    "conversation": "it stores no conversations; send all items as input",
     "function_call": _TOOLS,
     "functions": _TOOLS,
     "modalities": "it produces text only",
+    "max_tool_calls": "it runs no tools; the client counts its calls",
     "moderation": "it has no moderation model",
+    "previous_response_id": "it stores no answers; send all items as input",
     "service_tier": "it has one tier",
     "store": _STORE,
     "suffix": "it completes at the end only",
@@ -130,9 +135,9 @@ NOT_IN_MESSAGES = {
 
 _DECLARED: dict[type, frozenset[str]] = {
     kind: frozenset(field.encode_name for field in msgspec.structs.fields(kind))
-    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
 }
-_GENERATING = (ChatRequest, CompletionRequest)
+_GENERATING = (ChatRequest, CompletionRequest, ResponsesRequest)
 _OF_A_GENERATION = _DECLARED[ChatRequest] | _DECLARED[CompletionRequest]
 
 

@@ -42,7 +42,7 @@ class Service:
         self.client = ScriptedClient(self._say)
         assert self.client.info is not None
         self.client.info.max_model_len = 100_000
-        self._app = create_app({"m": ServedModel("m", self.client, self.tokenizer, **settings)},
+        self.app = create_app({"m": ServedModel("m", self.client, self.tokenizer, **settings)},
                                limits=Limits(max_call_depth=8))
 
     async def _say(self, request: EngineRequest) -> AsyncIterator[StepOutput]:
@@ -52,7 +52,7 @@ class Service:
         yield StepOutput(request.request_id, end, finish_reason=reason)
 
     async def post(self, body: dict[str, Any]) -> httpx.Response:
-        transport = httpx.ASGITransport(self._app)
+        transport = httpx.ASGITransport(self.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://t", timeout=30) as http:
             return await http.post("/v1/chat/completions", json=body)
 
