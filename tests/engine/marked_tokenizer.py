@@ -35,6 +35,8 @@ def marked_tokenizer(family: str) -> TextTokenizer:
     marks = [AddedToken(token, special=family != "qwen3.6" or token.startswith("<|"), normalized=False)
              for token in tokens]
     tokenizer = bytes_and(marks)
+    eos = tokenizer.token_to_id(end)
+    assert eos is not None
     return TextTokenizer(
         tokenizer, config={"bos_token": "<bos>", "eos_token": end},
-        template_source=(DATA / file).read_text(encoding="utf-8"), eos_token_ids=[tokenizer.token_to_id(end)])
+        template_source=(DATA / file).read_text(encoding="utf-8"), eos_token_ids=[eos])

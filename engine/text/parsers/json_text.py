@@ -129,7 +129,7 @@ def _next(source: Source) -> Reading[str]:
 
 
 def _word(source: Source, out: Callable[[str], None]) -> Reading[None]:
-    """A number or a constant; passed on whole, because `1` may still become `1.5`, and `tru` nothing."""
+    """A number or a constant; passed on whole, because `1` may still become `1.5`, and `nul` nothing."""
     word = ""
     while (yield from source.character()):
         if not (size := source.matching(_WORD)):

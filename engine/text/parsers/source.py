@@ -146,14 +146,15 @@ class Source:
         end."""
         while True:
             run, begin = self._run, self._at
-            if literals and (found := _any_of(literals).search(run, begin)):
-                if found.start() > begin:
-                    out(self.take(found.start() - begin))
-                return found[0]
-            size = len(run) - begin
-            hold = _overlap(run[-min(size, _LONGEST) :] if size else "", literals)
+            found = _any_of(literals).search(run, begin) if literals else None
+            size = (found.start() if found else len(run)) - begin
+            hold = 0 if found or not size else _overlap(run[-min(size, _LONGEST) :], literals)
             if size > hold:
-                out(self.take(size - hold))
+                out(text := self.take(size - hold))
+                if len(text) < size - hold:
+                    continue  # at the bound of a call: the next character breaks it
+            if found:
+                return found[0]
             if not (yield from self.more()):
                 if hold:
                     out(self.take(hold))
@@ -175,8 +176,9 @@ class Source:
         mark = self._later.popleft()
         assert isinstance(mark, Mark)
         pieces = [self._run[self._at :], mark.literal if as_text else ""]
-        while self._later and isinstance(self._later[0], str):
-            pieces.append(self._later.popleft())
+        while self._later and isinstance(text := self._later[0], str):
+            pieces.append(text)
+            self._later.popleft()
         self._run, self._at = "".join(pieces), 0
         return mark
 

@@ -48,8 +48,11 @@ class Service:
     async def _say(self, request: EngineRequest) -> AsyncIterator[StepOutput]:
         for i in range(0, len(self._ids), self._step):
             yield StepOutput(request.request_id, self._ids[i : i + self._step])
-        end, reason = ([], FinishReason.LENGTH) if self._cut else (self.tokenizer.eos_token_ids, FinishReason.STOP)
-        yield StepOutput(request.request_id, end, finish_reason=reason)
+        if self._cut:
+            yield StepOutput(request.request_id, finish_reason=FinishReason.LENGTH)
+        else:
+            yield StepOutput(request.request_id, list[int](self.tokenizer.eos_token_ids),
+                             finish_reason=FinishReason.STOP)
 
     async def post(self, body: dict[str, Any]) -> httpx.Response:
         transport = httpx.ASGITransport(self.app)
@@ -88,7 +91,8 @@ async def test_a_whole_answer() -> None:
     choice, message = reply.choices[0], reply.choices[0].message
     assert (message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
     assert extra(message, "reasoning") == extra(message, "reasoning_content") == "I need it."
-    call, = message.tool_calls or ()
+    assert message.tool_calls is not None
+    (call,) = message.tool_calls
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", ARGUMENTS)
     assert call.id.startswith("call_")

@@ -97,7 +97,7 @@ def vars_of(event: Event) -> dict[str, Any]:
 
 def answer(text: str, family: str, *, cut_short: bool = False, **options: Any) -> Parsed:
     """The parsed answer, after checking that it does not depend on the chunking."""
-    parts = [text] if options.get("literal") else parts_of(text, family)
+    parts: list[Part] = [text] if options.get("literal") else parts_of(text, family)
     whole = events_of(parser(family, **options), [parts], cut_short=cut_short)
     for sizes in ([1], [2], [3, 1], [7]):
         pieces = events_of(parser(family, **options), cut(parts, sizes), cut_short=cut_short)

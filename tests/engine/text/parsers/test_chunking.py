@@ -37,7 +37,7 @@ LIMITS = ParserLimits(calls=3, characters=60, depth=3, name=12)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_any_chunking_gives_the_same_result(family: str, data: Any) -> None:
     text = data.draw(answers(family))
     options = {"thinking": data.draw(st.booleans()), "limits": data.draw(st.sampled_from([ParserLimits(), LIMITS]))}

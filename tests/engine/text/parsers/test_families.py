@@ -6,7 +6,7 @@ import time
 import pytest
 from answers import answer, calls_of, cut, events_of, parser, parts_of
 
-from engine.text.parsers.events import ParserLimits
+from engine.text.parsers.events import ParserLimits, parsed
 
 ARGUMENTS = {"city": "Paris", "days": 2, "opts": {"b": True, "a": [1, "x"]}}
 QWEN = ("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
@@ -65,8 +65,8 @@ def test_text_that_spells_a_mark_is_text(family: str) -> None:
     """A user has the model repeat the syntax: only the token itself begins a call or reasoning."""
     said = f"You wrote:\n{CALLS[family]} {''.join(THINKING.get(family, ()))}!"
     parse = parser(family)
-    events = [*parse.push([said]), *parse.finish()]
-    assert "".join(event.text for event in events) == said
+    result = parsed([*parse.push([said]), *parse.finish()])
+    assert (result.content, result.reasoning, result.calls) == (said, "", [])
 
 
 def test_without_offered_tools_a_call_is_text() -> None:
@@ -189,7 +189,7 @@ def test_hermes_forms(inside: str, arguments: dict) -> None:
 
 @pytest.mark.parametrize("inside", [
     "not json", '{"name": 5, "arguments": {}}', '{"arguments": {}}', '{"name": "f", "arguments": [1]}',
-    '{"name": "f", "arguments": {"a": tru}}', '{"name": "f", "arguments": {"a": 01}}', "{'name': 'f'}",
+    '{"name": "f", "arguments": {"a": nul}}', '{"name": "f", "arguments": {"a": 01}}', "{'name': 'f'}",
     '{"name": "f", "arguments": {"a" 1}}', '{"name": "f", "arguments": {"a": "\\x"}}', '{"name": ""}',
     '{"name": "f", "arguments": {"a": NaN}}', '{"name": "f", "arguments": "[1]"}', '{"name": "f" "arguments": {}}',
     '{"name": "f", "arguments": {"a": 1,}}', "[]", "",
@@ -222,6 +222,15 @@ def test_mistral_forms() -> None:
 
 
 # -- bounds
+
+
+def test_a_bound_in_the_middle_of_a_tag_does_not_depend_on_the_chunking() -> None:
+    text = "<function=get_weather>call:get_weather{call:get_weather{call:get_weather{"
+    for characters in range(1, len(text) + 2):
+        answer(text, "qwen3.6", limits=ParserLimits(characters=characters))
+        answer(QWEN, "qwen3.6", limits=ParserLimits(characters=characters))
+        answer(GEMMA, "gemma4", limits=ParserLimits(characters=characters))
+        answer(HERMES, "qwen3", limits=ParserLimits(characters=characters))
 
 
 def test_bounds_make_a_call_content() -> None:

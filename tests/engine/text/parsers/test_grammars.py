@@ -9,7 +9,6 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from answers import FAMILIES, WEATHER, marks_of, parts_of
-from llguidance import LLMatcher, LLTokenizer
 from marked_tokenizer import bytes_and
 from test_families import CALLS, MISTRAL_NEW, THINKING
 from tokenizers import AddedToken
@@ -21,6 +20,9 @@ from engine.text.parsers.answer_grammar import calls_grammar
 from engine.text.parsers.events import Parsed, ParserLimits, parsed
 from engine.text.parsers.registry import OutputFormat, output_format
 from engine.text.tokenizer import TextTokenizer
+
+llguidance = pytest.importorskip("llguidance")
+LLMatcher, LLTokenizer = llguidance.LLMatcher, llguidance.LLTokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -55,14 +57,14 @@ class Model:
         marks = [*(marks_of(family) if tokens else ()), "<eos>"]
         tokenizer = bytes_and(AddedToken(mark, special=mark[0] == "[" or i % 2 == 0, normalized=False)
                               for i, mark in enumerate(marks))
-        self.eos = tokenizer.token_to_id("<eos>")
+        self.eos = tokenizer.token_to_id("<eos>") or 0
         self.matchers = LLTokenizer(tokenizer.to_str(), eos_token=self.eos)
         self.tokenizer = TextTokenizer(tokenizer, template_source="{{ tools }}")
         self.form = output_format(self.tokenizer, *(name or "none" for name in FAMILIES[family]))
         closing = self.tokenizer.encode_trusted("\"}]>/\n\\", False)
         self._likes = {*closing, self.eos, *self.form.ids.values()}
 
-    def grammar(self, schemas: dict[str, dict] = SCHEMAS, **options: Any) -> LLMatcher:
+    def grammar(self, schemas: dict[str, dict] = SCHEMAS, **options: Any) -> Any:
         form = self.form
         assert form.tools is not None
         lark = calls_grammar(form.tools, form.reasoning, form.ids, schemas, **{
@@ -72,7 +74,7 @@ class Model:
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 
-    def write(self, matcher: LLMatcher, luck: random.Random, most: int = 3000) -> list[int]:
+    def write(self, matcher: Any, luck: random.Random, most: int = 3000) -> list[int]:
         ids: list[int] = []
         while len(ids) < most:
             mask = matcher.compute_bitmask()
