@@ -19,6 +19,7 @@ import tomlkit
 from checklist_kit import REVIEW
 
 from appliance.service.facts import engine_facts
+from appliance.service.jobs import spool
 from appliance.service.steps import STEPS
 from installer.base.layout import Layout
 from installer.operate.lifecycle import stop
@@ -77,6 +78,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: Any) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("whole")
+    spool.remove(Layout.at(root / "prefix"))  # of an earlier run whose folder had this name
     licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
     bundle = build_bundle(
         smollm2_dir, root, name="smollm2-135m-instruct", version="1.0.0", sequence=1, license_id="Apache-2.0",
