@@ -72,7 +72,8 @@ def constrained(params: SamplingParams, grammar: str | None, param: str) -> Samp
     """`params` for an answer that follows a grammar (Lark); None: any answer. Raises InvalidRequestError."""
     if grammar is None:
         return params
-    raise InvalidRequestError(f"{param}: this server does not constrain the output yet.", param)
+    what = "leave strict out" if param == "tools" else 'send "auto" or "none"'
+    raise InvalidRequestError(f"{param}: this server does not constrain the output yet; {what}.", param)
 
 
 def answer_room(

@@ -52,8 +52,8 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
         forced = "required"
     elif not model.auto_tools:
         raise InvalidRequestError(
-            'tool_choice "auto" is switched off for this model (--no-enable-auto-tool-choice); send "required", a '
-            'function, or "none".', "tool_choice")
+            'tool_choice "auto" is switched off for this model (--no-enable-auto-tool-choice); send another.',
+            "tool_choice")
     return ToolUse(
         True, forced, parallel is not False and forced != "named",
         {name: function.get("parameters") or {} for name, function in functions.items()},

@@ -67,7 +67,9 @@ def json_string(source: Source, out: Callable[[str], None]) -> Reading[None]:
                 out(source.take(1))
                 return
             if size := source.matching(_PLAIN):
-                out(source.take(size))
+                text = source.take(size)
+                whole = _PLAIN.match(text)  # the bound of a call may have halved an escape
+                out(whole[0] if whole else "")
             elif character == "\\":
                 yield from _escape(source, out)
             else:

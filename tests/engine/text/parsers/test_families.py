@@ -231,6 +231,8 @@ def test_a_bound_in_the_middle_of_a_tag_does_not_depend_on_the_chunking() -> Non
         answer(QWEN, "qwen3.6", limits=ParserLimits(characters=characters))
         answer(GEMMA, "gemma4", limits=ParserLimits(characters=characters))
         answer(HERMES, "qwen3", limits=ParserLimits(characters=characters))
+        escapes = '<tool_call>{"name": "f", "arguments": {"a": "\\u00e9\\n\\\\"}}</tool_call>'
+        answer(escapes, "qwen3", limits=ParserLimits(characters=characters))
 
 
 def test_bounds_make_a_call_content() -> None:
