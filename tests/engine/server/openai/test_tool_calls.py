@@ -51,8 +51,7 @@ class Service:
         if self._cut:
             yield StepOutput(request.request_id, finish_reason=FinishReason.LENGTH)
         else:
-            yield StepOutput(request.request_id, list[int](self.tokenizer.eos_token_ids),
-                             finish_reason=FinishReason.STOP)
+            yield StepOutput(request.request_id, [*self.tokenizer.eos_token_ids], finish_reason=FinishReason.STOP)
 
     async def post(self, body: dict[str, Any]) -> httpx.Response:
         transport = httpx.ASGITransport(self.app)
