@@ -74,6 +74,8 @@ class Desk:
         except InstallError as error:
             if error.exit_code != ExitCode.BUSY or job.state() == "ended":
                 raise
+        if (watching := getattr(reader, "watching", None)) is not None:
+            watching()
         return jobs.watch(job, reader), {}
 
     def key_was_shown(self, result: dict) -> None:
@@ -84,6 +86,12 @@ class Desk:
         path = Path.cwd() / "atoll-answers.toml"
         fs.write_atomic(path, answers_of.text_of(self.answers), 0o600)
         return path
+
+    def report(self) -> list[Path]:
+        """Write the report of all steps into the working directory. Raises OSError, InstallError."""
+        from appliance.service import checklist_report
+
+        return checklist_report.write(self.state(), Path.cwd())
 
     def _learned(self, work: Callable[[], tuple[dict, dict[str, str]]]) -> tuple[dict, dict[str, str]]:
         """Do it, then take over what the run was told and has learned. One that did not begin has kept nothing."""
