@@ -44,8 +44,8 @@ class Task:
 class Following:
     """Follows one job. A `JobReader`; its methods run in the thread, `take` in the screen.
 
-    `at_step`: the step of the checklist that is at work; empty as long as nobody said so. `news` counts what has come, so
-    a screen knows whether to draw. `is_watcher`: another terminal is the front of the job.
+    `at_step`: the step of the checklist that is at work; empty as long as nobody said so. `news` counts what has come,
+    so a screen knows whether to draw. `is_watcher`: another terminal is the front of the job.
     """
 
     def __init__(self, work: Callable[["Following"], tuple[dict, dict[str, str]]], step: str = "") -> None:
@@ -172,7 +172,7 @@ class Following:
     def findings(self, findings: list[dict[str, Any]]) -> None:
         self._come.put(("found", [Finding.of_json(facts) for facts in findings]))
 
-    def watched(self, topic: str, facts: dict[str, Any]) -> None:
+    def numbers(self, topic: str, facts: dict[str, Any]) -> None:
         """Numbers of a running sweep, verification or pilot."""
         self._come.put(("live", (topic, facts)))
 

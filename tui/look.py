@@ -48,3 +48,7 @@ def verdict(finding: Finding) -> str:
     if finding.ok:
         return "pass"
     return finding.severity if finding.severity in ("warn", "info") else "fail"
+
+
+FITS = {"fits": (t("fits"), "green"), "tight": (t("tight"), "yellow"), "no": (t("too large"), "red"),
+        "unknown": (t("unknown"), "yellow")}  # fmt: skip

@@ -31,3 +31,13 @@ def duration(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def long_time(seconds: float) -> str:
+    """A Text: 40 s, 12 min, 5 h, 3 days."""
+    for unit, text in ((86_400, t("{count} days", count=f"{seconds / 86_400:.3g}")),
+                       (3600, t("{count} h", count=f"{seconds / 3600:.3g}")),
+                       (60, t("{count} min", count=f"{seconds / 60:.3g}"))):  # fmt: skip
+        if seconds >= unit:
+            return text
+    return t("{seconds} s", seconds=f"{seconds:.0f}")
