@@ -22,7 +22,7 @@ from tui.following import Following, Question
 from tui.frame import places
 from tui.frame.checklist import Checklist
 from tui.frame.front import Key
-from tui.look import PLAIN_THEME, THEME_NAMES, THEMES
+from tui.look import PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
 
@@ -103,7 +103,8 @@ class Wizard(App[None]):
         self.set_interval(PLAIN_SECONDS if self.plain else 1.0, self._watch)
 
     def say(self, text: Any) -> str:
-        return str(told(text, self.language))
+        said = str(told(text, self.language))
+        return said.translate(PLAIN_SIGNS) if self.plain else said
 
     # -- what stands
 

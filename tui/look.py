@@ -23,6 +23,8 @@ THEME_NAMES = (*(theme.name for theme in THEMES), PLAIN_THEME)
 # Signs that every font has: none of them is wide in a terminal that draws ambiguous characters wide.
 MARKS = {"green": "✓", "failed": "✗", "running": ">", "stale": "~", "interrupted": "!", "open": " "}
 PLAIN_MARKS = {**MARKS, "green": "v", "failed": "x"}
+PLAIN_SIGNS = str.maketrans({"≥": ">=", "≤": "<=", "→": "->", "×": "x", "–": "-", "…": "...", "°": "", "·": ",",
+                             "“": '"', "”": '"', "’": "'"})  # fmt: skip
 STATES = {
     "open": t("open"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
     "stale": t("stale"), "green": t("done"),

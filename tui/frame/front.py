@@ -7,7 +7,6 @@ from textual.dom import DOMNode
 
 from appliance.service.desk import Desk, InstallError, MachineFacts
 from appliance.service.state import State, StepState
-from appliance.service.words import told
 from tui.following import Following
 
 Say = Callable[[Any], str]
@@ -66,4 +65,4 @@ class Told:
         return cast(Front, cast(DOMNode, self).app)
 
     def say(self, text: Any) -> str:
-        return str(told(text, self.front.language))
+        return self.front.say(text)

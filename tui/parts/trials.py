@@ -5,11 +5,12 @@ from typing import Any
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.widgets import DataTable, Static
+from textual.widgets import Static
 
 from appliance.service.words import t
 from tui.frame.front import Told
 from tui.parts.plot import Plot
+from tui.parts.table import Table
 from tui.texts import duration
 
 _COLUMNS = (t("Trial"), t("Changed"), t("Requests/s"), t("Tokens/s"), t("First token"), t("Between"))
@@ -25,7 +26,7 @@ class Trials(Told, Vertical):
 
     def compose(self) -> ComposeResult:
         yield Static("", id="trials-head", markup=False)
-        yield DataTable(id="trials", cursor_type="none", show_cursor=False)
+        yield Table(id="trials", cursor_type="none", show_cursor=False)
         yield Plot(id="trials-plot")
 
     def show_live(self, told: list[dict[str, Any]], progressed: tuple[str, int, int] | None) -> None:
@@ -66,7 +67,7 @@ class Trials(Told, Vertical):
             return
         self._drawn = drawn
         self.query_one("#trials-head", Static).update(Text(head))
-        table = self.query_one("#trials", DataTable)
+        table = self.query_one("#trials", Table)
         table.clear(columns=True)
         table.add_columns(*(self.say(each) for each in _COLUMNS))
         points = []

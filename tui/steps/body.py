@@ -133,7 +133,7 @@ class StepBody(Body):
         self.query_one(Detail).rows([] if self.at_work else self.detail())
 
     def detail(self) -> list[tuple[str, str]]:
-        if self.front.trouble is not None:
+        if self.front.trouble is not None and not self.blocking():
             return trouble_of(self.front.trouble)
         finding = self.chosen()
         if finding is not None:

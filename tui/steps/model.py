@@ -1,23 +1,29 @@
 """Model and licence: what the medium offers and whether it fits, what it is used for, and the licences."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
 from textual import work
 from textual.binding import Binding
 from textual.widget import Widget
-from textual.widgets import DataTable, Static
+from textual.widgets import Static
 
 from appliance.service.desk import InstallError
 from appliance.service.words import t
 from tui.dialogs.form import Pick
 from tui.frame.front import Forward, Key
 from tui.look import FITS
+from tui.parts.table import Table
 from tui.steps.body import StepBody
 from tui.texts import human
 
+if TYPE_CHECKING:
+    from appliance.service.offers import Offer
+
 _COLUMNS = (t("Model"), t("Size"), t("Weights"), t("Context"), t("Fits"), t("Licence"))
+_NARROW = (_COLUMNS[0], _COLUMNS[1], *_COLUMNS[4:])   # beside a rail in 80 columns
+_WIDE = 80
 
 
 class ModelBody(StepBody):
@@ -35,14 +41,14 @@ class ModelBody(StepBody):
 
     def __init__(self) -> None:
         super().__init__()
-        self.offers: list = []
+        self.offers: list[Offer] = []
         self.uses: dict[str, dict[str, str]] = {}
         self.problem: InstallError | None = None
         self.looked = False
         self._drawn: object = None
 
     def parts(self) -> Iterator[Widget]:
-        yield DataTable(id="offers", cursor_type="row", show_row_labels=False)
+        yield Table(id="offers", cursor_type="row", show_row_labels=False)
         yield Static("", id="use", markup=False)
 
     def open(self) -> None:
@@ -60,7 +66,7 @@ class ModelBody(StepBody):
             problem = error
         self.app.call_from_thread(self._looked, found, uses(), problem)
 
-    def _looked(self, found: list, known: dict[str, dict[str, str]], problem: InstallError | None) -> None:
+    def _looked(self, found: "list[Offer]", known: dict[str, dict[str, str]], problem: InstallError | None) -> None:
         self.offers, self.uses, self.problem, self.looked = found, known, problem, True
         if not self._is_chosen_yet() and len(found) == 1:
             self._drawn = None
@@ -69,19 +75,22 @@ class ModelBody(StepBody):
     # -- drawing
 
     def draw_facts(self) -> None:
-        table = self.query_one("#offers", DataTable)
+        table = self.query_one("#offers", Table)
+        table.can_focus = len(self.offers) > 1
         table.display = bool(self.offers) and not self.at_work
         self._fill(table)
         self.query_one("#use", Static).update(Text(self._use()))
         self.query_one("#use", Static).display = not self.at_work
 
-    def _fill(self, table: DataTable) -> None:
-        drawn = (self.front.language, [(each.name, each.fit) for each in self.offers], self._chosen_paths())
+    def _fill(self, table: Table) -> None:
+        offered = [(each.name, each.fit) for each in self.offers]
+        drawn = (self.front.language, offered, self._chosen_paths(), self.size.width)
         if drawn == self._drawn:
             return
         self._drawn, row = drawn, table.cursor_row
         table.clear(columns=True)
-        table.add_columns("", *(self.say(each) for each in _COLUMNS))
+        wide = self.size.width >= _WIDE
+        table.add_columns("", *(self.say(each) for each in (_COLUMNS if wide else _NARROW)))
         chosen = self._chosen_paths()
         for offer in self.offers:
             mark = "[x]" if str(offer.path) in chosen else "[ ]"
@@ -89,10 +98,10 @@ class ModelBody(StepBody):
                 table.add_row(Text("   "), Text(offer.name), Text(self.say(offer.problem), "red"))
                 continue
             word, colour = FITS[offer.fit]
-            table.add_row(
-                Text(mark), Text(f"{offer.name} {offer.version}"), Text(human(offer.bytes)), Text(offer.precision),
-                Text(f"{offer.context:,}" if offer.context else "?"), Text(self.say(word), colour), Text(offer.spdx),
-            )  # fmt: skip
+            more = [Text(offer.precision), Text(f"{offer.context:,}" if offer.context else "?")] if wide else []
+            name = f"{offer.name} {offer.version}" if wide else offer.name
+            table.add_row(Text(mark), Text(name), Text(human(offer.bytes)), *more,
+                          Text(self.say(word), colour), Text(offer.spdx))  # fmt: skip
         if self.offers:
             table.move_cursor(row=min(row, len(self.offers) - 1))
 
@@ -101,10 +110,15 @@ class ModelBody(StepBody):
             return self.say(self.problem.message)
         if not self.looked:
             return self.say(t("Looking at the medium ..."))
-        fits = "; ".join(f"{offer.name}: {self.say(offer.fit_text)}" for offer in self.offers if offer.fit_text)
+        fits = "\n".join(self._about(offer) for offer in self.offers if offer.fit_text)
         title = self.uses.get(self.front.desk.answers.preset.workload, {}).get(self.front.language, "")  # type: ignore[attr-defined]
         use = self.say(t("Used for: {use}", use=title or self.front.desk.answers.preset.workload))  # type: ignore[attr-defined]
         return "\n".join(each for each in (fits, use) if each)
+
+    def _about(self, offer: "Offer") -> str:
+        known = t("up to {context} tokens", context=f"{offer.context:,}") if offer.context else ""
+        said = [offer.version, offer.precision, self.say(known), self.say(offer.fit_text)]
+        return f"{offer.name}: {', '.join(each for each in said if each)}"
 
     # -- what is chosen
 
@@ -132,7 +146,7 @@ class ModelBody(StepBody):
 
     def focus_first(self) -> None:
         if len(self.offers) > 1 and not self._chosen_paths():
-            self.query_one("#offers", DataTable).focus()
+            self.query_one("#offers", Table).focus()
         else:
             super().focus_first()
 
@@ -146,7 +160,7 @@ class ModelBody(StepBody):
         """One model below a prefix; on a server any number."""
         if len(self.offers) < 2 or self.front.following is not None:
             return
-        offer = self.offers[self.query_one("#offers", DataTable).cursor_row]
+        offer = self.offers[self.query_one("#offers", Table).cursor_row]
         if offer.problem:
             self.front.note = offer.problem
             return

@@ -142,7 +142,7 @@ class TuneBody(StepBody):
             knob = self.query_one(f"#knob-{name}", Knob)
             knob.title, knob.display, knob.language = title, turning, self.front.language
         self.query_one("#knob-context", Knob).remark = t("longest prompt + answer")
-        self.query_one("#knob-precision", Knob).remark = t("fp8 is half the size of auto")
+        self.query_one("#knob-precision", Knob).remark = t("fp8: half the size")
         bar, trials = self.query_one(MemoryBar), self.query_one(Trials)
         bar.display, bar.language = turning, self.front.language
         self.query_one("#fits", Static).display = turning
