@@ -3,6 +3,7 @@
 import threading
 from typing import ClassVar
 
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -56,8 +57,7 @@ class Dashboard(Told, Screen[None]):
     #middle Plot { height: 7; width: 1fr; }
     #gpus { height: auto; max-height: 9; width: auto; margin: 1 0 0 2; display: none; }
     #alerts { height: auto; max-height: 6; margin: 1 1 0 1; }
-    #log { height: 1fr; margin: 1 1 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
-    .plain #log { text-overflow: clip; }
+    #log { height: 1fr; margin: 1 1 0 1; text-wrap: nowrap; }
     .wide #gpus { display: block; }
     .small #headline, .small #models, .small #middle, .small #alerts, .small #log { display: none; }
     """
@@ -213,10 +213,11 @@ class Dashboard(Told, Screen[None]):
         if self._word:
             found = t("{count} lines with '{word}'", count=len(wanted), word=self._word)
             shown = [self.say(found), *shown[-(height - 1):]] if height > 1 else shown
-        text = "\n".join(shown)
+        room = self.size.width - 2
+        text = "\n".join(set_cell_size(line, room) if cell_len(line) > room else line for line in shown)
         if self.front.plain:  # a log may say anything
             text = text.encode("ascii", "replace").decode()
-        return Text(text, "dim", no_wrap=True, overflow="crop" if self.front.plain else "ellipsis", end="")
+        return Text(text, "dim", no_wrap=True, end="")
 
     def _keys(self) -> tuple[Key, ...]:
         hold = t("Go on") if self.held else t("Hold")
