@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from textual import work
 from textual.app import App, SystemCommand
@@ -21,7 +21,7 @@ from tui.dialogs.ask import Ask, Read
 from tui.following import Following, Question
 from tui.frame import places
 from tui.frame.checklist import Checklist
-from tui.frame.front import Key
+from tui.frame.front import Front, Key
 from tui.look import PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
@@ -59,7 +59,7 @@ class Wizard(App[None]):
         *(Binding(str(number), f"open({number})") for number in range(7)),
     ]  # fmt: skip
 
-    language = reactive("en", init=False)
+    language: reactive[str] = reactive("en", init=False)
     standing: reactive[State | None] = reactive(None, init=False, always_update=True)
     machine: reactive[MachineFacts | None] = reactive(None, init=False)
     trouble: reactive[InstallError | None] = reactive(None, init=False)
@@ -81,6 +81,11 @@ class Wizard(App[None]):
 
     def get_default_screen(self) -> Screen[None]:
         return Checklist()
+
+    @property
+    def front(self) -> Front:
+        """This, as screens know it: a type checker does not see that a reactive attribute reads as its value."""
+        return cast(Front, self)
 
     @property
     def checklist(self) -> Checklist:
@@ -135,7 +140,7 @@ class Wizard(App[None]):
         if first and state is not None and any(step.status != "open" for step in state.steps):
             self.open_step(next((n for n, step in enumerate(state.steps, 1) if step.status != "green"),
                                 len(state.steps)))  # fmt: skip
-        if first and (screen := places.trouble_at_start(self)) is not None:
+        if first and (screen := places.trouble_at_start(self.front)) is not None:
             self.push_screen(screen)
 
     def _watch(self) -> None:
@@ -186,7 +191,7 @@ class Wizard(App[None]):
             kept = t("Enter: I have kept it.")
             self.push_screen(Read(self.say, t("API key"), self.say(said), kept),
                              lambda seen: self.desk.key_was_shown(following.result) if seen else None)  # fmt: skip
-        elif following.error is not None and (screen := places.trouble(self, following.error)) is not None:
+        elif following.error is not None and (screen := places.trouble(self.front, following.error)) is not None:
             self.push_screen(screen)
         self._look(False)
 
@@ -293,7 +298,7 @@ class Wizard(App[None]):
 
     def action_dashboard(self) -> None:
         if places.has_dashboard():
-            self.push_screen(places.dashboard(self))
+            self.push_screen(places.dashboard(self.front))
 
     def action_leave(self) -> None:
         if self.following is not None:
@@ -303,7 +308,7 @@ class Wizard(App[None]):
     # -- the menu
 
     def action_command_palette(self) -> None:
-        if not CommandPalette.is_open(self):
+        if not CommandPalette.is_open(cast(App[object], self)):
             placeholder = self.say(t("What do you want to do?"))
             self.push_screen(CommandPalette(id="--command-palette", placeholder=placeholder))
 

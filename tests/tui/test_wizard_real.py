@@ -153,7 +153,7 @@ async def test_from_nothing_to_a_signed_pilot(layout: Layout, tmp_path: Path) ->
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, Form))
         await pilot.press("enter", *"Kim", "enter", "enter")
-        await green("pilot")
+        await until(pilot, lambda: app.following is None and status("pilot") == "green", 120)
         await until(pilot, lambda: "signed by Kim" in seen(app))
     shown = subprocess.run([sys.executable, "-m", "appliance.cli", "checklist", "show", "--json", "--prefix",
                             str(layout.prefix)], capture_output=True, text=True, check=True)  # fmt: skip

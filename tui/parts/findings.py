@@ -96,5 +96,5 @@ def meaning_of(finding: Finding, say: Say) -> list[tuple[str, str]]:
 
 
 def trouble_of(error: InstallError) -> list[tuple[str, str]]:
-    return [(t("What happened"), error.message), (t("Why"), error.why), (t("Changed"), error.changed),
-            (t("Next"), error.hint)]  # fmt: skip
+    labels: tuple[str, ...] = (t("What happened"), t("Why"), t("Changed"), t("Next"))
+    return list(zip(labels, (error.message, error.why, error.changed, error.hint), strict=True))

@@ -176,7 +176,8 @@ class StepBody(Body):
 
     def _in_the_way(self, blocking: list[Finding]) -> str:
         if all(each.severity == "strict" for each in blocking):
-            return t("Enter waits. Failing checks: {count}. Fix them, then F5 runs the step again.", count=len(blocking))
+            return t("Enter waits. Failing checks: {count}. Fix them, then F5 runs the step again.",
+                     count=len(blocking))  # fmt: skip
         return t("Enter waits. Failing checks: {count}. F5 runs the step again, F9 gives a reason.",
                  count=len(blocking))  # fmt: skip
 
