@@ -51,10 +51,11 @@ def gpu_cells(gpu: GpuRow) -> tuple[str, ...]:
 
 def model_details(model: ModelRow) -> list[str]:
     """What the table has no room for."""
-    lines = [t("{model}: first token {first_half} at the median, {first} at the 95th percentile; between tokens "
-               "{between_half} and {between}", model=model.name, first_half=milliseconds(model.ttft_p50),
-               first=milliseconds(model.ttft_p95), between_half=milliseconds(model.itl_p50),
-               between=milliseconds(model.itl_p95))]  # fmt: skip
+    lines: list[str] = []
+    lines.append(t("{model}: first token {first_half} at the median, {first} at the 95th percentile; between tokens "
+                   "{between_half} and {between}", model=model.name, first_half=milliseconds(model.ttft_p50),
+                   first=milliseconds(model.ttft_p95), between_half=milliseconds(model.itl_p50),
+                   between=milliseconds(model.itl_p95)))  # fmt: skip
     lines.append(t("{model}: reads {tokens_in:,.0f} tokens/s, writes {tokens_out:,.0f} tokens/s", model=model.name,
                    tokens_in=model.tokens_in, tokens_out=model.tokens_out))  # fmt: skip
     if model.pages:
