@@ -74,6 +74,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.operate.status", "register",
             "Show what is installed, whether it serves, and its endpoint.",
         ),
+        "top": ("tui.top", "register", "Watch the running service: speed, queue, memory, GPUs, alerts."),
         "start": ("appliance.cli.operate.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.operate.lifecycle", "register", "Stop the service; everything stays installed."),
         "restart": ("appliance.cli.operate.lifecycle", "register", "Restart the service to apply changed settings."),

@@ -43,6 +43,7 @@ class Progress:
     seconds: float
     total_seconds: float | None
     tokens_out: int
+    latest: dict[str, float] | None = None   # ttft_p50, ttft_p95, itl_p50, itl_p95 of the last requests, milliseconds
 
 
 OnProgress = Callable[[Progress], None]
@@ -254,7 +255,7 @@ class Load:
         else:
             seconds = (self._end or time.perf_counter()) - (self._zero or 0.0)
             progress = Progress(phase, tally.completed + tally.failed, tally.failed, self.requests, seconds,
-                                self.seconds, tally.tokens_out)  # fmt: skip
+                                self.seconds, tally.tokens_out, tally.latest())  # fmt: skip
         self._on_progress(progress)
 
 

@@ -2,9 +2,11 @@
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.load.outcome import Outcome
@@ -19,6 +21,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 _MOST_DETAILED = 10_000    # requests that are kept one by one, if requested
 _MOST_EXAMPLES = 5         # of each kind of error
 _MOST_FILE = 256 << 20
+_LATEST = 400              # latencies that `Tally.latest` looks at
 
 
 class Latency(BaseModel):
@@ -139,6 +142,7 @@ class Tally:
         self._timeline = Timeline()
         self._detailed: list[Outcome] | None = [] if detailed else None
         self.interrupted = False
+        self._latest = {metric: deque[float](maxlen=_LATEST) for metric in ("ttft", "itl")}
 
     def begun(self, seconds: float) -> None:
         self.in_flight += 1
@@ -164,12 +168,21 @@ class Tally:
         if outcome.tokens_out > 1:
             self._of["tpot"].add(outcome.tpot)
         self._of["itl"].extend(outcome.gaps)
+        self._latest["ttft"].append(outcome.ttft)
+        self._latest["itl"].extend(outcome.gaps)
         at = outcome.start + outcome.ttft
         tokens = outcome.tokens_out / (len(outcome.gaps) + 1)
         self._timeline.add(at, "tokens", tokens)
         for gap in outcome.gaps:
             at += gap
             self._timeline.add(at, "tokens", tokens)
+
+    def latest(self) -> dict[str, float] | None:
+        """Percentiles of what ended last, milliseconds; None before the first answer."""
+        if not self._latest["ttft"]:
+            return None
+        return {f"{metric}_p{p}": round(float(np.percentile(list(seen), p)) * 1000, 2)
+                for metric, seen in self._latest.items() if seen for p in (50, 95)}  # fmt: skip
 
     def _failed(self, outcome: Outcome, end: float) -> None:
         self.failed += 1

@@ -19,6 +19,18 @@ _SECONDS = 5.0         # timeout of /metrics
 _GPU_EVERY = 10.0      # seconds; a probe is a separate process, about 50 ms
 
 
+async def scraped(target: Target) -> dict[str, float] | None:
+    """The series that are kept of the target's /metrics; None where it does not answer."""
+    try:
+        async with HttpClient(target) as client:
+            status, body = await client.get(target.root + "/metrics", timeout=_SECONDS)
+        if status != 200 or len(body) > MOST_PAGE:
+            return None
+        return parsed(body.decode(errors="replace"))
+    except (HttpError, OSError, ValueError, KeyError, TimeoutError):
+        return None
+
+
 class Recorder:
     """`lost`: number of samples that could not be kept; `why`: the reason of the last one."""
 
@@ -35,23 +47,13 @@ class Recorder:
     def sample(self) -> float | None:
         """Take one sample. Returns its time, or None if it could not be kept. A service that is down is a sample
         too."""
-        values = asyncio.run(self._scraped())
+        values = asyncio.run(scraped(self._target))
         self.up = values is not None
         row = {UP: float(self.up), **(values or {}), **self._gpu_facts()}
         try:
             return self._store.add(self._now(), row)
         except SeriesError as error:
             self.lost, self.why = self.lost + 1, str(error)
-            return None
-
-    async def _scraped(self) -> dict[str, float] | None:
-        try:
-            async with HttpClient(self._target) as client:
-                status, body = await client.get(self._target.root + "/metrics", timeout=_SECONDS)
-            if status != 200 or len(body) > MOST_PAGE:
-                return None
-            return parsed(body.decode(errors="replace"))
-        except (HttpError, OSError, ValueError, KeyError, TimeoutError):
             return None
 
     def _gpu_facts(self) -> dict[str, float]:

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError, create_model
 from appliance.service.steps import STEPS
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
-from installer.base.i18n import t
-from installer.decide.answers import Answers, read_answers
+from installer.base.i18n import joined, t
+from installer.decide.answers import Answers, problems, read_answers
 
 _TABLES: dict[str, Any] = {
     name: (model, model()) for step in STEPS for name, model in step.tables().items()
@@ -42,6 +42,17 @@ def from_json(values: dict[str, Any]) -> Answers:
             why=str(error),
             hint=t("Give them again: atoll checklist run --answers FILE"),
         ) from error
+
+
+def checked(values: dict[str, Any]) -> Answers:
+    """Answers that a person has just given. Raises InstallError (usage) that names what is wrong."""
+    try:
+        return ChecklistAnswers.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise InstallError(
+            joined(problems(error, ChecklistAnswers), "; "), exit_code=ExitCode.USAGE,
+            changed=t("Nothing was changed."),
+        ) from None
 
 
 def merged(answers: Answers, learned: dict[str, Any]) -> Answers:

@@ -5,6 +5,7 @@ import getpass
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from appliance.service import answers as answers_of
 from appliance.service import checklist, events, jobs
@@ -17,6 +18,11 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.layout import Layout
 from installer.operate.install import key_was_shown
+
+if TYPE_CHECKING:
+    from appliance.service.offers import Offer
+    from appliance.service.pilot.board import PilotBoard
+    from appliance.service.tuning.board import Board
 
 __all__ = ["Desk", "InstallError", "Job", "Layout", "MachineFacts"]
 
@@ -59,6 +65,53 @@ class Desk:
         """Raises InstallError (usage) that names what is wrong in the file."""
         self.answers = answers_of.read(_whole(path))
 
+    def amend(self, **tables: dict[str, Any] | list[Any] | None) -> None:
+        """Put values into tables of the answers; None takes one away. Raises InstallError (usage) for a wrong one."""
+        values = answers_of.to_json(self.answers)
+        for name, table in tables.items():
+            if isinstance(table, dict):
+                both = {**values.get(name, {}), **table}
+                values[name] = {key: value for key, value in both.items() if value is not None}
+            else:
+                values[name] = table
+        self.answers = answers_of.checked({name: value for name, value in values.items() if value is not None})
+
+    def offers(self) -> list["Offer"]:
+        """The models of the medium. Loads PyTorch; raises InstallError."""
+        from appliance.service.offers import offers
+
+        return offers(self.layout, self.answers)
+
+    def boards(self) -> list["Board"]:
+        """The knobs of what is installed. Loads PyTorch; raises InstallError."""
+        from appliance.service.tuning.board import boards
+
+        return boards(self.layout, self.answers.preset)  # type: ignore[attr-defined]
+
+    def pilot(self) -> "PilotBoard":
+        """The pilot as it stands, else as it is planned. Raises InstallError."""
+        from appliance.service.pilot.board import board
+
+        return board(self.layout, self.answers.pilot)  # type: ignore[attr-defined]
+
+    def next_stage(self) -> str:
+        """Let the pilot's next stage begin; what was done, in words. Raises InstallError."""
+        from appliance.service.pilot.run import advance
+
+        return advance(self.layout, self.by)
+
+    def stop_pilot(self) -> str:
+        from appliance.service.pilot.run import abort
+
+        return abort(self.layout, self.by)
+
+    def sign_pilot(self, by: str, *, go: bool, reason: str = "") -> Path:
+        """Raises InstallError, OSError; the directory of the signed report."""
+        from appliance.service.pilot.report import sign
+
+        directory = self.layout.checklist / "reports"
+        return sign(self.layout, directory, "go" if go else "no-go", by, reason).directory
+
     def waive(self, finding: str, reason: str) -> None:
         self.answers = self.answers.model_copy(update={"waivers": {**self.answers.waivers, finding: reason}})
 
@@ -75,6 +128,8 @@ class Desk:
         except InstallError as error:
             if error.exit_code != ExitCode.BUSY or job.state() == "ended":
                 raise
+        if (watching := getattr(reader, "watching", None)) is not None:
+            watching()
         return jobs.watch(job, reader), {}
 
     def key_was_shown(self, result: dict) -> None:
@@ -85,6 +140,12 @@ class Desk:
         path = Path.cwd() / "atoll-answers.toml"
         fs.write_atomic(path, answers_of.text_of(self.answers), 0o600)
         return path
+
+    def report(self) -> list[Path]:
+        """Write the report of all steps into the working directory. Raises OSError, InstallError."""
+        from appliance.service import checklist_report
+
+        return checklist_report.write(self.state(), Path.cwd())
 
     def _learned(self, work: Callable[[], tuple[dict, dict[str, str]]]) -> tuple[dict, dict[str, str]]:
         """Do it, then take over the answers that the run was given and has learned. A run that did not begin has saved

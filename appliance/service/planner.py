@@ -110,7 +110,7 @@ def what_if(model: Path, card: Card, base: Planned) -> Iterator[tuple[str, str, 
             changed = t("context {context}", context=f"{context:,}")
             yield "context", changed, plan(model, card, replace(knobs, context=context))
     for users in (base.users * 2, base.users * 4):
-        yield "users", t("{users} at once", users=f"{users:,}"), _longest(model, card, knobs, users)
+        yield "users", t("{users} at once", users=f"{users:,}"), longest(model, card, knobs, users)
     if knobs.kv_cache_dtype == "auto":
         yield "kv_cache_dtype", t("KV cache in fp8"), plan(model, card, replace(free, kv_cache_dtype="fp8"))
     else:
@@ -133,7 +133,7 @@ def fitting(model: Path, card: Card, asked: Knobs) -> Iterator[tuple[str, str, s
     """(kind, change, GPU, what then fits): single changes that make the request fit, the smallest first."""
     if asked.users is not None and (found := plan(model, card, replace(asked, users=None, sequences=None))):
         yield "users", t("fewer at once"), card.title, found
-    if asked.context is not None and (found := _longest(model, card, asked, asked.users or 1)):
+    if asked.context is not None and (found := longest(model, card, asked, asked.users or 1)):
         yield "context", t("a shorter context"), card.title, found
     ways = [(t("KV cache in fp8"), replace(asked, kv_cache_dtype="fp8"))]
     ways += [(t("weights in fp8"), replace(asked, quantization="fp8"))]
@@ -170,7 +170,7 @@ def weights_of(model: Path, quantization: str | None) -> tuple[int, int]:
         raise _told(error) from error
 
 
-def _longest(model: Path, card: Card, knobs: Knobs, users: int) -> Planned | None:
+def longest(model: Path, card: Card, knobs: Knobs, users: int) -> Planned | None:
     """The longest context that `users` requests can have at once."""
     if users > MOST_USERS:
         return None

@@ -263,7 +263,16 @@ def seconds_left(entry: Entry) -> float | None:
     """Seconds until it expires; None: never."""
     if entry.get("expires") is None:
         return None
-    return datetime.strptime(entry["expires"], _FORMAT).replace(tzinfo=UTC).timestamp() - time.time()
+    return _seconds(entry["expires"]) - time.time()
+
+
+def lifetime_of(entry: Entry) -> float | None:
+    """For how long it was made; None: for ever."""
+    return None if entry.get("expires") is None else _seconds(entry["expires"]) - _seconds(entry["created"])
+
+
+def _seconds(at: str) -> float:
+    return datetime.strptime(at, _FORMAT).replace(tzinfo=UTC).timestamp()
 
 
 def check_name(name: str) -> None:

@@ -211,6 +211,12 @@ class Installer(Run):
         super().__init__(options, frontend, layout, service or service_for(layout))
         self.release_command = release_command
 
+    def look(self) -> Context:
+        """What is here and which keys are trusted, without a look at the bundles. Raises InstallError, OSError."""
+        context = self._context()
+        inspect.discover(context)
+        return context
+
     def survey(self) -> Context:
         """What this install would start from: the current installation, and the models according to their signed
         manifests.

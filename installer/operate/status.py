@@ -36,6 +36,7 @@ from installer.tls import endpoint as tls_endpoint
 
 VERIFY_DAYS = 15       # two weekly checks were missed
 KEY_DAYS = 14          # a key's holder should have a new one before the key ends
+SHORT_KEY = 86_400.0   # seconds; a key that was made for a day is meant to end
 _FEW_BYTES = 2 << 30
 _LOG_LINES = 200       # of the service's log, searched for its last message
 
@@ -350,8 +351,8 @@ def _keys(layout: Layout, found: Findings, *, serving: bool) -> list[Facts]:
     if serving and not any({"serve", "admin"} & set(api_keys.scopes_of(entry)) for entry in active):
         found.error(t("No active API key is left: nobody can use the endpoint."), "atoll apikey new --name NAME")
     for entry in active:
-        left = api_keys.seconds_left(entry)
-        if left is not None and left < KEY_DAYS * 86400:
+        left, lifetime = api_keys.seconds_left(entry), api_keys.lifetime_of(entry)
+        if left is not None and lifetime is not None and left < KEY_DAYS * 86400 and lifetime > SHORT_KEY:
             days, name = int(left // 86400), entry.get("name", "")
             found.warn(
                 t("The API key {id} ({name}) ends in {days} days.", id=entry["id"], name=name, days=days),

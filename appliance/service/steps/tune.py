@@ -30,6 +30,8 @@ class TuneAnswers(BaseModel):
     preset: Text | None = Field(default=None, description="The preset that the settings come from.")
     only: list[Text] = Field(default_factory=list, description="Tune exactly these settings.")
     load_seconds: float | None = Field(default=None, ge=1, le=3600, description="Load of one trial.")
+    settings: dict[str, int | float | str | bool] = Field(
+        default_factory=dict, description="Set exactly these, without measuring.")
     confirm: bool = Field(default=False, description="The service may be restarted for every trial.")
     skip: Reason | None = Field(default=None, description="Why nothing is tuned.")
 
@@ -66,6 +68,8 @@ class TuneStep(Step):
         if answers.skip:
             found = made("tuned", "info", True, t("Tuning"), observed=t("left out: {reason}", reason=answers.skip))
             return _result([found], {"models": [], "skipped": answers.skip})
+        if answers.settings:
+            return _result(*self._set(job, answers))
         if not answers.confirm and "tune-confirmed" not in job.waivers:
             return _result([_unconfirmed()], {"models": []})
         results = [self._tune(job, answers, name) for name in self._models(job, answers)]
@@ -74,7 +78,7 @@ class TuneStep(Step):
 
     def _asked(self, job: StepJob, answers: TuneAnswers) -> TuneAnswers:
         """If somebody is at the terminal, ask for what the answers leave open."""
-        if answers.skip or answers.confirm or not job.frontend.interactive:
+        if answers.skip or answers.confirm or answers.settings or not job.frontend.interactive:
             return answers
         said = job.frontend.ask(t("Tune now? Every trial restarts the service. (yes, or why not)"))
         if said.lower() not in ("y", "yes", "예", "네"):
@@ -93,6 +97,18 @@ class TuneStep(Step):
     def _models(self, job: StepJob, answers: TuneAnswers) -> list[str | None]:
         names: list[str | None] = [model.instance for model in job.facts.models]
         return [answers.model] if answers.model else names or [None]
+
+    def _set(self, job: StepJob, answers: TuneAnswers) -> tuple[list[Finding], dict[str, Any]]:
+        """The settings that a person chose: started, asked a question, kept; or the ones before come back."""
+        from appliance.service.tuning.work import set_exactly
+
+        models = self._models(job, answers)
+        for model in models:
+            set_exactly(job.layout, model, answers.settings, job.frontend, timeout=job.options.start_timeout)
+        said = joined(f"{name} {value}" for name, value in answers.settings.items())
+        found = [made("tuned", "info", True, t("Setting"), observed=said),
+                 made("tune-reason", "info", True, t("Reason"), observed=t("chosen by a person, not measured"))]
+        return found, {"models": [{"model": model, "setting": dict(answers.settings)} for model in models if model]}
 
     def _tune(self, job: StepJob, answers: TuneAnswers, model: str | None) -> dict[str, Any]:
         from appliance.load.slo import parse_slo

@@ -59,7 +59,7 @@ class VerifyStep(Step):
             job.frontend.progress(t("{what}: {done} of {total}", what=label, done=done, total=total), 0, 0)
 
         with of_installation(job.layout) as subject:
-            found = verify(subject, plan, told=told, state=state, begin=begin)
+            found = verify(subject, plan, told=told, state=state, begin=begin, numbers=job.frontend.numbers)
         written = write(found, job.layout.checklist / "reports", layout=job.layout)
         forget(state)
         return StepResult.model_construct(

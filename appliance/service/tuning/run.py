@@ -195,6 +195,10 @@ class Tuning:
         number = len(self._trials) + 1
         label = t("after") if confirms else t("trial {number}", number=number)
         self.frontend.step(label, "begin")
+        about = {"number": number, "confirms": confirms, "setting": setting,
+                 "what": advice.changes(self.space, position), "budget": self.request.budget,
+                 "target": self.request.target}  # fmt: skip
+        self._tell({**about, "status": "running", "spent": round(self._spent, 1)})
         self.records.add("began", session=self.session.id, trial=name, setting=setting)
         began = time.monotonic()
         measured, failure, why = None, None, ""
@@ -216,9 +220,16 @@ class Tuning:
                          why=encode(why), seconds=round(seconds, 2), result=result, confirms=confirms)  # fmt: skip
         if not confirms:
             self._take(position, measured, failure, why)
+        self._tell({**about, "status": "done" if measured else "failed", "why": why, "seconds": round(seconds, 1),
+                    "result": result, "spent": round(self._spent, 1)})  # fmt: skip
         said = advice.line(self.space, position, measured, why)
         self.frontend.step(label, "done" if measured else "skipped", said)
         return measured
+
+    def _tell(self, facts: dict[str, Any]) -> None:
+        """One trial, for those who watch."""
+        if isinstance(self.frontend, JobFrontend):
+            self.frontend.numbers("trial", facts)
 
     def _load(self) -> Measured:
         trial = self.trial

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,25 @@ def reset_work(given: dict[str, Any], layout: Layout) -> Work:
         return {"model": instance, "setting": before}
 
     return work
+
+
+def set_exactly(
+    layout: Layout, model: str | None, settings: Mapping[str, Any], frontend: JobFrontend, *, timeout: float = 900.0,
+) -> None:  # fmt: skip
+    """Start the engine with these settings, in this process, which is a job's, and keep them. Raises InstallError; the
+    settings from before are in force then."""
+    start_guard(frontend.job)
+    recover(layout, frontend, timeout=timeout)
+    with SettingsTrial(layout, frontend, model, start_timeout=timeout) as trial:
+        run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-set-{secrets.token_hex(3)}"
+        with Records(layout, run) as events:
+            frontend.step(t("settings"), "begin")
+            seconds = trial.start_with(settings)
+            frontend.step(t("settings"), "done", t("ready in {seconds:.1f} s", seconds=seconds))
+            own = trial.own_settings()
+            before = {name: own.get(name, own.get(name.replace("-", "_"))) for name in settings}
+            events.add("keeping", session="", model=trial.model.instance, setting=dict(settings), before=before)
+            trial.keep(setting=dict(settings), by_hand=True)
 
 
 def last(layout: Layout, model: str | None = None) -> dict[str, Any] | None:

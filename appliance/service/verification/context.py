@@ -13,6 +13,14 @@ Told = Callable[[str, int, int], None]
 "A label, how much is done, and of how much."
 
 
+Numbers = Callable[[str, dict[str, Any]], None]
+"""Live numbers: their topic, and what was measured."""
+
+
+def _no_numbers(topic: str, facts: dict[str, Any]) -> None:
+    return
+
+
 def _quiet(label: str, done: int, total: int) -> None:
     return
 
@@ -25,6 +33,7 @@ class Verifying:
     plan: VerifyAnswers
     told: Told = _quiet
     data: dict[str, Any] = field(default_factory=dict)
+    numbers: Numbers = _no_numbers
 
 
 def not_checked(id: str, title: str, why: str) -> Finding:

@@ -8,23 +8,31 @@ from appliance.load.result import LoadResult
 from appliance.load.senders import OpenAISender
 from appliance.load.target import Target
 from appliance.service.findings import Finding, made
-from appliance.service.verification.context import Told, Verifying, not_checked
+from appliance.service.verification.context import Numbers, Told, Verifying, not_checked
 from appliance.service.verification.plan import Targets, VerifyAnswers
 from appliance.service.verification.subject import Served
 from installer.base.i18n import t
 
+_MOST_NUMBERS = 300
 _OPEN_SHARE = 0.7   # of the closed loop's requests per second: busy, but not overloaded
 _TUNE = t("Tune again, or relax the target.")
 
 
 def load_of(
     target: Target, profile: TrafficProfile, plan: VerifyAnswers, told: Told, label: str, *,
-    requests: int | None = None, seconds: float | None = None,
+    requests: int | None = None, seconds: float | None = None, numbers: Numbers = lambda topic, facts: None,
 ) -> Load:  # fmt: skip
-    """A load that reports its progress."""
+    """A load that reports its progress, and its latest latencies at most about three hundred times."""
+    last = 0.0
     body = {**profile.sampling.body(), **({"ignore_eos": True} if profile.ignore_eos else {})}
 
     def on_progress(seen: Progress) -> None:
+        nonlocal last
+        if seen.phase == "run" and seen.latest and seen.seconds - last >= max(1.0, (seconds or 0) / _MOST_NUMBERS):
+            last = seen.seconds
+            rate = seen.tokens_out / seen.seconds
+            numbers("load", {"label": label, "seconds": round(seen.seconds, 1), "of": seen.total_seconds,
+                             "done": seen.done, "requests": seen.total, "rate": round(rate, 2), **seen.latest})
         if seen.phase == "run" and seen.total is None:
             told(label, int(seen.seconds), int(seen.total_seconds or 0))
         elif seen.phase == "run":
@@ -47,7 +55,8 @@ async def run(work: Verifying) -> list[Finding]:
 
         budget = {"requests": work.plan.requests, "seconds": work.plan.seconds}
         if profile.arrival.clients is not None:
-            closed = await load_of(target, profile, work.plan, work.told, t("Load, closed loop"), **budget).run()
+            closed = await load_of(target, profile, work.plan, work.told, t("Load, closed loop"),
+                                   numbers=work.numbers, **budget).run()  # fmt: skip
             rate = work.plan.rate or closed.request_throughput * _OPEN_SHARE
         else:
             closed, rate = None, work.plan.rate or profile.arrival.rate
@@ -55,7 +64,8 @@ async def run(work: Verifying) -> list[Finding]:
         if rate:
             arrival = Arrival(rate=rate, burstiness=profile.arrival.burstiness)
             even = profile.model_copy(update={"arrival": arrival})
-            opened = await load_of(target, even, work.plan, work.told, t("Load, open loop"), **budget).run()
+            opened = await load_of(target, even, work.plan, work.told, t("Load, open loop"),
+                                   numbers=work.numbers, **budget).run()  # fmt: skip
         measured = {"closed": closed, "open": opened}
         work.data.setdefault("loads", {})[model.name] = {
             name: result.to_json() for name, result in measured.items() if result is not None

@@ -18,7 +18,7 @@ from appliance.load.generator import run_in_loop
 from appliance.load.http_client import HttpError
 from appliance.service.findings import Finding, made
 from appliance.service.verification import conformance, health, performance, quality, security, stability
-from appliance.service.verification.context import Told, Verifying
+from appliance.service.verification.context import Numbers, Told, Verifying
 from appliance.service.verification.plan import Group, VerifyAnswers
 from appliance.service.verification.subject import Subject
 from installer.base import fs
@@ -75,7 +75,7 @@ class Verification(BaseModel):
 
 def verify(
     subject: Subject, plan: VerifyAnswers, *, told: Told | None = None, state: Path | None = None,
-    begin: Callable[[Group], None] = lambda group: None,
+    begin: Callable[[Group], None] = lambda group: None, numbers: Numbers | None = None,
 ) -> Verification:  # fmt: skip
     """Run the groups of `plan`.
 
@@ -89,8 +89,17 @@ def verify(
         result = _kept(state, group, inputs)
         if result is None:
             begin(group)
-            result = _one(group, Verifying(subject, plan, told) if told else Verifying(subject, plan))
+            work = Verifying(subject, plan, told) if told else Verifying(subject, plan)
+            if numbers is not None:
+                work.numbers = numbers
+                numbers("group", {"group": group, "status": "running"})
+            result = _one(group, work)
             _keep(state, result, inputs)
+        if numbers is not None:
+            found = result.found()
+            numbers("group", {"group": group, "status": "passed" if result.passed else "failed",
+                              "seconds": result.seconds, "checks": len(found), "resumed": result.resumed,
+                              "failed": sum(each.blocks for each in found)})  # fmt: skip
         groups.append(result)
     return Verification(at=begun, base_url=subject.target.base_url, release=subject.release, plan=plan, groups=groups,
                         models=[model.name for model in subject.models])  # fmt: skip

@@ -46,7 +46,8 @@ async def run(work: Verifying) -> list[Finding]:
         return [not_checked("soak", t("Soak"), t("its duration is 0"))]
     subject, model = work.subject, work.subject.models[0]
     profile = find_profile(work.plan.profile)
-    load = load_of(subject.of(model), profile, work.plan, work.told, t("Soak"), seconds=seconds)
+    load = load_of(subject.of(model), profile, work.plan, work.told, t("Soak"), seconds=seconds,
+                   numbers=work.numbers)  # fmt: skip
     series, before = Series(), subject.pids()
     async with Api(subject.of(model), model.name) as api:
         idle = await _pages(api)
