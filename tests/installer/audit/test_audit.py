@@ -246,7 +246,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert atoll(tmp_path, "show", "--since", "soon").returncode == 2
     good = atoll(tmp_path, "verify", "--head", str(heads[-1]))
     assert good.returncode == 0, good.stdout + good.stderr
-    assert "is whole: 6 entries" in good.stdout
+    assert "is intact: 6 entries" in good.stdout
     rewrite(lambda lines: lines[:4])(path)
     alone = atoll(tmp_path, "verify", "--json")
     assert (alone.returncode, json.loads(alone.stdout)["state"]) == (0, "intact")  # the chain cannot tell
