@@ -139,6 +139,7 @@ async def test_a_pilot_is_planned_or_left_out(empty: Wizard) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: "everybody" in seen(empty) and "10 min" in seen(empty))
         assert "stops at: errors above 5.0%" in seen(empty)
+        assert "must reach: 1 requests or more" in seen(empty)
         assert empty.desk.answers.pilot.stages[0].duration == 600
         await pilot.press("l")
         await until(pilot, lambda: isinstance(empty.screen, Ask))

@@ -85,7 +85,7 @@ class Detail(Told, Static):
 
 def meaning_of(finding: Finding, say: Say) -> list[tuple[str, str]]:
     """Why it matters, what is needed, what to do, and what was seen."""
-    rows = [
+    rows: list[tuple[str, str]] = [
         (t("Seen"), finding.observed), (t("Needed"), finding.required), (t("Why"), finding.why),
         (t("Fix"), finding.fix), (t("Command"), finding.command), (t("Evidence"), finding.evidence),
     ]  # fmt: skip
@@ -96,5 +96,5 @@ def meaning_of(finding: Finding, say: Say) -> list[tuple[str, str]]:
 
 
 def trouble_of(error: InstallError) -> list[tuple[str, str]]:
-    labels: tuple[str, ...] = (t("What happened"), t("Why"), t("Changed"), t("Next"))
-    return list(zip(labels, (error.message, error.why, error.changed, error.hint), strict=True))
+    return [(t("What happened"), error.message), (t("Why"), error.why), (t("Changed"), error.changed),
+            (t("Next"), error.hint)]  # fmt: skip

@@ -121,6 +121,8 @@ class PilotBody(StepBody):
         if stage.status == "open":
             limits = self.say(joined(list(stage.limits)))
             text.append(f"    {self.say(t('stops at: {limits}', limits=limits))}\n", "dim")
+            needs = self.say(joined(list(stage.needs)))
+            text.append(f"    {self.say(t('must reach: {goals}', goals=needs))}\n", "dim")
             return
         for goal in stage.goals:
             good = "green" if goal.ok else "failed"

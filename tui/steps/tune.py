@@ -169,7 +169,7 @@ class TuneBody(StepBody):
         if board.card is None:
             return self.say(t("{model} computes on the CPU: there is no GPU memory to divide. M measures which "
                               "settings serve best, U leaves them as they are.", model=board.title))  # fmt: skip
-        preset = board.preset.name if board.preset else self.say(t("no preset"))
+        preset = board.preset.name if board.preset else self.say(board.why_no_preset or t("no preset"))
         return f"{board.title}  {board.card.title}  {preset}"
 
     def _result(self) -> dict | None:

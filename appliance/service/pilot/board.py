@@ -29,6 +29,7 @@ class StageSeen:
     seconds: float
     duration: float
     limits: tuple[str, ...]
+    needs: tuple[str, ...]
     why: tuple[str, ...]
     figures: tuple[tuple[str, str], ...]
     goals: tuple[Finding, ...]
@@ -105,7 +106,7 @@ def _stage(layout: Layout, stage: Stage, state: StageState, per_hour: float) -> 
     seconds = kpi.seconds if kpi else 0.0
     return StageSeen(
         stage.name, state.status, STATUS[state.status], tuple(stage.users), seconds, stage.duration,
-        tuple(limits_of(stage.stop)), tuple(decode(why) for why in state.why), figures,
+        tuple(limits_of(stage.stop)), tuple(goals_of(stage.goal)), tuple(decode(why) for why in state.why), figures,
         tuple(judged(kpi, stage.goal)) if kpi else (),
         state.status == "running" and stage.advance == "manual" and seconds >= stage.duration,
     )  # fmt: skip
@@ -131,7 +132,7 @@ def limits_of(stop: Stop) -> list[str]:
 
 def goals_of(goal: Goal) -> list[str]:
     """What a stage must reach, one text each."""
-    found = [t("{count} requests or more", count=f"{goal.requests:,}"),
+    found: list[str] = [t("{count} requests or more", count=f"{goal.requests:,}"),
              t("errors at most {limit}", limit=f"{goal.error_rate:.1%}")]  # fmt: skip
     if goal.ttft is not None:
         found.append(t("first token within {limit} ms for {share}", limit=f"{goal.ttft:g}", share=f"{goal.share:.0%}"))
