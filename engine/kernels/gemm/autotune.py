@@ -74,12 +74,15 @@ def choose(
                     x, x_scale = _inputs(shape, some[0])
                     bound(x, some[0].values, _scales(x_scale, some[0]))  # it works
                     _chosen[shape] = bound
-        if measured:
-            memory.save()
-        return measured
     except (CublasLtError, OSError) as error:
         log.info("products keep PyTorch's algorithms: %s", error)
         return 0
+    if measured:
+        try:
+            memory.save()
+        except OSError as error:
+            log.warning("algorithms of products cannot be kept: the next start measures them again: %s", error)
+    return measured
 
 
 def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
@@ -172,6 +175,7 @@ class _Memory:
             [s.rows, s.outputs, s.inner, str(s.dtype).removeprefix("torch."), s.fp8, algorithm.hex()]
             for s, algorithm in self.known.items()
         ]
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # at the first start Triton has not made it
         written = self._path.with_suffix(".new")
         written.write_text(json.dumps(lines), "utf-8")
         written.replace(self._path)

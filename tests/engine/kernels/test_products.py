@@ -57,6 +57,24 @@ def test_what_was_found_is_read_back_and_a_damaged_file_is_not(monkeypatch, tmp_
         caplog.clear()
 
 
+def test_a_first_start_keeps_what_it_measured_and_a_cache_that_takes_nothing_costs_nothing(
+    monkeypatch, tmp_path, caplog
+):
+    """The operator's cache directory is not there until something is put into it."""
+    monkeypatch.setattr(cublaslt, "version", lambda: 130100)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(autotune, "_fastest", lambda shape, weights: b"")
+    weights = {(8, 4): [autotune.Weight(torch.randn(8, 4, dtype=torch.bfloat16), None)]}
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache/triton"))
+    assert autotune.choose(weights, [48], torch.bfloat16) == 1
+    assert autotune.choose(weights, [48], torch.bfloat16) == 0, "the next start knows it"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file/triton"))
+    monkeypatch.setattr(autotune._Memory, "open", classmethod(lambda cls: cls(tmp_path / "file/triton/known", {})))
+    assert autotune.choose(weights, [48], torch.bfloat16) == 1
+    assert "cannot be kept" in caplog.text
+
+
 def test_products_of_gaps_or_other_types_are_not_looked_up(monkeypatch):
     bound = object()
     monkeypatch.setitem(autotune._chosen, Shape(48, 8, 4, torch.bfloat16), bound)
