@@ -1,9 +1,13 @@
-"""Takes the samples: one request for /metrics and, less often, the GPUs' facts. It runs in the process that watches a
-pilot and needs one API key with the scope `metrics`; the service itself gets no file to write."""
+"""Takes the samples: one request for /metrics and, less often, the GPUs' facts. The process that watches a pilot asks
+the endpoint, with an API key of the scope `metrics`; the sampler asks a Unix socket. The service itself gets no file to
+write."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 
 from appliance.load.http_client import HttpClient, HttpError
 from appliance.load.target import Target
@@ -19,19 +23,22 @@ _GPU_EVERY = 10.0      # seconds: a probe is a process of its own, about 50 ms
 class Recorder:
     """`lost`: samples that could not be kept, and `why` the last one could not."""
 
-    def __init__(self, target: Target, store: Store, *, gpus: Callable[[], GpuFacts] | None = None) -> None:
-        self._target, self._store = target, store
+    def __init__(
+        self, source: Target | Path, store: Store, *, gpus: Callable[[], GpuFacts] | None = None,
+        gpu_every: float = _GPU_EVERY,
+    ) -> None:  # fmt: skip
+        self._source, self._store, self._gpu_every = source, store, gpu_every
         self._gpus = gpus or (lambda: nvml.query(_SECONDS))
         self._now = wall_clock()
         self._gpu: dict[str, float] = {}
-        self._gpu_at = -_GPU_EVERY
+        self._gpu_at = -gpu_every
         self._has_gpus = True
         self.lost, self.why = 0, ""
         self.up = False
 
     def sample(self) -> float | None:
         """Take one sample; its time, None where it could not be kept. A service that is down is a sample too."""
-        values = asyncio.run(self._scraped())
+        values = self._scraped()
         self.up = values is not None
         row = {UP: float(self.up), **(values or {}), **self._gpu_facts()}
         try:
@@ -40,19 +47,19 @@ class Recorder:
             self.lost, self.why = self.lost + 1, str(error)
             return None
 
-    async def _scraped(self) -> dict[str, float] | None:
+    def _scraped(self) -> dict[str, float] | None:
         try:
-            async with HttpClient(self._target) as client:
-                status, body = await client.get(self._target.root + "/metrics", timeout=_SECONDS)
+            source = self._source
+            status, body = _by_socket(source) if isinstance(source, Path) else asyncio.run(_by_endpoint(source))
             if status != 200 or len(body) > MOST_PAGE:
                 return None
             return parsed(body.decode(errors="replace"))
-        except (HttpError, OSError, ValueError, KeyError, TimeoutError):
+        except (HttpError, HTTPException, OSError, ValueError, KeyError, TimeoutError):
             return None
 
     def _gpu_facts(self) -> dict[str, float]:
         now = time.monotonic()
-        if self._has_gpus and now - self._gpu_at >= _GPU_EVERY:
+        if self._has_gpus and now - self._gpu_at >= self._gpu_every:
             facts = self._gpus()
             self._gpu_at, self._gpu = now, {}
             self._has_gpus = bool(facts.gpus)  # a machine without a GPU is asked once
@@ -63,3 +70,28 @@ class Recorder:
                 if gpu.memory_used is not None:
                     self._gpu[f"atoll:gpu_memory_used{label}"] = float(gpu.memory_used)
         return self._gpu
+
+
+async def _by_endpoint(target: Target) -> tuple[int, bytes]:
+    async with HttpClient(target) as client:
+        return await client.get(target.root + "/metrics", timeout=_SECONDS)
+
+
+def _by_socket(path: Path) -> tuple[int, bytes]:
+    connection = _UnixConnection("localhost", timeout=_SECONDS)
+    connection.path = path
+    try:
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        return answer.status, answer.read(MOST_PAGE + 1)
+    finally:
+        connection.close()
+
+
+class _UnixConnection(HTTPConnection):
+    path = Path()
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self.path))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
@@ -61,7 +62,13 @@ class SystemdService:
         if gone:
             self.stop([model for model in self.models() if model not in models])
             self._systemctl(["disable", "--quiet", *root, *gone], t("disable the engines that are no more"))
-        self._systemctl(["enable", "--quiet", *root, *units.enabled(models)], t("enable the services"))
+        wanted = units.enabled(models)
+        if not self._installed(units.SAMPLER):  # the way back to a release from before it
+            wanted.remove(units.SAMPLER)
+            fs.remove_file(self.layout.units / f"{units.TARGET}.wants" / units.SAMPLER)
+            if self.booted:
+                self._run(["systemctl", "stop", units.SAMPLER], 30.0)
+        self._systemctl(["enable", "--quiet", *root, *wanted], t("enable the services"))
         if self.booted:
             self._systemctl(["start", "--no-block", units.TIMER], t("start the weekly verification"))
 
@@ -71,7 +78,7 @@ class SystemdService:
         root = [] if self.booted else [f"--root={self.layout.prefix}"]
         known = [name for name in units.enabled(self.models()) if self._installed(name)]
         if self.booted:
-            rest = self._loaded(units.TIMER, units.VERIFY, units.GPU_READY, units.SETTLE)
+            rest = self._loaded(units.TIMER, units.VERIFY, units.GPU_READY, units.SETTLE, units.SAMPLER)
             self._systemctl(["stop", *rest], t("stop the rest"), timeout=_STOP_SECONDS)
             self._run(["systemctl", "stop", *_SLICES], 30.0)  # fails if one is not there, and stops the others
         if known:
@@ -87,11 +94,11 @@ class SystemdService:
         """The users and the group that `apply_units` made."""
         root = [] if self.layout.prefix == Path("/") else ["--root", str(self.layout.prefix)]
         names = {file: _names(self.layout.prefix / "etc" / file) for file in ("passwd", "group")}
-        for user in (units.ENGINE_USER, units.GATEWAY_USER):
+        for user in units.USERS:
             if user in names["passwd"]:
                 self._do(["userdel", *root, user], t("remove the user {user}", user=user))
         left = _names(self.layout.prefix / "etc/group")  # userdel takes a group of the same name with it
-        for group in (units.GROUP, units.ENGINE_USER, units.GATEWAY_USER):
+        for group in (units.GROUP, *units.USERS):
             if group in left:
                 self._do(["groupdel", *root, group], t("remove the group {group}", group=group))
 
@@ -104,6 +111,7 @@ class SystemdService:
         self._run(["systemctl", "reset-failed", units.SOCKET], 30.0)
         self._systemctl(["start", units.SOCKET], t("open the port"), units.SOCKET, timeout=_START_SECONDS)
         self._begin([units.SOCKET, units.TARGET, units.GATEWAY, *map(units.engine_unit, self.models())])
+        self._begin_sampler()
 
     def stop(self, names: Collection[str] | None = None) -> bool:
         """Stop everything, the port too, or only these parts (instances, "gateway"); whether anything ran."""
@@ -144,6 +152,7 @@ class SystemdService:
         self.stop(rest)
         # Not the target: a start of what still takes over would be merged into a second reload of it.
         self._begin([units.GATEWAY])
+        self._begin_sampler()
         self._await_end(old)  # what it held on the GPU may be for an engine that is new
         if fresh := [units.engine_unit(model) for model in self.models() if model not in heirs]:
             self._begin(fresh)
@@ -220,6 +229,11 @@ class SystemdService:
     def _begin(self, names: Sequence[str]) -> None:
         self._run(["systemctl", "reset-failed", *names], 30.0)  # the limit on restarts must not hold against a person
         self._systemctl(["start", "--no-block", *names], t("start the services"), timeout=_START_SECONDS)
+
+    def _begin_sampler(self) -> None:
+        """With the code of now. The service does not depend on its history, so nothing follows from a failure."""
+        if self._installed(units.SAMPLER):
+            self._run(["systemctl", "restart", "--no-block", units.SAMPLER], 30.0)
 
     def _heirs(self, names: Collection[str] | None) -> set[str]:
         """Engines among these that run, and whose units know how to hand over."""
