@@ -118,6 +118,8 @@ _UPGRADE = """Install what is on the medium beside what runs, switch over, and g
 The release before stays on the disk: `atoll rollback` needs no medium. Settings, keys and other models stay.
 """
 
+_PURPOSE = "ATOLL_PURPOSE"  # what was typed, for the code that a hand-over starts
+
 
 def install(
     ctx: typer.Context,
@@ -147,7 +149,10 @@ def install(
     with told(as_json):
         given = read_answers(answers) if answers else Answers(schema_version=1)
         layout = layout_for(prefix or given.prefix)
-        _hand_over(media or given.medium, layout)
+        # `upgrade` runs through here, and so does the code that took over from it: the job is named after it.
+        purpose = os.environ.pop(_PURPOSE, "") or ctx.info_name
+        purpose = "upgrade" if purpose == "upgrade" else "install"
+        _hand_over(media or given.medium, layout, purpose)
         only = _models(bundle, gpus)
         options = InstallOptions(
             prefix=None if layout.system else layout.prefix,
@@ -169,7 +174,6 @@ def install(
             start_timeout=start_timeout or given.start_timeout or 900.0,
             tls=_tls(given, tls_cert, tls_key, tls_name, tls),
         )
-        purpose = ctx.info_name or "install"  # `upgrade` runs through here: its job is named after it
         _install(options, layout, purpose=purpose, interactive=answers is None, as_json=as_json)
 
 
@@ -205,7 +209,7 @@ def upgrade(
     )  # fmt: skip
 
 
-def _hand_over(media: list[Path], layout: Layout) -> None:
+def _hand_over(media: list[Path], layout: Layout, purpose: str = "install") -> None:
     """Where a medium brings other code than what runs, the installed install.sh takes over: it trusts only the keys
     that are installed, verifies the code, unpacks it, and calls that code's `atoll install` with the same flags."""
     tree = code_tree()
@@ -221,6 +225,7 @@ def _hand_over(media: list[Path], layout: Layout) -> None:
         if command is not None:
             sys.stdout.flush()
             flags = [word for word in sys.argv[2:] if not word or Path(word) not in media]
+            os.environ[_PURPOSE] = purpose  # install.sh knows one command; code from before this variable ignores it
             os.execv(command[0], [*command, *flags])  # noqa: S606
         return
 
