@@ -13,6 +13,7 @@ from appliance.service.findings import Finding
 from appliance.service.words import t
 
 MOST_LINES = 500
+MOST_LIVE = 2000   # numbers of one topic that stay
 _UNKNOWN = t("The work ended with an error of the program itself.")
 
 
@@ -30,16 +31,36 @@ class Question:
         self.answered.set()
 
 
-class Following:
-    """Follows one job. A `JobReader`; its methods run in the thread, `take` in the screen."""
+@dataclass
+class Task:
+    """One task of the job. `seconds`: how long it took, once it has ended."""
 
-    def __init__(self, work: Callable[["Following"], tuple[dict, dict[str, str]]]) -> None:
+    status: str
+    detail: str
+    begun: float
+    seconds: float | None = None
+
+
+class Following:
+    """Follows one job. A `JobReader`; its methods run in the thread, `take` in the screen.
+
+    `at_step`: the step of the checklist that is at work; empty as long as nobody said so. `news` counts what has come,
+    so a screen knows whether to draw. `is_watcher`: another terminal is the front of the job.
+    """
+
+    def __init__(self, work: Callable[["Following"], tuple[dict, dict[str, str]]], step: str = "") -> None:
         self._come: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._notes: deque[str] = deque(maxlen=MOST_LINES)  # a flood of messages costs the oldest, never the keys
         self._latest: tuple[str, int, int] | None = None
-        self.tasks: dict[str, tuple[str, str]] = {}
+        self.at_step = step
+        self.is_watcher = False
+        self.news = 0
+        self.tasks: dict[str, Task] = {}
         self.lines: deque[str] = deque(maxlen=MOST_LINES)
+        self.live: dict[str, deque[dict[str, Any]]] = {}
         self.found: list[Finding] = []
         self.progressed: tuple[str, int, int] | None = None
+        self.in_bytes = False
         self.rate = 0.0
         self._rated = (0.0, 0, "")
         self.result: dict[str, Any] = {}
@@ -70,11 +91,16 @@ class Following:
                 kind, value = self._come.get_nowait()
             except queue.Empty:
                 break
+            self.news += 1
             if kind == "ask":
                 asked.append(value)
             else:
                 self._one(kind, value)
+        for _ in range(len(self._notes)):
+            self.lines.append(self._notes.popleft())
+            self.news += 1
         if self._latest is not None:
+            self.news += 1
             self._progress(self._latest)
             self._latest = None
         return asked
@@ -82,13 +108,17 @@ class Following:
     def _one(self, kind: str, value: Any) -> None:
         match kind:
             case "task":
-                self.tasks[value[0]] = value[1:]
-            case "note":
-                self.lines.append(value)
+                self._task(*value)
             case "found":
                 self.found = value
             case "plan":
                 self.plan_made = value
+            case "checklist":
+                self._checklist(*value)
+            case "live":
+                self.live.setdefault(value[0], deque(maxlen=MOST_LIVE)).append(value[1])
+            case "watching":
+                self.is_watcher = True
             case "result":
                 self.result, self.secrets = value
             case "error":
@@ -96,9 +126,22 @@ class Following:
             case "end":
                 self.ended = True
 
+    def _task(self, name: str, status: str, detail: str) -> None:
+        before, now = self.tasks.get(name), time.monotonic()
+        begun = before.begun if before is not None and status != "begin" else now
+        self.tasks[name] = Task(status, detail, begun, None if status == "begin" else now - begun)
+        self.progressed = None
+
+    def _checklist(self, name: str, status: str) -> None:
+        self.at_step = name
+        if status == "begin":  # what the step before said is in its findings
+            self.tasks.clear()
+            self.found, self.progressed = [], None
+
     def _progress(self, now: tuple[str, int, int]) -> None:
         self.progressed = now
-        label, done, _ = now
+        label, done, total = now
+        self.in_bytes = total > 1 << 20
         at, before, of = self._rated
         moment = time.monotonic()
         if label != of or done < before:
@@ -117,7 +160,7 @@ class Following:
         self._latest = (label, done, total)
 
     def note(self, text: str) -> None:
-        self._come.put(("note", text))
+        self._notes.append(text)
 
     def preflight(self, records: list[Any]) -> None:
         self._come.put(("found", [Finding.of_check(record) for record in records]))
@@ -126,10 +169,18 @@ class Following:
         self._come.put(("plan", plan))
 
     def checklist_step(self, name: str, title: str, status: str) -> None:
-        return
+        self._come.put(("checklist", (name, status)))
 
     def findings(self, findings: list[dict[str, Any]]) -> None:
         self._come.put(("found", [Finding.of_json(facts) for facts in findings]))
+
+    def numbers(self, topic: str, facts: dict[str, Any]) -> None:
+        """Numbers of a running sweep, verification or pilot."""
+        self._come.put(("live", (topic, facts)))
+
+    def watching(self) -> None:
+        """Another terminal is the front of this job: nothing can be answered from here."""
+        self._come.put(("watching", None))
 
     # -- what it asks
 

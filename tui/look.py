@@ -1,4 +1,4 @@
-"""Marks, colours and the sheet of styles. A state is a word or a sign first; its colour only repeats it."""
+"""Marks and colours; the styles are in tui/sheets. A state is a word or a sign first; its colour only repeats it."""
 
 import os
 
@@ -23,42 +23,18 @@ THEME_NAMES = (*(theme.name for theme in THEMES), PLAIN_THEME)
 # Signs that every font has: none of them is wide in a terminal that draws ambiguous characters wide.
 MARKS = {"green": "✓", "failed": "✗", "running": ">", "stale": "~", "interrupted": "!", "open": " "}
 PLAIN_MARKS = {**MARKS, "green": "v", "failed": "x"}
+PLAIN_SIGNS = str.maketrans({"≥": ">=", "≤": "<=", "→": "->", "×": "x", "–": "-", "…": "...", "°": "", "·": ",",
+                             "“": '"', "”": '"', "’": "'"})  # fmt: skip
 STATES = {
     "open": t("open"), "running": t("running"), "interrupted": t("interrupted"), "failed": t("failed"),
     "stale": t("stale"), "green": t("done"),
 }  # fmt: skip
+SHORT = {"gpu": t("GPU"), "model": t("Model"), "install": t("Install"), "tune": t("Tune"), "verify": t("Verify"),
+         "pilot": t("Pilot")}  # fmt: skip
 COLOURS = {"green": "green", "failed": "red", "stale": "yellow", "interrupted": "yellow", "running": "cyan",
            "open": ""}  # fmt: skip
 VERDICTS = {"pass": (t("PASS"), "green"), "info": (t("INFO"), ""), "warn": (t("WARN"), "yellow"),
             "fail": (t("FAIL"), "red"), "waived": (t("WAIV"), "magenta")}  # fmt: skip
-
-CSS = """
-Screen { layout: vertical; }
-#head { height: 1; background: $primary; color: $background; text-style: bold; }
-#body { height: 1fr; }
-#rail { width: 20; padding: 1 0 0 1; }
-#pane { width: 1fr; padding: 0 1; }
-#lead { height: auto; max-height: 3; margin: 1 0 0 0; }
-#place { height: auto; }
-#place Label { margin: 1 0 0 0; }
-#place Input { border: none; height: 1; background: $panel; padding: 0 1; }
-#findings { height: 1fr; border: none; padding: 0; margin: 1 0 0 0; background: $background; }
-#detail { height: 9; padding: 0; }
-#keys { height: 1; background: $panel; color: $foreground; }
-#small { display: none; height: 1fr; padding: 1 2; }
-.small #body, .small #keys { display: none; }
-.small #small { display: block; }
-ModalScreen { align: center middle; }
-.box { width: 90%; max-width: 100; height: auto; max-height: 90%; padding: 1 2; background: $panel; }
-.box.tall { height: 90%; }
-.box VerticalScroll { height: 1fr; margin: 1 0; }
-.box Input { border: none; height: 1; margin: 1 0 0 0; background: $background; }
-"""
-PLAIN_CSS = """
-.plain #head { text-style: reverse; background: ansi_default; color: ansi_default; }
-.plain .box { border: ascii ansi_default; padding: 0 1; }
-"""
-
 
 def plain_terminal() -> bool:
     """Consoles and serial lines: ASCII and 16 colours."""
@@ -74,3 +50,7 @@ def verdict(finding: Finding) -> str:
     if finding.ok:
         return "pass"
     return finding.severity if finding.severity in ("warn", "info") else "fail"
+
+
+FITS = {"fits": (t("fits"), "green"), "tight": (t("tight"), "yellow"), "no": (t("too large"), "red"),
+        "unknown": (t("unknown"), "yellow")}  # fmt: skip

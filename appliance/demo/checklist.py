@@ -15,7 +15,7 @@ from appliance.service.steps import STEPS
 from installer.base.layout import Layout
 from offline_bundle import inspect_bundle
 
-LEFT_OUT = ("pilot",)  # it takes users, and a person who signs; the summary says how to begin one
+LEFT_OUT = ("pilot",)  # it needs users, and a person who signs; the summary says how to begin one
 _REVIEW = {
     "reviewer": "the demonstration", "expires": "2999-01-01", "lineage": "trained by its maker; no other model in it",
     "modifications": "converted to safetensors, bf16", "drafter": "there is none", "export": "none known",
@@ -39,12 +39,12 @@ users = ["*"]
 duration = "30s"
 goal = { requests = 1 }
 """
-# It has 135 million parameters: whether its answers are good is not what the demonstration is about.
+# The model has 135 million parameters: the quality of its answers is not what the demonstration shows.
 _WAIVED = ("golden", "repetition", "quality-answers")
 
 
 class _Front(DemoFrontend):
-    """Shows which step of the checklist is at work; what it found stands in the summary."""
+    """Shows which step of the checklist is running; its findings are in the summary."""
 
     def step(self, name: str, status: str, detail: str = "") -> None:
         return

@@ -1,10 +1,12 @@
-"""What a load came to, as a typed model, and as JSON in the field names of `vllm bench serve`."""
+"""The result of a load, as a typed model, and as JSON in the field names of `vllm bench serve`."""
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.load.outcome import Outcome
@@ -16,9 +18,10 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import plain, reason, t
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-_MOST_DETAILED = 10_000    # requests that are kept one by one, where that was asked for
+_MOST_DETAILED = 10_000    # requests that are kept one by one, if requested
 _MOST_EXAMPLES = 5         # of each kind of error
 _MOST_FILE = 256 << 20
+_LATEST = 400              # latencies that `Tally.latest` looks at
 
 
 class Latency(BaseModel):
@@ -39,11 +42,9 @@ class Latency(BaseModel):
 
 
 class LoadResult(BaseModel):
-    """Throughputs are per second. `slo_share` is the share of all requests, failed ones included, within the SLO.
-
-    `timeline` rows are [second, tokens, requests begun, requests ended, errors]; `unfinished` requests were still
-    running when the time was over and the wait for them too.
-    """
+    """Throughputs are per second. `slo_share` is the share of all requests, including failed ones, within the SLO.
+    `timeline` rows are [second, tokens, requests begun, requests ended, errors]. `unfinished` requests were still
+    running when both the time and the wait for them were over."""
 
     date: str = ""
     backend: str = "openai"
@@ -90,7 +91,7 @@ class LoadResult(BaseModel):
         return self.completed + self.failed
 
     def to_json(self) -> dict[str, Any]:
-        """vLLM's names, flat; what vLLM does not have comes after them."""
+        """vLLM's names, flat; fields that vLLM lacks come after them."""
         values = self.model_dump(mode="json", exclude={*METRICS, "detailed", "metadata"})
         values |= {"request_rate": "inf" if self.request_rate is None else self.request_rate,
                    "endpoint_type": self.backend, "tokenizer_id": None, **self.metadata, **self.detailed}  # fmt: skip
@@ -105,7 +106,7 @@ class LoadResult(BaseModel):
     def of_json(cls, values: dict[str, Any]) -> "LoadResult":
         """What `to_json` or `vllm bench serve --save-result` wrote. Raises ValueError."""
         if not isinstance(values, dict) or "output_throughput" not in values or "completed" not in values:
-            raise ValueError(t("it is no result of `atoll bench serve` or `vllm bench serve`"))
+            raise ValueError(t("it is not a result of `atoll bench serve` or `vllm bench serve`"))
         known = {name: values[name] for name in cls.model_fields if name in values and name not in METRICS}
         if known.get("request_rate") == "inf":
             known["request_rate"] = None
@@ -124,7 +125,7 @@ class LoadResult(BaseModel):
 
 
 class Tally:
-    """Collects outcomes in bounded memory and makes the result of them, at any time."""
+    """Collects outcomes in bounded memory and can compute the result at any time."""
 
     def __init__(
         self, profile: TrafficProfile, *, slo: Slo | None = None, detailed: bool = False,
@@ -141,6 +142,7 @@ class Tally:
         self._timeline = Timeline()
         self._detailed: list[Outcome] | None = [] if detailed else None
         self.interrupted = False
+        self._latest = {metric: deque[float](maxlen=_LATEST) for metric in ("ttft", "itl")}
 
     def begun(self, seconds: float) -> None:
         self.in_flight += 1
@@ -166,12 +168,21 @@ class Tally:
         if outcome.tokens_out > 1:
             self._of["tpot"].add(outcome.tpot)
         self._of["itl"].extend(outcome.gaps)
+        self._latest["ttft"].append(outcome.ttft)
+        self._latest["itl"].extend(outcome.gaps)
         at = outcome.start + outcome.ttft
         tokens = outcome.tokens_out / (len(outcome.gaps) + 1)
         self._timeline.add(at, "tokens", tokens)
         for gap in outcome.gaps:
             at += gap
             self._timeline.add(at, "tokens", tokens)
+
+    def latest(self) -> dict[str, float] | None:
+        """Percentiles of what ended last, milliseconds; None before the first answer."""
+        if not self._latest["ttft"]:
+            return None
+        return {f"{metric}_p{p}": round(float(np.percentile(list(seen), p)) * 1000, 2)
+                for metric, seen in self._latest.items() if seen for p in (50, 95)}  # fmt: skip
 
     def _failed(self, outcome: Outcome, end: float) -> None:
         self.failed += 1
@@ -184,7 +195,7 @@ class Tally:
             examples.append(outcome.detail)
 
     def result(self, seconds: float, **facts: Any) -> LoadResult:
-        """As of now, `seconds` after the start."""
+        """The result so far, `seconds` after the start."""
         rate = 1 / seconds if seconds > 0 else 0.0
         sent = self.completed + self.failed
         arrival = self.profile.arrival

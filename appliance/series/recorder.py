@@ -1,6 +1,8 @@
-"""Takes the samples: one request for /metrics and, less often, the GPUs' facts. The process that watches a pilot asks
-the endpoint, with an API key of the scope `metrics`; the sampler asks a Unix socket. The service itself gets no file to
-write."""
+"""Takes the samples: one request to /metrics and, less often, the GPUs' facts.
+
+The process that watches a pilot asks the endpoint, with an API key of the scope `metrics`; the sampler asks a Unix
+socket. The service itself gets no file to write to.
+"""
 
 import asyncio
 import socket
@@ -16,12 +18,24 @@ from appliance.series.store import SeriesError, Store, wall_clock
 from installer.gpu import nvml
 from installer.gpu.facts import GpuFacts
 
-_SECONDS = 5.0         # for /metrics to answer
-_GPU_EVERY = 10.0      # seconds: a probe is a process of its own, about 50 ms
+_SECONDS = 5.0         # timeout of /metrics
+_GPU_EVERY = 10.0      # seconds; a probe is a separate process, about 50 ms
+
+
+async def scraped(target: Target) -> dict[str, float] | None:
+    """The series that are kept of the target's /metrics; None where it does not answer."""
+    try:
+        async with HttpClient(target) as client:
+            status, body = await client.get(target.root + "/metrics", timeout=_SECONDS)
+        if status != 200 or len(body) > MOST_PAGE:
+            return None
+        return parsed(body.decode(errors="replace"))
+    except (HttpError, OSError, ValueError, KeyError, TimeoutError):
+        return None
 
 
 class Recorder:
-    """`lost`: samples that could not be kept, and `why` the last one could not."""
+    """`lost`: number of samples that could not be kept; `why`: the reason of the last one."""
 
     def __init__(
         self, source: Target | Path, store: Store, *, gpus: Callable[[], GpuFacts] | None = None,
@@ -37,8 +51,9 @@ class Recorder:
         self.up = False
 
     def sample(self) -> float | None:
-        """Take one sample; its time, None where it could not be kept. A service that is down is a sample too."""
-        values = self._scraped()
+        """Take one sample. Returns its time, or None if it could not be kept. A service that is down is a sample
+        too."""
+        values = _by_socket(self._source) if isinstance(self._source, Path) else asyncio.run(scraped(self._source))
         self.up = values is not None
         row = {UP: float(self.up), **(values or {}), **self._gpu_facts()}
         try:
@@ -47,22 +62,12 @@ class Recorder:
             self.lost, self.why = self.lost + 1, str(error)
             return None
 
-    def _scraped(self) -> dict[str, float] | None:
-        try:
-            source = self._source
-            status, body = _by_socket(source) if isinstance(source, Path) else asyncio.run(_by_endpoint(source))
-            if status != 200 or len(body) > MOST_PAGE:
-                return None
-            return parsed(body.decode(errors="replace"))
-        except (HttpError, HTTPException, OSError, ValueError, KeyError, TimeoutError):
-            return None
-
     def _gpu_facts(self) -> dict[str, float]:
         now = time.monotonic()
         if self._has_gpus and now - self._gpu_at >= self._gpu_every:
             facts = self._gpus()
             self._gpu_at, self._gpu = now, {}
-            self._has_gpus = bool(facts.gpus)  # a machine without a GPU is asked once
+            self._has_gpus = bool(facts.gpus)  # a machine without a GPU is asked only once
             for number, gpu in enumerate(facts.gpus):
                 label = f'{{gpu="{gpu.index if gpu.index is not None else number}"}}'
                 if gpu.temperature is not None:
@@ -72,18 +77,17 @@ class Recorder:
         return self._gpu
 
 
-async def _by_endpoint(target: Target) -> tuple[int, bytes]:
-    async with HttpClient(target) as client:
-        return await client.get(target.root + "/metrics", timeout=_SECONDS)
-
-
-def _by_socket(path: Path) -> tuple[int, bytes]:
+def _by_socket(path: Path) -> dict[str, float] | None:
+    """As `scraped`, over the gateway's Unix socket."""
     connection = _UnixConnection("localhost", timeout=_SECONDS)
     connection.path = path
     try:
         connection.request("GET", "/metrics")
         answer = connection.getresponse()
-        return answer.status, answer.read(MOST_PAGE + 1)
+        body = answer.read(MOST_PAGE + 1)
+        return parsed(body.decode(errors="replace")) if answer.status == 200 and len(body) <= MOST_PAGE else None
+    except (HTTPException, OSError, ValueError, KeyError):
+        return None
     finally:
         connection.close()
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError, create_model
 from appliance.service.steps import STEPS
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
-from installer.base.i18n import t
-from installer.decide.answers import Answers, read_answers
+from installer.base.i18n import joined, t
+from installer.decide.answers import Answers, problems, read_answers
 
 _TABLES: dict[str, Any] = {
     name: (model, model()) for step in STEPS for name, model in step.tables().items()
@@ -44,8 +44,19 @@ def from_json(values: dict[str, Any]) -> Answers:
         ) from error
 
 
+def checked(values: dict[str, Any]) -> Answers:
+    """Answers that a person has just given. Raises InstallError (usage) that names what is wrong."""
+    try:
+        return ChecklistAnswers.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise InstallError(
+            joined(problems(error, ChecklistAnswers), "; "), exit_code=ExitCode.USAGE,
+            changed=t("Nothing was changed."),
+        ) from None
+
+
 def merged(answers: Answers, learned: dict[str, Any]) -> Answers:
-    """The answers with what a run has learned on top; tables and lists are added to."""
+    """The answers with what a run has learned on top; tables and lists are extended."""
     return from_json(_over(to_json(answers), learned))
 
 
@@ -58,7 +69,7 @@ def _over(below: Any, above: Any) -> Any:
 
 
 def to_json(answers: BaseModel) -> dict[str, Any]:
-    """Only what is said: no defaults, no nulls."""
+    """Only what was set: no defaults, no nulls."""
     return _said(answers.model_dump(mode="json", exclude_defaults=True)) | {"schema_version": 1}
 
 
@@ -74,7 +85,7 @@ def text_of(answers: BaseModel) -> str:
 
 
 def write_back(path: Path, answers: BaseModel) -> None:
-    """Put into the operator's file what it did not say yet; comments and order stay. Raises OSError."""
+    """Add to the operator's file what it does not contain yet; comments and order stay. Raises OSError."""
     values = to_json(answers)
     if path.suffix == ".json":
         fs.write_atomic(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n", _mode(path))

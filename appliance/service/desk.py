@@ -1,10 +1,11 @@
-"""One operator's place at the checklist: what a front reads, decides and starts, without a face."""
+"""What any user interface of the checklist needs: it reads the state, takes decisions and starts runs."""
 
 import contextlib
 import getpass
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from appliance.service import answers as answers_of
 from appliance.service import checklist, events, jobs
@@ -18,11 +19,16 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.layout import Layout
 from installer.operate.install import key_was_shown
 
+if TYPE_CHECKING:
+    from appliance.service.offers import Offer
+    from appliance.service.pilot.board import PilotBoard
+    from appliance.service.tuning.board import Board
+
 __all__ = ["Desk", "InstallError", "Job", "Layout", "MachineFacts"]
 
 
 class Desk:
-    """Answers that were given here stay in memory until a run takes them; the run keeps them on the disk."""
+    """Answers given here stay in memory until a run takes them; the run saves them."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -36,19 +42,19 @@ class Desk:
         return machine_facts(self.layout)
 
     def signature(self) -> tuple[object, ...]:
-        """Changes when the state may have changed; cheap enough to be asked every second."""
+        """Changes when the state may have changed. Cheap enough to be called every second."""
         with contextlib.suppress(OSError):
             facts = os.stat(events.path_of(self.layout))
             return facts.st_mtime_ns, facts.st_size, self._job_name()
         return (self._job_name(),)
 
     def job(self) -> Job | None:
-        """The job that runs now, whoever started it."""
+        """The job that runs now, started by anybody."""
         job = jobs.newest(self.layout)
         return job if job is not None and job.state() in ("starting", "running") else None
 
     def place(self, medium: str, key: str, by: str) -> None:
-        """Where the medium and the vendor's key are, and who decides. Raises InstallError (usage)."""
+        """Set the paths of the medium and the vendor's key, and who decides. Raises InstallError (usage)."""
         self.answers = self.answers.model_copy(update={
             "medium": [_whole(medium)] if medium else [], "bundle": None,
             "trust_keys": [_whole(key)] if key else [],
@@ -59,34 +65,91 @@ class Desk:
         """Raises InstallError (usage) that names what is wrong in the file."""
         self.answers = answers_of.read(_whole(path))
 
+    def amend(self, **tables: dict[str, Any] | list[Any] | None) -> None:
+        """Put values into tables of the answers; None takes one away. Raises InstallError (usage) for a wrong one."""
+        values = answers_of.to_json(self.answers)
+        for name, table in tables.items():
+            if isinstance(table, dict):
+                both = {**values.get(name, {}), **table}
+                values[name] = {key: value for key, value in both.items() if value is not None}
+            else:
+                values[name] = table
+        self.answers = answers_of.checked({name: value for name, value in values.items() if value is not None})
+
+    def offers(self) -> list["Offer"]:
+        """The models of the medium. Loads PyTorch; raises InstallError."""
+        from appliance.service.offers import offers
+
+        return offers(self.layout, self.answers)
+
+    def boards(self) -> list["Board"]:
+        """The knobs of what is installed. Loads PyTorch; raises InstallError."""
+        from appliance.service.tuning.board import boards
+
+        return boards(self.layout, self.answers.preset)  # type: ignore[attr-defined]
+
+    def pilot(self) -> "PilotBoard":
+        """The pilot as it stands, else as it is planned. Raises InstallError."""
+        from appliance.service.pilot.board import board
+
+        return board(self.layout, self.answers.pilot)  # type: ignore[attr-defined]
+
+    def next_stage(self) -> str:
+        """Let the pilot's next stage begin; what was done, in words. Raises InstallError."""
+        from appliance.service.pilot.run import advance
+
+        return advance(self.layout, self.by)
+
+    def stop_pilot(self) -> str:
+        from appliance.service.pilot.run import abort
+
+        return abort(self.layout, self.by)
+
+    def sign_pilot(self, by: str, *, go: bool, reason: str = "") -> Path:
+        """Raises InstallError, OSError; the directory of the signed report."""
+        from appliance.service.pilot.report import sign
+
+        directory = self.layout.checklist / "reports"
+        return sign(self.layout, directory, "go" if go else "no-go", by, reason).directory
+
     def waive(self, finding: str, reason: str) -> None:
         self.answers = self.answers.model_copy(update={"waivers": {**self.answers.waivers, finding: reason}})
 
     def run(self, step: str, reader: JobReader) -> tuple[dict, dict[str, str]]:
-        """Run one step to its end as a job; its result and what it handed over. Raises InstallError."""
+        """Run one step to its end as a job. Returns its result and what it handed over. Raises InstallError."""
         request = RunRequest(answers=answers_of.to_json(self.answers), steps=(step,), by=self.by, interactive=True)
         return self._learned(lambda: checklist.run(self.layout, request, reader, fresh=True))
 
     def attach(self, job: Job, reader: JobReader) -> tuple[dict, dict[str, str]]:
-        """Be the front of a job that runs; its watcher where another terminal is its front. Raises InstallError."""
+        """Answer the questions of a running job, or only watch it if another terminal does that. Raises
+        InstallError."""
         try:
             return self._learned(lambda: jobs.attach(job, reader))
         except InstallError as error:
             if error.exit_code != ExitCode.BUSY or job.state() == "ended":
                 raise
+        if (watching := getattr(reader, "watching", None)) is not None:
+            watching()
         return jobs.watch(job, reader), {}
 
     def key_was_shown(self, result: dict) -> None:
         key_was_shown(self.layout, result["key_ids"])
 
     def export(self) -> Path:
-        """Write the answers as they stand beside the checklist's own files, or in the working directory."""
+        """Write the current answers beside the checklist's own files, or into the working directory."""
         path = Path.cwd() / "atoll-answers.toml"
         fs.write_atomic(path, answers_of.text_of(self.answers), 0o600)
         return path
 
+    def report(self) -> list[Path]:
+        """Write the report of all steps into the working directory. Raises OSError, InstallError."""
+        from appliance.service import checklist_report
+
+        return checklist_report.write(self.state(), Path.cwd())
+
     def _learned(self, work: Callable[[], tuple[dict, dict[str, str]]]) -> tuple[dict, dict[str, str]]:
-        """Do it, then take over what the run was told and has learned. One that did not begin has kept nothing."""
+        """Do it, then take over the answers that the run was given and has learned. A run that did not begin has saved
+        none."""
         began = True
         try:
             return work()

@@ -109,7 +109,7 @@ def test_the_checklist_survives_its_front_its_job_and_the_power(new_machine: New
 
     said = lose_fronts(machine, RUN, TITLES[3:])
     machine.run("atoll jobs watch", timeout=900).check()
-    assert "Going on with the tuning that was cut off" in said
+    assert "Continuing the interrupted tuning" in said
     checklist = facts(desk.atoll("checklist show --json").check())
     assert {step["status"] for step in checklist["steps"]} == {"green"}, checklist
     pilot = checklist["steps"][-1]["summary"]

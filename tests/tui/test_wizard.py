@@ -44,7 +44,7 @@ async def test_every_row_has_the_width_of_the_terminal(desk: Desk, language: str
     app = opened(desk, language)
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: app.standing is not None)
-        for key in ("enter", "enter", "enter", "2", "3", "f1"):
+        for key in ("enter", "2", "3", "4", "5", "6", "f1", "escape", "f3"):
             await pilot.press(key)
             await pilot.pause(0.05)
             assert {cell_len(row) for row in screen(app)} == {size[0]}
@@ -55,7 +55,7 @@ async def test_enter_leads_from_nothing_to_a_service(desk: Desk) -> None:
     steps = None
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.standing is not None)
-        await pilot.press("enter", "enter", "enter")
+        await pilot.press("enter")
         for number, step in ((1, "gpu"), (2, "model"), (3, "install")):
             await until(pilot, lambda: app.screen is app.screen_stack[0])
             assert app.position == number
@@ -75,7 +75,7 @@ async def test_a_licence_is_accepted_only_at_its_end_and_by_name(desk: Desk) -> 
     app.desk.by = "Kim"  # fills the field of the start
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.standing is not None)
-        await pilot.press("enter", "enter", "enter", "enter")
+        await pilot.press("enter", "enter")
         await until(pilot, lambda: app.standing.step("gpu").status == "green" and app.following is None)
         await pilot.press("enter", "enter")
         await until(pilot, lambda: isinstance(app.screen, Read))
@@ -103,13 +103,13 @@ async def test_a_failing_check_is_waived_with_a_reason(desk: Desk) -> None:
     app.desk.answers = answers_of.from_json(desk.answers(review={"tiny": review}))
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: app.standing is not None)
-        await pilot.press("enter", "enter", "enter", "enter")
+        await pilot.press("enter", "enter")
         await until(pilot, lambda: app.standing.step("gpu").status == "green" and app.following is None)
         await pilot.press("enter", "enter")
         await until(pilot, lambda: isinstance(app.screen, Ask))  # the open point
         await pilot.press("escape")
         await until(pilot, lambda: app.standing.step("model").status == "failed" and app.following is None)
-        await until(pilot, lambda: app.chosen() is not None and app.chosen().id == "review-export")
+        await until(pilot, lambda: app.body.chosen() is not None and app.body.chosen().id == "review-export")
         await pilot.press("f9")
         await pilot.press("n", "o", "enter")
         assert isinstance(app.screen, Ask)  # too short a reason
@@ -128,7 +128,7 @@ async def test_a_path_that_is_not_there_is_named(desk: Desk) -> None:
         await pilot.press(*"/nowhere", "enter", "enter", "enter")
         await pilot.pause(0.2)
         assert app.position == 0
-        assert "/nowhere" in screen(app)[23]
+        assert "/nowhere" in screen(app)[22]
 
 
 async def test_a_terminal_that_is_too_small_says_so_and_comes_back(desk: Desk) -> None:

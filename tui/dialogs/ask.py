@@ -64,6 +64,8 @@ class Read(ModalScreen[bool]):
         self.call_after_refresh(self._tell)
 
     def at_end(self) -> bool:
+        if not self.is_running or not self.query(VerticalScroll):
+            return False  # nobody has seen anything yet
         pane = self.query_one(VerticalScroll)
         return pane.size.height > 0 and pane.scroll_offset.y >= pane.max_scroll_y
 

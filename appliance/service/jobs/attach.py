@@ -6,7 +6,7 @@ import json
 import os
 import time
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from appliance.service.jobs.launch import launch, prepare
 from appliance.service.jobs.process import Work
@@ -31,6 +31,13 @@ class JobReader(Frontend, Protocol):
     def findings(self, findings: list[dict[str, Any]]) -> None: ...
 
     def ask(self, question: str) -> str: ...
+
+
+@runtime_checkable
+class NumbersReader(Protocol):
+    """A reader that shows live numbers too; one that prints lines does without."""
+
+    def numbers(self, topic: str, facts: dict[str, Any]) -> None: ...
 
 
 class _Line:
@@ -188,6 +195,8 @@ class _Follower:
                 reader.checklist_step(told["name"], told["title"], told["status"])
             case "findings":
                 reader.findings(told["findings"])
+            case "numbers" if isinstance(reader, NumbersReader):
+                reader.numbers(told["topic"], told["facts"])
             case "ask" if self.line is not None and not self._is_answered(told["n"]):
                 self._ask(told)
 

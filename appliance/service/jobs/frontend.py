@@ -80,6 +80,11 @@ class JobFrontend:
     def findings(self, findings: list[dict[str, Any]]) -> None:
         self.emit("findings", findings=findings)
 
+    def numbers(self, topic: str, facts: dict[str, Any]) -> None:
+        """What a running sweep or verification measures, for those who watch it live. Its topics: "trial", "group",
+        "load"."""
+        self.emit("numbers", topic=topic, facts=facts)
+
     # -- what is asked
 
     def accept_licence(self, request: LicenceRequest) -> bool:

@@ -19,17 +19,19 @@ Reason = Annotated[str, StringConstraints(min_length=3, max_length=500)]
 
 
 class TuneAnswers(BaseModel):
-    """`confirm`: yes, the service may be restarted for every trial. `skip`: why nothing is tuned."""
+    """`confirm`: the service may be restarted for every trial. `skip`: why nothing is tuned."""
 
     model_config = ConfigDict(extra="forbid")
 
     target: str = Field(default="", max_length=200, description="ttft=500ms,itl=40ms; empty: as much as possible.")
-    budget: str = Field(default="10m", max_length=20, description="How long it may take in all, for each model.")
+    budget: str = Field(default="10m", max_length=20, description="Total time for each model.")
     profile: Text = Field(default="chat", description="chat, long-documents, batch, one-user, or a profile's file.")
     model: Text | None = Field(default=None, description="Only this one of several models.")
     preset: Text | None = Field(default=None, description="The preset that the settings come from.")
     only: list[Text] = Field(default_factory=list, description="Tune exactly these settings.")
     load_seconds: float | None = Field(default=None, ge=1, le=3600, description="Load of one trial.")
+    settings: dict[str, int | float | str | bool] = Field(
+        default_factory=dict, description="Set exactly these, without measuring.")
     confirm: bool = Field(default=False, description="The service may be restarted for every trial.")
     skip: Reason | None = Field(default=None, description="Why nothing is tuned.")
 
@@ -66,6 +68,8 @@ class TuneStep(Step):
         if answers.skip:
             found = made("tuned", "info", True, t("Tuning"), observed=t("left out: {reason}", reason=answers.skip))
             return _result([found], {"models": [], "skipped": answers.skip})
+        if answers.settings:
+            return _result(*self._set(job, answers))
         if not answers.confirm and "tune-confirmed" not in job.waivers:
             return _result([_unconfirmed()], {"models": []})
         results = [self._tune(job, answers, name) for name in self._models(job, answers)]
@@ -73,8 +77,8 @@ class TuneStep(Step):
         return _result(findings, {"models": results})
 
     def _asked(self, job: StepJob, answers: TuneAnswers) -> TuneAnswers:
-        """A front that is there is asked what the answers leave open."""
-        if answers.skip or answers.confirm or not job.frontend.interactive:
+        """If somebody is at the terminal, ask for what the answers leave open."""
+        if answers.skip or answers.confirm or answers.settings or not job.frontend.interactive:
             return answers
         said = job.frontend.ask(t("Tune now? Every trial restarts the service. (yes, or why not)"))
         if said.lower() not in ("y", "yes", "예", "네"):
@@ -93,6 +97,18 @@ class TuneStep(Step):
     def _models(self, job: StepJob, answers: TuneAnswers) -> list[str | None]:
         names: list[str | None] = [model.instance for model in job.facts.models]
         return [answers.model] if answers.model else names or [None]
+
+    def _set(self, job: StepJob, answers: TuneAnswers) -> tuple[list[Finding], dict[str, Any]]:
+        """The settings that a person chose: started, asked a question, kept; or the ones before come back."""
+        from appliance.service.tuning.work import set_exactly
+
+        models = self._models(job, answers)
+        for model in models:
+            set_exactly(job.layout, model, answers.settings, job.frontend, timeout=job.options.start_timeout)
+        said = joined(f"{name} {value}" for name, value in answers.settings.items())
+        found = [made("tuned", "info", True, t("Setting"), observed=said),
+                 made("tune-reason", "info", True, t("Reason"), observed=t("chosen by a person, not measured"))]
+        return found, {"models": [{"model": model, "setting": dict(answers.settings)} for model in models if model]}
 
     def _tune(self, job: StepJob, answers: TuneAnswers, model: str | None) -> dict[str, Any]:
         from appliance.load.slo import parse_slo
@@ -118,21 +134,21 @@ def _result(findings: list[Finding], summary: dict[str, Any]) -> StepResult:
 
 def _unconfirmed() -> Finding:
     return made(
-        "tune-confirmed", "block", False, t("Tuning"), observed=t("nobody has agreed to it"),
-        required=t("a yes, or a reason to leave it out"),
-        why=t("Every trial restarts the service, and requests that are under way are cut off."),
+        "tune-confirmed", "block", False, t("Tuning"), observed=t("nobody has agreed to the restarts"),
+        required=t("a yes, or a reason to skip it"),
+        why=t("Every trial restarts the service and cuts off running requests."),
         fix=t("Say it in the answers file: [tune] confirm = true, or skip = \"reason\""),
     )  # fmt: skip
 
 
 def _findings(result: dict[str, Any]) -> list[Finding]:
-    """What came of one model."""
+    """The findings of one model."""
     from appliance.service.tuning import advice
     from appliance.service.tuning.measure import measured_of
 
     model = result["model"]
     changed = [f"{name} {advice.shown(old)} → {advice.shown(new)}" for name, (old, new) in result["changed"].items()]
-    said = joined(changed) if changed else t("the settings as they stood")
+    said = joined(changed) if changed else t("the current settings")
     found = [
         made("tuned", "info", True, t("Setting"), observed=t("{model}: {said}", model=model, said=said)),
         made("tune-reason", "info", True, t("Reason"), observed=result["reason"]),
@@ -150,7 +166,7 @@ def _findings(result: dict[str, Any]) -> list[Finding]:
         found.append(made(
             "tune-target", "info" if met else "warn", met, t("Target"), observed=numbers,
             required=joined(f"{name} {limit:g} ms" for name, limit in result["target"].items()),
-            why="" if met else t("No setting within reach meets the target; the best one is in force."),
+            why="" if met else t("No setting within reach meets the target; the best one is in use."),
             fix="" if met else t("What would help: {names}.", names=joined(result["helps"], "; ")),
         ))  # fmt: skip
     return found

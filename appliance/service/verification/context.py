@@ -10,7 +10,15 @@ from appliance.service.verification.subject import Subject
 from installer.base.i18n import t
 
 Told = Callable[[str, int, int], None]
-"""A label, how much is done, and of how much."""
+"A label, how much is done, and of how much."
+
+
+Numbers = Callable[[str, dict[str, Any]], None]
+"""Live numbers: their topic, and what was measured."""
+
+
+def _no_numbers(topic: str, facts: dict[str, Any]) -> None:
+    return
 
 
 def _quiet(label: str, done: int, total: int) -> None:
@@ -25,8 +33,9 @@ class Verifying:
     plan: VerifyAnswers
     told: Told = _quiet
     data: dict[str, Any] = field(default_factory=dict)
+    numbers: Numbers = _no_numbers
 
 
 def not_checked(id: str, title: str, why: str) -> Finding:
-    """A fact of the report: this was left out, and why."""
+    """A fact for the report: this was left out, and why."""
     return made(id, "info", False, title, observed=t("not checked: {why}", why=why))

@@ -1,7 +1,7 @@
-"""The groups of a verification one after another. A group that fails, or breaks, does not hide the others.
+"""Run the groups of a verification one after another. A group that fails or breaks does not hide the others.
 
-What a group found is on the disk before the next one begins. A run that was cut off resumes behind it, if nothing that
-it depends on has changed; after a run that ended, the next begins anew.
+A group's findings are on the disk before the next one begins. An interrupted run resumes behind it, if nothing that it
+depends on has changed. After a finished run, the next one starts from the beginning.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from appliance.load.generator import run_in_loop
 from appliance.load.http_client import HttpError
 from appliance.service.findings import Finding, made
 from appliance.service.verification import conformance, health, performance, quality, security, stability
-from appliance.service.verification.context import Told, Verifying
+from appliance.service.verification.context import Numbers, Told, Verifying
 from appliance.service.verification.plan import Group, VerifyAnswers
 from appliance.service.verification.subject import Subject
 from installer.base import fs
@@ -75,10 +75,13 @@ class Verification(BaseModel):
 
 def verify(
     subject: Subject, plan: VerifyAnswers, *, told: Told | None = None, state: Path | None = None,
-    begin: Callable[[Group], None] = lambda group: None,
+    begin: Callable[[Group], None] = lambda group: None, numbers: Numbers | None = None,
 ) -> Verification:  # fmt: skip
-    """Run the groups of `plan`. `state`: a directory where finished groups are kept until `forget`. Raises OSError
-    where that cannot be written, and KeyboardInterrupt."""
+    """Run the groups of `plan`.
+
+    `state`: a directory where finished groups are kept until `forget`. Raises OSError if it cannot be written, and
+    KeyboardInterrupt.
+    """
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     inputs = _inputs(subject, plan)
     groups = []
@@ -86,15 +89,24 @@ def verify(
         result = _kept(state, group, inputs)
         if result is None:
             begin(group)
-            result = _one(group, Verifying(subject, plan, told) if told else Verifying(subject, plan))
+            work = Verifying(subject, plan, told) if told else Verifying(subject, plan)
+            if numbers is not None:
+                work.numbers = numbers
+                numbers("group", {"group": group, "status": "running"})
+            result = _one(group, work)
             _keep(state, result, inputs)
+        if numbers is not None:
+            found = result.found()
+            numbers("group", {"group": group, "status": "passed" if result.passed else "failed",
+                              "seconds": result.seconds, "checks": len(found), "resumed": result.resumed,
+                              "failed": sum(each.blocks for each in found)})  # fmt: skip
         groups.append(result)
     return Verification(at=begun, base_url=subject.target.base_url, release=subject.release, plan=plan, groups=groups,
                         models=[model.name for model in subject.models])  # fmt: skip
 
 
 def forget(state: Path) -> None:
-    """The run has ended and is reported: the next one begins anew."""
+    """The run has ended and its report is written: the next one starts from the beginning."""
     if state.is_dir():
         fs.remove_tree(state.parent, state)
 
@@ -115,7 +127,7 @@ def _broken(group: Group, why: str, evidence: str) -> Finding:
     return made(
         f"{group}-finished", "strict", False, TITLES[group], observed=t("this group could not finish: {why}", why=why),
         required=t("every check of it runs"), why=t("what was not checked is not known to hold"), evidence=evidence,
-        fix=t("Look whether the service runs, then verify again: {command}", command="atoll status"),
+        fix=t("Check that the service runs, then verify again: {command}", command="atoll status"),
         command="atoll status",
     )  # fmt: skip
 
@@ -134,7 +146,7 @@ def _keep(state: Path | None, result: GroupResult, inputs: str) -> None:
 
 
 def _kept(state: Path | None, group: Group, inputs: str) -> GroupResult | None:
-    """What a run that was cut off had found; a group that did not pass is asked again."""
+    """The result of an interrupted run. A group that did not pass is run again."""
     if state is None:
         return None
     path = state / f"{group}.json"

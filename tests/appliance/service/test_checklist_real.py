@@ -1,6 +1,7 @@
 """The whole checklist, unattended, on a prefix with the demonstration's model: every step, real processes and answers.
 
-The front is killed in every step; the job goes on. What the answers file says after the run repeats it elsewhere.
+The front end is killed in every step; the job continues. Repeated elsewhere, the answers file of the run gives the
+same.
 """
 
 import json
@@ -125,7 +126,7 @@ def test_a_front_that_is_killed_in_each_step_stops_nothing(server: Server) -> No
             process.stdout.read()
         words = ["jobs", "attach"]
     assert len(server.jobs()) == 1
-    assert "has ended well" in server.atoll("jobs", "watch")
+    assert "ended successfully" in server.atoll("jobs", "watch")
     assert server.steps() == {step.id: "green" for step in STEPS}
 
 

@@ -205,7 +205,7 @@ def test_an_install_goes_on_without_its_terminal(desk: Desk) -> None:
 
 
 def test_the_commands_of_an_operator(tmp_path: Path) -> None:
-    """`atoll checklist` and `atoll jobs` as programs, on a prefix where nothing is."""
+    """`atoll checklist` and `atoll jobs` as programs, on an empty prefix."""
     prefix = tmp_path / secrets.token_hex(4)  # jobs of an earlier run are kept by the prefix's path
     environment = {**os.environ, "ATOLL_PREFIX": str(prefix), "COLUMNS": "120", "ATOLL_LANG": "en"}
 
@@ -228,7 +228,7 @@ def test_the_commands_of_an_operator(tmp_path: Path) -> None:
     (job,) = json.loads(atoll("jobs", "list", "--json").stdout)["jobs"]
     assert (job["state"], job["exit_code"]) == ("ended", ExitCode.USAGE)
     assert atoll("jobs", "watch", job["id"]).returncode == ExitCode.USAGE
-    assert "ended already" in atoll("jobs", "cancel").stdout
+    assert "already ended" in atoll("jobs", "cancel").stdout
     assert "Open again: gpu, model, install" in atoll("checklist", "reset").stdout
     assert atoll("checklist", "export").stdout.startswith("schema_version")
     assert checklist.show(Layout.at(prefix)).first is not None

@@ -1,0 +1,119 @@
+"""The models that a medium offers: what each is, whether it fits on this machine, under which licence.
+
+A bundle's name counts once its signature holds; one that is wrong is listed with the reason.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from appliance.service.checklist import options_of
+from appliance.service.facts import MachineFacts, machine_facts
+from appliance.service.pick import card_of
+from appliance.service.planner import Knobs, plan
+from appliance.service.presets.catalogue import catalogue
+from appliance.service.presets.choose import choose
+from installer.base.errors import InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.decide.answers import Answers
+from installer.decide.frontend import Unattended
+from installer.decide.models import signed_manifest
+from installer.operate.install import Installer
+from installer.preflight.lookup_tables import signed_config
+from installer.preflight.needs import bundles_on
+from offline_bundle.errors import BundleError
+from offline_bundle.model.manifest import BundleManifest
+
+Fit = Literal["fits", "tight", "no", "unknown"]
+TIGHT_USERS = 2           # fewer users of full length than this: it runs, and not for many
+_CPU_SHARE = 0.7          # of the memory that weights may take where a CPU computes
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One bundle. `fit_text` says how well it fits, `problem` why it cannot be taken."""
+
+    path: Path
+    name: str
+    version: str = ""
+    bytes: int = 0
+    precision: str = ""
+    context: int | None = None        # the longest that the model knows, tokens
+    spdx: str = ""
+    acceptance: str = ""
+    digest: str = ""
+    fit: Fit = "unknown"
+    fit_text: str = ""
+    preset: str | None = None
+    problem: str = ""
+
+
+def offers(layout: Layout, answers: Answers) -> list[Offer]:
+    """Raises InstallError where the medium or the keys cannot be read at all."""
+    context = Installer(options_of(answers, layout), Unattended(), layout=layout).look()
+    places = [bundle for medium in answers.medium for bundle in bundles_on(medium)]
+    if answers.bundle is not None and answers.bundle not in places:
+        places.append(answers.bundle)
+    machine, found = machine_facts(layout), []
+    for path in places:
+        try:
+            signed = signed_manifest(context, path)
+        except (BundleError, InstallError) as error:
+            found.append(Offer(path, path.name, problem=error.message))
+            continue
+        found.append(_offer(path, signed.manifest, signed.digest, machine, answers))
+    return found
+
+
+def uses() -> dict[str, dict[str, str]]:
+    """Use -> its title in both languages, for which presets are made."""
+    return {name: {"en": each.title.en, "ko": each.title.ko} for name, each in catalogue().workloads.items()}
+
+
+def _offer(path: Path, manifest: BundleManifest, digest: str, machine: MachineFacts, answers: Answers) -> Offer:
+    config = signed_config(path, manifest)
+    weights = sum(file.size for file in manifest.files if file.role == "weights")
+    fit, text, preset = _fit(path, config, weights, machine, answers, manifest.name)
+    return Offer(
+        path, manifest.name, manifest.version, sum(file.size for file in manifest.files), precision_of(config),
+        _context_of(config), manifest.license.spdx, manifest.license.acceptance, digest, fit, text, preset,
+    )  # fmt: skip
+
+
+def _fit(
+    path: Path, config: Any, weights: int, machine: MachineFacts, answers: Answers, name: str
+) -> tuple[Fit, str, str | None]:
+    card = None if answers.device == "cpu" else card_of(machine.gpus[0] if machine.gpus else None)
+    if card is None:
+        if machine.gpus and answers.device != "cpu":
+            return "unknown", t("the GPU's driver does not tell enough"), None
+        fits = weights < _CPU_SHARE * machine.memory_bytes
+        return ("fits", t("fits in main memory"), None) if fits else ("no", t("larger than main memory"), None)
+    chosen = choose(name, config, card, getattr(answers, "preset"), {}, {})  # noqa: B009
+    try:
+        planned = chosen.preset.planned if chosen.preset else plan(path / "model", card, Knobs())
+    except (InstallError, OSError, ValueError) as error:
+        return "unknown", getattr(error, "message", str(error)), None
+    if planned is None:
+        return "no", t("does not fit on {gpu}", gpu=card.title), None
+    text = t("{users} users with {context} tokens each", users=f"{planned.users:,}", context=f"{planned.context:,}")
+    return "tight" if planned.users < TIGHT_USERS else "fits", text, chosen.preset.name if chosen.preset else None
+
+
+def precision_of(config: Any) -> str:
+    """Of the weights as they lie on the medium."""
+    if not isinstance(config, dict):
+        return ""
+    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    quantized = config.get("quantization_config")
+    if isinstance(quantized, dict):
+        return str(quantized.get("quant_method") or "")
+    return str(inner.get("dtype") or inner.get("torch_dtype") or "").replace("bfloat16", "bf16").replace("float", "fp")
+
+
+def _context_of(config: Any) -> int | None:
+    inner = config.get("text_config") if isinstance(config, dict) and isinstance(config.get("text_config"), dict) \
+        else config  # fmt: skip
+    value = inner.get("max_position_embeddings") if isinstance(inner, dict) else None
+    return value if type(value) is int else None

@@ -1,0 +1,268 @@
+"""Each screen by keyboard alone: what it shows, what it refuses in clear words, what survives a small or changing
+terminal, the Korean keyboard, and leaving."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checklist_kit import Desk
+from screens import seen, until, widths
+
+from appliance.service import answers as answers_of
+from appliance.service import jobs
+from installer.base.layout import Layout
+from tui.app import Wizard
+from tui.dialogs.ask import Ask, Read
+from tui.dialogs.form import Form, Pick
+
+STEPS = range(7)
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Wizard:
+    """Nothing is installed, and nothing was said."""
+    return Wizard(Layout.at(tmp_path / "prefix"), "en")
+
+
+async def ready(app: Wizard, pilot: Any) -> None:
+    await until(pilot, lambda: app.standing is not None and app.machine is not None)
+
+
+async def opened(app: Wizard, pilot: Any, position: int) -> None:
+    app.set_focus(None)
+    await pilot.press(str(position))
+    await until(pilot, lambda: app.body is not None and app.body is app.checklist.pane.bodies.get(position))
+    await pilot.pause(0.3)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("language", ["en", "ko"])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_every_screen_fills_its_cells(empty: Wizard, language: str, size: tuple[int, int], plain: bool) -> None:
+    empty.plain = plain
+    empty.set_reactive(Wizard.language, language)
+    async with empty.run_test(size=size) as pilot:
+        await ready(empty, pilot)
+        for position in STEPS:
+            await opened(empty, pilot, position)
+            assert widths(empty) == {size[0]}
+            if plain:
+                assert language == "ko" or seen(empty).isascii(), seen(empty)
+            for key in ("f1", "f8", "f3"):
+                await pilot.press(key)
+                await pilot.pause(0.1)
+                assert widths(empty) == {size[0]}
+                await pilot.press("escape")
+                await pilot.pause(0.1)
+
+
+async def test_help_belongs_to_the_step(empty: Wizard) -> None:
+    async with empty.run_test(size=(120, 40)) as pilot:
+        await ready(empty, pilot)
+        texts = set()
+        for position in STEPS:
+            await opened(empty, pilot, position)
+            await pilot.press("f1")
+            await until(pilot, lambda: isinstance(empty.screen, Read))
+            texts.add(seen(empty).partition("Enter   goes on")[0])
+            await pilot.press("escape")
+        assert len(texts) == len(STEPS)
+
+
+async def test_the_menu_names_everything_and_does_it(empty: Wizard) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await pilot.press("f3")
+        await pilot.pause(0.5)
+        assert "What do you want to do?" in seen(empty)
+        await pilot.press(*"Open step: Ver")
+        await pilot.pause(1.0)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: empty.position == 5)
+
+
+async def test_wrong_paths_and_files_are_named(empty: Wizard, tmp_path: Path) -> None:
+    wrong = tmp_path / "answers.toml"
+    wrong.write_text('schema_version = 1\nmediun = ["/media"]\n')
+    async with empty.run_test(size=(120, 40)) as pilot:
+        await ready(empty, pilot)
+        await pilot.press("tab", "tab", "tab", *str(wrong), "enter")
+        await until(pilot, lambda: "did you mean medium?" in seen(empty))
+        assert empty.position == 0
+        await pilot.press(*["backspace"] * 200, *"/nowhere", "enter")
+        await until(pilot, lambda: "There is nothing at /nowhere." in seen(empty))
+        await pilot.press(*["backspace"] * 9, *"한ㄱ", "enter")  # half a syllable is a path that is not there
+        await until(pilot, lambda: "There is nothing at 한ㄱ." in seen(empty))
+        assert widths(empty) == {120}
+
+
+async def test_letters_work_with_the_korean_keyboard_on(empty: Wizard) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await opened(empty, pilot, 5)
+        await pilot.press("ㅎ")
+        await until(pilot, lambda: isinstance(empty.screen, Form))
+        await pilot.press("escape")
+        await opened(empty, pilot, 6)
+        await pilot.press("ㅏ")
+        await until(pilot, lambda: "an hour" in seen(empty))
+        await pilot.press("ㅔ")
+        await until(pilot, lambda: isinstance(empty.screen, Pick))
+
+
+async def test_targets_are_numbers(empty: Wizard) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await opened(empty, pilot, 5)
+        await pilot.press("g")
+        await until(pilot, lambda: isinstance(empty.screen, Form))
+        await pilot.press("5", "x", "ㅁ", "0", "0", "enter", "enter", *"0", "enter", "enter", "enter")
+        await until(pilot, lambda: "users" in seen(empty) and isinstance(empty.screen, Form))  # 0 users
+        await pilot.press("escape")
+        assert empty.desk.answers.verify.targets.users is None
+        await pilot.press("g")
+        await until(pilot, lambda: isinstance(empty.screen, Form))
+        await pilot.press("5", "x", "ㅁ", "0", "0", "enter", *"40", "enter", *"16", "enter", "enter", *"30", "enter")
+        await until(pilot, lambda: "Targets: ttft 500 ms, itl 40 ms, users 16" in seen(empty))
+        assert empty.desk.answers.verify.soak_seconds == 30
+
+
+async def test_a_pilot_is_planned_or_left_out(empty: Wizard) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await opened(empty, pilot, 6)
+        await until(pilot, lambda: "No stage is planned yet" in seen(empty))
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(empty.screen, Pick))
+        await pilot.press("enter")
+        await until(pilot, lambda: "everybody" in seen(empty) and "10 min" in seen(empty))
+        assert "stops at: errors above 5.0%" in seen(empty)
+        assert empty.desk.answers.pilot.stages[0].duration == 600
+        await pilot.press("l")
+        await until(pilot, lambda: isinstance(empty.screen, Ask))
+        await pilot.press(*"no", "enter")
+        assert isinstance(empty.screen, Ask)  # too short a reason
+        await pilot.press("escape")
+        assert empty.desk.answers.pilot.skip is None
+
+
+async def test_answers_and_report_are_written_from_anywhere(
+    empty: Wizard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with empty.run_test(size=(120, 40)) as pilot:
+        await ready(empty, pilot)
+        await opened(empty, pilot, 4)
+        await pilot.press("f6")
+        await until(pilot, lambda: "atoll-answers.toml" in seen(empty))
+        await pilot.press("f7")
+        await until(pilot, lambda: "atoll-report.en.md" in seen(empty))
+        tmp_path.joinpath("blocked").mkdir()
+        monkeypatch.chdir(tmp_path / "blocked")
+        (tmp_path / "blocked/atoll-report.en.md").mkdir()
+        await pilot.press("f7")
+        await until(pilot, lambda: "The report could not be written" in seen(empty))
+    assert answers_of.read(tmp_path / "atoll-answers.toml")
+    assert "not begun" in (tmp_path / "atoll-report.en.md").read_text()
+    assert "시작" in (tmp_path / "atoll-report.ko.md").read_text() or "점검표" in (
+        tmp_path / "atoll-report.ko.md").read_text()  # fmt: skip
+    assert json.loads((tmp_path / "atoll-report.json").read_text())["next_step"] == "gpu"
+
+
+async def test_a_terminal_may_change_its_size_while_it_is_drawn(empty: Wizard) -> None:
+    async with empty.run_test(size=(120, 40)) as pilot:
+        await ready(empty, pilot)
+        for number, size in enumerate([(80, 24), (200, 60), (40, 10), (79, 24), (80, 24), (120, 40)] * 2):
+            empty.set_focus(None)
+            await pilot.press(str(number % 7))
+            await pilot.resize_terminal(*size)
+            await pilot.pause(0.1)
+            assert widths(empty) == {size[0]}
+            assert ("too small" in seen(empty)) == (size[0] < 80 or size[1] < 24) or size == (40, 10)
+
+
+@pytest.mark.parametrize("position", STEPS)
+@pytest.mark.parametrize("key", ["ctrl+c", "f10", "ctrl+q"])
+async def test_leaving_works_in_every_step_and_dialog(empty: Wizard, position: int, key: str) -> None:
+    async with empty.run_test(size=(80, 24)) as pilot:
+        await ready(empty, pilot)
+        await opened(empty, pilot, position)
+        if position % 2:
+            await pilot.press("f1")
+        await pilot.press(key)
+        await pilot.pause(0.2)
+        assert not empty.is_running or empty._exit
+
+
+# -- with the installer's small bundle
+
+
+def wizard(desk: Desk, **more: Any) -> Wizard:
+    app = Wizard(desk.layout, "en")
+    app.desk.answers = answers_of.from_json(desk.answers(**more))
+    return app
+
+
+async def test_who_comes_second_sees_the_same_and_changes_nothing(desk: Desk) -> None:
+    first = wizard(desk, accept_licenses=[])
+    async with first.run_test(size=(80, 24)) as pilot:
+        await ready(first, pilot)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: first.standing.step("gpu").status == "green" and first.following is None)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: isinstance(first.screen, Read))  # the licence waits for an answer
+        second = Wizard(desk.layout, "en")
+        async with second.run_test(size=(80, 24)) as other:
+            await until(other, lambda: second.following is not None and second.following.is_watcher)
+            await opened(second, other, 0)
+            await until(other, lambda: "Somebody else works here." in seen(second))
+            await opened(second, other, 3)
+            assert "Another step is at work." in seen(second)
+            before = len(jobs.jobs(desk.layout))
+            await other.press("enter", "f5")
+            await other.pause(0.3)
+            assert len(jobs.jobs(desk.layout)) == before
+            await other.press("f10")
+            assert second.parting
+        await pilot.press("escape")
+        await until(pilot, lambda: first.following is None)
+
+
+async def test_leaving_loses_nothing_and_coming_back_lands_on_the_open_step(desk: Desk) -> None:
+    app = wizard(desk)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: app.standing.step("gpu").status == "green" and app.following is None)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: app.following is not None)
+        await pilot.press("ctrl+c")
+    assert "goes on" in app.parting
+    desk.wait()
+    assert desk.statuses()["model"] == "green"
+    again = Wizard(desk.layout, "en")
+    async with again.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: again.position == 3)
+        assert again.desk.answers.trust_keys  # what was said once is not asked again
+
+
+async def test_one_of_two_models_is_chosen(desk: Desk, bundle: Any, tmp_path: Path) -> None:
+    medium = tmp_path / "medium"
+    medium.mkdir()
+    for sequence in (1, 2):
+        shutil.copytree(bundle(sequence=sequence), medium / f"tiny-{sequence}")
+    app = wizard(desk, bundle=None, medium=[str(medium)])
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await opened(app, pilot, 2)
+        await until(pilot, lambda: "tiny 1.1.0" in seen(app) and "tiny 1.2.0" in seen(app))
+        assert "Space chooses one" in seen(app)
+        await pilot.press("enter")
+        assert app.following is None
+        await pilot.press("down", "space")
+        await until(pilot, lambda: "[x]" in seen(app))
+        (chosen,) = app.desk.answers.models
+        assert chosen.bundle == str(medium / "tiny-2")
+        await until(pilot, lambda: "Enter Read the licences" in seen(app))

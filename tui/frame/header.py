@@ -1,0 +1,22 @@
+"""The top line: what this is, where it works, the language."""
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+from textual.app import RenderResult
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from tui.frame.front import Told
+
+
+class Header(Told, Widget):
+    language = reactive("en")
+    title = reactive("")
+
+    def render(self) -> RenderResult:
+        left = f" Atoll  {self.title}"
+        right = f"F2 {'EN' if self.language == 'en' else '한국어'} "
+        room = max(0, self.size.width - cell_len(right))
+        if cell_len(left) > room:
+            left = " Atoll  ..." + self.title[-max(0, room - 12) :]
+        return Text(set_cell_size(left, room) + right, no_wrap=True, end="")

@@ -1,0 +1,200 @@
+"""What the panes of all steps share: the facts on top, then findings and what the chosen one means, or work at work."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Static
+
+from appliance.service.findings import Finding
+from appliance.service.state import StepState
+from appliance.service.words import t
+from tui.frame.front import Forward, Key, Told
+from tui.look import STATES
+from tui.parts.findings import Detail, Findings, meaning_of, trouble_of
+from tui.parts.work import Work
+
+
+class Body(Told, Vertical):
+    """A pane of the frame. It is drawn when what it watches has changed, and only while it is the open one."""
+
+    STEP: ClassVar[str] = ""
+    LEAD: ClassVar[str] = ""
+    HELP: ClassVar[str] = ""
+
+    class Changed(Message):
+        """What Enter and the other keys do may have changed."""
+
+    def __init__(self) -> None:
+        super().__init__(classes="step-body", id=f"body-{self.STEP or 'start'}")
+
+    def compose(self) -> ComposeResult:
+        yield Static("", classes="lead", markup=False)
+        yield from self.parts()
+
+    def parts(self) -> Iterator[Widget]:
+        yield from ()
+
+    def on_mount(self) -> None:
+        for name in ("standing", "machine", "language", "trouble", "following", "pulse"):
+            self.watch(self.app, name, self._watched, init=False)
+
+    def _watched(self) -> None:
+        if self.is_open:
+            self.draw()
+
+    @property
+    def is_open(self) -> bool:
+        return self.has_class("open")
+
+    def open(self) -> None:
+        """It is to be seen now."""
+        self.draw()
+        self.focus_first()
+
+    def focus_first(self) -> None:
+        return
+
+    def draw(self) -> None:
+        self.query_one(".lead", Static).update(self.say(self.LEAD))
+        self.post_message(self.Changed())
+
+    # -- keys
+
+    def forward(self) -> Forward:
+        return Forward(t("Continue"))
+
+    def go(self) -> None:
+        """Enter, where `forward` allows it."""
+        self.front.open_step(self.front.position + 1)
+
+    def keys(self) -> list[Key]:
+        """Those of this pane, besides those of every pane."""
+        return []
+
+
+class StepBody(Body):
+    """A step of the checklist."""
+
+    def compose(self) -> ComposeResult:
+        yield from super().compose()
+        yield Work()
+        yield Findings()
+        yield Detail()
+
+    @property
+    def state(self) -> StepState | None:
+        standing = self.front.standing
+        return standing.step(self.STEP) if standing else None
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the job that runs works on this step."""
+        following = self.front.following
+        return following is not None and following.at_step in ("", self.STEP)
+
+    def shown(self) -> list[Finding]:
+        """With the waivers that were given here and no run has taken yet."""
+        following = self.front.following
+        if self.at_work and following is not None and following.found:
+            return following.found
+        return self.state.findings if self.state and not self.at_work else []
+
+    def chosen(self) -> Finding | None:
+        return self.query_one(Findings).chosen()
+
+    def is_waived_here(self, finding: Finding) -> bool:
+        return finding.severity == "block" and finding.id in self.front.desk.answers.waivers
+
+    def blocking(self) -> list[Finding]:
+        return [each for each in self.shown() if each.blocks and not self.is_waived_here(each)]
+
+    def draw(self) -> None:
+        super().draw()
+        work, findings = self.query_one(Work), self.query_one(Findings)
+        work.show(self.front.following if self.at_work else None)
+        work.display = self.at_work
+        findings.show(self.shown())
+        findings.display = not self.at_work or bool(self.shown())
+        self.set_class(self.at_work, "at-work")
+        self.tell_detail()
+        self.draw_facts()
+        if self.screen.focused is None:
+            self.focus_first()
+
+    def draw_facts(self) -> None:
+        """The step's own part."""
+        return
+
+    def tell_detail(self) -> None:
+        self.query_one(Detail).rows([] if self.at_work else self.detail())
+
+    def detail(self) -> list[tuple[str, str]]:
+        if self.front.trouble is not None and not self.blocking():
+            return trouble_of(self.front.trouble)
+        finding = self.chosen()
+        if finding is not None:
+            return meaning_of(finding, self.say)
+        state = self.state
+        if state is not None and state.why:
+            return [(STATES[state.status], state.why)]
+        return [("", self.empty())]
+
+    def empty(self) -> str:
+        """What is said before anything was found."""
+        return t("Nothing was checked yet. Enter runs this step.")
+
+    def on_findings_chosen(self) -> None:
+        self.tell_detail()
+        self.post_message(self.Changed())
+
+    def focus_first(self) -> None:
+        if self.query_one(Findings).display:
+            self.query_one(Findings).focus()
+
+    def forward(self) -> Forward:
+        state, following = self.state, self.front.following
+        if following is not None:
+            if self.at_work:
+                return Forward("", t("The work runs. It goes on without this terminal."))
+            return Forward("", t("Another step is at work."))
+        if state is None:
+            return Forward("", t("Reading what stands ..."))
+        if state.status == "green":
+            last = self.front.standing is not None and self.front.position >= len(self.front.standing.steps)
+            return Forward("", t("The checklist is complete.")) if last else Forward(t("Next"))
+        blocking = self.blocking()
+        if blocking:
+            return Forward("", self._in_the_way(blocking))
+        return Forward(self.run_words())
+
+    def run_words(self) -> str:
+        return t("Run this step")
+
+    def _in_the_way(self, blocking: list[Finding]) -> str:
+        if all(each.severity == "strict" for each in blocking):
+            return t("Enter waits. Failing checks: {count}. Fix them, then F5 runs the step again.",
+                     count=len(blocking))  # fmt: skip
+        return t("Enter waits. Failing checks: {count}. F5 runs the step again, F9 gives a reason.",
+                 count=len(blocking))  # fmt: skip
+
+    def go(self) -> None:
+        if self.state is not None and self.state.status == "green":
+            super().go()
+        else:
+            self.run()
+
+    def run(self) -> None:
+        self.front.run_step(self.STEP)
+
+    def keys(self) -> list[Key]:
+        if self.front.following is not None:
+            return []
+        chosen = self.chosen()
+        waivable = chosen is not None and chosen.blocks and chosen.severity == "block"
+        waive = [Key("F9", t("Waive"), "app.waive")] if waivable else []
+        ran = self.state is not None and self.state.status != "open"
+        return [*waive, *([Key("F5", t("Again"), "app.again")] if ran else [])]

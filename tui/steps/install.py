@@ -1,0 +1,22 @@
+"""Install: the plan first, then the tasks at work; afterwards what serves, and where."""
+
+from appliance.service.words import t
+from tui.steps.body import StepBody
+
+
+class InstallBody(StepBody):
+    STEP = "install"
+    LEAD = t("First the plan, then the work. It goes on if this terminal is lost.")
+    HELP = t(
+        "Enter makes the plan and shows it: every file, service, port and user, with its size. Nothing is written "
+        "before you say yes to it.\n"
+        "Then each task is listed as it runs, with its speed and the time that is left. F8 shows all messages.\n"
+        "If the new release does not serve, what ran before comes back by itself.\n"
+        "The key of the endpoint is shown once, at the end."
+    )
+
+    def run_words(self) -> str:
+        return t("Make the plan")
+
+    def empty(self) -> str:
+        return t("Nothing is written before you have seen the plan and said yes.")

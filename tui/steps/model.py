@@ -1,0 +1,195 @@
+"""Model and licence: what the medium offers and whether it fits, what it is used for, and the licences."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.text import Text
+from textual import work
+from textual.binding import Binding
+from textual.widget import Widget
+from textual.widgets import Static
+
+from appliance.service.desk import InstallError
+from appliance.service.words import t
+from tui.dialogs.form import Pick
+from tui.frame.front import Forward, Key
+from tui.look import FITS
+from tui.parts.table import Table
+from tui.steps.body import StepBody
+from tui.texts import human
+
+if TYPE_CHECKING:
+    from appliance.service.offers import Offer
+
+_COLUMNS = (t("Model"), t("Size"), t("Weights"), t("Context"), t("Fits"), t("Licence"))
+_NARROW = (_COLUMNS[0], _COLUMNS[1], *_COLUMNS[4:])   # beside a rail in 80 columns
+_WIDE = 80
+
+
+class ModelBody(StepBody):
+    STEP = "model"
+    LEAD = t("What runs here, and under which licence. Each text is read to its end.")
+    HELP = t(
+        "The list shows every model of the medium: its size, the precision of its weights, the longest context that it "
+        "knows, whether it fits on this machine, and its licence.\n"
+        "Where the medium holds several, Space chooses which of them run.\n"
+        "U says what they are used for: the settings of the engine begin from that.\n"
+        "Enter shows each licence. It is accepted only when its end was on the screen; your name, the time and the "
+        "hash of the text are recorded."
+    )
+    BINDINGS: ClassVar = [Binding("space", "choose"), Binding("u,ㅕ", "use")]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offers: list[Offer] = []
+        self.uses: dict[str, dict[str, str]] = {}
+        self.problem: InstallError | None = None
+        self.looked = False
+        self._drawn: object = None
+
+    def parts(self) -> Iterator[Widget]:
+        yield Table(id="offers", cursor_type="row", show_row_labels=False)
+        yield Static("", id="use", markup=False)
+
+    def open(self) -> None:
+        super().open()
+        self._look()
+
+    @work(thread=True, exclusive=True, exit_on_error=False)
+    def _look(self) -> None:
+        from appliance.service.offers import uses
+
+        found, problem = [], None
+        try:
+            found = self.front.desk.offers()
+        except InstallError as error:
+            problem = error
+        self.app.call_from_thread(self._looked, found, uses(), problem)
+
+    def _looked(self, found: "list[Offer]", known: dict[str, dict[str, str]], problem: InstallError | None) -> None:
+        self.offers, self.uses, self.problem, self.looked = found, known, problem, True
+        if not self._is_chosen_yet() and len(found) == 1:
+            self._drawn = None
+        self.draw()
+        if self.is_open and len(found) > 1 and not self._chosen_paths() and self.screen.is_current:
+            self.query_one("#offers", Table).focus()
+
+    # -- drawing
+
+    def draw_facts(self) -> None:
+        table = self.query_one("#offers", Table)
+        table.can_focus = len(self.offers) > 1
+        table.display = bool(self.offers) and not self.at_work
+        self._fill(table)
+        self.query_one("#use", Static).update(Text(self._use()))
+        self.query_one("#use", Static).display = not self.at_work
+
+    def _fill(self, table: Table) -> None:
+        offered = [(each.name, each.fit) for each in self.offers]
+        drawn = (self.front.language, offered, self._chosen_paths(), self.size.width)
+        if drawn == self._drawn:
+            return
+        self._drawn, row = drawn, table.cursor_row
+        table.clear(columns=True)
+        wide = self.size.width >= _WIDE
+        table.add_columns("", *(self.say(each) for each in (_COLUMNS if wide else _NARROW)))
+        chosen = self._chosen_paths()
+        for offer in self.offers:
+            mark = "[x]" if str(offer.path) in chosen else "[ ]"
+            if offer.problem:
+                table.add_row(Text("   "), Text(offer.name), Text(self.say(offer.problem), "red"))
+                continue
+            word, colour = FITS[offer.fit]
+            more = [Text(offer.precision), Text(f"{offer.context:,}" if offer.context else "?")] if wide else []
+            alone = sum(each.name == offer.name for each in self.offers) == 1
+            name = offer.name if alone and not wide else f"{offer.name} {offer.version}"
+            table.add_row(Text(mark), Text(name), Text(human(offer.bytes)), *more,
+                          Text(self.say(word), colour), Text(offer.spdx))  # fmt: skip
+        if self.offers:
+            table.move_cursor(row=min(row, len(self.offers) - 1))
+
+    def _use(self) -> str:
+        if self.problem is not None:
+            return self.say(self.problem.message)
+        if not self.looked:
+            return self.say(t("Looking at the medium ..."))
+        fits = "\n".join(self._about(offer) for offer in self.offers if offer.fit_text)
+        title = self.uses.get(self.front.desk.answers.preset.workload, {}).get(self.front.language, "")  # type: ignore[attr-defined]
+        use = self.say(t("Used for: {use}", use=title or self.front.desk.answers.preset.workload))  # type: ignore[attr-defined]
+        return "\n".join(each for each in (fits, use) if each)
+
+    def _about(self, offer: "Offer") -> str:
+        known = t("up to {context} tokens", context=f"{offer.context:,}") if offer.context else ""
+        said = [offer.version, offer.precision, self.say(known), self.say(offer.fit_text)]
+        return f"{offer.name}: {', '.join(each for each in said if each)}"
+
+    # -- what is chosen
+
+    def _chosen_paths(self) -> set[str]:
+        models = self.front.desk.answers.models
+        if models:
+            named = {str(each.bundle) for each in models}
+            return {str(offer.path) for offer in self.offers if str(offer.path) in named or offer.name in named}
+        return {str(self.offers[0].path)} if len(self.offers) == 1 else set()
+
+    def _is_chosen_yet(self) -> bool:
+        return bool(self.front.desk.answers.models) or len(self.offers) <= 1
+
+    def forward(self) -> Forward:
+        found = super().forward()
+        if found.text and len(self.offers) > 1 and not self._chosen_paths():
+            return Forward("", t("The medium holds {count} models. Space chooses one.", count=len(self.offers)))
+        return found
+
+    def run_words(self) -> str:
+        return t("Read the licences")
+
+    def empty(self) -> str:
+        return t("Enter shows the licences, one after another.")
+
+    def focus_first(self) -> None:
+        if len(self.offers) > 1 and not self._chosen_paths():
+            self.query_one("#offers", Table).focus()
+        else:
+            super().focus_first()
+
+    def keys(self) -> list[Key]:
+        if self.front.following is not None:
+            return []
+        choose = [Key("Space", t("Choose"), "choose")] if len(self.offers) > 1 else []
+        return [*choose, Key("U", t("Use"), "use"), *super().keys()]
+
+    def action_choose(self) -> None:
+        """One model below a prefix; on a server any number."""
+        if len(self.offers) < 2 or self.front.following is not None:
+            return
+        offer = self.offers[self.query_one("#offers", Table).cursor_row]
+        if offer.problem:
+            self.front.note = offer.problem
+            return
+        chosen = self._chosen_paths()
+        one = self.front.machine is None or self.front.machine.form == "prefix"
+        chosen = {str(offer.path)} if one else chosen ^ {str(offer.path)}
+        self._take(models=[{"bundle": path} for path in sorted(chosen)] or None)
+
+    def action_use(self) -> None:
+        if self.front.following is not None:
+            return
+        choices = {name: titles[self.front.language] for name, titles in self.uses.items()}
+
+        def use(name: str | None) -> None:
+            if name is not None:
+                self._take(preset={"workload": name})
+                self._look()
+
+        self.app.push_screen(
+            Pick(self.say, t("What are the models used for?"), choices,
+                 t("The settings of the engine begin from this: context, users at once, memory.")), use)  # fmt: skip
+
+    def _take(self, **tables: object) -> None:
+        try:
+            self.front.desk.amend(**tables)  # type: ignore[arg-type]
+        except InstallError as error:
+            self.front.note = error.message
+        self.front.look_again()
+        self.draw()

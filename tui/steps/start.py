@@ -1,0 +1,134 @@
+"""Start: where the medium is, who decides, what goes on already."""
+
+import os
+from collections.abc import Iterator
+
+from rich.text import Text
+from textual.containers import Vertical
+from textual.widget import Widget
+from textual.widgets import Input, Label, Static
+
+from appliance.service.desk import InstallError
+from appliance.service.words import t
+from tui.frame.front import Forward, Key
+from tui.steps.body import Body
+from tui.texts import human
+
+FIELDS = {
+    "medium": t("Medium: where it is mounted, or a bundle"),
+    "key": t("Vendor's public key (a file; not from the medium)"),
+    "by": t("Your name, for what you accept and waive"),
+    "answers": t("Answers file, if you have one"),
+}
+
+
+class StartBody(Body):
+    LEAD = t("Where the medium is, and who decides. Esc and the arrows lose nothing.")
+    HELP = t(
+        "Say where the medium is mounted, which file holds the vendor's public key, and your name.\n"
+        "The key must come by another way than the medium.\n"
+        "An answers file of another server fills in everything that it knows.\n"
+        "If work goes on here already, you are shown it. Nobody can begin a second one beside it."
+    )
+
+    def parts(self) -> Iterator[Widget]:
+        with Vertical(classes="place"):
+            for name in FIELDS:
+                yield Label("", id=f"{name}-label", markup=False)
+                yield Input(id=name, max_length=255)
+        yield Static("", id="machine", classes="facts", markup=False)
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.fill()
+
+    def fill(self) -> None:
+        """From the answers as they stand."""
+        answers = self.front.desk.answers
+        self.query_one("#medium", Input).value = str(next(iter(answers.medium), answers.bundle or ""))
+        self.query_one("#key", Input).value = str(next(iter(answers.trust_keys), ""))
+        self.query_one("#by", Input).value = self.front.desk.by
+
+    def focus_first(self) -> None:
+        self.query_one("#medium", Input).focus()
+
+    def draw(self) -> None:
+        super().draw()
+        for name, text in FIELDS.items():
+            self.query_one(f"#{name}-label", Label).update(Text(self.say(text)))
+        self.query_one("#machine", Static).update(Text("\n".join(self._machine())))
+
+    def _machine(self) -> list[str]:
+        following, machine = self.front.following, self.front.machine
+        if following is not None:
+            said = t("Work goes on here. Enter shows it.")
+            if following.is_watcher:
+                said = t("Somebody else works here. You see it, and cannot change it. Enter shows it.")
+            return [self.say(said)]
+        if self.front.trouble is not None:
+            error = self.front.trouble
+            return [self.say(each) for each in (error.message, error.hint) if each]
+        if machine is None:
+            return [self.say(t("Looking at this machine ..."))]
+        rows = [self.say(t("This machine has {memory} of memory.", memory=human(machine.memory_bytes)))]
+        rows += [f"GPU {gpu.index}  {gpu.name}  {human(gpu.memory_bytes or 0)}" for gpu in machine.gpus]
+        if not machine.gpus:
+            rows.append(self.say(t("No GPU was found; models would compute on the CPU.")))
+        return rows
+
+    def forward(self) -> Forward:
+        if self.front.following is not None:
+            return Forward(t("Show it"))
+        return Forward(t("Next field") if self._next_empty() else t("Continue"))
+
+    def keys(self) -> list[Key]:
+        return [Key("Tab", t("Next field"), "app.focus_next")]
+
+    def _next_empty(self) -> Input | None:
+        """The first field behind the focused one that must be said and is not."""
+        names = list(FIELDS)
+        at = next((n for n, name in enumerate(names) if self.query_one(f"#{name}", Input).has_focus), len(names))
+        left = [self.query_one(f"#{name}", Input) for name in names[at + 1 :] if name != "answers"]
+        return next((each for each in left if not each.value.strip()), None)
+
+    def on_descendant_focus(self) -> None:
+        self.post_message(self.Changed())
+
+    def on_input_changed(self) -> None:
+        self.post_message(self.Changed())
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        empty = self._next_empty() if self.front.following is None else None
+        if empty is not None and not self.query_one("#answers", Input).has_focus:
+            empty.focus()
+        else:
+            self.go()
+
+    def go(self) -> None:
+        following, standing = self.front.following, self.front.standing
+        if following is not None:
+            names = [step.id for step in standing.steps] if standing else []
+            self.front.open_step(names.index(following.at_step) + 1 if following.at_step in names else 1)
+            return
+        said = {name: self.query_one(f"#{name}", Input).value.strip() for name in FIELDS}
+        wrong = next((said[name] for name in ("medium", "key", "answers")
+                      if said[name] and not os.path.exists(os.path.expanduser(said[name]))), None)  # fmt: skip
+        if wrong is not None:
+            self.front.note = t("There is nothing at {path}.", path=wrong)
+            return
+        desk, self.front.trouble = self.front.desk, None
+        if said["answers"]:
+            try:
+                desk.load(said["answers"])
+            except InstallError as error:
+                self.front.trouble = error  # more than a line
+                self.front.note = t("The answers file cannot be used.")
+                return
+            self.query_one("#answers", Input).value = ""
+            said["medium"] = said["medium"] or str(next(iter(desk.answers.medium), desk.answers.bundle or ""))
+            said["key"] = said["key"] or str(next(iter(desk.answers.trust_keys), ""))
+        desk.place(said["medium"], said["key"], said["by"])
+        self.fill()
+        self.front.look_again()
+        super().go()
