@@ -6,6 +6,8 @@ own session, so it outlives the terminal that started it. On a server systemd su
     run/atoll/supervisor.lock   flock: at most one per prefix
     run/atoll/atoll.pid         this process: {pid, start_time, boot_id, release}
     run/atoll/service.json      what the service does: {phase, pid, since, restarts, last_exit}
+
+It also keeps the sampler running (appliance/series/sampler.py), which the service does not depend on.
 """
 
 import argparse
@@ -16,10 +18,13 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+from engine.server.http.metrics_socket import VARIABLE
+from engine.server.process.runtime_directory import runtime_directory
 from engine.server.process.supervisor import Restarts, Supervisor
 from installer.base import fs
 from installer.base.layout import Layout
@@ -29,6 +34,7 @@ from installer.service.log_file import rotate
 STOP_SECONDS = 30.0     # from SIGTERM to SIGKILL
 MAX_RESTARTS = 4        # within the supervisor's window, as StartLimitBurst= of the units
 ROTATE_SECONDS = 10.0   # how often the size of the log is checked
+SAMPLER_SECONDS = 30.0  # before a sampler that ended is started again
 EXIT_BUSY = 75
 
 _PR_SET_PDEATHSIG = 1
@@ -41,12 +47,17 @@ class CannotStartError(Exception):
 class PrefixSupervisor(Supervisor):
     """The service of one prefix."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, metrics: Path) -> None:
+        """`metrics`: the Unix socket that the service offers /metrics on."""
         release = layout.current.resolve(strict=True)  # a switch must not change what a restart starts
         super().__init__(
             [str(release / "bin/atoll"), "serve", "--config", str(layout.config)],
-            stop_seconds=STOP_SECONDS, cwd="/", preexec_fn=_die_with_parent,
+            stop_seconds=STOP_SECONDS, cwd="/", preexec_fn=_die_with_parent, env={**os.environ, VARIABLE: str(metrics)},
         )
+        self._sampler = [
+            sys.executable, "-s", "-P", "-m", "appliance.series.sampler", "--socket", str(metrics),
+            "--directory", str(layout.series),
+        ]  # fmt: skip
         self.layout = layout
         self.release = release.name
         self._restarts = Restarts(MAX_RESTARTS, first_delay=1.0)
@@ -64,7 +75,7 @@ class PrefixSupervisor(Supervisor):
         assert me is not None
         identity = {"pid": me.pid, "start_time": me.start_time, "boot_id": me.boot_id, "release": self.release}
         fs.write_atomic(self.layout.pidfile, json.dumps(identity) + "\n", 0o644)
-        rotation = loop.create_task(self._rotate())
+        rotation, sampling = loop.create_task(self._rotate()), loop.create_task(self._sample())
         try:
             with contextlib.suppress(CannotStartError):
                 self.spawn()
@@ -72,6 +83,9 @@ class PrefixSupervisor(Supervisor):
             await asyncio.gather(*stops)
         finally:
             rotation.cancel()
+            sampling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sampling
             self._report("stopped" if self.stopping else "failed")
             fs.remove_file(self.layout.pidfile)
         return 0 if self.stopping else 1
@@ -101,6 +115,22 @@ class PrefixSupervisor(Supervisor):
         while True:
             await asyncio.sleep(ROTATE_SECONDS)
             rotate(self.layout.log, running=True)
+
+    async def _sample(self) -> None:
+        """Keep the sampler running until cancelled."""
+        while True:
+            process: subprocess.Popen[bytes] | None = None
+            try:
+                with contextlib.suppress(OSError), open(self.layout.log, "ab", buffering=0) as log:
+                    process = subprocess.Popen(self._sampler, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
+                                               preexec_fn=_die_with_parent)  # fmt: skip
+                while process is not None and process.poll() is None:
+                    await asyncio.sleep(1.0)
+                await asyncio.sleep(SAMPLER_SECONDS)
+            finally:
+                if process is not None and process.poll() is None:
+                    process.kill()  # the file survives it
+                    process.wait()
 
     def _note(self, text: str) -> None:
         with contextlib.suppress(OSError), open(self.layout.log, "ab", buffering=0) as log:
@@ -136,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     except BlockingIOError:
         print("another supervisor runs for this prefix", file=sys.stderr)
         return EXIT_BUSY
-    return asyncio.run(PrefixSupervisor(layout).run())
+    with runtime_directory() as directory:
+        return asyncio.run(PrefixSupervisor(layout, directory / "metrics.sock").run())
 
 
 if __name__ == "__main__":

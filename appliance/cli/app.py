@@ -133,6 +133,10 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "engine.server.process.gpu_ready", "main",
             "Wait until the GPU can be used; exit 0 when it can (units do).",
         ),
+        "sampler": (
+            "appliance.series.sampler", "main",
+            "Keep the history of /metrics (a unit does).",
+        ),
         "settle": (
             "appliance.cli.operate.settle", "register",
             "Undo an upgrade that a power cut interrupted (a unit does, at boot).",

@@ -15,7 +15,7 @@ from appliance.service.steps import STEPS
 from installer.base.layout import Layout
 from offline_bundle import inspect_bundle
 
-LEFT_OUT = ("pilot",)  # it needs users
+LEFT_OUT = ("pilot",)  # it needs users, and a person who signs; the summary says how to begin one
 _REVIEW = {
     "reviewer": "the demonstration", "expires": "2999-01-01", "lineage": "trained by its maker; no other model in it",
     "modifications": "converted to safetensors, bf16", "drafter": "there is none", "export": "none known",
@@ -28,6 +28,16 @@ requests = 4
 warmup = 0
 [arrival]
 clients = 2
+"""
+_PILOT = """\
+# Half a minute with every API key. Send requests meanwhile, or its goal is missed.
+interval = 2.0
+
+[[stages]]
+name = "everybody"
+users = ["*"]
+duration = "30s"
+goal = { requests = 1 }
 """
 # The model has 135 million parameters: the quality of its answers is not what the demonstration shows.
 _WAIVED = ("golden", "repetition", "quality-answers")
@@ -62,6 +72,7 @@ def run(layout: Layout, bundle: Path, key: Path, port: int, device: str | None, 
     terms, engine = manifest.license, engine_facts()
     profile = layout.prefix / "load.toml"
     profile.write_text(_PROFILE)
+    pilot_plan(layout).write_text(_PILOT)
     answers = answers_of.from_json({
         "schema_version": 1, "bundle": str(bundle.absolute()), "trust_keys": [str(key.absolute())], "port": port,
         **({"device": device} if device else {}), "host": "127.0.0.1", "confirm_plan": True,
@@ -83,6 +94,10 @@ def run(layout: Layout, bundle: Path, key: Path, port: int, device: str | None, 
     return state
 
 
+def pilot_plan(layout: Layout) -> Path:
+    return layout.prefix / "pilot.toml"
+
+
 def _said(state: State, names: list[str]) -> str:
     done = [name for name in names if state.step(name).status == "green"]
-    return f"{len(done)} of {len(names)} steps done: {', '.join(done)}"
+    return f"{len(done)} of {len(names)} steps done: {', '.join(done)}; {', '.join(LEFT_OUT)} is yours"

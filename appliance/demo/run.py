@@ -285,6 +285,11 @@ def summary(demo: Demo, model_id: str) -> str:
     model_signing verify key {demo.bundle} \\
       --signature {demo.bundle / "model.sig"} --public_key {demo.public_key}
 
+  Let users in, stage by stage (the last step of the checklist; the plan is half a minute long):
+
+    {commands}/atoll pilot start --plan {checklist.pilot_plan(demo.layout)} --prefix {demo.prefix}
+    {commands}/atoll pilot sign --go --by NAME --prefix {demo.prefix}
+
   Look at it    {commands}/atoll status --prefix {demo.prefix}
   Stop it       make demo-stop        (and start it again: make demo)
 """

@@ -1,12 +1,15 @@
 """Takes the samples: one request to /metrics and, less often, the GPUs' facts.
 
-It runs in the process that watches a pilot and needs one API key with the scope `metrics`. The service itself gets no
-file to write to.
+The process that watches a pilot asks the endpoint, with an API key of the scope `metrics`; the sampler asks a Unix
+socket. The service itself gets no file to write to.
 """
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 
 from appliance.load.http_client import HttpClient, HttpError
 from appliance.load.target import Target
@@ -34,12 +37,15 @@ async def scraped(target: Target) -> dict[str, float] | None:
 class Recorder:
     """`lost`: number of samples that could not be kept; `why`: the reason of the last one."""
 
-    def __init__(self, target: Target, store: Store, *, gpus: Callable[[], GpuFacts] | None = None) -> None:
-        self._target, self._store = target, store
+    def __init__(
+        self, source: Target | Path, store: Store, *, gpus: Callable[[], GpuFacts] | None = None,
+        gpu_every: float = _GPU_EVERY,
+    ) -> None:  # fmt: skip
+        self._source, self._store, self._gpu_every = source, store, gpu_every
         self._gpus = gpus or (lambda: nvml.query(_SECONDS))
         self._now = wall_clock()
         self._gpu: dict[str, float] = {}
-        self._gpu_at = -_GPU_EVERY
+        self._gpu_at = -gpu_every
         self._has_gpus = True
         self.lost, self.why = 0, ""
         self.up = False
@@ -47,7 +53,7 @@ class Recorder:
     def sample(self) -> float | None:
         """Take one sample. Returns its time, or None if it could not be kept. A service that is down is a sample
         too."""
-        values = asyncio.run(scraped(self._target))
+        values = _by_socket(self._source) if isinstance(self._source, Path) else asyncio.run(scraped(self._source))
         self.up = values is not None
         row = {UP: float(self.up), **(values or {}), **self._gpu_facts()}
         try:
@@ -58,7 +64,7 @@ class Recorder:
 
     def _gpu_facts(self) -> dict[str, float]:
         now = time.monotonic()
-        if self._has_gpus and now - self._gpu_at >= _GPU_EVERY:
+        if self._has_gpus and now - self._gpu_at >= self._gpu_every:
             facts = self._gpus()
             self._gpu_at, self._gpu = now, {}
             self._has_gpus = bool(facts.gpus)  # a machine without a GPU is asked only once
@@ -69,3 +75,27 @@ class Recorder:
                 if gpu.memory_used is not None:
                     self._gpu[f"atoll:gpu_memory_used{label}"] = float(gpu.memory_used)
         return self._gpu
+
+
+def _by_socket(path: Path) -> dict[str, float] | None:
+    """As `scraped`, over the gateway's Unix socket."""
+    connection = _UnixConnection("localhost", timeout=_SECONDS)
+    connection.path = path
+    try:
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        body = answer.read(MOST_PAGE + 1)
+        return parsed(body.decode(errors="replace")) if answer.status == 200 and len(body) <= MOST_PAGE else None
+    except (HTTPException, OSError, ValueError, KeyError):
+        return None
+    finally:
+        connection.close()
+
+
+class _UnixConnection(HTTPConnection):
+    path = Path()
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self.path))

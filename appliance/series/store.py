@@ -1,8 +1,8 @@
 """The file of a time series: SQLite in WAL mode, a bounded number of rows at three resolutions.
 
-SQLite, because it handles what this file must survive: a power cut keeps every committed row except perhaps the last
-few, a full disk rolls back one row, and readers never wait for the writer. A row is one sample of everything: its
-values as packed numbers, and its names stored once for all rows that share them.
+SQLite, because it handles what this file must survive: a power cut keeps every committed row (synchronous=FULL: the log
+is synced at each), a full disk rolls back one row, and readers never wait for the writer. A row is one sample of
+everything: its values as packed numbers, and its names stored once for all rows that share them.
 
 Counters are stored as totals that never fall. When the gateway restarts and counts from 0 again, the new counts are
 added to the old total, so a row of any resolution can be subtracted from any other. The growth of a counter while
@@ -25,6 +25,7 @@ from appliance.series.names import MOST, MOST_SERIES, is_counter
 from installer.base.i18n import t
 
 VERSION = 1
+_STEP = 5.0             # seconds by which somebody has set the clock
 _MOST_PACKED = 8 * 2 * MOST_SERIES
 
 
@@ -172,7 +173,7 @@ class Store:
         db = self._db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None)
         try:
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA synchronous = FULL")  # a row is on the disk when `add` returns
             db.execute("PRAGMA trusted_schema = OFF")
             db.execute("PRAGMA journal_size_limit = 4194304")
             if db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
@@ -257,6 +258,16 @@ def _why(error: sqlite3.Error) -> str:
 
 
 def wall_clock() -> Callable[[], float]:
-    """The time of day at the start, then a monotonic clock: setting the clock must not distort a rate."""
+    """The time of day, counted on by a monotonic clock, so that slewing does not distort a rate. After a step of the
+    time of day it begins anew: a sampler that runs for months must not keep a wrong time of the boot.
+    """
     begun = time.time() - time.monotonic()
-    return lambda: begun + time.monotonic()
+
+    def now() -> float:
+        nonlocal begun
+        fresh = time.time() - time.monotonic()
+        if abs(fresh - begun) > _STEP:
+            begun = fresh
+        return begun + time.monotonic()
+
+    return now

@@ -75,6 +75,11 @@ class Layout:
         return self.lib / "state"
 
     @property
+    def series(self) -> Path:
+        """What the sampler keeps; on a server it belongs to the sampler's user."""
+        return self.lib / "series"
+
+    @property
     def journal(self) -> Path:
         return self.state / "journal.jsonl"
 

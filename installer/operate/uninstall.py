@@ -54,6 +54,8 @@ def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
             )
     plan = UninstallPlan(purge)
     gone, stays = (layout.opt, layout.run, layout.cache), [layout.models, layout.state, layout.etc]
+    if layout.series.is_dir():
+        stays.append(layout.series)
     if not layout.system:
         stays.append(layout.log_dir)
     for path in (*gone, *_system_files(layout, purge=purge)):
@@ -67,7 +69,7 @@ def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
         plan.units = units.enabled(facts["instance"] for facts in bundles)
         if not purge and layout.sysusers.exists():
             plan.keep.append((layout.sysusers, _size(layout.sysusers)))
-        plan.users = [units.ENGINE_USER, units.GATEWAY_USER] if purge else []
+        plan.users = list(units.USERS) if purge else []
     return plan
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
@@ -62,7 +63,13 @@ class SystemdService:
         if gone:
             self.stop([model for model in self.models() if model not in models])
             self._systemctl(["disable", "--quiet", *root, *gone], t("disable the engines that were removed"))
-        self._systemctl(["enable", "--quiet", *root, *units.enabled(models)], t("enable the services"))
+        wanted = units.enabled(models)
+        if not self._installed(units.SAMPLER):  # rollback to a release from before it
+            wanted.remove(units.SAMPLER)
+            fs.remove_file(self.layout.units / f"{units.TARGET}.wants" / units.SAMPLER)
+            if self.booted:
+                self._run(["systemctl", "stop", units.SAMPLER], 30.0)
+        self._systemctl(["enable", "--quiet", *root, *wanted], t("enable the services"))
         if self.booted:
             self._systemctl(["start", "--no-block", units.TIMER], t("start the weekly verification"))
 
@@ -72,7 +79,7 @@ class SystemdService:
         root = [] if self.booted else [f"--root={self.layout.prefix}"]
         known = [name for name in units.enabled(self.models()) if self._installed(name)]
         if self.booted:
-            rest = self._loaded(units.TIMER, units.VERIFY, units.GPU_READY, units.SETTLE)
+            rest = self._loaded(units.TIMER, units.VERIFY, units.GPU_READY, units.SETTLE, units.SAMPLER)
             self._systemctl(["stop", *rest], t("stop the remaining units"), timeout=_STOP_SECONDS)
             self._run(["systemctl", "stop", *_SLICES], 30.0)  # fails if one does not exist, and stops the others
         if known:
@@ -88,11 +95,11 @@ class SystemdService:
         """Remove the users and the group that `apply_units` made."""
         root = [] if self.layout.prefix == Path("/") else ["--root", str(self.layout.prefix)]
         names = {file: _names(self.layout.prefix / "etc" / file) for file in ("passwd", "group")}
-        for user in (units.ENGINE_USER, units.GATEWAY_USER):
+        for user in units.USERS:
             if user in names["passwd"]:
                 self._do(["userdel", *root, user], t("remove the user {user}", user=user))
         left = _names(self.layout.prefix / "etc/group")  # userdel takes a group of the same name with it
-        for group in (units.GROUP, units.ENGINE_USER, units.GATEWAY_USER):
+        for group in (units.GROUP, *units.USERS):
             if group in left:
                 self._do(["groupdel", *root, group], t("remove the group {group}", group=group))
 
@@ -106,6 +113,7 @@ class SystemdService:
         self._run(["systemctl", "reset-failed", units.SOCKET], 30.0)
         self._systemctl(["start", units.SOCKET], t("open the port"), units.SOCKET, timeout=_START_SECONDS)
         self._begin([units.SOCKET, units.TARGET, units.GATEWAY, *map(units.engine_unit, self.models())])
+        self._begin_sampler()
 
     def stop(self, names: Collection[str] | None = None) -> bool:
         """Stop everything, the port too, or only these parts (instances, "gateway"); whether anything ran."""
@@ -146,6 +154,7 @@ class SystemdService:
         self.stop(rest)
         # Not the target: starting a unit that still takes over would be merged into a second reload of it.
         self._begin([units.GATEWAY])
+        self._begin_sampler()
         self._await_end(old)  # a new engine may need the GPU memory that the old ones held
         if fresh := [units.engine_unit(model) for model in self.models() if model not in heirs]:
             self._begin(fresh)
@@ -223,6 +232,11 @@ class SystemdService:
     def _begin(self, names: Sequence[str]) -> None:
         self._run(["systemctl", "reset-failed", *names], 30.0)  # the limit on restarts is not for operators
         self._systemctl(["start", "--no-block", *names], t("start the services"), timeout=_START_SECONDS)
+
+    def _begin_sampler(self) -> None:
+        """With the code of now. The service does not depend on its history, so nothing follows from a failure."""
+        if self._installed(units.SAMPLER):
+            self._run(["systemctl", "restart", "--no-block", units.SAMPLER], 30.0)
 
     def _heirs(self, names: Collection[str] | None) -> set[str]:
         """The running engines among these whose units know how to hand over."""

@@ -21,11 +21,13 @@ SOCKET = "atoll-gateway.socket"
 GATEWAY = "atoll-gateway.service"
 GPU_READY = "atoll-gpu-ready.service"
 SETTLE = "atoll-settle.service"
+SAMPLER = "atoll-sampler.service"
 VERIFY, TIMER = "atoll-verify.service", "atoll-verify.timer"
 ENGINE_TEMPLATE = "atoll-engine@.service"
 ENGINES = "atoll-engines.slice"
 
-ENGINE_USER, GATEWAY_USER, GROUP = "atoll-engine", "atoll-gateway", "atoll-api"
+ENGINE_USER, GATEWAY_USER, SAMPLER_USER, GROUP = "atoll-engine", "atoll-gateway", "atoll-sampler", "atoll-api"
+USERS = (ENGINE_USER, GATEWAY_USER, SAMPLER_USER)
 
 # Device classes of NVIDIA's driver, by the names of /proc/devices: the first is "nvidia-frontend" before driver 545 and
 # "nvidia" since; the capability classes are those of MIG and of NVSwitch hosts. One that is not there is skipped.
@@ -73,7 +75,7 @@ def check_name(model: str) -> str:
 
 def enabled(models: Iterable[str]) -> list[str]:
     """What starts at boot: the target, its parts, and one engine for each model."""
-    return [TARGET, SOCKET, GATEWAY, SETTLE, TIMER, *(engine_unit(model) for model in sorted(models))]
+    return [TARGET, SOCKET, GATEWAY, SAMPLER, SETTLE, TIMER, *(engine_unit(model) for model in sorted(models))]
 
 
 def render(
@@ -97,7 +99,8 @@ def render(
     for model in {*models, *(gpus or {})}:
         check_name(model)
     values = _values(layout, address(host, port), gpu=gpu, tls=tls, memory=memory, watchdog=watchdog)
-    names = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, ENGINES, SETTLE, VERIFY, TIMER, *([GPU_READY] if gpu else [])]
+    names = [TARGET, SOCKET, GATEWAY, SAMPLER, ENGINE_TEMPLATE, ENGINES, SETTLE, VERIFY, TIMER,
+             *([GPU_READY] if gpu else [])]  # fmt: skip
     files = [UnitFile(layout.units / name, fill(template(name), values)) for name in names]
     files.append(UnitFile(layout.sysusers, fill(template("sysusers.conf"), values)))
     files.append(UnitFile(layout.tmpfiles, fill(template("tmpfiles.conf"), values)))
@@ -133,7 +136,7 @@ def modules_load(layout: Layout) -> Path:
 
 def owned_files(layout: Layout) -> list[Path]:
     """Every file that any `render` may have made, for an uninstall."""
-    units = [TARGET, SOCKET, GATEWAY, ENGINE_TEMPLATE, ENGINES, SETTLE, VERIFY, TIMER, GPU_READY]
+    units = [TARGET, SOCKET, GATEWAY, SAMPLER, ENGINE_TEMPLATE, ENGINES, SETTLE, VERIFY, TIMER, GPU_READY]
     return [*(layout.units / name for name in units), layout.sysusers, layout.tmpfiles, modules_load(layout)]
 
 
@@ -198,11 +201,13 @@ def _values(layout: Layout, listen: str, *, gpu: bool, tls: bool, memory: str, w
         "OPT": inside(layout.opt),
         "ETC": inside(layout.etc),
         "STATE": inside(layout.state),
+        "SERIES": inside(layout.series),
         "MODELS": inside(layout.models),
         "CACHE": inside(layout.cache),
         "RUN": inside(layout.run),
         "ENGINE_USER": ENGINE_USER,
         "GATEWAY_USER": GATEWAY_USER,
+        "SAMPLER_USER": SAMPLER_USER,
         "GROUP": GROUP,
         "LISTEN": listen,
         "TLS": tls_flags,

@@ -180,7 +180,8 @@ def _plan_services(context: Context, plan: Plan) -> None:
             plan.add("file", path, "remove", 0, "systemd")
     linked = layout.command.is_symlink()
     plan.add("symlink", layout.command, "keep" if linked else "create", 0, f"-> {layout.current}/bin/atoll")
-    for user, note in ((units.ENGINE_USER, t("runs the engines")), (units.GATEWAY_USER, t("runs the gateway"))):
+    for user, note in ((units.ENGINE_USER, t("runs the engines")), (units.GATEWAY_USER, t("runs the gateway")),
+                       (units.SAMPLER_USER, t("keeps the history of the service"))):  # fmt: skip
         about = t("no shell, no home; {note}", note=note)
         plan.add("user", user, "keep" if _user_exists(layout, user) else "create", 0, about)
     plan.add("group", units.GROUP, "keep" if _user_exists(layout, units.GROUP, "group") else "create")

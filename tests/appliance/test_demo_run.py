@@ -129,6 +129,17 @@ def test_the_printed_python_runs(place: Place, first_run: str):
     assert len(result.stdout) > 5
 
 
+def test_the_printed_pilot_plan_fits_and_the_end_is_the_checklist(place: Place, first_run: str):
+    plan = found(r"atoll pilot start --plan (\S+)", first_run)
+    checked = subprocess.run([sys.executable, "-m", "appliance.cli", "pilot", "plan", plan], capture_output=True,
+                             text=True, cwd=REPOSITORY)  # fmt: skip
+    assert checked.returncode == 0, checked.stderr
+    assert "everybody" in checked.stdout
+    assert "pilot is yours" in first_run
+    steps = first_run[first_run.index("Look at it") :]
+    assert re.findall(r"^  (\d)  ", steps, re.MULTILINE) == list("123456"), steps
+
+
 @pytest.mark.skipif(not shutil.which("curl"), reason="this machine has no curl")
 def test_the_printed_curl_line_runs(place: Place, first_run: str):
     curl = first_run[first_run.index("    curl") : first_run.index("  or with Python")]

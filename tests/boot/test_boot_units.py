@@ -4,6 +4,7 @@ The code is this checkout's, so that a change of a unit is tried in a minute; th
 test_boot_life.py.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -18,6 +19,8 @@ from machine import Machine, MachineError, when
 from questions import QUESTION
 from tiny_llama import TINY_LLAMAS, save_tiny_llama
 
+from appliance.series import Series, SeriesError
+from appliance.series.names import UP, split
 from installer.access import api_keys
 from installer.base.layout import Layout
 from installer.service import units
@@ -180,6 +183,42 @@ def test_two_engines_share_one_limit_of_memory(server: Server):
         assert server.show(f"atoll-engine@{model}", "MemoryMax") == "infinity"
     total = int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
     assert int(server.show("atoll-engines.slice", "MemoryMax")) == pytest.approx(0.9 * total, rel=0.02)
+
+
+def test_the_sampler_keeps_the_history_of_both_models(server: Server):
+    machine, file = server.machine, server.layout.series / "series.db"
+
+    def seen() -> set[str]:
+        with contextlib.suppress(SeriesError), Series(file) as series:
+            rows = series.window(0, time.time() + 3600).rows
+            if rows and rows[-1].values.get(UP) == 1.0:
+                return {split(name)[1].get("model_name", "") for name in rows[-1].values}
+        return set()
+
+    when(lambda: {"chat", "tiny"} <= seen(), 60, "samples of both models")
+    pid = server.show("atoll-sampler", "MainPID")
+    inside = f"nsenter -t {pid} -m -n setpriv --reuid atoll-sampler --regid atoll-api --clear-groups"
+    assert machine.run(f"{inside} ip -o link").out.count("\n") == 1  # lo
+    for words in ("touch /etc/atoll/x", "cat /etc/atoll/credentials/api-keys.json", "ls /var/lib/atoll/state",
+                  "ls /run/atoll/engine/chat", "ls /var/lib/atoll/models/chat", "touch /opt/atoll/x",
+                  "touch /run/atoll/gateway/x"):  # fmt: skip
+        assert machine.run(f"{inside} {words}").code, words
+    rights = machine.run("stat -c '%a %U %G' /var/lib/atoll/series /run/atoll/gateway /run/atoll/gateway/metrics.sock")
+    assert rights.out == ("700 atoll-sampler atoll-api\n750 atoll-gateway atoll-api\n"
+                          "660 atoll-gateway atoll-api\n")  # fmt: skip
+    status = machine.run(f"cat /proc/{pid}/status").out
+    assert "CapBnd:\t0000000000000000" in status
+    assert "Seccomp:\t2" in status
+    machine.run("systemctl restart atoll-gateway").check()  # the socket is another one then
+    wait_healthy(server, "tiny", 20)
+    since = time.time()
+    when(lambda: _last_up(file) > since, 60, "a sample of the new gateway")
+
+
+def _last_up(file: Path) -> float:
+    with contextlib.suppress(SeriesError), Series(file) as series:
+        return max((row.at for row in series.latest(120).rows if row.values.get(UP) == 1.0), default=0.0)
+    return 0.0
 
 
 def test_the_verbs_of_the_installer_see_it(server: Server):
@@ -460,7 +499,8 @@ def test_it_comes_back_after_a_reboot_and_leaves_in_order(server: Server):
     machine.run(SERVICE % "s.remove_units()\nfrom installer.service import units\n"
                           "units.remove(units.owned_files(s.layout))\ns.reload()\ns.remove_users()").check()
     left = machine.run("for list in list-unit-files 'list-units --all'; do systemctl $list 'atoll*' --no-legend; done; "
-                       "getent passwd atoll-engine atoll-gateway; getent group atoll-api; ls /run/atoll/engine").out
+                       "getent passwd atoll-engine atoll-gateway atoll-sampler; getent group atoll-api; "
+                       "ls /run/atoll/engine").out
     assert left == ""
 
 
@@ -477,5 +517,5 @@ def test_each_systemd_reads_them_without_a_word(suite: str, new_machine: Callabl
     names = [*units.enabled(["chat"]), units.VERIFY, units.GPU_READY]
     verified = machine.run(f"systemd-analyze verify {' '.join(names)}").check()
     assert "atoll" not in verified.err + verified.out
-    for name, most in (("atoll-engine@chat.service", 10), ("atoll-gateway.service", 15)):
+    for name, most in (("atoll-engine@chat.service", 10), ("atoll-gateway.service", 15), ("atoll-sampler.service", 10)):
         machine.run(f"systemd-analyze security --no-pager --threshold={most} {name}").check()

@@ -122,6 +122,8 @@ _UPGRADE = """Install what is on the medium beside the running release, switch o
 The previous release stays on the disk: `atoll rollback` needs no medium. Settings, keys and other models stay.
 """
 
+_PURPOSE = "ATOLL_PURPOSE"  # what was typed, for the code that a hand-over starts
+
 
 def install(
     ctx: typer.Context,
@@ -151,7 +153,10 @@ def install(
     with told(as_json):
         given = read_answers(answers) if answers else Answers(schema_version=1)
         layout = layout_for(prefix or given.prefix)
-        _hand_over(media or given.medium, layout)
+        # `upgrade` runs through here, and so does the code that took over from it: the job is named after it.
+        purpose = os.environ.pop(_PURPOSE, "") or ctx.info_name
+        purpose = "upgrade" if purpose == "upgrade" else "install"
+        _hand_over(media or given.medium, layout, purpose)
         only = _models(bundle, gpus)
         options = InstallOptions(
             prefix=None if layout.system else layout.prefix,
@@ -173,7 +178,6 @@ def install(
             start_timeout=start_timeout or given.start_timeout or 900.0,
             tls=_tls(given, tls_cert, tls_key, tls_name, tls),
         )
-        purpose = ctx.info_name or "install"  # `upgrade` runs through here: its job gets that name
         _install(options, layout, purpose=purpose, interactive=answers is None, as_json=as_json)
 
 
@@ -209,7 +213,7 @@ def upgrade(
     )  # fmt: skip
 
 
-def _hand_over(media: list[Path], layout: Layout) -> None:
+def _hand_over(media: list[Path], layout: Layout, purpose: str = "install") -> None:
     """If a medium brings other code than the running code, the installed install.sh takes over: it trusts only the
     installed keys, verifies the code, unpacks it, and calls that code's `atoll install` with the same flags."""
     tree = code_tree()
@@ -225,6 +229,7 @@ def _hand_over(media: list[Path], layout: Layout) -> None:
         if command is not None:
             sys.stdout.flush()
             flags = [word for word in sys.argv[2:] if not word or Path(word) not in media]
+            os.environ[_PURPOSE] = purpose  # install.sh knows one command; code from before this variable ignores it
             os.execv(command[0], [*command, *flags])  # noqa: S606
         return
 

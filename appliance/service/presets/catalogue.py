@@ -36,7 +36,8 @@ class Reason(Words):
 
 
 class Card(_Data):
-    """A GPU by name. `memory_gib` is what PyTorch reports; `tb_per_s` and `sms` are the data sheet's."""
+    """A GPU by name. `memory_gib` is what PyTorch reports; `tb_per_s` and `sms` are the data sheet's. `source`: what
+    they were compared with; `unchecked`: which of them it does not confirm."""
 
     title: str
     gpu_class: int | None = Field(alias="class", gt=0)
@@ -45,6 +46,8 @@ class Card(_Data):
     sms: int | None = Field(gt=0)
     tb_per_s: float | None = Field(gt=0)
     measured: bool
+    source: str = ""
+    unchecked: tuple[Literal["memory_gib", "sms", "tb_per_s"], ...] = ()
     name: str
 
     @property

@@ -96,8 +96,10 @@ def http_server(options: ServeOptions, client: EngineClient) -> "HttpServer":
                              vendor_defaults=options.generation_config == "auto", **output_settings(config))
     app = create_app(dict.fromkeys(config.served_model_name, model), auth=keys, limits=options.limits,
                      allowed_origins=options.allowed_origins)
-    return make_server(app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
-                       ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile)
+    server = make_server(app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
+                         ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile)
+    server.metrics = app.state.gateway.metrics
+    return server
 
 
 def _exit_quietly(signum: int, frame: FrameType | None) -> NoReturn:

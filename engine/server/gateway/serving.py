@@ -13,6 +13,7 @@ import uvloop
 
 from engine.errors import complain
 from engine.server.gateway.http_server import HttpServer
+from engine.server.http import metrics_socket
 from engine.server.process.engine_child import EngineChild, EngineFailedError
 from engine.server.process.notify import Notifier
 
@@ -69,6 +70,8 @@ async def _run(serving: Serving) -> int:
     elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a closed terminal does not stop us
         loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP.name)
 
+    metrics = server.metrics
+    sampled = await metrics_socket.listen(lambda: metrics.render()[0]) if metrics is not None else None
     http = asyncio.create_task(server.serve(sockets=serving.sockets), name="http")
     supervisor = asyncio.create_task(engine.supervise(), name="supervisor") if engine is not None else None
     reporter = asyncio.create_task(serving.report(notifier), name="reporter")
@@ -93,5 +96,7 @@ async def _run(serving: Serving) -> int:
         return error.status
     finally:
         reporter.cancel()
+        if sampled is not None:
+            sampled.close()
     log.info("stopped")
     return 0

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from appliance.cli import app as tree
-from appliance.service.presets.catalogue import catalogue, find_card
+from appliance.service.presets.catalogue import Card, catalogue, find_card
 from appliance.service.presets.resolve import find, names, resolve
 from engine.plan import full_requests, plan_engine
 from engine.server.settings.commands import parse_serve
@@ -138,3 +138,12 @@ def test_exit_codes(arguments: list[str], code: int) -> None:
     result = run("presets", "show", *arguments)
     assert result.exit_code == code
     assert "Next: " in result.stderr
+
+
+@pytest.mark.parametrize("card", DATA.cards.values(), ids=lambda card: card.name)
+def test_the_figures_of_a_card_say_where_they_come_from(card: Card) -> None:
+    assert card.source.startswith("https://") or {"tb_per_s", "sms"} <= set(card.unchecked)
+    assert card.tb_per_s is not None
+    assert card.sms is not None
+    assert card.gpu_class is not None
+    assert card.memory_gib < card.gpu_class  # GiB below the data sheet's GB

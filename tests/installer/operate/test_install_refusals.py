@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 from installer_kit import Site, Witness, tree
+from typer.testing import CliRunner
 
+from appliance.cli.app import app
 from appliance.cli.install import install as install_command
 from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
@@ -195,6 +197,35 @@ def test_a_huge_description_of_code_on_a_medium_is_not_read(
     monkeypatch.setattr(install_command, "code_tree", lambda: tree)
     monkeypatch.setattr(os, "execv", lambda *given: pytest.fail("what is on the medium was taken for code"))
     install_command._hand_over([medium], site.layout)
+
+
+def test_code_that_takes_over_knows_that_it_is_an_upgrade(
+    site: Site, bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`atoll upgrade` becomes the medium's install.sh, which calls the new code's `atoll install`."""
+    site.install(bundle())
+    tree, medium = tmp_path / "tree", tmp_path / "medium"
+    tree.mkdir()
+    (tree / "runtime.json").write_text(json.dumps({"sequence": 1, "digest": "0" * 64}))
+    (medium / "runtime").mkdir(parents=True)
+    (medium / "runtime/bundle.json").write_text("{}")
+    monkeypatch.setattr(install_command, "code_tree", lambda: tree)
+    monkeypatch.setattr(install_command, "upgrade_command", lambda medium, layout: ["/bin/sh"])
+    jobs: list[str] = []
+    monkeypatch.setattr(install_command, "_install", lambda *given, purpose, **more: jobs.append(purpose))
+    monkeypatch.delenv("ATOLL_PURPOSE", raising=False)
+
+    def taken_over(*given: Any) -> None:  # what install.sh does in the end
+        monkeypatch.setattr(install_command, "code_tree", lambda: None)
+        CliRunner().invoke(app, ["install", str(medium), "--prefix", str(site.prefix)], catch_exceptions=False)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", taken_over)
+    CliRunner().invoke(app, ["upgrade", str(medium), "--prefix", str(site.prefix)], catch_exceptions=False)
+    assert jobs == ["upgrade"]
+    assert "ATOLL_PURPOSE" not in os.environ, "a later install must not be called an upgrade"
+    CliRunner().invoke(app, ["install", str(medium), "--prefix", str(site.prefix)], catch_exceptions=False)
+    assert jobs == ["upgrade", "install"]
 
 
 def test_licence_that_needs_no_acceptance(site: Site, bundle: Bundles) -> None:

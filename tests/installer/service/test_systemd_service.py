@@ -37,14 +37,17 @@ def test_a_tree_that_is_not_booted_gets_users_and_links_and_nothing_is_started(l
     assert service.models() == ["chat", "code"]
     wants = layout.units / "atoll.target.wants"
     assert {link.name for link in wants.iterdir()} == {
-        "atoll-gateway.socket", "atoll-gateway.service", "atoll-settle.service", "atoll-engine@chat.service",
-        "atoll-engine@code.service"}
+        "atoll-gateway.socket", "atoll-gateway.service", "atoll-sampler.service", "atoll-settle.service",
+        "atoll-engine@chat.service", "atoll-engine@code.service"}
     assert (layout.units / "multi-user.target.wants/atoll.target").is_symlink()
     assert (layout.units / "timers.target.wants/atoll-verify.timer").is_symlink()
     assert "atoll-engine:" in (layout.prefix / "etc/passwd").read_text()
     service.start()
     assert (service.stop(), service.state().phase, service.pids(), service.log_tail(5)) == (False, "stopped", set(), [])
 
+    (layout.units / "atoll-sampler.service").unlink()  # as a release from before it leaves it
+    service.apply_units(["chat", "code"])
+    assert not (wants / "atoll-sampler.service").is_symlink()
     service.apply_units(["code"])  # a model less
     assert service.models() == ["code"]
     service.remove_units()
@@ -181,7 +184,8 @@ def test_an_engine_that_runs_hands_over_and_the_gateway_starts_anew_meanwhile(la
     deeds = [words.removeprefix("systemctl --no-ask-password ") for words in runner.asked if "show" not in words]
     assert deeds[0].endswith(f"bin/atoll gateway --config {layout.config} --check"), "what is cold is read first"
     assert deeds[1:] == [f"reload --no-block {CHAT}", f"stop {GATEWAY}", f"systemctl reset-failed {GATEWAY}",
-                         f"start --no-block {GATEWAY}"]  # fmt: skip
+                         f"start --no-block {GATEWAY}",
+                         "systemctl restart --no-block atoll-sampler.service"]  # fmt: skip
 
 
 def test_a_successor_that_cannot_be_prepared_is_an_error_and_nothing_is_stopped(layout: Layout):

@@ -35,7 +35,9 @@ def server(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["atoll-engine@.service", "atoll-gateway.service", "atoll-gateway.socket"])
+@pytest.mark.parametrize(
+    "name", ["atoll-engine@.service", "atoll-gateway.service", "atoll-gateway.socket", "atoll-sampler.service"]
+)
 def test_what_stands_in_them_is_what_was_agreed(tmp_path: Path, name: str):
     """Word for word: a change of a sandbox is meant, or it is a mistake. `UPDATE_GOLDEN=1` writes it anew."""
     import os
@@ -131,7 +133,9 @@ def verify(root: Path, *names: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("name, most", [("atoll-engine@.service", 1.0), ("atoll-gateway.service", 1.5)])
+@pytest.mark.parametrize(
+    "name, most", [("atoll-engine@.service", 1.0), ("atoll-gateway.service", 1.5), ("atoll-sampler.service", 1.0)]
+)
 @pytest.mark.parametrize("gpu", [True, False])
 def test_exposure(tmp_path: Path, name: str, most: float, gpu: bool):
     units.write(units.render(Layout.server(tmp_path), MODELS, host="0.0.0.0", gpu=gpu))
@@ -160,11 +164,12 @@ def test_users_and_directories_are_made_from_them(server: Path):
     subprocess.run(["systemd-sysusers", f"--root={server}", "atoll.conf"], check=True, capture_output=True)
     users = [line.split(":") for line in (server / "etc/passwd").read_text().splitlines()]
     ours = {user[0]: user for user in users if user[0].startswith("atoll-")}
-    assert ours.keys() == {"atoll-engine", "atoll-gateway"}
+    assert ours.keys() == {"atoll-engine", "atoll-gateway", "atoll-sampler"}
     assert all(user[6].endswith("nologin") and int(user[2]) < 1000 for user in ours.values())
     assert "atoll-api:" in (server / "etc/group").read_text()
     subprocess.run(["systemd-tmpfiles", f"--root={server}", "--create", "atoll.conf"], check=True, capture_output=True)
     assert (server / "run/atoll/engine").stat().st_mode & 0o777 == 0o755
+    assert (server / "run/atoll/gateway").stat().st_mode & 0o777 == 0o750
 
 
 def test_only_what_differs_is_written_and_reported(tmp_path: Path):

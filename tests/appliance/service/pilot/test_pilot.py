@@ -21,6 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checklist_kit import Front, forked
 
+from appliance.series import Series, SeriesError
+from appliance.series.names import UP
+from appliance.series.sampler import file_of
 from appliance.service import answers as answers_of
 from appliance.service import jobs
 from appliance.service.pilot import records, report
@@ -271,3 +274,52 @@ def test_the_checklist_s_step_pilots_and_signs_with_the_name_in_the_answers(user
     assert {each.id for each in PilotStep().run(  # type: ignore[arg-type]
         SimpleNamespace(layout=users.layout, answers=answers_of.empty(), frontend=Front())).blocking} == {
             "pilot-planned"}  # fmt: skip
+
+
+def when(true: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.1)
+
+
+def rows(file: Path) -> list[Any]:
+    with contextlib.suppress(SeriesError), Series(file) as series:
+        return series.window(0, time.time() + 3600).rows
+    return []
+
+
+def samplers(layout: Layout) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if b"appliance.series.sampler" in words and str(layout.series).encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def test_an_installation_has_a_history_without_a_pilot(installed: Layout) -> None:
+    layout = installed
+    file, key = file_of(layout), api_keys.add(layout.api_keys, "user")
+    body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 4}
+    answer = httpx.post(f"{config.standing(layout).url}/v1/completions", json=body, timeout=120,
+                        headers={"Authorization": f"Bearer {key.text}"})  # fmt: skip
+    assert answer.status_code == 200
+    when(lambda: any(row.values.get(UP) == 1.0 and any("generation_tokens_total" in name for name in row.values)
+                      for row in rows(file)), 60)  # fmt: skip
+    assert {path.stat().st_mode & 0o777 for path in layout.series.iterdir()} == {0o600}
+    (process,) = samplers(layout)
+    ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    used = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
+    os.kill(process, signal.SIGKILL)  # the service does not depend on it
+    assert httpx.get(f"{config.standing(layout).url}/livez", timeout=30).status_code == 200
+    assert used < 10
+    kept = len(rows(file))
+    stop(layout)
+    assert samplers(layout) == []
+    assert len(rows(file)) >= kept
+    start(layout, Front())  # type: ignore[arg-type]
+    when(lambda: len(rows(file)) > kept, 60)
+    stop(layout)
+    assert samplers(layout) == []
