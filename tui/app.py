@@ -16,6 +16,7 @@ from textual.screen import Screen
 
 from appliance.service.desk import Desk, InstallError, Layout, MachineFacts
 from appliance.service.state import State, StepState
+from appliance.service.trouble import Trouble
 from appliance.service.words import CHOSEN, t, told
 from tui.dialogs.ask import Ask, Read
 from tui.following import Following, Question
@@ -25,6 +26,7 @@ from tui.frame.front import Key
 from tui.look import PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
+from tui.trouble import TroubleScreen
 
 FOLLOW_SECONDS = 0.1       # between two looks at what the job has said
 DRAW_SECONDS = 0.2         # between two drawings of it; on a serial line PLAIN_SECONDS
@@ -119,6 +121,8 @@ class Wizard(App[None]):
         except InstallError as error:
             state, trouble = None, error
         machine = self.machine or self.desk.machine()
+        if first:
+            self.desk.look_for_trouble()
         self._signature = self.desk.signature()
         self.call_from_thread(self._looked, state, trouble, machine, first)
 
@@ -288,6 +292,17 @@ class Wizard(App[None]):
                      check=self.say(finding.title))  # fmt: skip
         self.push_screen(Ask(self.say, question, 3), waived)
 
+    @work(thread=True, exclusive=True, group="trouble", exit_on_error=False)
+    def action_trouble(self) -> None:
+        found = self.desk.look_for_trouble()
+        self.call_from_thread(self._tell_trouble, found)
+
+    def _tell_trouble(self, found: list[Trouble]) -> None:
+        if found:
+            self.push_screen(TroubleScreen(found))
+        else:
+            self.note = t("Nothing is wrong.")
+
     def action_dashboard(self) -> None:
         if places.has_dashboard():
             self.push_screen(places.dashboard(self))
@@ -320,6 +335,7 @@ class Wizard(App[None]):
         yield Key("F4", t("Other colours"), "colours")
         yield Key("F6", t("Write the answers to a file"), "export")
         yield Key("F7", t("Write the report of all steps"), "report")
+        yield Key("", t("What is wrong, and what to do"), "trouble")
         yield Key("F8", t("Messages of the work"), "messages")
         yield Key("Ctrl-L", t("Draw the screen again"), "redraw")
         yield Key("F1", t("Help"), "help")

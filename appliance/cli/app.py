@@ -74,6 +74,10 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.operate.status", "register",
             "Show what is installed, whether it serves, and its endpoint.",
         ),
+        "trouble": (
+            "appliance.cli.operate.trouble", "register",
+            "Show what is wrong, why, what was not changed and what to do.",
+        ),
         "start": ("appliance.cli.operate.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.operate.lifecycle", "register", "Stop the service; everything stays installed."),
         "restart": ("appliance.cli.operate.lifecycle", "register", "Restart the service to apply changed settings."),

@@ -18,13 +18,18 @@ from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.layout import Layout
 from installer.operate.install import key_was_shown
+from installer.service.log_file import readable, tail
 
 if TYPE_CHECKING:
     from appliance.service.offers import Offer
     from appliance.service.pilot.board import PilotBoard
+    from appliance.service.trouble import Trouble
     from appliance.service.tuning.board import Board
 
 __all__ = ["Desk", "InstallError", "Job", "Layout", "MachineFacts"]
+
+
+_LOG_LINES = 200
 
 
 class Desk:
@@ -34,12 +39,37 @@ class Desk:
         self.layout = layout
         self.answers = checklist.last_answers(layout)
         self.by = getpass.getuser()
+        self.troubles: list[Trouble] = []  # as of the last look
 
     def state(self) -> State:
         return checklist.show(self.layout, self.answers)
 
     def machine(self) -> MachineFacts:
         return machine_facts(self.layout)
+
+    def look_for_trouble(self) -> list["Trouble"]:
+        """What is wrong now; about a second where there is a GPU. Kept in `troubles`."""
+        from appliance.service.trouble import troubles
+
+        try:
+            self.troubles = troubles(self.layout, self.answers.medium)
+        except (InstallError, OSError):  # the state cannot be read: `state` says why
+            self.troubles = []
+        return self.troubles
+
+    def trouble_of(self, error: InstallError) -> "Trouble | None":
+        """What is behind an error that work ended with; None where the error says it all."""
+        from appliance.service.trouble import of_error
+
+        return of_error(error)
+
+    def log_tail(self) -> list[str]:
+        """The last lines of the service's log, for people."""
+        from appliance.service.trouble import gather
+
+        if not self.layout.system:
+            return [readable(line) for line in tail(self.layout.log, _LOG_LINES)]
+        return list(gather(self.layout).log_tail)
 
     def signature(self) -> tuple[object, ...]:
         """Changes when the state may have changed; cheap enough to be asked every second."""
