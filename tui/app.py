@@ -14,11 +14,12 @@ from textual.command import CommandPalette
 from textual.reactive import reactive
 from textual.screen import Screen
 
-from appliance.service.desk import Desk, InstallError, Layout, MachineFacts
+from appliance.service.desk import Desk, InstallError, Layout, MachineFacts, Person
 from appliance.service.state import State, StepState
 from appliance.service.trouble import Trouble
 from appliance.service.words import CHOSEN, t, told
 from tui.dialogs.ask import Ask, Read
+from tui.dialogs.seat import GiveWay, TakeOver
 from tui.following import Following, Question
 from tui.frame import places
 from tui.frame.checklist import Checklist
@@ -56,6 +57,7 @@ class Wizard(App[None]):
         Binding("f1,question_mark", "help"), Binding("f2", "language"), Binding("f4", "colours"),
         Binding("f5", "again"), Binding("f6", "export"), Binding("f7", "report"), Binding("f8", "messages"),
         Binding("f9", "waive"), Binding("f12", "dashboard"), Binding("7", "dashboard"), Binding("ctrl+l", "redraw"),
+        Binding("f11", "seat"),
         Binding("f10,ctrl+q", "leave", priority=True), Binding("ctrl+c", "leave", priority=True),
         Binding("left", "move(-1)"), Binding("right", "move(1)"),
         *(Binding(str(number), f"open({number})") for number in range(7)),
@@ -68,6 +70,7 @@ class Wizard(App[None]):
     following: reactive[Following | None] = reactive(None, init=False)
     position = reactive(0, init=False)
     note = reactive("", init=False)
+    watched: reactive[Person | None] = reactive(None, init=False)   # who works here, if somebody else
     pulse = reactive(0, init=False)   # counts what the job has said; screens that show work watch it
 
     def __init__(self, layout: Layout, language: str, *, plain: bool = False) -> None:
@@ -100,9 +103,15 @@ class Wizard(App[None]):
         for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):
                 asyncio.get_running_loop().add_signal_handler(name, self.action_leave)
+        loop = asyncio.get_running_loop()
+        self.desk.sit_down(lambda person: loop.call_soon_threadsafe(self._somebody_asks, person),
+                           lambda: (self._give_way(), loop.call_soon_threadsafe(self._seat_changed)))  # fmt: skip
         self._look(True)
         self.set_interval(FOLLOW_SECONDS, self._follow)
         self.set_interval(PLAIN_SECONDS if self.plain else 1.0, self._watch)
+
+    def on_unmount(self) -> None:
+        self.desk.leave()
 
     def say(self, text: Any) -> str:
         said = str(told(text, self.language))
@@ -128,6 +137,7 @@ class Wizard(App[None]):
 
     def _looked(self, state: State | None, trouble: InstallError | None, machine: MachineFacts, first: bool) -> None:
         self.machine, self.trouble = machine, trouble or self.trouble
+        self.watched = self.desk.somebody_else()
         self.standing = state or self.standing
         job = self.desk.job() if self.following is None else None
         if job is not None:
@@ -154,10 +164,63 @@ class Wizard(App[None]):
         """The open pane."""
         return self.checklist.pane.current
 
+    # -- two operators
+
+    def _somebody_asks(self, person: Person | None) -> None:
+        if person is not None:
+            self.push_screen(GiveWay(self.say, person), self._answer_seat)
+        else:
+            for screen in [each for each in self.screen_stack if isinstance(each, GiveWay)]:
+                screen.dismiss(None)
+
+    def _answer_seat(self, yes: bool | None) -> None:
+        if yes is not None and self.desk.seat is not None:
+            self.desk.seat.answer(yes)
+
+    def _give_way(self) -> None:
+        """In the seat's thread: a terminal that hangs must not keep the job from its next front."""
+        following, seat = self.following, self.desk.seat
+        if seat is not None and not seat.held and not seat.refused and following is not None:
+            if not following.is_watcher:
+                following.hand_over()
+
+    def _seat_changed(self) -> None:
+        """Won, lost, or refused."""
+        seat = self.desk.seat
+        if seat is None:
+            return
+        self.watched = self.desk.somebody_else()
+        if seat.refused:
+            self.note, seat.refused = t("The other operator goes on working, and did not give way."), False
+        elif seat.held:
+            self.note = t("You work here now.")
+            if self.following is not None and self.following.is_watcher:
+                self.following.abandoned, self.following = True, None  # and be the front of the same job
+        else:
+            self.note = t("Another operator works here now. You see everything.")
+            for screen in [each for each in self.screen_stack[1:] if isinstance(each, Ask | Read)]:
+                screen.dismiss(None)
+        self._look(False)
+
+    def action_seat(self) -> None:
+        other = self.desk.somebody_else()
+        if other is None:
+            self.note = t("Nobody else works here.")
+            return
+
+        def asked(yes: bool | None) -> None:
+            if yes and self.desk.seat is not None:
+                self.desk.seat.ask()
+                self.note = t("Asked. If nobody answers for 60 seconds, you work here.")
+
+        self.push_screen(TakeOver(self.say, other), asked)
+
     # -- the running job
 
     def run_step(self, name: str) -> None:
-        if self.following is None:
+        if self.desk.somebody_else() is not None:
+            self.action_seat()
+        elif self.following is None:
             self.trouble, self.note = None, ""
             self.following = Following(lambda reader: self.desk.run(name, reader), name).start()
 
@@ -337,6 +400,8 @@ class Wizard(App[None]):
         yield Key("F7", t("Write the report of all steps"), "report")
         yield Key("", t("What is wrong, and what to do"), "trouble")
         yield Key("F8", t("Messages of the work"), "messages")
+        if self.watched is not None:
+            yield Key("F11", t("Ask to work here"), "seat")
         yield Key("Ctrl-L", t("Draw the screen again"), "redraw")
         yield Key("F1", t("Help"), "help")
         yield Key("F10", t("Leave; work that was begun goes on"), "leave")

@@ -157,8 +157,10 @@ class LazyGroup(TyperGroup):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
-        if not rest and sys.stdin.isatty() and sys.stdout.isatty():
+        if not rest:
             rest = ["setup"]
+        elif rest[0] == "tui":  # what people type who do not remember `setup`
+            rest = ["setup", *rest[1:]]
         with speaking(language), libraries_in(language_of()):
             translate(self, language_of())
             return super().main(rest, *more, **settings)
