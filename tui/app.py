@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from textual import work
 from textual.app import App, SystemCommand
@@ -23,7 +23,7 @@ from tui.dialogs.seat import GiveWay, TakeOver
 from tui.following import Following, Question
 from tui.frame import places
 from tui.frame.checklist import Checklist
-from tui.frame.front import Key
+from tui.frame.front import Front, Key
 from tui.look import PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
@@ -63,7 +63,7 @@ class Wizard(App[None]):
         *(Binding(str(number), f"open({number})") for number in range(7)),
     ]  # fmt: skip
 
-    language = reactive("en", init=False)
+    language: reactive[str] = reactive("en", init=False)
     standing: reactive[State | None] = reactive(None, init=False, always_update=True)
     machine: reactive[MachineFacts | None] = reactive(None, init=False)
     trouble: reactive[InstallError | None] = reactive(None, init=False)
@@ -87,6 +87,11 @@ class Wizard(App[None]):
         return Checklist()
 
     @property
+    def front(self) -> Front:
+        """This, as screens know it: a type checker does not see that a reactive attribute reads as its value."""
+        return cast(Front, self)
+
+    @property
     def checklist(self) -> Checklist:
         screen = self.screen_stack[0]
         assert isinstance(screen, Checklist)
@@ -104,8 +109,15 @@ class Wizard(App[None]):
             with contextlib.suppress(ValueError, RuntimeError):
                 asyncio.get_running_loop().add_signal_handler(name, self.action_leave)
         loop = asyncio.get_running_loop()
-        self.desk.sit_down(lambda person: loop.call_soon_threadsafe(self._somebody_asks, person),
-                           lambda: (self._give_way(), loop.call_soon_threadsafe(self._seat_changed)))  # fmt: skip
+
+        def asked(person: Person | None) -> None:
+            loop.call_soon_threadsafe(self._somebody_asks, person)
+
+        def changed() -> None:
+            self._give_way()
+            loop.call_soon_threadsafe(self._seat_changed)
+
+        self.desk.sit_down(asked, changed)
         self._look(True)
         self.set_interval(FOLLOW_SECONDS, self._follow)
         self.set_interval(PLAIN_SECONDS if self.plain else 1.0, self._watch)
@@ -146,7 +158,7 @@ class Wizard(App[None]):
         if first and state is not None and any(step.status != "open" for step in state.steps):
             self.open_step(next((n for n, step in enumerate(state.steps, 1) if step.status != "green"),
                                 len(state.steps)))  # fmt: skip
-        if first and (screen := places.trouble_at_start(self)) is not None:
+        if first and (screen := places.trouble_at_start(self.front)) is not None:
             self.push_screen(screen)
 
     def _watch(self) -> None:
@@ -180,9 +192,9 @@ class Wizard(App[None]):
     def _give_way(self) -> None:
         """In the seat's thread: a terminal that hangs must not keep the job from its next front."""
         following, seat = self.following, self.desk.seat
-        if seat is not None and not seat.held and not seat.refused and following is not None:
-            if not following.is_watcher:
-                following.hand_over()
+        lost = seat is not None and not seat.held and not seat.refused
+        if lost and following is not None and not following.is_watcher:
+            following.hand_over()
 
     def _seat_changed(self) -> None:
         """Won, lost, or refused."""
@@ -250,7 +262,7 @@ class Wizard(App[None]):
             kept = t("Enter: I have kept it.")
             self.push_screen(Read(self.say, t("API key"), self.say(said), kept),
                              lambda seen: self.desk.key_was_shown(following.result) if seen else None)  # fmt: skip
-        elif following.error is not None and (screen := places.trouble(self, following.error)) is not None:
+        elif following.error is not None and (screen := places.trouble(self.front, following.error)) is not None:
             self.push_screen(screen)
         self._look(False)
 
@@ -368,7 +380,7 @@ class Wizard(App[None]):
 
     def action_dashboard(self) -> None:
         if places.has_dashboard():
-            self.push_screen(places.dashboard(self))
+            self.push_screen(places.dashboard(self.front))
 
     def action_leave(self) -> None:
         if self.following is not None:
@@ -378,7 +390,7 @@ class Wizard(App[None]):
     # -- the menu
 
     def action_command_palette(self) -> None:
-        if not CommandPalette.is_open(self):
+        if not CommandPalette.is_open(cast(App[object], self)):
             placeholder = self.say(t("What do you want to do?"))
             self.push_screen(CommandPalette(id="--command-palette", placeholder=placeholder))
 

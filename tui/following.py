@@ -50,6 +50,7 @@ class Following:
 
     def __init__(self, work: Callable[["Following"], tuple[dict, dict[str, str]]], step: str = "") -> None:
         self._come: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._notes: deque[str] = deque(maxlen=MOST_LINES)  # a flood of messages costs the oldest, never the keys
         self._latest: tuple[str, int, int] | None = None
         self.at_step = step
         self.is_watcher = False
@@ -98,6 +99,9 @@ class Following:
                 asked.append(value)
             else:
                 self._one(kind, value)
+        for _ in range(len(self._notes)):
+            self.lines.append(self._notes.popleft())
+            self.news += 1
         if self._latest is not None:
             self.news += 1
             self._progress(self._latest)
@@ -108,8 +112,6 @@ class Following:
         match kind:
             case "task":
                 self._task(*value)
-            case "note":
-                self.lines.append(value)
             case "found":
                 self.found = value
             case "plan":
@@ -161,7 +163,7 @@ class Following:
         self._latest = (label, done, total)
 
     def note(self, text: str) -> None:
-        self._put(("note", text))
+        self._notes.append(text)
 
     def preflight(self, records: list[Any]) -> None:
         self._put(("found", [Finding.of_check(record) for record in records]))

@@ -103,17 +103,21 @@ def _fit(
 
 def precision_of(config: Any) -> str:
     """Of the weights as they lie on the medium."""
-    if not isinstance(config, dict):
-        return ""
-    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    quantized = config.get("quantization_config")
+    quantized = config.get("quantization_config") if isinstance(config, dict) else None
     if isinstance(quantized, dict):
         return str(quantized.get("quant_method") or "")
+    inner = _inner(config)
     return str(inner.get("dtype") or inner.get("torch_dtype") or "").replace("bfloat16", "bf16").replace("float", "fp")
 
 
 def _context_of(config: Any) -> int | None:
-    inner = config.get("text_config") if isinstance(config, dict) and isinstance(config.get("text_config"), dict) \
-        else config  # fmt: skip
-    value = inner.get("max_position_embeddings") if isinstance(inner, dict) else None
+    value = _inner(config).get("max_position_embeddings")
     return value if type(value) is int else None
+
+
+def _inner(config: Any) -> dict[str, Any]:
+    """The part about text, where a model has others too."""
+    if not isinstance(config, dict):
+        return {}
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config

@@ -2,7 +2,7 @@
 terminal, the Korean keyboard, and leaving."""
 
 import json
-import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -251,18 +251,18 @@ async def test_leaving_loses_nothing_and_coming_back_lands_on_the_open_step(desk
 async def test_one_of_two_models_is_chosen(desk: Desk, bundle: Any, tmp_path: Path) -> None:
     medium = tmp_path / "medium"
     medium.mkdir()
-    for name in ("small", "large"):
-        os.rename(bundle(name=name), medium / name)
+    for sequence in (1, 2):
+        shutil.copytree(bundle(sequence=sequence), medium / f"tiny-{sequence}")
     app = wizard(desk, bundle=None, medium=[str(medium)])
     async with app.run_test(size=(80, 24)) as pilot:
         await ready(app, pilot)
         await opened(app, pilot, 2)
-        await until(pilot, lambda: "large" in seen(app) and "small" in seen(app))
+        await until(pilot, lambda: "tiny 1.1.0" in seen(app) and "tiny 1.2.0" in seen(app))
         assert "Space chooses one" in seen(app)
         await pilot.press("enter")
         assert app.following is None
         await pilot.press("down", "space")
         await until(pilot, lambda: "[x]" in seen(app))
         (chosen,) = app.desk.answers.models
-        assert chosen.bundle == str(medium / "small")
+        assert chosen.bundle == str(medium / "tiny-2")
         await until(pilot, lambda: "Enter Read the licences" in seen(app))

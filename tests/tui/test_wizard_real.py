@@ -110,7 +110,7 @@ async def test_from_nothing_to_a_signed_pilot(layout: Layout, tmp_path: Path) ->
         await green("gpu")
 
         await pilot.press("enter")
-        await until(pilot, lambda: "smollm2-135m-instruct" in seen(app) and "fits" in seen(app) and "Apache-2.0" in seen(app))
+        await until(pilot, lambda: all(word in seen(app) for word in ("smollm2-135m", "fits", "Apache-2.0")))
         await pilot.press("enter")
         await read_to_the_end()
         await read_to_the_end()
@@ -118,8 +118,7 @@ async def test_from_nothing_to_a_signed_pilot(layout: Layout, tmp_path: Path) ->
 
         await pilot.press("enter", "enter")
         await read_to_the_end()  # the plan
-        await until(pilot, lambda: isinstance(app.screen, Read), 300)
-        assert "The key of the endpoint is" in seen(app)
+        await until(pilot, lambda: "The key of the endpoint is" in seen(app), 300)
         await read_to_the_end()
         await green("install")
 
@@ -154,7 +153,7 @@ async def test_from_nothing_to_a_signed_pilot(layout: Layout, tmp_path: Path) ->
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, Form))
         await pilot.press("enter", *"Kim", "enter", "enter")
-        await green("pilot")
+        await until(pilot, lambda: app.following is None and status("pilot") == "green", 120)
         await until(pilot, lambda: "signed by Kim" in seen(app))
     shown = subprocess.run([sys.executable, "-m", "appliance.cli", "checklist", "show", "--json", "--prefix",
                             str(layout.prefix)], capture_output=True, text=True, check=True)  # fmt: skip

@@ -38,8 +38,8 @@ class TakeOver(_Decide):
         since = time.strftime("%H:%M", time.localtime(other.since))
         super().__init__(
             say, t("{user} ({origin}) works here since {time}.", user=other.user, origin=other.origin, time=since),
-            t("You see the same screens, and change nothing. You may ask to take over: the other operator is asked, and "
-              "has 60 seconds to answer. Work that runs goes on either way."),
+            t("You see the same screens, and change nothing. You may ask to take over: the other operator is asked, "
+              "and has 60 seconds to answer. Work that runs goes on either way."),
             t("Enter asks. Esc goes on looking."),
         )  # fmt: skip
 

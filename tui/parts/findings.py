@@ -85,7 +85,7 @@ class Detail(Told, Static):
 
 def meaning_of(finding: Finding, say: Say) -> list[tuple[str, str]]:
     """Why it matters, what is needed, what to do, and what was seen."""
-    rows = [
+    rows: list[tuple[str, str]] = [
         (t("Seen"), finding.observed), (t("Needed"), finding.required), (t("Why"), finding.why),
         (t("Fix"), finding.fix), (t("Command"), finding.command), (t("Evidence"), finding.evidence),
     ]  # fmt: skip

@@ -176,8 +176,9 @@ class StepBody(Body):
 
     def _in_the_way(self, blocking: list[Finding]) -> str:
         if all(each.severity == "strict" for each in blocking):
-            return t("Enter waits: {count} checks fail. Fix them, then F5 runs the step again.", count=len(blocking))
-        return t("Enter waits: {count} checks fail. F5 runs the step again, F9 goes on with a reason.",
+            return t("Enter waits. Failing checks: {count}. Fix them, then F5 runs the step again.",
+                     count=len(blocking))  # fmt: skip
+        return t("Enter waits. Failing checks: {count}. F5 runs the step again, F9 gives a reason.",
                  count=len(blocking))  # fmt: skip
 
     def go(self) -> None:

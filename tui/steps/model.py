@@ -71,6 +71,8 @@ class ModelBody(StepBody):
         if not self._is_chosen_yet() and len(found) == 1:
             self._drawn = None
         self.draw()
+        if self.is_open and len(found) > 1 and not self._chosen_paths() and self.screen.is_current:
+            self.query_one("#offers", Table).focus()
 
     # -- drawing
 
@@ -99,7 +101,8 @@ class ModelBody(StepBody):
                 continue
             word, colour = FITS[offer.fit]
             more = [Text(offer.precision), Text(f"{offer.context:,}" if offer.context else "?")] if wide else []
-            name = f"{offer.name} {offer.version}" if wide else offer.name
+            alone = sum(each.name == offer.name for each in self.offers) == 1
+            name = offer.name if alone and not wide else f"{offer.name} {offer.version}"
             table.add_row(Text(mark), Text(name), Text(human(offer.bytes)), *more,
                           Text(self.say(word), colour), Text(offer.spdx))  # fmt: skip
         if self.offers:

@@ -74,6 +74,11 @@ class PilotBody(StepBody):
         self.board, self.problem = found or self.board, problem
         self.draw()
 
+    def _watched(self) -> None:
+        super()._watched()
+        if self.is_open and self.front.following is None:  # it has ended, or somebody else did something
+            self._look()
+
     # -- drawing
 
     def draw_facts(self) -> None:

@@ -117,12 +117,13 @@ class StartBody(Body):
         if wrong is not None:
             self.front.note = t("There is nothing at {path}.", path=wrong)
             return
-        desk = self.front.desk
+        desk, self.front.trouble = self.front.desk, None
         if said["answers"]:
             try:
                 desk.load(said["answers"])
             except InstallError as error:
-                self.front.note = error.message
+                self.front.trouble = error  # more than a line
+                self.front.note = t("The answers file cannot be used.")
                 return
             self.query_one("#answers", Input).value = ""
             said["medium"] = said["medium"] or str(next(iter(desk.answers.medium), desk.answers.bundle or ""))

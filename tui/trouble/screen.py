@@ -2,12 +2,10 @@
 
 from typing import ClassVar
 
-from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Static
 
 from appliance.service.trouble import Trouble
 from appliance.service.words import t
@@ -63,7 +61,8 @@ class TroubleScreen(Told, Screen[None]):
         bar.language = note.language = self.front.language
         self.query_one(TroubleView).show(trouble)
         many = len(self.troubles) > 1
-        turn = [Key("Left Right", t("{number} of {count}", number=self.at + 1, count=len(self.troubles)), "screen.turn(1)")]
+        place = t("{number} of {count}", number=self.at + 1, count=len(self.troubles))
+        turn = [Key("Left Right", place, "screen.turn(1)")]
         bar.keys = (
             Key("Esc", t("Back"), "screen.dismiss(None)"), *(turn if many else []),
             Key("F5", t("Look again"), "screen.again"), Key("F8", t("Log"), "screen.log"),

@@ -26,7 +26,7 @@ from appliance.service.tuning.measure import LoadDriver, Measured, ProfileLoad, 
 from appliance.service.tuning.records import Records
 from appliance.service.tuning.request import TuneRequest
 from appliance.service.tuning.score import Score
-from appliance.service.tuning.work import last, run_reset, run_tuning
+from appliance.service.tuning.work import last, run_reset, run_tuning, set_exactly
 from installer.base.errors import ExitCode, InstallError
 from installer.base.journal import History, Journal, intact
 from installer.base.layout import Layout
@@ -152,6 +152,28 @@ def test_the_best_is_kept_shown_and_taken_back(place: Place) -> None:
     with pytest.raises(InstallError, match="nothing to go back to"):
         run_reset(place.layout, None, Front())  # type: ignore[arg-type]
     place.await_settled()
+
+
+def test_what_a_person_chose_is_kept_if_it_serves(place: Place) -> None:
+    before = place.settings
+
+    def by_hand(settings: dict[str, Any]) -> None:
+        def work(frontend: Any) -> dict[str, Any]:
+            set_exactly(place.layout, None, settings, frontend, timeout=60.0)
+            return {}
+
+        jobs.run(place.layout, "tune", work, Front(), kind="tune", given={}, interactive=False)  # type: ignore[arg-type]
+
+    by_hand({"max-num-seqs": 3})
+    assert "max-num-seqs = 3" in place.settings
+    assert place.serves()
+    with pytest.raises(InstallError):
+        by_hand({"max-num-seqs": 5, "max-model-len": 100_000_000})  # more than any model knows
+    place.await_settled()
+    assert "max-num-seqs = 3" in place.settings
+    assert place.serves()
+    assert run_reset(place.layout, None, Front())["setting"] == {"max-num-seqs": None}  # type: ignore[arg-type]
+    assert place.settings == before
 
 
 def test_killed_at_every_recorded_point_it_goes_on_and_the_service_stays(place: Place, tmp_path: Path) -> None:
