@@ -1,4 +1,4 @@
-"""What the running engines say about themselves: the memory plan, the context, the device."""
+"""What the running engines report: memory plan, context, device."""
 
 import asyncio
 import contextlib
@@ -11,16 +11,17 @@ from installer.base.layout import Layout
 from installer.service.log_file import tail
 
 TIMEOUT = 2.0
-_LOG_LINES = 4000   # of a prefix installation's log, in which its last plan stands
+_LOG_LINES = 4000   # lines of a prefix installation's log that are searched for the last plan
 _ENGINE_USER = "atoll-engine"
-_LOGGED = {"memory_plan": "Memory plan", "planned": "Planned memory in numbers: "}  # how these log lines begin
+_LOGGED = {"memory_plan": "Memory plan", "planned": "Planned memory in numbers: "}  # beginnings of these log lines
 
 
 def engine_facts(layout: Layout, models: list[str]) -> dict[str, dict[str, Any]]:
-    """Instance → what its engine says: memory_plan (a table), max_model_len, cache_tokens, max_num_seqs, device, dtype.
+    """Instance → what its engine reports: memory_plan (a table), max_model_len, cache_tokens, max_num_seqs, device,
+    dtype.
 
-    Over the engine's socket in the system form (root, or the group atoll-api); in the prefix form the plan alone, from
-    the log. An engine that does not answer is left out.
+    Read from the engine's socket in the system form (root, or the group atoll-api); in the prefix form only the plan,
+    from the log. An engine that does not answer is left out.
     """
     if not layout.system:
         plan = _plan_in(tail(layout.log, _LOG_LINES, limit=4 << 20))
@@ -67,7 +68,7 @@ def _policy() -> Any:
 
 
 def _plan_in(lines: list[str]) -> dict[str, Any]:
-    """The last memory plan that was logged: as a table, and in numbers."""
+    """The last memory plan in the log: as a table, and as numbers."""
     found: dict[str, Any] = {}
     for line in reversed(lines):
         for name, beginning in _LOGGED.items():

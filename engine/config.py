@@ -7,6 +7,10 @@ from typing import Literal
 from engine.setting import setting
 
 Device = Literal["auto", "cpu", "cuda"]
+# The tables of engine.text.parsers, named here for who must not load them
+ToolCallParser = Literal["auto", "none", "gemma4", "hermes", "llama3_json", "llama4_json", "mistral", "qwen3_coder",
+                         "qwen3_json", "qwen3_xml"]
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "gemma4", "mistral", "qwen3"]
 
 PAGE_SIZES = (8, 16, 32, 64)
 TABLE_PLACES = ("host", "gpu")  # where a table that is only looked up may be
@@ -74,6 +78,14 @@ class EngineConfig:
     overlap: bool | None = None  # schedule step N+1 while step N runs; None: only where it helps (GPU)
     seed: int | None = setting(None, "base of the seeds of requests without one (random)", group="model")
     skip_tokenizer_init: bool = False
+    tool_call_parser: ToolCallParser = setting(
+        "auto", "how the model writes tool calls; auto asks its template, none leaves them in the text ({default})",
+        group="model", metavar="NAME")
+    reasoning_parser: ReasoningParser = setting(
+        "auto", "how the model marks its reasoning; auto asks its vocabulary, none leaves it in the text ({default})",
+        group="model", metavar="NAME")
+    enable_auto_tool_choice: bool = setting(
+        True, "tools may be called without a request demanding it ({default})", group="model")
     per_layer_embeddings: Literal["auto", "host", "gpu"] = setting(  # the table of Gemma 4 E2B, E4B
         "auto", "where Gemma 4 E2B's and E4B's are: auto takes the host where it has room, else the GPU ({default})",
         group="memory")

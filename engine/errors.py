@@ -5,10 +5,21 @@ id and values: a front end that speaks another language translates them where th
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+# Ids of errors that end an engine. A log record carries one as its field `error_id`, so that programs need not read the
+# English message.
+OUT_OF_MEMORY = "out-of-memory"
+KILLED = "killed"        # by SIGKILL, most often the kernel's when the machine runs out of memory
+SETTINGS = "settings"
+MODEL = "model"
+
+Flag = tuple[str, str, str]  # name, metavar, help
 
 _retell: Callable[[str], str] = str
+_front_end_flags: Sequence[Flag] = ()
 
 
 class AtollError(Exception):
@@ -55,15 +66,37 @@ class EngineDeadError(AtollError):
     """The engine process is gone or has not become ready."""
 
 
+def error_id(error: BaseException) -> str:
+    """Its id, or "" for an error that programs cannot act upon."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, OutOfMemoryPlanError | MemoryError) or (
+        torch is not None and isinstance(error, torch.OutOfMemoryError)
+    ):
+        return OUT_OF_MEMORY
+    return SETTINGS if isinstance(error, ConfigError) else MODEL if isinstance(error, ModelError) else ""
+
+
+def log_fields(error: BaseException) -> dict[str, Any]:
+    """`extra=` for the log record of an error: its id, where it has one."""
+    return {"fields": {"error_id": found} if (found := error_id(error)) else {}}
+
+
 @contextmanager
-def retelling(retell: Callable[[str], str]) -> Iterator[None]:
-    """For the duration of the block, `told` and `complain` say what `retell` makes of each message."""
-    global _retell
-    before, _retell = _retell, retell
+def retelling(retell: Callable[[str], str], *, flags: Sequence[Flag] = ()) -> Iterator[None]:
+    """For the duration of the block, `told` and `complain` say what `retell` makes of each message.
+
+    `flags`: those that the front end takes from the command line itself; `--help` lists them.
+    """
+    global _retell, _front_end_flags
+    before, (_retell, _front_end_flags) = (_retell, _front_end_flags), (retell, flags)
     try:
         yield
     finally:
-        _retell = before
+        _retell, _front_end_flags = before
+
+
+def front_end_flags() -> Sequence[Flag]:
+    return _front_end_flags
 
 
 def told(text: str) -> str:

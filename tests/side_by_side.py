@@ -21,16 +21,17 @@ SELFTEST = sorted(str(path.relative_to(ROOT)) for path in (ROOT / KERNELS).glob(
 
 # Parts whose fixtures are dear and shared (engines, bundles, installs) stay whole.
 PARTS = {
+    "checklist": ["tests/appliance/service"],
     "installer": ["tests/installer"],
-    "kernels in Triton's interpreter": OF_TRITON,
     "server": ["tests/engine/server"],
-    "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
     "kernels' other tests": [KERNELS, *(f"--ignore={path}" for path in (*OF_TRITON, *SELFTEST))],
+    "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
+    "kernels in Triton's interpreter": OF_TRITON,
     "kernels' self-test": SELFTEST,
     "bundles": ["tests/offline_bundle"],
+    "appliance": ["tests/appliance", "--ignore=tests/appliance/service", "tests/test_imports.py"],
     "engine": ["tests/engine", *(f"--ignore=tests/engine/{name}" for name in
                ("kernels", "models", "server", "test_oracle.py"))],
-    "appliance": ["tests/appliance", "tests/test_imports.py"],
     "terminal": ["tests/tui"],
 }  # fmt: skip
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Triton's interpreter is one thread of Python

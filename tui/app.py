@@ -73,9 +73,10 @@ class Wizard(App[None]):
     watched: reactive[Person | None] = reactive(None, init=False)   # who works here, if somebody else
     pulse = reactive(0, init=False)   # counts what the job has said; screens that show work watch it
 
-    def __init__(self, layout: Layout, language: str, *, plain: bool = False) -> None:
+    def __init__(self, layout: Layout, language: str, *, plain: bool = False, dashboard: bool = False) -> None:
         super().__init__(ansi_color=plain)
         self.desk = Desk(layout)
+        self._opens_dashboard = dashboard
         self.plain = plain
         self.parting = ""
         self.set_reactive(Wizard.language, language)
@@ -119,6 +120,8 @@ class Wizard(App[None]):
 
         self.desk.sit_down(asked, changed)
         self._look(True)
+        if self._opens_dashboard:
+            self.action_dashboard()
         self.set_interval(FOLLOW_SECONDS, self._follow)
         self.set_interval(PLAIN_SECONDS if self.plain else 1.0, self._watch)
 

@@ -9,13 +9,12 @@ from importlib import import_module, metadata
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from appliance.cli.common import say
-from appliance.cli.language.engine_programs import engine_errors_told
+from appliance.cli.language.commands import Commands, Group
+from appliance.cli.language.engine_programs import engine_speaks
 from appliance.cli.language.help_texts import translate
-from appliance.cli.language.own_parsers import helping
 from appliance.cli.language.usage_errors import usage_errors_told
 from installer.base.errors import ExitCode
 from installer.base.i18n import LANGUAGES, joined, language_of, libraries_in, looked_up, speaking, t
@@ -30,7 +29,8 @@ atoll status                                whether it serves, and what is next
 Each command explains itself, with examples: atoll install --help"""
 
 # Group of the list → name → (module, attribute, one line). `app` is a typer group, `register` adds commands to a typer
-# app, and `main` is a program with a parser of its own. What only units start has a group without a title: not listed.
+# app, and `main` is a program with its own parser. Commands that only units start are in a group without a title: they
+# are not listed.
 _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "Publish, on a connected PC": {
         "bundle": ("appliance.cli.publish.bundle", "app", "Build, inspect and verify signed model bundles and media."),
@@ -65,7 +65,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "rollback": (
             "appliance.cli.operate.lifecycle", "register",
-            "Go back to the release before; no medium is needed.",
+            "Go back to the previous release; no medium is needed.",
         ),
         "uninstall": ("appliance.cli.operate.lifecycle", "register", "Stop the service and remove what was installed."),
     },
@@ -78,13 +78,14 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.operate.trouble", "register",
             "Show what is wrong, why, what was not changed and what to do.",
         ),
+        "top": ("tui.top", "register", "Watch the running service: speed, queue, memory, GPUs, alerts."),
         "start": ("appliance.cli.operate.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.operate.lifecycle", "register", "Stop the service; everything stays installed."),
         "restart": ("appliance.cli.operate.lifecycle", "register", "Restart the service to apply changed settings."),
         "tune": ("appliance.cli.operate.tune", "app", "Find the engine settings that serve your traffic best."),
         "jobs": (
             "appliance.cli.operate.jobs", "app",
-            "List, watch and cancel the long work that runs in the background.",
+            "List, watch and cancel long work that runs in the background.",
         ),
         "pilot": ("appliance.cli.operate.pilot", "app", "Let users in by stages, with a way back; sign the result."),
         "cost": ("appliance.cli.operate.cost", "register", "Compute what requests and tokens cost here."),
@@ -115,7 +116,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.secure.tls", "app",
             "Show, renew or replace the endpoint's certificate; export the local CA.",
         ),
-        "audit": ("appliance.cli.secure.audit", "app", "Show the audit log, and check that it is whole."),
+        "audit": ("appliance.cli.secure.audit", "app", "Show the audit log, and check that it is intact."),
     },
     "Develop": {
         "serve": (
@@ -137,8 +138,8 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "Wait until the GPU can be used; exit 0 when it can (units do).",
         ),
         "settle": (
-            "installer.operate.boot_recovery", "main",
-            "Take back an upgrade that a power cut interrupted (a unit does, at boot).",
+            "appliance.cli.operate.settle", "register",
+            "Undo an upgrade that a power cut interrupted (a unit does, at boot).",
         ),
     },
 }
@@ -146,14 +147,14 @@ COMMANDS = {name: command for group in _GROUPS.values() for name, command in gro
 GROUP_OF = {name: title for title, group in _GROUPS.items() for name in group}
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """Lists commands from `COMMANDS`, and imports the one that is called. Speaks the operator's language."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **settings: Any) -> Any:
-        """`--lang` may stand anywhere. What a stream cannot encode becomes '?' instead of a traceback."""
+        """`--lang` may stand anywhere. A character that a stream cannot encode becomes '?' instead of a traceback."""
         language, rest = take_language(sys.argv[1:] if args is None else list(args))
         if args is None:
-            sys.argv[1:] = rest  # also what an upgrade hands over to newer code, which finds the choice in $ATOLL_LANG
+            sys.argv[1:] = rest  # an upgrade passes these on to newer code, which finds the language in $ATOLL_LANG
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
@@ -185,15 +186,15 @@ class LazyGroup(TyperGroup):
             return super().make_context(*given, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        """Turn errors that are meant for a person into a message and an exit code; a traceback means a bug."""
+        """Turn errors for operators into a message and an exit code; a traceback means a bug."""
         try:
             with usage_errors_told():
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            say(t("Interrupted. Run the same command again to go on."), err=True)
+            say(t("Interrupted. Run the same command again to continue."), err=True)
             raise typer.Exit(130) from None
         except Exception as error:
-            # Each room has an error class of its own (they may not import one another); this is their common shape.
+            # Each room has its own error class (they may not import one another); these attributes are what they share.
             message, hint = getattr(error, "message", None), getattr(error, "hint", None)
             if message is None or hint is None:
                 raise
@@ -205,7 +206,7 @@ class LazyGroup(TyperGroup):
 
 
 def take_language(args: list[str]) -> tuple[str | None, list[str]]:
-    """What `--lang` says, and the arguments without it."""
+    """The language of `--lang`, and the arguments without it."""
     found, rest, words = None, [], iter(args)
     for word in words:
         if word == "--":
@@ -234,25 +235,21 @@ def _load(name: str) -> Any:
     if attribute == "app":
         return get_group(found)
     if attribute == "register":
-        holder = typer.Typer()
-        holder.command(name="register", hidden=True)(lambda: None)  # so that typer makes a group even of one command
+        holder = Commands()
+        holder.command(name="register", hidden=True)(lambda: None)  # or typer makes no group of one command
         found(holder)
         return get_group(holder).commands[name]
     return _pass_through(name, help_line, found)
 
 
 def _pass_through(name: str, help_line: str, run: Callable[[list[str]], int | None]) -> Any:
-    """A command that has an argument parser of its own and gets every argument, `--help` included."""
+    """A command with its own argument parser. It gets every argument, including `--help`."""
     settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    holder = typer.Typer(add_completion=False)
+    holder = Commands(add_completion=False)
 
     @holder.command(name=name, help=help_line, context_settings=settings)
     def call(ctx: typer.Context) -> None:
-        if not {"-h", "--help"} & set(ctx.args):
-            with engine_errors_told():
-                raise typer.Exit(run(ctx.args) or 0)
-        language = language_of()
-        with helping(lambda text: looked_up(text, language)):
+        with engine_speaks():
             raise typer.Exit(run(ctx.args) or 0)
 
     return get_command(holder)
@@ -260,7 +257,7 @@ def _pass_through(name: str, help_line: str, run: Callable[[list[str]], int | No
 
 def _stand_in(name: str) -> Any:
     language, title = language_of(), GROUP_OF[name]
-    holder = typer.Typer(add_completion=False)
+    holder = Commands(add_completion=False)
     holder.command(
         name=name, help=looked_up(COMMANDS[name][2], language), hidden=not title,
         rich_help_panel=looked_up(title, language) if title else None,
@@ -268,7 +265,7 @@ def _stand_in(name: str) -> Any:
     return get_command(holder)
 
 
-app = typer.Typer(
+app = Commands(
     name="atoll",
     cls=LazyGroup,
     help="Atoll turns a server without Internet into an LLM service: a signed bundle, one command, an OpenAI endpoint.",

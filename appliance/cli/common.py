@@ -26,9 +26,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 
 def layout_for(prefix: Path | None) -> Layout:
-    """The installation that is meant: --prefix, $ATOLL_PREFIX, for root (or where one is) the server, else the user's.
+    """The installation that a command is for: --prefix, $ATOLL_PREFIX, the server (for root, or if it has an
+    installation), else the user's own.
 
-    `--prefix /` is the server too: nobody wants a supervised process among a system's units.
+    `--prefix /` means the server too: nobody wants a supervised process among a system's units.
     """
     given = prefix or (Path(text) if (text := os.environ.get("ATOLL_PREFIX")) else None)
     if given is not None:
@@ -40,7 +41,7 @@ def layout_for(prefix: Path | None) -> Layout:
 
 @contextlib.contextmanager
 def told(as_json: bool) -> Iterator[None]:
-    """Show errors as they are meant to be read, and leave with their exit code."""
+    """Show errors for operators, and exit with their code."""
     try:
         yield
     except BrokenPipeError:
@@ -76,7 +77,7 @@ def print_error(error: InstallError) -> None:
 
 
 def say(text: str = "", *, err: bool = False) -> None:
-    """One line for a person, in the language that this terminal is set to."""
+    """One line for a person, in the language of this terminal."""
     typer.echo(spoken(text), err=err)
 
 
@@ -102,12 +103,12 @@ def say_rows(
 
 
 def agrees(question: str, *, err: bool = False) -> bool:
-    """A yes or no from the terminal; no where nothing is answered."""
+    """A yes or no from the terminal; no if there is no answer."""
     return typer.confirm(spoken(question), err=err)
 
 
 def print_json(facts: Any) -> None:
-    """One JSON object on stdout. What is said in it is English, whatever the terminal speaks."""
+    """One JSON object on stdout. Its texts are English, whatever the terminal's language."""
     typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
 
 

@@ -8,7 +8,7 @@ MAX_TOKENS = 160
 
 
 class AskError(Exception):
-    """The endpoint did not answer; the message says how."""
+    """The endpoint did not answer; the message says how it failed."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ def stream(url: str, key: str, answer: Answer) -> Iterator[str]:
     """
     import openai
 
-    # No proxy of the environment: the endpoint is on this machine.
+    # Ignore proxies of the environment: the endpoint is on this machine.
     http = openai.DefaultHttpxClient(trust_env=False)
     try:
         with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120, http_client=http) as client:

@@ -15,7 +15,7 @@ from appliance.service.steps import STEPS
 from installer.base.layout import Layout
 from offline_bundle import inspect_bundle
 
-LEFT_OUT = ("pilot",)  # it takes users
+LEFT_OUT = ("pilot",)  # it needs users
 _REVIEW = {
     "reviewer": "the demonstration", "expires": "2999-01-01", "lineage": "trained by its maker; no other model in it",
     "modifications": "converted to safetensors, bf16", "drafter": "there is none", "export": "none known",
@@ -29,12 +29,12 @@ warmup = 0
 [arrival]
 clients = 2
 """
-# It has 135 million parameters: whether its answers are good is not what the demonstration is about.
+# The model has 135 million parameters: the quality of its answers is not what the demonstration shows.
 _WAIVED = ("golden", "repetition", "quality-answers")
 
 
 class _Front(DemoFrontend):
-    """Shows which step of the checklist is at work; what it found stands in the summary."""
+    """Shows which step of the checklist is running; its findings are in the summary."""
 
     def step(self, name: str, status: str, detail: str = "") -> None:
         return

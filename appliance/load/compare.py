@@ -1,4 +1,4 @@
-"""Two results beside one another: what became faster, what slower, what cannot be compared."""
+"""Two results side by side: what got faster, what got slower, what cannot be compared."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ _HIGHER_IS_BETTER = {
 }  # fmt: skip
 _NAMES = {"ttft": t("time to first token"), "tpot": t("time per token"), "itl": t("wait between tokens"),
           "e2el": t("whole request")}  # fmt: skip
-_SAME = 0.03  # below this, two runs of one system differ as much
+_SAME = 0.03  # two runs of one system differ by this much
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number of both. `change` is relative; `better` is None where there is no difference worth the name."""
+    """One number of both. `change` is relative; `better` is None if the difference is too small to count."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ class Row:
 
 
 def compare(before: LoadResult, after: LoadResult) -> list[Row]:
-    """Throughputs, then latencies; numbers that one of them does not have are left out."""
+    """Throughputs, then latencies. Numbers that one of them lacks are left out."""
     rows = []
     for name, title in _HIGHER_IS_BETTER.items():
         rows += _row(name, title, "", getattr(before, name), getattr(after, name), higher=True)

@@ -1,4 +1,4 @@
-"""Prompts from a file instead of made ones: a line of JSON each (`custom`), or conversations (`sharegpt`)."""
+"""Prompts from a file instead of generated ones: one JSON object per line (`custom`), or conversations (`sharegpt`)."""
 
 import json
 import random
@@ -16,13 +16,13 @@ _MOST_ENTRIES = 1_000_000
 
 
 class Dataset:
-    """Prompts as texts or as messages, each with the answer's length, or None where the file names none."""
+    """Prompts as texts or as messages, each with the answer's length, or None if the file gives none."""
 
     def __init__(self, entries: list[tuple[str | list[dict[str, Any]], int | None]]) -> None:
         self.entries = entries
 
     def requests(self, endpoint: str, tokens_out: int, seed: int, *, shuffled: bool = True) -> Iterator[Request]:
-        """Without end: from the beginning again after the last."""
+        """Without end: starts again after the last."""
         entries = list(self.entries)
         if shuffled:
             random.Random(seed).shuffle(entries)  # noqa: S311 - an order, no secret
@@ -74,13 +74,13 @@ def _custom(text: str, endpoint: str) -> list[tuple[str | list[dict[str, Any]], 
 def _sharegpt(text: str) -> list[tuple[str | list[dict[str, Any]], int | None]]:
     data = json.loads(text)
     if not isinstance(data, list):
-        raise ValueError(t("it is no list of conversations"))
+        raise ValueError(t("it is not a list of conversations"))
     found: list[tuple[str | list[dict[str, Any]], int | None]] = []
     for entry in data:
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         if isinstance(turns, list) and len(turns) >= 2:
             first, second = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
             if isinstance(first, str) and first and isinstance(second, str):
-                # Without its tokenizer an answer's length is estimated from its letters.
+                # Without its tokenizer, an answer's length is estimated from its number of letters.
                 found.append((first, max(1, len(second) // 4)))
     return found

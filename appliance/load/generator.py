@@ -29,12 +29,12 @@ from installer.base.i18n import t
 
 _PROGRESS_SECONDS = 0.25
 _DRAIN_SECONDS = 60.0      # for running requests, after the time of a timed run is over
-_OWN_FILES = 64            # descriptors that are needed beside the connections
+_OWN_FILES = 64            # descriptors needed in addition to the connections
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is. `total` is None for a timed run, `total_seconds` for a counted one."""
+    """Progress of a run. `total` is None for a timed run, `total_seconds` for a counted one."""
 
     phase: str                  # "warmup" or "run"
     done: int
@@ -80,7 +80,7 @@ def run_load(
 
 
 class Load:
-    """One run. `make_sender` is called inside of its event loop."""
+    """One run. `make_sender` is called inside its event loop."""
 
     def __init__(
         self, make_sender: Callable[[], Sender], profile: TrafficProfile, *, requests: int | None = None,
@@ -107,7 +107,7 @@ class Load:
             raise LoadInterrupted(self.result(interrupted=True)) from None
 
     def result(self, *, interrupted: bool = False) -> LoadResult:
-        """What has been measured until now."""
+        """What has been measured so far."""
         self._tally.interrupted = interrupted
         now = self._end if self._end is not None else time.perf_counter()
         return self._tally.result(now - self._zero if self._zero is not None else 0.0, **self.facts)
@@ -188,7 +188,7 @@ class Load:
             await self._until_done(list(tasks))
 
     async def _until_done(self, tasks: list[asyncio.Task[None]]) -> None:
-        """All of them; in a timed run, those that take too long after its end are given up."""
+        """Wait for all of them. In a timed run, those that take too long after its end are given up."""
         if not tasks:
             return
         try:
@@ -206,7 +206,7 @@ class Load:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _more(self, *, count: bool = True) -> bool:
-        """Whether another request shall begin; counts it."""
+        """Whether another request may start; counts it."""
         if self.requests is not None and self._begun >= self.requests:
             return False
         if self.seconds is not None and self._zero is not None and time.perf_counter() - self._zero >= self.seconds:
@@ -224,7 +224,7 @@ class Load:
             raise
         self._tally.ended(outcome)
         if not outcome.ok and outcome.status == 0:
-            await asyncio.sleep(0.05)  # a target that is down must not be asked in a busy loop
+            await asyncio.sleep(0.05)  # do not ask a target that is down in a busy loop
 
     async def _warm_up(self, sender: Sender, source: Iterator[Request]) -> None:
         """A few requests side by side, for connections and caches. Their failures show again in the run."""
@@ -266,7 +266,7 @@ def run_in_loop(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _allow_connections(count: int) -> None:
-    """Raises InstallError (usage) where this process may not open so many."""
+    """Raises InstallError (usage) if this process may not open that many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted and (hard == resource.RLIM_INFINITY or soft < hard):
@@ -276,5 +276,5 @@ def _allow_connections(count: int) -> None:
         raise InstallError(
             t("{count} clients need more open files than this process may have ({limit}).", count=count, limit=soft),
             exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-            hint=t("Take fewer clients, or raise the limit: ulimit -n {wanted}", wanted=wanted),
+            hint=t("Use fewer clients, or raise the limit: ulimit -n {wanted}", wanted=wanted),
         )  # fmt: skip

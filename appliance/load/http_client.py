@@ -20,7 +20,7 @@ OnData = Callable[[bytes, float], None]
 
 
 class HttpError(Exception):
-    """The exchange failed; `began` says whether any byte of a response had come."""
+    """The exchange failed. `began`: at least one byte of a response had come."""
 
     def __init__(self, detail: str, *, began: bool = False) -> None:
         super().__init__(detail)
@@ -42,7 +42,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._done is None or self._done.done():
-            self.close()  # bytes that nobody asked for
+            self.close()  # bytes of no request
             return
         self._now, self._began = time.perf_counter(), True
         try:

@@ -1,4 +1,4 @@
-"""How long prompts and answers are: one number, a range, or a weighted mix of these."""
+"""Lengths of prompts and answers: one number, a range, or a weighted mix of these."""
 
 import random
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ class Lengths:
 
     @classmethod
     def of(cls, value: Any) -> "Lengths":
-        """Raises ValueError with words for whoever wrote the profile."""
+        """Raises ValueError with words for the author of the profile."""
         if isinstance(value, Lengths):
             return value
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -57,7 +57,7 @@ class Lengths:
         ))  # fmt: skip
 
     def written(self) -> Any:
-        """As a profile writes it."""
+        """In the form of a profile."""
         spans = [part.least if part.least == part.most else [part.least, part.most] for part in self.parts]
         if len(spans) == 1:
             return spans[0]

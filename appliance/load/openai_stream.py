@@ -1,4 +1,4 @@
-"""One streaming request to /v1/completions or /v1/chat/completions, and what became of it."""
+"""One streaming request to /v1/completions or /v1/chat/completions, and its outcome."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ class StreamReader:
         self._kept = self._arrivals = 0
         self._last = 0.0
         self._rest = b""
-        self._said = b""        # the beginning of the body, for an answer that is no stream
+        self._said = b""        # beginning of the body, for an answer that is not a stream
 
     def feed(self, data: bytes, now: float) -> None:
         if len(self._said) < _MOST_SAID:
@@ -75,7 +75,7 @@ class StreamReader:
                     return
 
     def _fail(self, kind: str, detail: str) -> NoReturn:
-        """Ends the exchange: what else such a server sends is not worth reading."""
+        """Ends the exchange: the rest of what such a server sends is not worth reading."""
         self.problem = (kind, detail)
         raise ValueError(detail)
 
@@ -123,7 +123,7 @@ class StreamReader:
             self._kept += len(text)
 
     def finish(self) -> Outcome:
-        """Judge the stream, now that its body has ended."""
+        """Judge the stream after its body has ended."""
         outcome = self.outcome
         outcome.text = self.text
         if not outcome.has_usage:

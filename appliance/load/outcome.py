@@ -1,21 +1,21 @@
-"""What became of one request."""
+"""The outcome of one request."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-# Kinds of errors, as results count them.
+# Kinds of errors, under which results count them.
 CONNECT = "connect"         # no connection, or it broke before an answer began
 TIMEOUT = "timeout"
 TRUNCATED = "truncated"     # the stream ended without a finish_reason or without [DONE]
 MALFORMED = "malformed"     # an answer that is not HTTP, not an event stream, or not a chunk
-STREAM_ERROR = "stream_error"   # the server said inside the stream that it failed
+STREAM_ERROR = "stream_error"   # the server reported inside the stream that it failed
 EMPTY = "empty"             # a complete stream without a token
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Times are seconds; `start` is on the clock of the run. `gaps` are the waits between two arrivals of text.
+    """Times are in seconds; `start` is on the clock of the run. `gaps` are the waits between two arrivals of text.
     `error` is a kind ("http_429", "timeout", …), None for a good answer."""
 
     start: float = 0.0
@@ -38,7 +38,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first; 0 for an answer of one token, as vLLM counts it."""
+        """Seconds per token after the first; 0 for an answer of one token, as vLLM counts it."""
         return (self.e2e - self.ttft) / (self.tokens_out - 1) if self.tokens_out > 1 else 0.0
 
     @property

@@ -27,8 +27,11 @@ class _Strict(BaseModel):
 
 
 class Arrival(_Strict):
-    """When requests come. `rate` makes an open loop: requests a second, however slowly the server answers. Without it
-    `clients` users each send the next request when the last answer has ended: a closed loop."""
+    """When requests come.
+
+    `rate` makes an open loop: requests per second, however slowly the server answers. Without it, each of `clients`
+    users sends the next request when the last answer has ended: a closed loop.
+    """
 
     clients: int | None = Field(default=None, ge=1, le=MOST_CLIENTS)
     think_seconds: float = Field(default=0.0, ge=0, le=3600)    # between an answer and the same client's next request
@@ -48,15 +51,15 @@ class Arrival(_Strict):
 
 
 class Prefix(_Strict):
-    """A beginning that requests share, as a system prompt is: `groups` different ones of `tokens` tokens."""
+    """A common beginning of requests, such as a system prompt: `groups` different ones of `tokens` tokens."""
 
     tokens: int = Field(ge=1, le=1_000_000)
     groups: int = Field(default=1, ge=1, le=100_000)
-    share: float = Field(default=1.0, gt=0, le=1)   # of all requests that begin with one
+    share: float = Field(default=1.0, gt=0, le=1)   # of all requests, those that start with one
 
 
 class Sampling(_Strict):
-    """What is sent along; what is left out is the server's default."""
+    """Sampling parameters to send; the server's default applies to the others."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -76,8 +79,11 @@ class Title(_Strict):
 
 
 class TrafficProfile(_Strict):
-    """Everything about the load but its target. `input` counts the shared prefix in; `ignore_eos` makes answers as long
-    as `output` says, whatever the model would say."""
+    """Everything about the load except its target.
+
+    `input` includes the shared prefix. `ignore_eos` makes answers as long as `output` says, wherever the model would
+    stop.
+    """
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\z")]
     title: Title | None = None
@@ -88,7 +94,7 @@ class TrafficProfile(_Strict):
     arrival: Arrival
     prefix: Prefix | None = None
     sampling: Sampling = Sampling()
-    requests: int = Field(default=64, ge=1, le=10_000_000)      # a run's length, unless it is given another
+    requests: int = Field(default=64, ge=1, le=10_000_000)      # a run's length, unless another is given
     warmup: int = Field(default=2, ge=0, le=10_000)             # requests before the clock starts
     timeout_seconds: float = Field(default=600.0, gt=0, le=86_400)
     seed: int = Field(default=0, ge=0)
@@ -102,7 +108,7 @@ class TrafficProfile(_Strict):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, answer included."""
+        """Tokens of the longest request, including its answer."""
         return self.input.longest + self.output.longest
 
     @property
@@ -110,7 +116,7 @@ class TrafficProfile(_Strict):
         return self.arrival.clients
 
     def with_clients(self, clients: int) -> "TrafficProfile":
-        """The same requests in a closed loop of so many users."""
+        """The same requests in a closed loop of this many users."""
         arrival = Arrival(clients=clients, think_seconds=self.arrival.think_seconds)
         return self.model_copy(update={"arrival": arrival})
 

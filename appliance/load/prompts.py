@@ -1,7 +1,7 @@
-"""The requests of a profile: texts of the wanted number of tokens, drawn from a seed, for a tokenizer that is not here.
+"""The requests of a profile: texts with the requested number of tokens, drawn from a seed, without the tokenizer.
 
-How many tokens a word takes is asked of the endpoint: two prompts are sent, and their usage says what a word costs and
-what the chat template adds. So lengths hold for any model and any endpoint that counts.
+The endpoint says how many tokens a word takes: two prompts are sent, and their usage shows the cost of a word and of
+the chat template. So lengths are right for any model and any endpoint that counts tokens.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import Any
 
 from appliance.load.profile import TrafficProfile
 
-# Frequent words, one or two tokens each in common vocabularies. Drawn at random they share no prefix by accident.
+# Frequent words, one or two tokens each in common vocabularies. Drawn at random, they share no prefix by accident.
 _WORDS = (Path(__file__).parent / "words.txt").read_text("ascii").split()
 
 
@@ -36,8 +36,8 @@ class WordCost:
 
 
 def measured_cost(short: tuple[int, int], long: tuple[int, int]) -> WordCost:
-    """From two prompts, each (words, tokens). What cannot be, as from an endpoint that counts nothing, gives the
-    default."""
+    """Computed from two prompts, each (words, tokens). Implausible counts, as from an endpoint that counts nothing,
+    give the default."""
     per_word = (long[1] - short[1]) / (long[0] - short[0])
     base = short[1] - per_word * short[0]
     return WordCost(max(0.0, base), per_word) if 0.3 <= per_word <= 8 else WordCost()
@@ -52,8 +52,11 @@ def content_of(text: str, endpoint: str) -> dict[str, Any]:
 
 
 def requests(profile: TrafficProfile, cost: WordCost, run: str, *, warmup: bool = False) -> Iterator[Request]:
-    """Requests without end. Lengths come from the profile's seed, the same ones in every run; words come from `run`, so
-    that the server's prefix cache does not know them from an earlier run. A warm-up shares nothing but the prefixes."""
+    """Requests without end.
+
+    Lengths come from the profile's seed and are the same in every run; words come from `run`, so that the server's
+    prefix cache does not know them from an earlier run. A warm-up shares only the prefixes.
+    """
     part = "warmup" if warmup else "run"
     lengths = random.Random(f"{profile.seed}-{part}")  # noqa: S311 - no secret
     rng = random.Random(f"{profile.seed}-{part}-{run}")  # noqa: S311

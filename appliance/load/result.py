@@ -1,4 +1,4 @@
-"""What a load came to, as a typed model, and as JSON in the field names of `vllm bench serve`."""
+"""The result of a load, as a typed model, and as JSON in the field names of `vllm bench serve`."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import plain, reason, t
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-_MOST_DETAILED = 10_000    # requests that are kept one by one, where that was asked for
+_MOST_DETAILED = 10_000    # requests that are kept one by one, if requested
 _MOST_EXAMPLES = 5         # of each kind of error
 _MOST_FILE = 256 << 20
 _LATEST = 400              # latencies that `Tally.latest` looks at
@@ -42,11 +42,9 @@ class Latency(BaseModel):
 
 
 class LoadResult(BaseModel):
-    """Throughputs are per second. `slo_share` is the share of all requests, failed ones included, within the SLO.
-
-    `timeline` rows are [second, tokens, requests begun, requests ended, errors]; `unfinished` requests were still
-    running when the time was over and the wait for them too.
-    """
+    """Throughputs are per second. `slo_share` is the share of all requests, including failed ones, within the SLO.
+    `timeline` rows are [second, tokens, requests begun, requests ended, errors]. `unfinished` requests were still
+    running when both the time and the wait for them were over."""
 
     date: str = ""
     backend: str = "openai"
@@ -93,7 +91,7 @@ class LoadResult(BaseModel):
         return self.completed + self.failed
 
     def to_json(self) -> dict[str, Any]:
-        """vLLM's names, flat; what vLLM does not have comes after them."""
+        """vLLM's names, flat; fields that vLLM lacks come after them."""
         values = self.model_dump(mode="json", exclude={*METRICS, "detailed", "metadata"})
         values |= {"request_rate": "inf" if self.request_rate is None else self.request_rate,
                    "endpoint_type": self.backend, "tokenizer_id": None, **self.metadata, **self.detailed}  # fmt: skip
@@ -108,7 +106,7 @@ class LoadResult(BaseModel):
     def of_json(cls, values: dict[str, Any]) -> "LoadResult":
         """What `to_json` or `vllm bench serve --save-result` wrote. Raises ValueError."""
         if not isinstance(values, dict) or "output_throughput" not in values or "completed" not in values:
-            raise ValueError(t("it is no result of `atoll bench serve` or `vllm bench serve`"))
+            raise ValueError(t("it is not a result of `atoll bench serve` or `vllm bench serve`"))
         known = {name: values[name] for name in cls.model_fields if name in values and name not in METRICS}
         if known.get("request_rate") == "inf":
             known["request_rate"] = None
@@ -127,7 +125,7 @@ class LoadResult(BaseModel):
 
 
 class Tally:
-    """Collects outcomes in bounded memory and makes the result of them, at any time."""
+    """Collects outcomes in bounded memory and can compute the result at any time."""
 
     def __init__(
         self, profile: TrafficProfile, *, slo: Slo | None = None, detailed: bool = False,
@@ -197,7 +195,7 @@ class Tally:
             examples.append(outcome.detail)
 
     def result(self, seconds: float, **facts: Any) -> LoadResult:
-        """As of now, `seconds` after the start."""
+        """The result so far, `seconds` after the start."""
         rate = 1 / seconds if seconds > 0 else 0.0
         sent = self.completed + self.failed
         arrival = self.profile.arrival

@@ -12,15 +12,15 @@ from appliance.load.target import Target
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import plain, t
 
-_SHORT, _LONG = 16, 96   # words of the two prompts that measure what a word costs
+_SHORT, _LONG = 16, 96   # words in the two prompts that measure the tokens of a word
 
 
 class Sender(Protocol):
-    """Answers requests. `open` before the first, `close` after the last."""
+    """Answers requests. `open` is called before the first, `close` after the last."""
 
     backend: str
     model: str
-    context: int | None     # tokens that a request may have, where it is known
+    context: int | None     # most tokens of a request, if known
 
     async def open(self) -> None: ...
 
@@ -47,7 +47,7 @@ class OpenAISender:
         self._path = target.path_of(endpoint)
 
     async def open(self) -> None:
-        """Look which models it serves. Raises InstallError where it does not answer, or refuses the key."""
+        """Find out which models it serves. Raises InstallError if it does not answer, or refuses the key."""
         status, body = await self._reach(self._client.get(f"{self.target.root}/v1/models"))
         if status in (401, 403):
             raise _refused(self.target, status, body)
@@ -65,7 +65,7 @@ class OpenAISender:
         self.context = length if isinstance(length, int) and length > 1 else None
 
     async def cost(self, endpoint: str) -> WordCost:
-        """Raises InstallError where the endpoint refuses even a small request: the load would only repeat that."""
+        """Raises InstallError if the endpoint refuses even a small request: the load would only repeat that."""
         counted = []
         for count in (_SHORT, _LONG):
             text = " ".join(words(_fixed_rng(), count).split()[:count])
@@ -101,7 +101,7 @@ class OpenAISender:
                 t("The endpoint {url} does not answer: {why}.", url=self.target.base_url,
                   why=plain(error) or type(error).__name__),
                 exit_code=ExitCode.UNHEALTHY,
-                hint=t("Look whether it serves: atoll status. For a certificate of a local CA: --ca FILE"),
+                hint=t("Check that it serves: atoll status. For a certificate of a local CA: --ca FILE"),
             ) from None
 
 

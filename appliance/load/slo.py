@@ -1,4 +1,4 @@
-"""A service level objective: how long each request may take, in milliseconds."""
+"""A service level objective: the time that each request may take, in milliseconds."""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ _PAIR = re.compile(r"(?P<name>[a-z0-9]+)[:=](?P<value>\d+(?:\.\d+)?)(?P<unit>ms|
 
 
 class Slo(BaseModel):
-    """Limits of one request; what is None is not asked for. `itl` is the 95th percentile of the request's own gaps
-    between tokens, `tpot` their mean."""
+    """Limits of one request; None sets no limit. `itl` is the 95th percentile of the request's own gaps between tokens,
+    `tpot` their mean."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,7 +29,7 @@ class Slo(BaseModel):
         return any(limit is not None for limit in (self.ttft, self.tpot, self.itl, self.e2el))
 
     def met_by(self, outcome: "Outcome") -> bool:
-        """A request that failed meets nothing."""
+        """A failed request meets no target."""
         if not outcome.ok:
             return False
         limits = ((self.ttft, outcome.ttft), (self.tpot, outcome.tpot), (self.itl, outcome.itl_p95),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 PERCENTILES = (50, 90, 95, 99)
-_KEPT = 100_000  # below this, percentiles are exact; above, from so many samples drawn evenly (reservoir sampling)
+_KEPT = 100_000  # samples; above, percentiles come from a uniform sample of this size
 
 
 class Distribution:
@@ -45,14 +45,14 @@ class Distribution:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
     def percentiles(self, wanted: Sequence[float] = PERCENTILES) -> list[float]:
-        """0 for each where nothing was added."""
+        """0 for each if nothing was added."""
         if not self._samples:
             return [0.0] * len(wanted)
         return [float(value) for value in np.percentile(self._samples, list(wanted))]
 
 
 class Timeline:
-    """What happened when, in at most `most` equal slots: they double their width when the run outgrows them."""
+    """Events over time, in at most `most` equal slots: they double their width when the run outgrows them."""
 
     def __init__(self, most: int = 512, width: float = 0.25) -> None:
         self._most, self.width = most, width
@@ -74,7 +74,7 @@ class Timeline:
         self.width *= 2
 
     def peak_per_second(self, field: str) -> float:
-        """The most of one second, or of one slot where slots are wider."""
+        """The highest rate per second, or per slot if slots are wider."""
         index, span = self.fields.index(field), max(1, round(1 / self.width))
         values = [slot[index] for slot in self._slots]
         return max((sum(values[i : i + span]) for i in range(len(values))), default=0.0) / (span * self.width)

@@ -1,4 +1,4 @@
-"""Where the load goes: an OpenAI endpoint, with what it takes to speak to it."""
+"""The target of the load: an OpenAI endpoint, with its key and certificates."""
 
 import os
 import ssl
@@ -16,8 +16,8 @@ _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 @dataclass(frozen=True)
 class Target:
-    """`base_url` without /v1. `ca`: certificates to trust instead of the system's; `pinned`: exactly this certificate,
-    whatever its names and dates. `key` is never shown."""
+    """`base_url` is without /v1. `ca`: certificates to trust instead of the system's. `pinned`: accept exactly this
+    certificate, whatever its names and dates. `key` is never shown."""
 
     base_url: str
     model: str | None = None
@@ -53,7 +53,7 @@ class Target:
 
     @property
     def root(self) -> str:
-        """The path below which the API lies; a base URL that ends in /v1 is understood."""
+        """The path below which the API lies. A base URL that ends in /v1 is accepted."""
         path = urlsplit(self.base_url).path.rstrip("/")
         return path[: -len("/v1")] if path.endswith("/v1") else path
 
@@ -61,7 +61,7 @@ class Target:
         return self.root + (self.path or _PATHS[endpoint])
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Raises InstallError (usage) where the certificates cannot be read."""
+        """Raises InstallError (usage) if the certificates cannot be read."""
         if not self.is_tls:
             return None
         if self.pinned is not None:  # the connection compares the certificate itself

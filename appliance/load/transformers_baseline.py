@@ -1,8 +1,8 @@
-"""The baseline that is there without any serving engine: Hugging Face transformers' `generate` on this machine.
+"""The baseline without any serving engine: Hugging Face transformers' `generate` on this machine.
 
-Requests that wait are answered in static batches of `batch_size`, as a first server around `generate` would: a batch
-runs until its longest answer is done, and whoever comes meanwhile waits. Needs transformers, which an installed Atoll
-does not bring: it is for a machine where both are, or for a comparison on the publishing side.
+Waiting requests are answered in static batches of `batch_size`, as a first server around `generate` would do: a batch
+runs until its longest answer is done, and requests that arrive meanwhile wait. Needs transformers, which an installed
+Atoll lacks: use it on a machine that has both, or for a comparison on the publishing side.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ class _Job:
             if not self.done.done():
                 self.done.set_result(None)
 
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(mark)
 
     def token(self, token: int, now: float, ends: set[int]) -> None:
-        """One more token at `now`; the answer ends at its length, or at an end token where those count."""
+        """One more token at `now`. The answer ends at its length, or at an end token if these count."""
         if self.done.done() or self.tokens >= self.request.tokens_out or self.outcome.finish_reason:
             return
         outcome = self.outcome
@@ -57,7 +57,7 @@ class _Job:
 
 
 class TransformersSender:
-    """A `Sender` (senders.py) that computes in this process."""
+    """A `Sender` (senders.py) that runs the model in this process."""
 
     backend = "transformers"
 
@@ -71,14 +71,14 @@ class TransformersSender:
         self._thread: threading.Thread | None = None
 
     async def open(self) -> None:
-        """Load the model. Raises InstallError where transformers is missing or cannot read it."""
+        """Load the model. Raises InstallError if transformers is missing or cannot read it."""
         try:
             await asyncio.to_thread(self._load)
         except ImportError:
             raise InstallError(
                 t("transformers is not installed here."), exit_code=ExitCode.USAGE,
                 changed=t("Nothing was changed."),
-                hint=t("Measure the baseline where it is, save it, and compare: atoll bench compare A B"),
+                hint=t("Measure the baseline on a machine that has it, save it, and compare: atoll bench compare A B"),
             ) from None
         except (OSError, ValueError, KeyError) as error:
             raise InstallError(
@@ -155,7 +155,7 @@ class TransformersSender:
                 batch.append(job)
             try:
                 self._generate([job for job in batch if not job.done.done()])
-            except Exception as error:  # a request that cannot be computed must not end the run
+            except Exception as error:  # a request that fails must not end the run
                 for job in batch:
                     job.outcome.failed("transformers", str(error))
             for job in batch:
@@ -193,7 +193,7 @@ class TransformersSender:
 
 
 class _Tokens:
-    """What `generate` calls a streamer: gets the prompts first, then the new tokens of each step."""
+    """A streamer for `generate`: it gets the prompts first, then the new tokens of each step."""
 
     def __init__(self, batch: list[_Job], ends: set[int]) -> None:
         self._batch, self._ends, self._begun = batch, ends, False

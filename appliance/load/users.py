@@ -1,4 +1,4 @@
-"""How many users a service level allows: closed loops of more and more clients until it is missed, then in between."""
+"""How many users a service level allows: closed loops of more and more clients until it is missed, then bisection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from appliance.load.slo import Slo
 from appliance.load.target import Target
 
 MOST_USERS = 1024
-_PRECISION = 0.15   # the answer is known to this share of itself, or to one user
+_PRECISION = 0.15   # relative precision of the answer; at least one user
 
 
 @dataclass(slots=True)
@@ -26,8 +26,8 @@ def find_users(
     target: Target, profile: TrafficProfile, slo: Slo, *, share: float = 0.95, most: int = MOST_USERS,
     rounds: int = 4, on_point: Callable[[int], OnProgress | None] = lambda clients: None,
 ) -> UsersAtSlo:  # fmt: skip
-    """Measure it on `target`: with each number of clients, `rounds` requests of each. `on_point` is told the number and
-    gives what shows the progress. Raises as `run_load` does."""
+    """Measure it on `target`: for each number of clients, `rounds` requests per client. `on_point` gets the number and
+    returns what shows the progress. Raises as `run_load` does."""
 
     def measure(clients: int) -> LoadResult:
         closed = profile.with_clients(clients)
@@ -39,7 +39,7 @@ def find_users(
 def users_at_slo(
     measure: Callable[[int], LoadResult], *, share: float = 0.95, start: int = 1, most: int = MOST_USERS
 ) -> UsersAtSlo:
-    """`measure(clients)` runs the load with an SLO; at least `share` of its requests must meet it."""
+    """`measure(clients)` runs the load with an SLO, which at least `share` of its requests must meet."""
     found = UsersAtSlo()
 
     def good(clients: int) -> bool:

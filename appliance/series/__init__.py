@@ -1,5 +1,8 @@
-"""A small time series on the disk, without a server: samples of the gateway's /metrics and of the GPUs, and questions
-about any window of them. One process writes (`Recorder`), any number read (`Series`)."""
+"""A small time series on the disk, without a server: samples of the gateway's /metrics and of the GPUs, and queries
+over any window.
+
+One process writes (`Recorder`), any number read (`Series`).
+"""
 
 from appliance.series.reader import Series, Window
 from appliance.series.recorder import Recorder

@@ -1,11 +1,11 @@
-"""Which series are kept, and what they are called in the file: `name{label="value",…}`, labels in order."""
+"""Which series are kept, and their names in the file: `name{label="value",…}`, labels sorted."""
 
 from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-MOST_SERIES = 4096      # of one page: a gateway has a few hundred
-MOST_PAGE = 8 << 20     # bytes of one page
+MOST_SERIES = 4096      # per page; a gateway has a few hundred
+MOST_PAGE = 8 << 20     # bytes of a page
 
 COUNTERS = (
     "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prompt_tokens_cached", "vllm:prefix_cache_queries",
@@ -16,17 +16,18 @@ HISTOGRAMS = (
     "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
     "vllm:request_queue_time_seconds",
 )
-GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "atoll:engine_up")
-UP = "atoll:scrape_up"                        # 1 if /metrics answered; the gauge of every sample
+GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "atoll:engine_up",
+          "atoll:kv_pages_in_use", "atoll:kv_pages_total")  # fmt: skip
+UP = "atoll:scrape_up"                        # 1 if /metrics answered; a gauge of every sample
 GPU = ("atoll:gpu_temperature", "atoll:gpu_memory_used")
-MOST = "max:"                                 # before a gauge of a coarser row: its highest value, beside the mean
+MOST = "max:"                                 # prefix of a gauge's highest value in a coarser row, beside the mean
 
 _TYPES = {**dict.fromkeys(COUNTERS, "counter"), **dict.fromkeys(HISTOGRAMS, "histogram"),
           **dict.fromkeys(GAUGES, "gauge")}  # fmt: skip
 
 
 def parsed(page: str) -> dict[str, float]:
-    """The series that are kept of one page of /metrics. Raises ValueError for what is no such page."""
+    """The series of one page of /metrics that are kept. Raises ValueError if it is not such a page."""
     if len(page) > MOST_PAGE:
         raise ValueError("too large")
     found: dict[str, float] = {}
@@ -78,6 +79,6 @@ def is_counter(text: str) -> bool:
 
 
 def spellings(name: str, *, histogram: bool = False) -> frozenset[str]:
-    """`generation_tokens` is understood as `vllm:generation_tokens_total`, and so on."""
+    """Also accepts `generation_tokens` for `vllm:generation_tokens_total`, and so on."""
     ends = ("",) if histogram else ("", "_total")
     return frozenset(f"{begin}{name}{end}" for begin in ("", "vllm:", "atoll:") for end in ends)

@@ -17,23 +17,25 @@ from installer.base.i18n import t
 
 
 class Window:
-    """The rows of a window, and `before`: the last one before it, which totals are counted from."""
+    """The rows of a window, and `before`: the last row before it, from which totals are counted."""
 
     def __init__(self, rows: list[Row], before: Row | None, start: float, end: float) -> None:
         self.rows, self.before, self.start, self.end = rows, before, start, end
 
     @property
     def seconds(self) -> float:
-        """How much was observed: gaps, such as a machine that was off, do not count. A window begins with a whole row,
-        so that this and `increase` cover the same time."""
+        """Seconds that were observed: gaps, such as a machine that was off, do not count.
+
+        A window begins with a whole row, so that this and `increase` cover the same time.
+        """
         return sum(row.span for row in (self.rows if self.before is not None else self.rows[1:]))
 
     def increase(self, name: str, **labels: str) -> float:
-        """By how much a counter grew; over several series, the sum."""
+        """How much a counter grew; the sum over several series."""
         return sum(self._grown(spellings(name), labels).values())
 
     def rate(self, name: str, **labels: str) -> float:
-        """`increase` a second; 0 where nothing was observed."""
+        """`increase` per second; 0 if nothing was observed."""
         seconds = self.seconds
         return self.increase(name, **labels) / seconds if seconds > 0 else 0.0
 
@@ -46,12 +48,12 @@ class Window:
         return found
 
     def mean(self, name: str, **labels: str) -> float | None:
-        """A gauge's mean over the rows; series of several models are averaged."""
+        """A gauge's mean over the rows; the average over several models."""
         seen = [value for row in self.rows for value in _of(row, spellings(name), labels)]
         return sum(seen) / len(seen) if seen else None
 
     def most(self, name: str, **labels: str) -> float | None:
-        """A gauge's highest value, of all its series."""
+        """A gauge's highest value over all its series."""
         names = spellings(name)
         seen = [value for row in self.rows
                 for value in (*_of(row, names, labels), *_of(row, {MOST + each for each in names}, labels))]
@@ -65,11 +67,11 @@ class Window:
         return None
 
     def count(self, name: str, **labels: str) -> float:
-        """How many observations a histogram took."""
+        """Number of observations of a histogram."""
         return sum(self._grown({f"{each}_count" for each in spellings(name, histogram=True)}, labels).values())
 
     def quantile(self, name: str, q: float, **labels: str) -> float | None:
-        """As Prometheus computes it: linear within a bucket; the highest finite bound for what lies above it. None
+        """As Prometheus computes it: linear within a bucket, and the highest finite bound for anything above it. None
         without observations."""
         buckets = self._buckets(name, labels)
         if not buckets or buckets[-1][1] <= 0:
@@ -99,7 +101,7 @@ class Window:
         return 1.0
 
     def points(self, name: str, **labels: str) -> list[tuple[float, float]]:
-        """A gauge's sum at each row, for a chart: (time, value)."""
+        """A gauge's sum in each row, for a chart: (time, value)."""
         return [(row.at, sum(seen)) for row in self.rows if (seen := _of(row, spellings(name), labels))]
 
     def rates(self, name: str, **labels: str) -> list[tuple[float, float]]:
@@ -131,7 +133,7 @@ class Window:
 
 
 class Series:
-    """One reader of the file; it holds no lock between two questions. Raises SeriesError."""
+    """One reader of the file. It holds no lock between two queries. Raises SeriesError."""
 
     def __init__(self, path: Path, *, tiers: tuple[Tier, ...] = TIERS) -> None:
         self.path, self._tiers = path, tiers
@@ -153,7 +155,7 @@ class Series:
 
     @property
     def last_at(self) -> float | None:
-        """When the newest sample was taken."""
+        """Time of the newest sample."""
         return self._one("SELECT max(at) FROM sample WHERE tier = 0")
 
     def latest(self, seconds: float) -> Window:
@@ -162,10 +164,10 @@ class Series:
         return self.window(end - seconds, end)
 
     def window(self, start: float, end: float) -> Window:
-        """At the finest resolution that reaches back to `start`."""
+        """The rows at the finest resolution that reaches back to `start`."""
         try:
             tier = next((number for number in range(len(self._tiers)) if self._reaches(number, start)), None)
-            if tier is None:  # nothing does: whatever reaches back the furthest
+            if tier is None:  # none does: take the one that reaches back furthest
                 oldest = [(self._one("SELECT min(at) FROM sample WHERE tier = ?", number), number)
                           for number in range(len(self._tiers))]  # fmt: skip
                 tier = min(((at, number) for at, number in oldest if at is not None), default=(0, 0))[1]

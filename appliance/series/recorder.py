@@ -1,5 +1,8 @@
-"""Takes the samples: one request for /metrics and, less often, the GPUs' facts. It runs in the process that watches a
-pilot and needs one API key with the scope `metrics`; the service itself gets no file to write."""
+"""Takes the samples: one request to /metrics and, less often, the GPUs' facts.
+
+It runs in the process that watches a pilot and needs one API key with the scope `metrics`. The service itself gets no
+file to write to.
+"""
 
 import asyncio
 import time
@@ -12,12 +15,24 @@ from appliance.series.store import SeriesError, Store, wall_clock
 from installer.gpu import nvml
 from installer.gpu.facts import GpuFacts
 
-_SECONDS = 5.0         # for /metrics to answer
-_GPU_EVERY = 10.0      # seconds: a probe is a process of its own, about 50 ms
+_SECONDS = 5.0         # timeout of /metrics
+_GPU_EVERY = 10.0      # seconds; a probe is a separate process, about 50 ms
+
+
+async def scraped(target: Target) -> dict[str, float] | None:
+    """The series that are kept of the target's /metrics; None where it does not answer."""
+    try:
+        async with HttpClient(target) as client:
+            status, body = await client.get(target.root + "/metrics", timeout=_SECONDS)
+        if status != 200 or len(body) > MOST_PAGE:
+            return None
+        return parsed(body.decode(errors="replace"))
+    except (HttpError, OSError, ValueError, KeyError, TimeoutError):
+        return None
 
 
 class Recorder:
-    """`lost`: samples that could not be kept, and `why` the last one could not."""
+    """`lost`: number of samples that could not be kept; `why`: the reason of the last one."""
 
     def __init__(self, target: Target, store: Store, *, gpus: Callable[[], GpuFacts] | None = None) -> None:
         self._target, self._store = target, store
@@ -30,8 +45,9 @@ class Recorder:
         self.up = False
 
     def sample(self) -> float | None:
-        """Take one sample; its time, None where it could not be kept. A service that is down is a sample too."""
-        values = asyncio.run(self._scraped())
+        """Take one sample. Returns its time, or None if it could not be kept. A service that is down is a sample
+        too."""
+        values = asyncio.run(scraped(self._target))
         self.up = values is not None
         row = {UP: float(self.up), **(values or {}), **self._gpu_facts()}
         try:
@@ -40,22 +56,12 @@ class Recorder:
             self.lost, self.why = self.lost + 1, str(error)
             return None
 
-    async def _scraped(self) -> dict[str, float] | None:
-        try:
-            async with HttpClient(self._target) as client:
-                status, body = await client.get(self._target.root + "/metrics", timeout=_SECONDS)
-            if status != 200 or len(body) > MOST_PAGE:
-                return None
-            return parsed(body.decode(errors="replace"))
-        except (HttpError, OSError, ValueError, KeyError, TimeoutError):
-            return None
-
     def _gpu_facts(self) -> dict[str, float]:
         now = time.monotonic()
         if self._has_gpus and now - self._gpu_at >= _GPU_EVERY:
             facts = self._gpus()
             self._gpu_at, self._gpu = now, {}
-            self._has_gpus = bool(facts.gpus)  # a machine without a GPU is asked once
+            self._has_gpus = bool(facts.gpus)  # a machine without a GPU is asked only once
             for number, gpu in enumerate(facts.gpus):
                 label = f'{{gpu="{gpu.index if gpu.index is not None else number}"}}'
                 if gpu.temperature is not None:

@@ -1,11 +1,11 @@
 """The file of a time series: SQLite in WAL mode, a bounded number of rows at three resolutions.
 
-SQLite because it has been through what this file must survive: a power cut keeps every committed row but perhaps the
-last few, a full disk rolls one row back and harms nothing, and readers never wait for the writer. A row is one sample
-of everything: its values as packed numbers, its names once for all rows that share them.
+SQLite, because it handles what this file must survive: a power cut keeps every committed row except perhaps the last
+few, a full disk rolls back one row, and readers never wait for the writer. A row is one sample of everything: its
+values as packed numbers, and its names stored once for all rows that share them.
 
 Counters are stored as totals that never fall. When the gateway restarts and counts from 0 again, the new counts are
-added to the old total, so a row of any resolution can be subtracted from any other. What a counter gained while
+added to the old total, so a row of any resolution can be subtracted from any other. The growth of a counter while
 nobody took samples is left out, as that time is: both sides of a rate must cover the same seconds.
 """
 
@@ -29,12 +29,12 @@ _MOST_PACKED = 8 * 2 * MOST_SERIES
 
 
 class SeriesError(Exception):
-    """A sample could not be kept, or the file cannot be read; everything that was committed stays."""
+    """A sample could not be kept, or the file cannot be read. Everything that was committed stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Rows of one resolution. `seconds`: one row covers that long; 0: as sampled."""
+    """Rows of one resolution. `seconds`: time covered by one row; 0: as sampled."""
 
     seconds: float
     rows: int
@@ -52,7 +52,7 @@ CREATE TABLE IF NOT EXISTS counter(key TEXT PRIMARY KEY, last REAL, total REAL) 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`at`: its end, in seconds since 1970. `span`: seconds before it that were observed."""
+    """`at`: its end, in seconds since 1970. `span`: observed seconds before it."""
 
     at: float
     span: float
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """`set_aside`: where a damaged file went, for a new one was begun."""
+    """`set_aside`: path of a damaged file that was replaced by a new one."""
 
     set_aside: Path | None = None
 
@@ -96,10 +96,12 @@ class Store:
         self._close()
 
     def add(self, at: float, values: Mapping[str, float]) -> float:
-        """Keep one sample; the time that it got: never before the last one. Raises SeriesError, and then nothing of
-        it is kept; a counter's growth is kept with the next one."""
+        """Keep one sample. Returns its time, which is never before the last one.
+
+        If it raises SeriesError, nothing of the sample is kept; a counter's growth is kept with the next one.
+        """
         db = self._connection
-        at = max(at, self.last_at + 0.001)  # a clock that was set back
+        at = max(at, self.last_at + 0.001)  # the clock was set back
         span = at - self.last_at if self.last_at and at - self.last_at <= self.most_gap else 0.0
         counters = {
             name: self._total(name, value, observed=span > 0) for name, value in values.items() if is_counter(name)
@@ -115,19 +117,19 @@ class Store:
                     self._close_bin(number, at)
                 self._forget()
         except sqlite3.Error as error:
-            self._layouts.clear()  # one that was rolled back must not be referred to
+            self._layouts.clear()  # layouts that were rolled back must not be referred to
             raise SeriesError(_why(error)) from error
         self._counters |= counters
         self.last_at = at
         return at
 
     def _total(self, name: str, value: float, *, observed: bool) -> tuple[float, float]:
-        """What the gateway said, and the total. Below the last one it has restarted, and counts from 0."""
+        """What the gateway reported, and the total. A value below the last one means a restart from 0."""
         last, total = self._counters.get(name, (0.0, 0.0))
         return value, total + ((value - last if value >= last else value) if observed else 0.0)
 
     def _close_bin(self, number: int, at: float) -> None:
-        """Rows of the finer tier, of the last interval that is over, as one row of this tier."""
+        """Combine the finer tier's rows of the last finished interval into one row of this tier."""
         width = self.tiers[number].seconds
         end = at // width * width
         if not self.last_at or self.last_at >= end:
@@ -193,7 +195,7 @@ class Store:
             self._db = None
 
     def _set_aside(self) -> Path:
-        """A damaged file is kept beside the new one: one of them."""
+        """Keep a damaged file beside the new one; only the latest."""
         self._close()
         aside = self.path.with_name(self.path.name + ".damaged")
         with contextlib.suppress(OSError):
@@ -223,7 +225,8 @@ def combined(rows: list[Row]) -> Row:
 def read_rows(
     db: sqlite3.Connection, tier: int, start: float, end: float, *, names: Callable[[str], bool] | None = None
 ) -> list[Row]:
-    """Rows with start < at ≤ end, oldest first. Raises sqlite3.Error, ValueError for what no writer of ours wrote."""
+    """Rows with start < at ≤ end, oldest first. Raises sqlite3.Error; ValueError for content that no writer of ours
+    wrote."""
     found = []
     layouts: dict[int, list[str]] = {}
     query = "SELECT at, span, layout, data FROM sample WHERE tier = ? AND at > ? AND at <= ? ORDER BY at"
@@ -254,6 +257,6 @@ def _why(error: sqlite3.Error) -> str:
 
 
 def wall_clock() -> Callable[[], float]:
-    """The time of day at the start, and then a clock that nobody sets: a step of the clock must not bend a rate."""
+    """The time of day at the start, then a monotonic clock: setting the clock must not distort a rate."""
     begun = time.time() - time.monotonic()
     return lambda: begun + time.monotonic()

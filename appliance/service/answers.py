@@ -56,7 +56,7 @@ def checked(values: dict[str, Any]) -> Answers:
 
 
 def merged(answers: Answers, learned: dict[str, Any]) -> Answers:
-    """The answers with what a run has learned on top; tables and lists are added to."""
+    """The answers with what a run has learned on top; tables and lists are extended."""
     return from_json(_over(to_json(answers), learned))
 
 
@@ -69,7 +69,7 @@ def _over(below: Any, above: Any) -> Any:
 
 
 def to_json(answers: BaseModel) -> dict[str, Any]:
-    """Only what is said: no defaults, no nulls."""
+    """Only what was set: no defaults, no nulls."""
     return _said(answers.model_dump(mode="json", exclude_defaults=True)) | {"schema_version": 1}
 
 
@@ -85,7 +85,7 @@ def text_of(answers: BaseModel) -> str:
 
 
 def write_back(path: Path, answers: BaseModel) -> None:
-    """Put into the operator's file what it did not say yet; comments and order stay. Raises OSError."""
+    """Add to the operator's file what it does not contain yet; comments and order stay. Raises OSError."""
     values = to_json(answers)
     if path.suffix == ".json":
         fs.write_atomic(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n", _mode(path))

@@ -1,4 +1,4 @@
-"""The checklist: what stands, and running it from the first step that is not green to the last."""
+"""The checklist: its current state, and running it from the first step that is not green to the last."""
 
 import secrets
 import time
@@ -30,11 +30,11 @@ from installer.decide.options import InstallOptions, ModelChoice, TlsChoice
 from installer.preflight import CHECKS
 
 MAX_REASON = 500
-_CHECKS = frozenset(check.id for check in CHECKS)  # what an install lets be waived
+_CHECKS = frozenset(check.id for check in CHECKS)  # checks that an install allows to be waived
 
 
 def show(layout: Layout, answers: Answers | None = None) -> State:
-    """The state as it stands. Reads only, holds no lock."""
+    """The current state. Reads only, holds no lock."""
     records = read(layout)
     answers = answers or last_answers(layout)
     busy = lock.holder(layout.checklist / "lock") is not None
@@ -45,9 +45,9 @@ def show(layout: Layout, answers: Answers | None = None) -> State:
 def run(
     layout: Layout, request: RunRequest, reader: JobReader, *, fresh: bool = False
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run the checklist as a job and follow it: its result, and what it handed over. Raises InstallError.
+    """Run the checklist as a job and follow it. Returns its result, and what it handed over. Raises InstallError.
 
-    `fresh`: the job's process is started, not forked from this one.
+    `fresh`: the job's process is started anew instead of being forked from this one.
     """
     for name in request.steps:
         step_called(name)
@@ -71,7 +71,7 @@ def checklist_work(request: RunRequest, layout: Layout) -> Work:
 
 
 class _Run:
-    """One run: the steps in their order, each recorded before it begins and when it has ended."""
+    """One run: the steps in order, each recorded before it begins and after it ends."""
 
     def __init__(self, layout: Layout, request: RunRequest, frontend: JobFrontend, events: Events) -> None:
         self.layout, self.request, self.frontend, self.events = layout, request, frontend, events
@@ -80,7 +80,7 @@ class _Run:
 
     def run(self) -> dict[str, Any]:
         self._record_waivers()
-        self._keep_answers()  # also for the reader of a run that is killed
+        self._keep_answers()  # also for readers of a run that is killed
         survey = self._survey()
         state = self._state(survey)
         try:
@@ -106,11 +106,11 @@ class _Run:
         for other in STEPS[: STEPS.index(wanted[0])]:
             if state.step(other.id).status != "green":
                 raise InstallError(
-                    t("The step '{step}' builds on '{before}', which is not green.", step=wanted[0].id,
+                    t("The step '{step}' builds on '{before}', which is not done.", step=wanted[0].id,
                       before=other.id),
                     exit_code=ExitCode.PREFLIGHT_FAIL,
                     changed=t("Nothing was changed."),
-                    hint=t("Run what is missing: atoll checklist run"),
+                    hint=t("Run the missing steps: atoll checklist run"),
                 )
         return wanted
 
@@ -140,7 +140,7 @@ class _Run:
         self._judge(step, result, state.waivers)
 
     def _judge(self, step: Step, result: StepResult, waivers: Mapping[str, Waiver]) -> None:
-        """Green, or blocked by what nobody has waived."""
+        """Green, or blocked by findings that nobody has waived."""
         findings = [_waived(finding, waivers) for finding in result.findings]
         if step.id != "gpu":  # its checks were shown as a preflight
             self.frontend.findings([finding.to_json() for finding in findings])
@@ -160,11 +160,11 @@ class _Run:
         self.frontend.checklist_step(step.id, step.title, status)
 
     def _record_waivers(self) -> None:
-        """Those of the request that are new; each by name and with a reason."""
+        """New waivers of the request, each with a name and a reason."""
         known = {name for step in STEPS for name in step.finding_ids()}
         have = derive(self.events.records, None, None, busy=True).waivers
         for name, reason in self.answers.waivers.items():
-            if name.partition("@")[0] not in known:  # CHECK@MODEL where several models run
+            if name.partition("@")[0] not in known:  # CHECK@MODEL if several models run
                 raise InstallError(
                     t("There is no check called '{name}' to waive.", name=name),
                     exit_code=ExitCode.USAGE,
@@ -178,13 +178,13 @@ class _Run:
         self.events.add("accepted", by=self.by, **facts)
 
     def _learn(self, job: StepJob) -> None:
-        """What was decided in a step holds for the next ones, and for the next run."""
+        """What was decided in a step also holds for the next ones, and for the next run."""
         if job.learned:
             self.answers = answers_of.merged(self.answers, job.learned)
             self._keep_answers()
 
     def _keep_answers(self) -> None:
-        """The answers as they are now, here and in the operator's own file. Losing them costs questions, not work."""
+        """Save the current answers, here and in the operator's own file. Losing them costs questions, not work."""
         try:
             fs.write_atomic(self.layout.checklist / "answers.toml", answers_of.text_of(self.answers), 0o600)
             if self.request.answers_file:
@@ -204,7 +204,7 @@ class _Run:
 
 
 def reset(layout: Layout, steps: tuple[str, ...] = (), *, by: str | None = None) -> list[str]:
-    """Open these steps again, or all; what they did stays done. A damaged file of events is mended first."""
+    """Open these steps again, or all; their work stays done. A damaged file of events is repaired first."""
     for name in steps:
         step_called(name)
     if not layout.checklist.is_dir():
@@ -218,7 +218,7 @@ def reset(layout: Layout, steps: tuple[str, ...] = (), *, by: str | None = None)
 
 
 def step_called(name: str) -> Step:
-    """Raises InstallError (usage) where there is none."""
+    """Raises InstallError (usage) if there is none."""
     found = next((step for step in STEPS if step.id == name), None)
     if found is not None:
         return found
@@ -231,13 +231,13 @@ def step_called(name: str) -> Step:
 
 
 def last_answers(layout: Layout) -> Answers:
-    """The answers of the last run; none where there was none."""
+    """The answers of the last run; None if there was none."""
     path = layout.checklist / "answers.toml"
     return answers_of.read(path) if path.is_file() else answers_of.empty()
 
 
 def options_of(answers: Answers, layout: Layout) -> InstallOptions:
-    """An install with these answers."""
+    """The options of an install with these answers."""
     tls = answers.tls
     return InstallOptions(
         prefix=None if layout.system else layout.prefix,

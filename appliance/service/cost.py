@@ -1,5 +1,6 @@
-"""What tokens cost here: every assumption with its unit and its source, each replaceable; the speed comes from a
-measurement. GPUs for the average load, for its peaks and in reserve are counted apart, so nothing hides in one figure.
+"""What tokens cost here: every assumption with its unit and source, each replaceable; the speed is a measured one.
+
+GPUs for the average load, for its peaks and in reserve are counted separately, so that no cost is hidden.
 """
 
 import math
@@ -19,7 +20,7 @@ _MOST_FILE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """`source`: where the default comes from. Money is in whatever currency the operator's prices are in."""
+    """`source`: where the default comes from. Money is in the currency of the operator's prices."""
 
     name: str
     default: float
@@ -41,16 +42,16 @@ ASSUMPTIONS: tuple[Assumption, ...] = (
     Assumption("years", 4, "year", t("time over which the purchase is written off"), _YOURS, 0.5, 15),
     Assumption("gpu_power", 700, "W", t("power of one GPU under load"), t("the data sheet of an H100 SXM"), 1, 5000),
     Assumption("server_power", 1500, "W", t("power of a server without GPUs"), _PLANNING, 0, 20_000),
-    Assumption("pue", 1.5, "", t("power of the whole room for each watt of the servers"), _YOURS, 1, 4),
+    Assumption("pue", 1.5, "", t("power of the whole data centre for each watt of the servers (PUE)"), _YOURS, 1, 4),
     Assumption("power_price", 0.12, "money/kWh", t("price of electricity"), _YOURS, 0, 100),
     Assumption("hosting", 6_000, "money/server/year", t("space, network and maintenance of a server"), _PLANNING),
     Assumption("staff_hours", 16, "h/month", t("work of operators"), _YOURS, 0, 10_000),
     Assumption("staff_price", 60, "money/h", t("cost of an operator's hour"), _YOURS, 0, 100_000),
     Assumption("requests_per_day", 20_000, "1/day", t("requests on an average day"), _YOURS, 1, 1e12),
     Assumption("tokens_per_request", 400, "token", t("tokens that an answer has on average"), _YOURS, 1, 1e7),
-    Assumption("peak_factor", 4, "", t("load of the busiest hour compared with the average hour"), _YOURS, 1, 1000),
-    Assumption("utilisation", 0.7, "", t("share of the measured speed that is planned with"), _YOURS, 0.01, 1),
-    Assumption("reserve_gpus", 1, "GPU", t("GPUs that stand by for a failure"), _YOURS, 0, 10_000),
+    Assumption("peak_factor", 4, "", t("load of the busiest hour relative to the average hour"), _YOURS, 1, 1000),
+    Assumption("utilisation", 0.7, "", t("share of the measured speed to plan with"), _YOURS, 0.01, 1),
+    Assumption("reserve_gpus", 1, "GPU", t("GPUs in reserve for failures"), _YOURS, 0, 10_000),
 )
 BY_NAME = {each.name: each for each in ASSUMPTIONS}
 
@@ -67,7 +68,7 @@ def assumed(*changes: Mapping[str, Any]) -> dict[str, float]:
         if not good or not about.least <= value <= about.most:
             raise _usage(t("{name} is a number from {least:g} to {most:g}, not {value!r}.", name=name,
                            least=about.least, most=about.most, value=value),
-                         t("It means: {what} ({unit}).", what=about.what, unit=about.unit or "1"))  # fmt: skip
+                         t("Meaning: {what} ({unit}).", what=about.what, unit=about.unit or "1"))  # fmt: skip
         values[name] = float(value)
     return values
 
@@ -82,12 +83,12 @@ def of_words(words: list[str]) -> dict[str, float]:
         except ValueError:
             equals = ""
         if not equals:
-            raise _usage(t("'{word}' sets nothing.", word=word[:80]), t("Write --set power_price=0.15"))
+            raise _usage(t("'{word}' is not an assumption.", word=word[:80]), t("Write --set power_price=0.15"))
     return found
 
 
 def of_file(path: Path) -> dict[str, Any]:
-    """Assumptions as TOML, at the top or in a table [cost]. Raises InstallError (usage)."""
+    """Assumptions as TOML, at the top level or in a table [cost]. Raises InstallError (usage)."""
     try:
         data = path.read_bytes()
         if len(data) > _MOST_FILE:
@@ -102,7 +103,8 @@ def of_file(path: Path) -> dict[str, Any]:
 
 
 def per_hour(values: Mapping[str, float], gpus: float) -> dict[str, float]:
-    """What so many GPUs cost an hour, by item. Operators are not in it: they do not grow with GPUs."""
+    """What this number of GPUs costs per hour, by item. Operators are not included: their cost does not grow with
+    GPUs."""
     servers = gpus / values["gpus_per_server"]
     written_off = values["years"] * _HOURS
     watts = gpus * values["gpu_power"] + servers * values["server_power"]
@@ -117,7 +119,7 @@ def staff_per_hour(values: Mapping[str, float]) -> float:
 
 
 def cost(values: Mapping[str, float], load: LoadResult, baseline: LoadResult | None = None) -> dict[str, Any]:
-    """The bill for the load that is assumed, at the speed that was measured. Raises InstallError (usage)."""
+    """The bill for the assumed load, at the measured speed. Raises InstallError (usage)."""
     speed = _speed(load)
     result = {"assumptions": dict(values), "measured": {"output_throughput": speed, "date": load.date,
               "model": load.model_id}, **_bill(values, speed)}  # fmt: skip
@@ -150,7 +152,7 @@ def _bill(values: Mapping[str, float], speed: float) -> dict[str, Any]:
 
 def _speed(load: LoadResult) -> float:
     if load.output_throughput <= 0 or load.completed <= 0:
-        raise _usage(t("The measurement holds no finished request."), t("Measure again: atoll bench serve"))
+        raise _usage(t("The measurement contains no finished request."), t("Measure again: atoll bench serve"))
     return load.output_throughput
 
 

@@ -1,4 +1,4 @@
-"""One operator's place at the checklist: what a front reads, decides and starts, without a face."""
+"""What any user interface of the checklist needs: it reads the state, takes decisions and starts runs."""
 
 import contextlib
 import getpass
@@ -37,7 +37,7 @@ _HAND_OVER_SECONDS = 3.0
 
 
 class Desk:
-    """Answers that were given here stay in memory until a run takes them; the run keeps them on the disk."""
+    """Answers given here stay in memory until a run takes them; the run saves them."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -98,19 +98,19 @@ class Desk:
         return list(gather(self.layout).log_tail)
 
     def signature(self) -> tuple[object, ...]:
-        """Changes when the state may have changed; cheap enough to be asked every second."""
+        """Changes when the state may have changed. Cheap enough to be called every second."""
         with contextlib.suppress(OSError):
             facts = os.stat(events.path_of(self.layout))
             return facts.st_mtime_ns, facts.st_size, self._job_name()
         return (self._job_name(),)
 
     def job(self) -> Job | None:
-        """The job that runs now, whoever started it."""
+        """The job that runs now, started by anybody."""
         job = jobs.newest(self.layout)
         return job if job is not None and job.state() in ("starting", "running") else None
 
     def place(self, medium: str, key: str, by: str) -> None:
-        """Where the medium and the vendor's key are, and who decides. Raises InstallError (usage)."""
+        """Set the paths of the medium and the vendor's key, and who decides. Raises InstallError (usage)."""
         self.answers = self.answers.model_copy(update={
             "medium": [_whole(medium)] if medium else [], "bundle": None,
             "trust_keys": [_whole(key)] if key else [],
@@ -175,13 +175,14 @@ class Desk:
         self.answers = self.answers.model_copy(update={"waivers": {**self.answers.waivers, finding: reason}})
 
     def run(self, step: str, reader: JobReader) -> tuple[dict, dict[str, str]]:
-        """Run one step to its end as a job; its result and what it handed over. Raises InstallError."""
+        """Run one step to its end as a job. Returns its result and what it handed over. Raises InstallError."""
         self._may_work()
         request = RunRequest(answers=answers_of.to_json(self.answers), steps=(step,), by=self.by, interactive=True)
         return self._learned(lambda: checklist.run(self.layout, request, reader, fresh=True))
 
     def attach(self, job: Job, reader: JobReader) -> tuple[dict, dict[str, str]]:
-        """Be the front of a job that runs; its watcher where another terminal is its front. Raises InstallError."""
+        """Answer the questions of a running job, or only watch it if another terminal does that. Raises
+        InstallError."""
         end = time.monotonic() + _HAND_OVER_SECONDS
         while True:
             try:
@@ -201,7 +202,7 @@ class Desk:
         key_was_shown(self.layout, result["key_ids"])
 
     def export(self) -> Path:
-        """Write the answers as they stand beside the checklist's own files, or in the working directory."""
+        """Write the current answers beside the checklist's own files, or into the working directory."""
         path = Path.cwd() / "atoll-answers.toml"
         fs.write_atomic(path, answers_of.text_of(self.answers), 0o600)
         return path
@@ -213,7 +214,8 @@ class Desk:
         return checklist_report.write(self.state(), Path.cwd())
 
     def _learned(self, work: Callable[[], tuple[dict, dict[str, str]]]) -> tuple[dict, dict[str, str]]:
-        """Do it, then take over what the run was told and has learned. One that did not begin has kept nothing."""
+        """Do it, then take over the answers that the run was given and has learned. A run that did not begin has saved
+        none."""
         began = True
         try:
             return work()

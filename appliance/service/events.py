@@ -21,7 +21,7 @@ from installer.base.journal import Journal, Record, repair, replay
 from installer.base.layout import Layout
 from installer.base.lock import InstallLock
 
-DECISIONS = ("accepted", "waived", "reset")  # events that the audit log gets too
+DECISIONS = ("accepted", "waived", "reset")  # events that also go to the audit log
 
 
 def path_of(layout: Layout) -> Path:
@@ -29,7 +29,7 @@ def path_of(layout: Layout) -> Path:
 
 
 def read(layout: Layout) -> list[Record]:
-    """All events; none where no checklist was begun. Holds no lock. Raises InstallError (30) for damage."""
+    """All events; empty if no checklist was started. Holds no lock. Raises InstallError (30) for damage."""
     path = path_of(layout)
     found = replay(path)
     if found.damaged_lines:
@@ -37,7 +37,7 @@ def read(layout: Layout) -> list[Record]:
             t("The checklist's events {path} are damaged at line {names}.", path=path,
               names=joined(map(str, found.damaged_lines))),
             exit_code=ExitCode.IO,
-            why=t("A power cut tears only its last line. This is the disk, or somebody's hand."),
+            why=t("A power cut tears only the last line. So the disk is failing, or somebody edited the file."),
             changed=t("Nothing was changed."),
             hint=t("Keep the intact events, and the damaged file beside them: atoll checklist reset"),
         )
@@ -82,7 +82,7 @@ class Events:
         return self.journal.records
 
     def add(self, event: str, **data: Any) -> Record:
-        """Record one event; it is on the disk when this returns. Raises InstallError (30) where it cannot be."""
+        """Record one event. It is on the disk when this returns. Raises InstallError (30) if that fails."""
         try:
             return self.journal.add(event, **data)
         except OSError as error:
@@ -91,8 +91,10 @@ class Events:
             raise _lost(error) from error
 
     def audit(self) -> None:
-        """Copy what people decided to the audit log, once there is one. A crash in between may repeat an entry: each
-        names its event."""
+        """Copy people's decisions to the audit log, once there is one.
+
+        A crash in between may repeat an entry; each names its event.
+        """
         if not self.layout.state.is_dir():
             return
         done = max((record["upto"] for record in self.records if record["event"] == "audited"), default=0)
@@ -106,13 +108,13 @@ class Events:
 
 
 def mend(layout: Layout) -> str | None:
-    """Keep the intact events of a damaged file; a sentence about it, None if it is whole."""
+    """Keep the intact events of a damaged file. Returns a sentence about it, None if it is intact."""
     with InstallLock(layout.checklist / "lock", "checklist reset"):
         return repair(path_of(layout))
 
 
 def remove(layout: Layout) -> list[Path]:
-    """Forget the checklist; the directories above it that were made for it, for `remove_empty`. Raises OSError,
+    """Delete the checklist. Returns the directories above it that were made for it, for `remove_empty`. Raises OSError,
     InstallError."""
     if not layout.checklist.is_dir():
         return []
@@ -124,7 +126,7 @@ def remove(layout: Layout) -> list[Path]:
 
 
 def remove_empty(directories: list[Path]) -> None:
-    """Those of these directories that are now empty. Raises OSError."""
+    """Remove those of these directories that are now empty. Raises OSError."""
     for path in sorted(directories, key=lambda path: len(path.parts), reverse=True):
         if path.is_dir() and not os.listdir(path):
             path.rmdir()

@@ -1,4 +1,5 @@
-"""Typed facts that the steps decide on: this machine, what is installed, what was brought. Gathered once, then read."""
+"""Typed facts that the steps decide on: this machine, what is installed, what the medium holds. Gathered once, then
+read."""
 
 import contextlib
 import hashlib
@@ -30,7 +31,7 @@ class _Facts(BaseModel):
 
 
 class GpuFact(_Facts):
-    """One GPU, as far as its driver tells."""
+    """One GPU, as its driver reports it."""
 
     index: int | None
     uuid: str | None
@@ -51,7 +52,7 @@ class MachineFacts(_Facts):
 
 
 class ModelFacts(_Facts):
-    """A model that is brought or installed, by its signed manifest."""
+    """A model on the medium or installed, by its signed manifest."""
 
     instance: str
     name: str
@@ -74,7 +75,7 @@ class ReleaseFacts(_Facts):
 
 
 class EngineFacts(_Facts):
-    """The code that is running, and the licence it comes under."""
+    """The running code, and its licence."""
 
     version: str
     spdx: str
@@ -82,7 +83,7 @@ class EngineFacts(_Facts):
 
 
 class Facts(_Facts):
-    """Everything the steps know when they begin. `problem` says why the models are not known."""
+    """Everything that the steps know at their start. `problem` says why the models are unknown."""
 
     machine: MachineFacts
     engine: EngineFacts
@@ -92,7 +93,7 @@ class Facts(_Facts):
 
 
 class Survey:
-    """The facts, and the objects of the installer that they were read from, for the steps that go on with them."""
+    """The facts, and the installer's objects that they were read from, for the steps that use them."""
 
     def __init__(self, layout: Layout, options: InstallOptions) -> None:
         self.layout, self.options = layout, options
@@ -113,7 +114,7 @@ class Survey:
         )
 
     def _of_what_is_installed(self) -> None:
-        """The medium has been taken away: what it brought is in the store."""
+        """The medium was removed: what it held is in the store."""
         with contextlib.suppress(InstallError):
             here = release.bundles_of(release.read_info(self.layout, release.live(self.layout) or ""))
             kept = [ModelChoice(name=bundle["instance"]) for bundle in here]
@@ -129,7 +130,7 @@ class Survey:
         return self.context.trusted_keys if self.context else Keyring(())
 
     def known(self) -> Context:
-        """What the installer found. Raises the InstallError that kept it from finding it."""
+        """What the installer found. Raises the InstallError that prevented it."""
         if self.error is not None:
             raise self.error
         assert self.context is not None
@@ -162,7 +163,7 @@ def engine_facts() -> EngineFacts:
 
 
 def engine_licence() -> bytes | None:
-    """The text of Atoll's own licence, as it came with the code; None where it is missing."""
+    """The text of Atoll's own licence, as it came with the code; None if it is missing."""
     root = code_root()
     places = [root / "LICENSE"]
     try:
@@ -182,7 +183,7 @@ def engine_licence() -> bytes | None:
 def installed_facts(layout: Layout) -> ReleaseFacts:
     try:
         committed: dict[str, Any] = history_of(layout).committed or {}
-    except InstallError:  # nothing of ours is here
+    except InstallError:  # there is no installation of ours
         committed = {}
     name = committed.get("release")
     bundles = release.bundles_of(release.read_info(layout, name)) if name else []

@@ -1,4 +1,4 @@
-"""What a step found, one finding a fact, and when a step counts as green."""
+"""The findings of a step, one fact each, and when a step counts as green."""
 
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ Severity = Literal["strict", "block", "warn", "info"]
 
 
 class Waiver(BaseModel):
-    """Whose word it is to go on although a finding blocks."""
+    """Who has decided to continue although a finding blocks."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -27,7 +27,7 @@ class Waiver(BaseModel):
 class Finding(BaseModel):
     """One fact: what was seen, what is needed, why it matters, what to do. `ok` findings never block.
 
-    The texts carry message ids: a reader shows them in its own language.
+    The texts keep their message ids, so that each reader can show them in their own language.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -50,7 +50,7 @@ class Finding(BaseModel):
 
     @classmethod
     def of_check(cls, record: CheckRecord) -> "Finding":
-        """A check of the preflight."""
+        """The finding of a preflight check."""
         severity: Severity = "warn" if record.status == "warn" else "strict" if record.strict else "block"
         return made(
             record.id, "info" if record.status == "pass" else severity, record.status == "pass", record.title,
@@ -59,7 +59,7 @@ class Finding(BaseModel):
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """With message ids, as it is recorded and sent."""
+        """With message ids, for records and for sending."""
         facts = {name: encode(getattr(self, name)) for name in type(self).model_fields if name != "waiver"}
         return {**facts, "waiver": self.waiver.model_dump() if self.waiver else None}
 
@@ -80,7 +80,7 @@ _TEXTS = ("observed", "required", "why", "fix", "command", "evidence")
 
 
 class StepResult(BaseModel):
-    """What a step came to. `summary` is what later readers need: numbers, names, paths; never a secret."""
+    """The result of a step. `summary` is what later readers need: numbers, names, paths; never a secret."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -94,14 +94,15 @@ class StepResult(BaseModel):
 
 
 def blocked(step: str, findings: list[Finding], exit_code: int) -> InstallError:
-    """The error that a step with these findings ends with."""
+    """The error with which a step that has these findings ends."""
     first = next((each for each in findings if each.severity == "strict"), findings[0])
     hint = first.fix
     if first.command:
         hint = t("{fix} Command: {command}", fix=first.fix, command=first.command)
     if all(each.severity == "block" for each in findings):
         example = f"--waive {first.id}='reason'"
-        hint = t("{hint} To go on anyway, say why: {example} (recorded in the audit log).", hint=hint, example=example)
+        hint = t("{hint} To continue anyway, say why: {example} (recorded in the audit log).", hint=hint,
+                 example=example)
     found = joined([t("{id}: {observed}", id=each.id, observed=each.observed) for each in findings], "; ")
     return InstallError(
         t("The step '{step}' is blocked: {found}.", step=step, found=found),

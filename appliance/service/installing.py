@@ -1,4 +1,4 @@
-"""`atoll install` and `atoll upgrade` as a job: the installer's work, its result, and the one time the key is shown."""
+"""`atoll install` and `atoll upgrade` as a job: the installer's work, its result, and showing the key once."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def run_install(
     options: InstallOptions, layout: Layout, reader: JobReader, *, interactive: bool, purpose: str = "install",
     make: MakeInstaller = Installer,
 ) -> InstallResult:  # fmt: skip
-    """Start the install as a job and follow it to its end. Raises the InstallError that it ended with."""
+    """Start the install as a job and follow it to its end. Raises the InstallError with which it ended."""
     options = with_absolute_paths(options)
     work = install_work(options, layout, make)
     facts, secrets = jobs.run(
@@ -33,8 +33,11 @@ def run_install(
 
 
 def install_work(options: InstallOptions, layout: Layout, make: MakeInstaller = Installer) -> Work:
-    """The work of an install's job. A new key goes to the attached front and nowhere else: where no front is there,
-    nobody has seen it, and the next install makes another."""
+    """The work of an install's job.
+
+    A new key goes to the attached terminal and nowhere else. Without one, nobody has seen the key, and the next install
+    makes another.
+    """
 
     def work(frontend: JobFrontend) -> dict[str, Any]:
         return without_key(make(options, frontend, layout=layout).run(), frontend)
@@ -43,14 +46,14 @@ def install_work(options: InstallOptions, layout: Layout, make: MakeInstaller = 
 
 
 def without_key(result: InstallResult, frontend: JobFrontend) -> dict[str, Any]:
-    """The result as it may lie on a disk; the key is handed over."""
+    """The result without the key, as it may be stored on a disk."""
     if result.api_key:
         frontend.hand_over("api_key", result.api_key)
     return {**result.to_json(), "api_key": None}
 
 
 def with_absolute_paths(options: InstallOptions) -> InstallOptions:
-    """A job has a working directory of its own."""
+    """The same options with absolute paths: a job has its own working directory."""
 
     def whole(path: Path | None) -> Path | None:
         return path.expanduser().absolute() if path is not None else None
@@ -74,7 +77,8 @@ def encode_options(options: InstallOptions) -> dict[str, Any]:
 
 
 def decode_options(given: dict[str, Any]) -> InstallOptions:
-    """The options that `encode_options` was given; a bundle's absolute path is a Path again, a bare word a name."""
+    """The options that `encode_options` was given: an absolute path of a bundle becomes a Path again, a bare word a
+    name."""
     options = _OPTIONS.validate_python(given)
 
     def again(model: ModelChoice) -> ModelChoice:

@@ -1,4 +1,4 @@
-"""What the commands are asked about: a model, a preset or a directory, and a GPU, of this machine or by name."""
+"""The model, preset or directory that a command names, and the GPU: this machine's, or one by name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ def subject(asked: str) -> Subject:
 
 
 def card(asked: str | None) -> Card | None:
-    """By name; without one, the first GPU of this machine, if it has any. Raises InstallError."""
+    """The card by its name; without a name, this machine's first GPU, if it has one. Raises InstallError."""
     if asked is not None:
         return find_card(asked)
     for gpu in Machine().gpus().gpus:
@@ -39,7 +39,7 @@ def card(asked: str | None) -> Card | None:
 
 
 def card_of(gpu: GpuFact | None) -> Card | None:
-    """Of a GPU of this machine; None without one, or where its driver does not tell enough."""
+    """The card of this machine's GPU; None without one, or if its driver reports too little."""
     if gpu is None or not (gpu.memory_bytes and gpu.compute_capability and gpu.name):
         return None
     major, _, minor = gpu.compute_capability.partition(".")
@@ -47,12 +47,12 @@ def card_of(gpu: GpuFact | None) -> Card | None:
 
 
 def _of_this_machine(name: str, memory: int, capability: tuple[int, int]) -> Card:
-    """With the memory that its driver reports; the rest from the card that it is, if it is a known one."""
+    """The memory as its driver reports it; the rest from the known card, if it is one."""
     try:
         known = find_card(name)
     except InstallError:
         known = None
-    # What the driver shows includes what ECC and firmware keep: PyTorch sees about 1 % less.
+    # The driver's figure includes what ECC and firmware keep: PyTorch sees about 1 % less.
     gib = round(memory * 0.99 / (1 << 30), 2)
     return Card.model_validate({
         "name": known.name if known else "this", "title": name, "class": known.gpu_class if known else None,

@@ -1,7 +1,7 @@
 """What fits on a GPU: the engine's own memory plan, for any card by name, without a GPU and without weights.
 
-Four knobs share one budget: context, users, the precision of the KV cache and the share of the GPU that the engine may
-take. `what_if` turns one and reads the others; `fitting` says what would fit in place of what does not.
+Four settings share one budget: context, users, precision of the KV cache, and the engine's share of the GPU. `what_if`
+changes one and reads the others; `fitting` says what would fit if the requested plan does not.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from engine.plan import bytes_per_token, full_requests, native_context, plan_eng
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 
-_STEP = 1024  # contexts are proposed in multiples of this
+_STEP = 1024  # contexts are suggested in multiples of this
 MOST_TOKENS, MOST_USERS = 16 << 20, 100_000
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """What a plan is asked for. `context` None: the longest that fits. `users`: requests of `context` tokens at once;
+    """The request for a plan. `context` None: the longest that fits. `users`: requests of `context` tokens at once;
     None: as many as fit. `sequences`: how many may run at once; None: the engine's choice."""
 
     context: int | None = None
@@ -54,12 +54,12 @@ class Planned:
 
 
 def changed(knobs: Knobs, knob: str, value: Any) -> Knobs:
-    """With one knob turned; how many may run at once follows from the users, where these are asked for."""
+    """With one setting changed. If users were given, the number of sequences follows from them."""
     return replace(knobs, **{knob: value}, **({"sequences": None} if knob == "users" else {}))
 
 
 def check(knobs: Knobs) -> None:
-    """Numbers that no plan can mean. Raises InstallError."""
+    """Refuse numbers that make no sense. Raises InstallError."""
     for flag, value, most in (("--context", knobs.context, MOST_TOKENS), ("--users", knobs.users, MOST_USERS)):
         if value is not None and not 1 <= value <= most:
             raise _wrong(t("{flag} {value} is out of range.", flag=flag, value=value),
@@ -72,7 +72,7 @@ def check(knobs: Knobs) -> None:
 
 
 def plan(model: Path, card: Card, knobs: Knobs) -> Planned | None:
-    """None where it does not fit. Raises InstallError for what no memory would help."""
+    """None if it does not fit. Raises InstallError for what no amount of memory would solve."""
     check(knobs)
     try:
         _known(model, knobs)
@@ -88,7 +88,7 @@ def plan(model: Path, card: Card, knobs: Knobs) -> Planned | None:
 
 
 def refusal(model: Path, card: Card, knobs: Knobs) -> str:
-    """Why `plan` found nothing, in the engine's words where it has some."""
+    """Why `plan` found nothing, in the engine's words if it has any."""
     try:
         found = plan_engine(_config(model, replace(knobs, users=None, sequences=knobs.users)), card.planned)
     except OutOfMemoryPlanError as error:
@@ -99,8 +99,10 @@ def refusal(model: Path, card: Card, knobs: Knobs) -> str:
 
 
 def what_if(model: Path, card: Card, base: Planned) -> Iterator[tuple[str, str, Planned | None]]:
-    """(knob, what is changed, what then fits): each of the four knobs turned alone. Users follow from the rest; so does
-    the context, where nobody asked for one."""
+    """(setting, change, what then fits): each of the four settings changed alone.
+
+    Users follow from the rest, and so does the context unless it was given.
+    """
     free = replace(base.knobs, users=None, sequences=None)
     knobs = replace(free, context=base.context)
     for context in (base.context // 2, base.context * 2):
@@ -120,7 +122,7 @@ def what_if(model: Path, card: Card, base: Planned) -> Iterator[tuple[str, str, 
 
 
 def smaller_weights(model: Path, card: Card, asked: Knobs) -> Knobs | None:
-    """In fp8, where that makes what is asked for fit, or makes anything fit where nothing did."""
+    """Weights in fp8, if they make the request fit, or make anything fit at all."""
     fp8 = replace(asked, quantization="fp8")
     if plan(model, card, fp8) or (not plan(model, card, _open(asked)) and plan(model, card, _open(fp8))):
         return fp8
@@ -128,8 +130,7 @@ def smaller_weights(model: Path, card: Card, asked: Knobs) -> Knobs | None:
 
 
 def fitting(model: Path, card: Card, asked: Knobs) -> Iterator[tuple[str, str, str, Planned]]:
-    """(kind, what is changed, GPU, what then fits): ways to make what does not fit as asked fit, each alone, the
-    smallest change first."""
+    """(kind, change, GPU, what then fits): single changes that make the request fit, the smallest first."""
     if asked.users is not None and (found := plan(model, card, replace(asked, users=None, sequences=None))):
         yield "users", t("fewer at once"), card.title, found
     if asked.context is not None and (found := longest(model, card, asked, asked.users or 1)):
@@ -152,8 +153,10 @@ def _open(knobs: Knobs) -> Knobs:
 
 
 def stream_bound(model: Path, card: Card, knobs: Knobs) -> float | None:
-    """Tokens a second that one stream can get at most: what a token must move, over the data sheet's bandwidth. An
-    estimate; real engines stay below it."""
+    """Upper bound of one stream's tokens per second: the data sheet's bandwidth over the bytes that a token must move.
+
+    An estimate; real engines stay below it.
+    """
     if card.tb_per_s is None:
         return None
     return card.tb_per_s * 1e12 / bytes_per_token(_config(model, knobs))

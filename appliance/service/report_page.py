@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: both languages in it, switched without a script."""
+"""A report as one self-contained HTML page, in both languages, switched without a script."""
 
 from collections.abc import Mapping
 from html import escape
@@ -29,7 +29,7 @@ main { display: none; } #en:checked ~ main.en, #ko:checked ~ main.ko { display: 
 
 
 def page(title: str, bodies: Mapping[str, str], first: str = "en") -> str:
-    """`bodies`: HTML by language. Every text in it must be escaped already."""
+    """`bodies`: HTML by language. Every text in it must already be escaped."""
     switches = "".join(
         f'<input type="radio" name="language" id="{code}"{" checked" if code == first else ""}>'
         for code, _ in _LANGUAGES
@@ -47,5 +47,5 @@ def page(title: str, bodies: Mapping[str, str], first: str = "en") -> str:
 
 
 def heading(level: int, title: str, word: str, kind: str) -> str:
-    """A heading and its verdict, whose colour `kind` is; both escaped already."""
+    """A heading with its verdict in the colour of `kind`; both already escaped."""
     return f'<h{level}>{title}: <span class="{kind}">{word}</span></h{level}>'

@@ -1,5 +1,5 @@
-"""The review of a model's licence, point by point: what the signed bundle says itself, what a well-known licence says,
-and what only a person can say."""
+"""The review of a model's licence, point by point: what the signed bundle says, what a well-known licence says, and
+what only a person can say."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ def _about(description: str) -> str | None:
 
 
 class ReviewAnswers(BaseModel):
-    """What the reviewer of one model says. A point that the bundle or its licence settles may be left out."""
+    """The reviewer's answers for one model. Points that the bundle or its licence settles may be left out."""
 
     model_config = ConfigDict(extra="forbid")
 
     reviewer: Said | None = _about("Who reviewed the licence.")
-    date: Day | None = _about("When, as YYYY-MM-DD; absent: the day of the run.")
+    date: Day | None = _about("When, as YYYY-MM-DD; default: the day of the run.")
     expires: Day | None = _about("When it must be reviewed again; a new revision always needs a new review.")
     lineage: Said | None = _about("Original model, fine-tune and quantiser, each with its licence.")
     acceptable_use: Said | None = _about("The acceptable-use policy, and that the planned use is within it.")
@@ -33,7 +33,7 @@ class ReviewAnswers(BaseModel):
     attribution: Said | None = _about("Attribution and NOTICE texts that must be shown.")
     modifications: Said | None = _about("Whether the weights were converted or quantised, and the notice of it.")
     template: Said | None = _about("Where the tokenizer and the chat template come from.")
-    drafter: Said | None = _about("Licences of draft or speculator weights; none: say so.")
+    drafter: Said | None = _about("Licences of draft or speculator weights; if none, say so.")
     trademarks: Said | None = _about("Use of the maker's names.")
     export: Said | None = _about("Export and regional limits.")
     redistribution: Said | None = _about("Whether the weights are passed on, and the right to do so.")
@@ -41,7 +41,7 @@ class ReviewAnswers(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of the review. `known` answers it from the manifest where that can be done."""
+    """One point of the review. `known` answers it from the manifest if that is possible."""
 
     id: str
     title: str
@@ -49,7 +49,7 @@ class Point:
     known: Callable[[BundleManifest], str | None] = lambda manifest: None
 
 
-# What these licences say of themselves; any other licence must be read by the reviewer.
+# What these licences themselves say; the reviewer must read any other licence.
 _PERMISSIVE = {
     "acceptable_use": t("none in the licence"),
     "commercial_terms": t("none in the licence"),
@@ -100,7 +100,8 @@ def open_points(manifest: BundleManifest, answers: ReviewAnswers) -> list[Point]
 def findings(
     manifest: BundleManifest, answers: ReviewAnswers, today: str, named: Callable[[str], str] = str
 ) -> list[Finding]:
-    """The review as findings: facts of the signed bundle, then every point. `named` makes an id this model's own."""
+    """The review as findings: facts of the signed bundle, then every point. `named` makes an id specific to this
+    model."""
     terms, source = manifest.license, manifest.source
     own_text = any(file.path.rpartition("/")[2].upper().startswith("LICENSE") for file in manifest.files)
     found = [

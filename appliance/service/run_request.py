@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class RunRequest(BaseModel):
-    """`steps`: exactly these, green or not; none: all from the first that is not green. `answers_file` is written
+    """`steps`: exactly these, even if they are done; none: all from the first that is not. `answers_file` is written
     back to after the run."""
 
     model_config = ConfigDict(frozen=True)

@@ -14,7 +14,8 @@ _MEASURED = {"Qwen3-0.6B": "qwen3-0.6b", "Qwen3-8B": "qwen3-8b", "Qwen3-30B-A3B"
 
 
 def table(language: str) -> Iterator[str]:
-    """Lines of Markdown. A cell: users at each of CONTEXTS (the longest context of one request); a dash: no fit."""
+    """Lines of Markdown. A cell: users at each of CONTEXTS (the longest context of one request); a dash: does not
+    fit."""
     data = catalogue()
     columns = {size: [card for card in data.cards.values() if card.gpu_class == size] for size in _CLASSES}
     titles = [f"{size} GB: {', '.join(_short(card) for card in cards)}" for size, cards in columns.items()]

@@ -1,4 +1,4 @@
-"""The state of the checklist, derived from its events and from the facts of now."""
+"""The state of the checklist, derived from its events and the current facts."""
 
 import hashlib
 import json
@@ -20,14 +20,14 @@ Status = Literal["open", "running", "interrupted", "failed", "stale", "green"]
 
 @dataclass(slots=True)
 class StepState:
-    """One step as the events tell it. `why` says why it is stale, failed or interrupted."""
+    """The state of one step according to the events. `why` says why it is stale, failed or interrupted."""
 
     id: str
     title: str
     status: Status = "open"
     why: str = ""
     at: str | None = None
-    inputs: str = ""                              # hash of what the last green run depended on
+    inputs: str = ""                              # hash of the inputs of the last green run
     findings: list[Finding] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     next: str = ""
@@ -44,7 +44,7 @@ class StepState:
 
 @dataclass(slots=True)
 class State:
-    """The whole checklist. `first` is where a run goes on; None: all is green."""
+    """The whole checklist. `first` is where a run continues; None: everything is green."""
 
     steps: list[StepState]
     waivers: dict[str, Waiver]
@@ -79,7 +79,7 @@ def derive(
     records: Sequence[Record], facts: Facts | None, answers: Answers | None, *, busy: bool,
     steps: Sequence[Step] = STEPS,
 ) -> State:  # fmt: skip
-    """Read the events from the first to the last. Without facts nothing is found stale. `busy`: a writer is at work."""
+    """Read the events from first to last. Without facts, nothing is found stale. `busy`: a writer is active."""
     states = {step.id: StepState(step.id, step.title) for step in steps}
     waivers: dict[str, Waiver] = {}
     accepted: list[str] = []
@@ -108,7 +108,7 @@ def _take(
             state = states[record["step"]]
             state.status, state.at = "running" if busy else "interrupted", record["at"]
             state.why = "" if busy else t("its run was cut off")
-            for other in states.values():  # one writer: what began before this has ended, however it did
+            for other in states.values():  # there is only one writer: what began earlier has ended in some way
                 if other is not state and other.status == "running":
                     other.status, other.why = "interrupted", t("its run was cut off")
         case "ended" if record["step"] in states:
@@ -124,7 +124,7 @@ def _take(
 def _compare(
     states: Mapping[str, StepState], facts: Facts, answers: Answers, steps: Sequence[Step]
 ) -> None:
-    """Mark green steps whose inputs have changed, or whose result is gone, and all that build on them."""
+    """Mark green steps whose inputs have changed or whose result is gone, and all steps that build on them."""
     hashes = chain(facts, answers, steps)
     broken = ""
     for step in steps:
@@ -142,6 +142,6 @@ def _compare(
 
 
 def _plain(finding: Finding) -> dict[str, Any]:
-    """In English, as `--json` has it."""
+    """In English, as in `--json`."""
     values = {name: getattr(finding, name) for name in type(finding).model_fields if name != "waiver"}
     return {name: value if isinstance(value, bool) else str(value) for name, value in values.items()}

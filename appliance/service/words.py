@@ -1,4 +1,4 @@
-"""The words of a front: texts, and the language they are told in."""
+"""Texts for a user interface, and the language to show them in."""
 
 from installer.base.i18n import CHOSEN, LANGUAGES, Text, joined, language_of, t, told
 

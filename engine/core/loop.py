@@ -21,7 +21,7 @@ from engine.core.kv.spec import CacheMemory
 from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, log_fields
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +218,6 @@ class EngineCore:
 
     def _fail(self, plans: list[StepPlan], error: Exception) -> list[StepOutput]:
         """End the requests of the failed step and of the steps launched after it; all others continue."""
-        log.exception("step %d failed", plans[0].step_id, exc_info=error)
+        log.exception("step %d failed", plans[0].step_id, exc_info=error, extra=log_fields(error))
         self._stats.step_failures += 1
         return self.scheduler.fail(plans, f"{type(error).__name__}: {error}"[:500])

@@ -10,6 +10,7 @@ from typing import Any
 from engine.errors import InvalidRequestError
 from engine.text.template import checked_kwargs
 from engine.text.tokenizer import TextTokenizer
+from engine.text.tool_prompt import with_tool_prompt
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
          "function": "tool"}
@@ -33,9 +34,13 @@ def encode_chat(
         raise InvalidRequestError(
             "This model has no chat template; use /v1/completions, or serve an instruction-tuned model.", "messages"
         )
+    normalised = [_normalised(message, f"messages.{i}", tokenizer) for i, message in enumerate(messages)]
+    shown = tokenizer.mark_untrusted(tools) if tools else None
+    if "tools" not in tokenizer.template.variables:
+        normalised, shown = with_tool_prompt(normalised, shown), None
     rendered = tokenizer.template.render(
-        [_normalised(message, f"messages.{i}", tokenizer) for i, message in enumerate(messages)],
-        tools=tokenizer.mark_untrusted(tools) if tools else None,
+        normalised,
+        tools=shown,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         kwargs=tokenizer.mark_untrusted(checked_kwargs(kwargs)),

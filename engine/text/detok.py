@@ -1,22 +1,29 @@
 """Token ids of one answer to text, as they arrive: whole characters only, and nothing of a stop string shown early."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.params import SamplingParams
+from engine.text.parsers.source import Mark, Part
 from engine.text.stop import StopMatcher
 from engine.text.tokenizer import TextTokenizer
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one `push` added. With `stopped`, a stop string ended the text: ids beyond `num_tokens` are void."""
+    """What one `push` added. With `stopped`, a stop string ended the text: ids beyond `num_tokens` are void.
+
+    `parts` is the text with its marks, one list for each id that counts; the last may be followed by one for what was
+    held back.
+    """
 
     text: str = ""
     stopped: bool = False
     stop_string: str | None = None
     num_tokens: int = 0                               # how many of the pushed ids count
     offsets: list[int] = field(default_factory=list)  # characters of the text before each of them
+    parts: list[list[Part]] = field(default_factory=list)
 
 
 class Detokenizer:
@@ -26,7 +33,15 @@ class Detokenizer:
     equals `TextTokenizer.decode` of all ids. Stop strings count from the token after `min_tokens`.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, params: SamplingParams, marks: Mapping[int, str] | None = None
+    ) -> None:
+        """`marks`: tokens that `TextDelta.parts` tells from text that spells them. None: no parts are wanted."""
+        self._marks = marks
+        self._hides_special = params.skip_special_tokens
+        self._is_special = tokenizer.pieces.is_special
+        self._waiting: deque[tuple[int, int, Mark]] = deque()  # (begin, end in the text) of marks not yet in `parts`
+        self._released = 0  # characters in `parts`, or in the text of their marks
         self._stream = tokenizer.pieces.stream(params.skip_special_tokens)
         self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
@@ -48,13 +63,22 @@ class Detokenizer:
             delta.num_tokens += 1
             self._count += 1
             hidden = stop_token and finished and i == len(token_ids) - 1 and not self._include_stop
+            before = len(shown)
             if self._enabled and not hidden:
-                self._show(self._stream.push(token_id), shown)
+                if self._marks and token_id in self._marks:
+                    self._show_mark(token_id, shown)
+                else:
+                    self._show(self._stream.push(token_id), shown)
+            if self._marks is not None:
+                delta.parts.append(self._parts("".join(shown[before:])))
             if self._stop.found is not None:
                 break
         if finished and self._stop.found is None and self._enabled:
+            before = len(shown)
             self._show(self._stream.flush(), shown)
             shown.append(self._stop.flush())
+            if self._marks is not None:
+                delta.parts.append(self._parts("".join(shown[before:])))
         delta.text = "".join(shown)
         delta.stop_string = self._stop.found
         delta.stopped = self._stop.found is not None
@@ -64,3 +88,33 @@ class Detokenizer:
     def _show(self, text: str, shown: list[str]) -> None:
         self._decoded += len(text)
         shown.append(text if self._count <= self._min_tokens else self._stop.push(text))
+
+    def _show_mark(self, token_id: int, shown: list[str]) -> None:
+        assert self._marks is not None
+        literal = self._marks[token_id]
+        self._show(self._stream.flush(), shown)
+        begin = self._decoded
+        visible = not (self._hides_special and self._is_special(token_id))
+        self._waiting.append((begin, begin + len(literal) if visible else begin, Mark(literal)))
+        if visible:
+            self._show(literal, shown)
+
+    def _parts(self, text: str) -> list[Part]:
+        """`text`, which has just passed the stop strings, with the marks in it."""
+        parts: list[Part] = []
+        first, at = self._released, self._released
+        self._released += len(text)
+        while self._waiting:
+            begin, end, mark = self._waiting[0]
+            if end > self._released and begin >= self._released:
+                break
+            if begin > at:
+                parts.append(text[at - first : begin - first])
+            at = max(at, min(end, self._released))
+            if end > self._released:
+                break
+            parts.append(mark)
+            self._waiting.popleft()
+        if at < self._released:
+            parts.append(text[at - first :])
+        return parts

@@ -25,7 +25,7 @@ class TextStream(Protocol):
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
-        """What was held back (an unfinished character); the stream is over."""
+        """What was held back: an unfinished character."""
         ...
 
 
@@ -140,7 +140,9 @@ class _LibraryStream:
 
     def flush(self) -> str:
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
-        return whole[len(self._sent) :] if whole.startswith(self._sent) else ""
+        held = whole[len(self._sent) :] if whole.startswith(self._sent) else ""
+        self._sent += held
+        return held
 
 
 def _classify(steps: list[dict]) -> tuple[str, list[tuple[str, str]], tuple[str, int]]:

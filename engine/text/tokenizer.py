@@ -48,7 +48,7 @@ class TextTokenizer:
         self._keep_marks_out(tokenizer)
 
         eos = self.token_id(self.named_tokens.get("eos_token", ""))
-        self.eos_token_ids = sorted({*eos_token_ids, *([] if eos is None else [eos])})
+        self.eos_token_ids: list[int] = sorted({*eos_token_ids, *([] if eos is None else [eos])})
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._unsafe = self._not_representable()
 

@@ -1,13 +1,12 @@
-"""API keys of the endpoint: shown once, stored as SHA-256 only, each with a name, scopes and an end.
+"""API keys of the endpoint: shown once, stored as SHA-256 only, each with a name, scopes and an expiry time.
 
-These open the endpoint. The keys that sign bundles are another thing (`atoll keys`, offline_bundle/signing/keys.py).
+The keys that sign bundles are something else (`atoll keys`, offline_bundle/signing/keys.py). For its smoke test the
+installer makes a key that nobody should know afterwards: it expires within the hour and is removed when the install
+ends.
 
-The installer needs a key of its own for the smoke test and nobody should know it afterwards: it makes one that expires
-within the hour and removes it when the install ends.
-
-Every change reads, changes and replaces the file under a lock of its own, so an operator may revoke a key while an
-install is at work. The gateway reads the file again when it changes (engine/server/http/auth.py); under systemd it has
-a copy, which `systemctl reload` replaces (engine/server/http/credentials.py).
+Every change reads, changes and replaces the file under a lock of its own, so an operator may revoke a key during an
+install. The gateway reads the file again when it changes (engine/server/http/auth.py); under systemd it has a copy,
+which `systemctl reload` replaces (engine/server/http/credentials.py).
 """
 
 import errno
@@ -31,11 +30,11 @@ from offline_bundle.signing.strict_json import StrictJSONError, canonical, loads
 
 SCOPES = {
     "serve": t("chat, completions and the list of models"),
-    "metrics": t("the figures at /metrics"),
-    "priority": t("the field priority: going before others"),
-    "admin": t("everything, and what is added later for operators"),
+    "metrics": t("the metrics at /metrics"),
+    "priority": t("the field `priority`: jump the queue"),
+    "admin": t("everything, including later endpoints for operators"),
 }
-DEFAULT_SCOPES = ("serve", "metrics")   # also what keys without scopes have: they were made before scopes
+DEFAULT_SCOPES = ("serve", "metrics")   # also for keys without the field: they are older than scopes
 MAX_FILE_BYTES = 4 << 20                # as in engine/server/http/auth.py
 MAX_GROUP_CHARACTERS = 64               # as there
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
@@ -48,14 +47,14 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
-    """A key at the one moment when its text is known."""
+    """A key at the only moment when its text is known."""
 
     id: str
     text: str
 
 
 def read(path: Path) -> list[Entry]:
-    """All entries; a missing file has none. A file that is not ours to understand is refused, never overwritten."""
+    """All entries; none if the file is missing. A file that we cannot understand is refused, never overwritten."""
     data, problem = b"", ""
     try:
         data, _ = fs.read_regular(path, MAX_FILE_BYTES + 1)
@@ -111,13 +110,13 @@ def _problem(entry: Any) -> str | None:
 
 
 def write(path: Path, keys: Sequence[Entry]) -> None:
-    """Replace the file in one step, one entry a line."""
+    """Replace the file atomically, one entry per line."""
     fs.write_atomic(path, canonical({"keys": list(keys)}).replace(b"},{", b"},\n{") + b"\n", 0o600)
 
 
 @contextmanager
 def _changing(path: Path) -> Iterator[list[Entry]]:
-    """The entries, to be changed in place; written back when the block ends well."""
+    """The entries, to be changed in place. They are written back if the block ends without an exception."""
     fd = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -138,7 +137,7 @@ def _changing(path: Path) -> Iterator[list[Entry]]:
 def add(
     path: Path, name: str, *, lifetime: float | None = None, scopes: Sequence[str] = DEFAULT_SCOPES, group: str = ""
 ) -> NewKey:
-    """Make a 256-bit key and store its hash; `lifetime` in seconds, None for ever. Raises InstallError (usage).
+    """Make a 256-bit key and store its hash. `lifetime` is in seconds; None for no end. Raises InstallError (usage).
 
     Keys of one `group` share cached prefixes; "" shares with nobody.
     """
@@ -167,7 +166,8 @@ def add_smoke(path: Path, lifetime: float) -> NewKey:
 
 
 def revoke(path: Path, reference: str) -> Entry:
-    """Refuse a key for good; it stays listed. `reference`: id, the beginning of one (4 characters), or a name."""
+    """Refuse a key for good; it stays in the list. `reference`: its id, the beginning of one (4 characters), or a
+    name."""
     with _changing(path) as entries:
         entry = find(entries, reference)
         if not entry.get("revoked"):
@@ -178,7 +178,7 @@ def revoke(path: Path, reference: str) -> Entry:
 def admit(path: Path, chosen: Sequence[str] | None, *, spare: Sequence[str] = ()) -> int:
     """Let only these keys use the models, by id or `group:NAME`; None: every key again. Returns how many changed.
 
-    A key that is held back keeps its place and its text: it loses the scope `serve` until it is let in again. Keys of
+    A key that is held back keeps its place and its text: it loses the scope `serve` until it is admitted again. Keys of
     operators (`admin`) and those named in `spare` are left alone.
     """
     changed = 0
@@ -202,7 +202,7 @@ def admit(path: Path, chosen: Sequence[str] | None, *, spare: Sequence[str] = ()
 
 
 def remove(path: Path, ids: set[str], *, smoke: bool = False) -> None:
-    """Drop entries by id, and with `smoke` whatever smoke tests left. The last entry's removal removes the file."""
+    """Remove entries by id, and with `smoke` those that smoke tests left. Removing the last entry removes the file."""
     if not path.parent.is_dir():
         return
     with _changing(path) as entries:
@@ -210,7 +210,7 @@ def remove(path: Path, ids: set[str], *, smoke: bool = False) -> None:
 
 
 def find(entries: Sequence[Entry], reference: str) -> Entry:
-    """The one entry that is meant. Raises InstallError (usage) for none, or for more than one."""
+    """The entry that the reference means. Raises InstallError (usage) if none or several match."""
     people = [entry for entry in entries if entry.get("name") != _SMOKE]
     found = [entry for entry in people if entry["id"] == reference]
     if not found and len(reference) >= 4:
@@ -254,16 +254,25 @@ def scopes_of(entry: Entry) -> list[str]:
 
 
 def shown_name(entry: Entry) -> str:
-    """What a person called it; the installer's own name for its first key can be told in another language."""
+    """The name a person gave it. The installer's name for its first key can be translated."""
     name = str(entry.get("name", ""))
     return t("first key, made at install") if name == FIRST else name
 
 
 def seconds_left(entry: Entry) -> float | None:
-    """Until it expires; None: never."""
+    """Seconds until it expires; None: never."""
     if entry.get("expires") is None:
         return None
-    return datetime.strptime(entry["expires"], _FORMAT).replace(tzinfo=UTC).timestamp() - time.time()
+    return _seconds(entry["expires"]) - time.time()
+
+
+def lifetime_of(entry: Entry) -> float | None:
+    """For how long it was made; None: for ever."""
+    return None if entry.get("expires") is None else _seconds(entry["expires"]) - _seconds(entry["created"])
+
+
+def _seconds(at: str) -> float:
+    return datetime.strptime(at, _FORMAT).replace(tzinfo=UTC).timestamp()
 
 
 def check_name(name: str) -> None:

@@ -1,8 +1,8 @@
-"""The licence gate: no model is installed before a person, or an explicit answer, has accepted its very text.
+"""The licence gate: no model is installed before a person, or an explicit answer, has accepted its exact text.
 
 An unattended acceptance names the licence and the text: ``Apache-2.0@cfc7749b96f6`` (SPDX id, at least 8 hex digits of
-the text's SHA-256). There is no blanket yes. A gated model also takes the reference of the agreement that gives the
-right to use it: ``LicenseRef-Gemma@cfc7749b96f6:CONTRACT-4711``.
+the text's SHA-256). There is no blanket acceptance. A gated model also needs the reference of the agreement that
+permits its use: ``LicenseRef-Gemma@cfc7749b96f6:CONTRACT-4711``.
 """
 
 import hashlib
@@ -28,24 +28,24 @@ TEXT_LIMIT = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class LicenceRequest:
-    """What is to be accepted. `text` is safe to show: no control or direction characters."""
+    """What is to be accepted. `text` is safe to show: it has no control or direction characters."""
 
     spdx: str
     sha256: str
     text: str
     url: str | None
     model: str
-    gated: bool = False  # a reference to the agreement is needed too
+    gated: bool = False  # a reference to the agreement is required too
 
     @property
     def answer(self) -> str:
-        """The words that accept it unattended."""
+        """The answer that accepts it in an unattended install."""
         return f"{self.spdx}@{self.sha256[:12]}" + (":REFERENCE" if self.gated else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """One acceptance, as the audit log and approvals.json keep it."""
+    """One acceptance, as the audit log and approvals.json record it."""
 
     spdx: str
     sha256: str
@@ -60,7 +60,7 @@ class Approval:
 
 
 def read_text(root: Path, name: str, sha256: str) -> str:
-    """The licence text, checked once more against its signed hash while it is read."""
+    """The licence text. It is checked against its signed hash while it is read."""
     fd = os.open(root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         data = file.read(TEXT_LIMIT + 1)
@@ -76,7 +76,10 @@ def read_text(root: Path, name: str, sha256: str) -> str:
 
 def answered(request: LicenceRequest, answers: Iterable[str]) -> str | None:
     """The reference in the answer that names exactly this licence and this text ("" for none); None without such an
-    answer. Malformed answers are an error, and so is one for a gated model without a reference."""
+    answer.
+
+    Malformed answers are an error, and so is an answer for a gated model without a reference.
+    """
     found: str | None = None
     for answer in answers:
         match = _ANSWER.match(answer.strip())
@@ -95,7 +98,7 @@ def answered(request: LicenceRequest, answers: Iterable[str]) -> str | None:
 
 
 def check_reference(request: LicenceRequest, reference: str) -> str:
-    """`reference` as it is written down. Raises InstallError (20) where a gated model needs one and this is none."""
+    """`reference` as it will be recorded. Raises InstallError (20) if a gated model needs one and this is not one."""
     if request.gated and not (len(reference) in REFERENCE and reference.isprintable()):
         raise InstallError(
             t("{model} is gated: its licence {spdx} is not enough to use it.", model=request.model, spdx=request.spdx),
@@ -119,7 +122,7 @@ def not_accepted(request: LicenceRequest, where: Path) -> InstallError:
 
 
 def load_approvals(path: Path) -> list[dict[str, Any]]:
-    """Earlier acceptances; a damaged file counts as none, the audit log still has them."""
+    """Earlier acceptances. A damaged file counts as none: the audit log still has them."""
     try:
         approvals = json.loads(path.read_bytes())["approvals"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -136,7 +139,7 @@ def already_approved(path: Path, sha256: str, bundle_digest: str, *, gated: bool
 
 
 def record(approvals_path: Path, audit_path: Path, approval: Approval) -> None:
-    """Write an acceptance down, first in the audit log; once per text and bundle."""
+    """Record an acceptance, first in the audit log; once per text and bundle."""
     if already_approved(approvals_path, approval.sha256, approval.bundle_digest, gated=bool(approval.reference)):
         return
     facts = {"spdx": approval.spdx, "sha256": approval.sha256, "bundle": approval.bundle_digest, "how": approval.how}
@@ -148,6 +151,6 @@ def record(approvals_path: Path, audit_path: Path, approval: Approval) -> None:
 
 
 def approve(request: LicenceRequest, bundle_digest: str, how: str, reference: str = "") -> Approval:
-    """The acceptance of this moment by this person; `record` makes it lasting."""
+    """An acceptance made now by this person; `record` makes it lasting."""
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return Approval(request.spdx, request.sha256, bundle_digest, how, log.operator(), when, reference)

@@ -1,8 +1,8 @@
-"""The keys that this installation trusts, `etc/atoll/trust/<fingerprint>.pub`, and those that it will never trust
-again, `etc/atoll/trust/revoked.json`.
+"""The vendor keys that this installation trusts, `etc/atoll/trust/<fingerprint>.pub`, and those that it will never
+trust again, `etc/atoll/trust/revoked.json`.
 
-A revocation goes before everything: before a key file that somebody or an older release lays into the directory, and
-before a key that the operator names. Every change is made under one lock and written to the audit log first.
+A revocation wins over everything: over a key file that somebody or an older release puts into the directory, and over a
+key that the operator names. Every change is made under one lock and written to the audit log first.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _UNTOUCHED = t("Nothing was changed.")
 
 @dataclass(frozen=True, slots=True)
 class InstalledKey:
-    """One file of the trust directory. `problem` says why it is no key that counts; then there is no fingerprint."""
+    """One file of the trust directory. `problem` says why it is not a usable key; then it has no fingerprint."""
 
     path: Path
     fingerprint: str = ""
@@ -40,10 +40,11 @@ class InstalledKey:
 
 
 def keyring(layout: Layout, named: Sequence[Path] = ()) -> Keyring:
-    """What may vouch for a bundle: the keys named now and no others, or else the installed ones; never a revoked one.
+    """The keys that are accepted for a bundle: those named now and no others, or else the installed ones; never a
+    revoked one.
 
-    Raises InstallError (30) where the directory or the list of revoked keys cannot be relied on, (10) for a named key
-    that was revoked, (2, 10, 13) for one that is no key.
+    Raises InstallError: (30) if the directory or the list of revoked keys is unreliable, (10) if a named key was
+    revoked, (2, 10, 13) if a named file is not a key.
     """
     gone = revoked(layout)
     for path in named:
@@ -52,7 +53,7 @@ def keyring(layout: Layout, named: Sequence[Path] = ()) -> Keyring:
 
 
 def keyring_of_installed(layout: Layout, named: Sequence[Path] = ()) -> Keyring:
-    """What may vouch for a model that is installed already: the installed keys and those named now."""
+    """The keys that are accepted for a model that is already installed: the installed keys and those named now."""
     narrow = keyring(layout, named)
     return Keyring((*narrow.files, *(path for path in installed_keys(layout) if path not in narrow.files)),
                    narrow.revoked)  # fmt: skip
@@ -67,7 +68,7 @@ def installed_keys(layout: Layout) -> list[Path]:
             raise InstallError(
                 t("The trusted key {path} cannot be used: {problem}", path=entry.path, problem=entry.problem),
                 exit_code=ExitCode.UNTRUSTED,
-                why=t("Who changed it could have a key of his own trusted."),
+                why=t("Whoever changed it could make this server trust a key of theirs."),
                 changed=_UNTOUCHED,
                 hint=t("Compare it with the vendor's letter, or remove it: atoll trust remove {name}",
                        name=entry.path.name),
@@ -81,7 +82,7 @@ def entries(layout: Layout) -> list[InstalledKey]:
 
 
 def revoked(layout: Layout) -> dict[str, dict[str, Any]]:
-    """fingerprint → {fingerprint, at, by, reason}. Raises InstallError (30) where the list cannot be relied on."""
+    """fingerprint → {fingerprint, at, by, reason}. Raises InstallError (30) if the list is unreliable."""
     try:
         return store.read_revoked(str(layout.trust), t) if store.check_folder(str(layout.trust), t) else {}
     except PermissionError:
@@ -116,17 +117,18 @@ def refuse_revoked(fingerprint: str, gone: dict[str, dict[str, Any]]) -> None:
 
 
 def key_name(path: Path) -> str:
-    """The file name that a key gets: the head of its fingerprint, so that the same key is one file."""
+    """The file name of a key: the beginning of its fingerprint, so that the same key is one file."""
     return f"{load(path).fingerprint[:16]}.pub"
 
 
 def trust(layout: Layout, source: Path) -> bool:
-    """Add a key that the operator named; returns whether it is new. Audited. Raises InstallError (10) if revoked."""
+    """Add a key that the operator named. Returns whether it is new. Audited. Raises InstallError (10) if it was
+    revoked."""
     return add(layout, load(source), str(source))
 
 
 def add(layout: Layout, key: PublicKey, source: str) -> bool:
-    """Trust `key`; returns whether that is new. Raises InstallError (10) if it was revoked."""
+    """Trust `key`. Returns whether that is new. Raises InstallError (10) if it was revoked."""
     with _changing(layout):
         refuse_revoked(key.fingerprint, revoked(layout))
         if any(entry.fingerprint == key.fingerprint and not entry.path.is_symlink() for entry in entries(layout)):
@@ -140,7 +142,7 @@ def add(layout: Layout, key: PublicKey, source: str) -> bool:
 
 
 def remove(layout: Layout, named: str) -> list[InstalledKey]:
-    """No longer trust a key (it may be added again); returns the files that went. `named`: see `find`."""
+    """No longer trust a key (it may be added again). Returns the files that were removed. `named`: see `find`."""
     with _changing(layout):
         here = {entry.path.name: entry for entry in entries(layout)}
         if named in here and not here[named].fingerprint:
@@ -158,7 +160,7 @@ def remove(layout: Layout, named: str) -> list[InstalledKey]:
 
 
 def revoke(layout: Layout, fingerprint: str, why: str) -> bool:
-    """Never trust this key again; returns whether that is new. It needs no key file: only the fingerprint counts."""
+    """Never trust this key again. Returns whether that is new. No key file is needed: only the fingerprint counts."""
     with _changing(layout):
         gone = revoked(layout)
         new = fingerprint not in gone
@@ -172,17 +174,17 @@ def revoke(layout: Layout, fingerprint: str, why: str) -> bool:
             listed = sorted(gone.values(), key=lambda entry: (entry.get("at", ""), entry["fingerprint"]))
             content = {"schema_version": 1, "revoked": listed}
             fs.write_atomic(layout.revoked, json.dumps(content, indent=1, ensure_ascii=False) + "\n", 0o644)
-        for path in files:  # a release that knows no list of revoked keys shall not trust it either
+        for path in files:  # older releases, which have no list of revoked keys, must not trust it either
             fs.remove_file(path)
         fs.fsync_dir(layout.trust)
     return new
 
 
 def find(layout: Layout, named: str) -> str:
-    """The fingerprint that is meant: 8 or more of its first digits or 4 of its words, the name of a file here, or all
-    64 digits or 32 words.
+    """The fingerprint that `named` means: at least 8 of its first digits or 4 of its words, the name of a file here, or
+    all 64 digits or 32 words.
 
-    Raises InstallError (usage): nothing such, or more than one.
+    Raises InstallError (usage): no match, or several.
     """
     here = {entry.path.name: entry.fingerprint for entry in entries(layout) if entry.fingerprint}
     if named in here:
@@ -196,10 +198,10 @@ def find(layout: Layout, named: str) -> str:
     matching = sorted(name for name in known if len(plain_text) >= 8 and name.startswith(plain_text))
     if len(matching) > 1:
         raise InstallError(
-            t("{named} is the beginning of {count} keys.", named=named, count=len(matching)),
+            t("{named} matches {count} keys.", named=named, count=len(matching)),
             exit_code=ExitCode.USAGE,
             changed=_UNTOUCHED,
-            hint=t("Give more digits. The keys: atoll trust list"),
+            hint=t("Give more digits. To list the keys: atoll trust list"),
         )
     if not matching:
         raise _unknown(layout, named)
@@ -207,14 +209,14 @@ def find(layout: Layout, named: str) -> str:
 
 
 def signed_by(info: dict[str, Any]) -> dict[str, str]:
-    """What the release `info` (release.json) is made of → the fingerprint of the key that signed it."""
+    """The parts of the release `info` (release.json) → the fingerprint of the key that signed each."""
     runtime = info.get("runtime")
     parts = [*release.bundles_of(info), *([{**runtime, "name": "atoll"}] if runtime else [])]
     return {f"{part.get('name')} {part.get('version')}": str(part.get("key_fingerprint")) for part in parts}
 
 
 def why_revoked(layout: Layout, fingerprint: str) -> str:
-    """Since when and why; empty if it is not revoked."""
+    """Since when and why it is revoked; empty if it is not."""
     entry = revoked(layout).get(fingerprint)
     return _why(entry) if entry else ""
 
@@ -242,13 +244,14 @@ def _unknown(layout: Layout, named: str) -> InstallError:
         t("No key {named} is known to {name}.", named=named, name=layout.name),
         exit_code=ExitCode.USAGE,
         changed=_UNTOUCHED,
-        hint=t("The keys: atoll trust list. To revoke one that was never here, give all 64 digits of its fingerprint."),
+        hint=t("To list the keys: atoll trust list. To revoke one that was never here, give all 64 digits of its "
+               "fingerprint."),
     )
 
 
 @contextlib.contextmanager
 def _changing(layout: Layout) -> Iterator[None]:
-    """One change at a time, whoever makes it; waits for the other, which takes milliseconds."""
+    """One change at a time, by any process. Waiting for another change takes milliseconds."""
     fd = os.open(layout.trust, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

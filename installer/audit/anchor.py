@@ -1,7 +1,7 @@
 """The head of the audit log in systemd's journal, where changing the log's file does not change it.
 
-Whoever is root can also damage the journal, or stop it: an anchor makes a change show that did not also reach there,
-and a journal that is forwarded to another machine, or a head on paper, makes it show for good.
+Root can also damage or stop the journal: an anchor exposes a change that did not reach the journal too. A journal that
+is forwarded to another machine, or a head on paper, exposes every change.
 """
 
 import json
@@ -15,13 +15,14 @@ from installer.audit.head import Head
 SOCKET = Path("/run/systemd/journal/socket")
 JOURNALCTL = "journalctl"
 MESSAGE_ID = "5d0ab6d1b7b64b3f9c3e1c0f7a8e2d94"  # of every anchor: journalctl MESSAGE_ID=...
-MOST = 10_000   # anchors that are compared: the newest
+MOST = 10_000   # newest anchors that are compared
 _SECONDS = 20.0
 _NOTICE = "5"
 
 
 def send(path: Path, head: Head, event: str) -> bool:
-    """Tell journald the head; whether it took it. Without a journald the log stays as good as its chain."""
+    """Send the head to journald. Returns whether journald accepted it. Without journald the log is as good as its hash
+    chain."""
     fields = {
         "MESSAGE": f"{event} {head}",
         "MESSAGE_ID": MESSAGE_ID, "PRIORITY": _NOTICE, "SYSLOG_IDENTIFIER": "atoll-audit",
@@ -43,9 +44,9 @@ def _field(name: str, value: str) -> bytes:
 
 
 def sent(path: Path) -> list[Head] | None:
-    """The anchors of this log that journald holds, oldest first; None where they cannot be read.
+    """The anchors of this log in journald, oldest first; None if they cannot be read.
 
-    Only those that the log's owner sent: journald itself notes the sender's user.
+    Only those that the log's owner sent: journald itself records the sender's user.
     """
     try:
         owner = os.stat(path if path.exists() else path.parent).st_uid
@@ -64,7 +65,7 @@ def sent(path: Path) -> list[Head] | None:
         try:
             entry = json.loads(line)
             head = Head(int(entry["ATOLL_AUDIT_COUNT"]), str(entry["ATOLL_AUDIT_HEAD"]))
-            found = [*found, head] if head.count else []  # `uninstall --purge` ends a log: the next begins at nothing
+            found = [*found, head] if head.count else []  # `uninstall --purge` ends a log: the next one starts empty
         except (ValueError, KeyError, TypeError):
             continue
     return found

@@ -1,4 +1,4 @@
-"""Whether the audit log is the one that was written: its chain, and heads of it that were kept elsewhere."""
+"""Whether the audit log is the one that was written: checks its chain, and heads of it that were kept elsewhere."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ State = Literal["intact", "edited", "reordered", "cut", "rewritten", "missing"]
 
 @dataclass(slots=True)
 class Verdict:
-    """`entries` that are good from the first on. `at`: the first line that is not. `anchors` that were compared."""
+    """`entries`: number of good ones, from the first on. `at`: the first bad line. `anchors`: number that were
+    compared."""
 
     state: State
     entries: int
@@ -30,7 +31,7 @@ class Verdict:
     anchors: int = 0
     message: str = ""
     next: str = ""
-    unanchored: int = field(default=0)  # newest entries that no anchor vouches for
+    unanchored: int = field(default=0)  # newest entries that no anchor covers
 
     @property
     def exit_code(self) -> int:
@@ -41,7 +42,7 @@ class Verdict:
 
 
 def parse_head(text: str) -> Head:
-    """What a person wrote down: HASH:COUNT, of the hash at least 16 digits. Raises InstallError (2)."""
+    """A head as a person wrote it down: HASH:COUNT, with at least 16 digits of the hash. Raises InstallError (2)."""
     match = _HEAD.match("".join(text.split()))
     if match is None:
         raise InstallError(
@@ -54,7 +55,7 @@ def parse_head(text: str) -> Head:
 
 
 def check(path: Path, anchors: Sequence[Head] = ()) -> Verdict:
-    """Hold the log against its own chain and against `anchors`, heads that were true at some time. Raises OSError."""
+    """Check the log against its own chain and against `anchors`, heads that it once had. Raises OSError."""
     records, broken = log.chain(path)
     hashes = [record["hash"] for record in records]
     verdict = Verdict("intact", len(records), Head(len(hashes), hashes[-1] if hashes else GENESIS),
@@ -80,8 +81,8 @@ def check(path: Path, anchors: Sequence[Head] = ()) -> Verdict:
 
 
 def _broken(path: Path, verdict: Verdict, number: int) -> Verdict:
-    """An edited line does not hold its own hash; one that does, but follows another line, was moved, or lines before
-    it were removed or added."""
+    """An edited line does not match its own hash. A line that does, but follows the wrong line, was moved, or lines
+    before it were removed or added."""
     record = log.parse(fs.read_regular(path, log.MAX_LOG)[0].split(b"\n")[number - 1])
     if record is None:
         return _found(verdict, "edited", number, t("Entry {number} of the audit log was edited.", number=number))
@@ -91,13 +92,13 @@ def _broken(path: Path, verdict: Verdict, number: int) -> Verdict:
 
 def _found(verdict: Verdict, state: State, at: int | None, message: str) -> Verdict:
     verdict.state, verdict.at, verdict.message = state, at, message
-    verdict.next = t("Keep the disk and the journal for whoever looks into it. Entries before that one still stand: "
+    verdict.next = t("Keep the disk and the journal for the investigation. Entries before that one are still valid: "
                      "atoll audit show")
     return verdict
 
 
 def _torn(path: Path) -> int:
-    """Bytes after the last complete line, which a power cut left."""
+    """Bytes after the last complete line, left by a power cut."""
     try:
         data = fs.read_regular(path, log.MAX_LOG)[0]
     except FileNotFoundError:

@@ -1,12 +1,12 @@
 """The audit log: who accepted, waived or changed what. Hash-chained, so that an edit or a missing record shows.
 
-Each line holds the hash of the line before it. The chain alone proves order and completeness up to its last record: a
-log that was cut short, or rewritten from some record on, is a sound chain too. So the head (how many records, and
-the last one's hash) is also kept outside: each append sends it to journald (anchor.py), the support bundle
-carries it, and `atoll audit show` prints it to be written down. `atoll audit verify` compares.
+Each line holds the hash of the line before it. The chain alone proves order and completeness only up to its last
+record: a log that was cut short, or rewritten from some record on, is also a sound chain. So the head (number of
+records, and the last one's hash) is kept outside too: each append sends it to journald (anchor.py), the support bundle
+carries it, and `atoll audit show` prints it to be written down. `atoll audit verify` compares them.
 
-Power cuts: a record counts once its line is complete and synced; only then its head is sent on. A torn last line was
-never told to anybody as done, and the next append removes it.
+Power cuts: a record counts once its line is complete and synced; only then is its head sent. A torn last line was never
+reported as done, and the next append removes it.
 """
 
 import errno
@@ -44,7 +44,7 @@ def _hash(record: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """All records, and the first thing that is wrong with the chain (None: intact)."""
+    """All records, and the first error in the chain (None: intact)."""
     records, broken = chain(path)
     if broken is None:
         return records, None
@@ -53,8 +53,10 @@ def read(path: Path) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def chain(path: Path) -> tuple[list[dict[str, Any]], int | None]:
-    """The records up to the first line that breaks the chain, and that line's number (None: intact). A torn last line
-    is passed over; a file that is not there holds no records. Raises OSError."""
+    """The records up to the first line that breaks the chain, and that line's number (None: intact).
+
+    A torn last line is skipped; a missing file holds no records. Raises OSError.
+    """
     records: list[dict[str, Any]] = []
     previous = GENESIS
     for number, line in enumerate(_lines(path), start=1):
@@ -67,7 +69,8 @@ def chain(path: Path) -> tuple[list[dict[str, Any]], int | None]:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line whose own hash holds, or None. The very text counts: no other spelling of the same JSON."""
+    """The record of a line whose own hash matches, or None. The exact text counts: another spelling of the same JSON
+    fails."""
     try:
         record = json.loads(line)
         good = record["hash"] == _hash(record) and isinstance(record["prev"], str) and _text(record) == line
@@ -92,14 +95,14 @@ def _text(record: dict[str, Any]) -> bytes:
 
 
 def append(path: Path, event: str, **data: Any) -> Head:
-    """Add one record, durably, and send the new head to journald; returns it.
+    """Add one record, durably, and send the new head to journald. Returns the record.
 
-    A line torn by a power cut is dropped first; a broken chain is continued, not hidden: the new record then links to
-    the last line as it stands, and `read` keeps reporting the break.
+    A line torn by a power cut is dropped first. A broken chain is continued, not hidden: the new record links to the
+    last line as it is, and `read` keeps reporting the break.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # an operator may revoke a key while an install is at work
+        fcntl.flock(fd, fcntl.LOCK_EX)  # an operator may revoke a key during an install
         content = os.pread(fd, os.fstat(fd).st_size, 0)
         whole = content.rfind(b"\n") + 1
         if whole != len(content):
@@ -124,14 +127,14 @@ def append(path: Path, event: str, **data: Any) -> Head:
         os.fsync(fd)
         fs.fsync_dir(path.parent)
         head = Head(len(lines) + 1, record["hash"])
-        anchor.send(path, head, event)  # while locked: anchors are in the order of the records
+        anchor.send(path, head, event)  # while locked: anchors have the order of the records
         return head
     finally:
         os.close(fd)
 
 
 def head(path: Path) -> Head:
-    """The head of the log as it stands. Raises OSError."""
+    """The current head of the log. Raises OSError."""
     lines = _lines(path)
     if not lines:
         return Head(0, GENESIS)

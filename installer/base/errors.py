@@ -1,4 +1,4 @@
-"""What can go wrong, as a person is told it: what happened, what changed, what to do next, and the exit code."""
+"""Errors for operators: what happened, what changed, what to do next, and the exit code."""
 
 from enum import IntEnum
 
@@ -26,10 +26,11 @@ class ExitCode(IntEnum):
 
 
 class InstallError(Exception):
-    """An error meant for a person's eyes.
+    """An error for operators.
 
     `message` says what happened, `why` the likely cause, `changed` what was and was not touched, `hint` what to do
-    next; `log_tail` holds the last lines of the service's log where they explain it.
+    next; `log_tail` holds the last lines of the service's log if they explain it. `error_id` is for programs: the id of
+    the engine's error (engine/errors.py), if one ended the service.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class InstallError(Exception):
         changed: str = "",
         hint: str = "",
         log_tail: list[str] | None = None,
+        error_id: str = "",
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -49,6 +51,7 @@ class InstallError(Exception):
         self.changed = changed
         self.hint = hint
         self.log_tail = log_tail or []
+        self.error_id = error_id
 
     def to_json(self) -> dict[str, object]:
         """The same facts for `--json`."""
@@ -63,7 +66,7 @@ class InstallError(Exception):
 
 
 def io_error(action: str, error: OSError) -> InstallError:
-    """Turn an OSError during `action` into words (full disk, read-only file system, permission, else).
+    """An InstallError for an OSError during `action` (full disk, read-only file system, permission, other).
 
     `action` completes "Could not …"; its Korean is a noun phrase.
     """

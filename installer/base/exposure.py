@@ -1,4 +1,4 @@
-"""Plain HTTP only on loopback: on any other address keys and prompts would cross the network readable by all."""
+"""Plain HTTP is allowed on loopback only: on any other address, keys and prompts would be readable on the network."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from installer.base.i18n import t
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`. Names other than localhost may mean anything."""
+    """Whether only this machine can connect to `host`. A name other than localhost may resolve to any address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -18,9 +18,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(table: Mapping[str, Any], path: Path) -> None:
-    """Refuse settings of a server (flag → value) that would speak plain HTTP to other machines.
+    """Refuse settings of a server (flag → value) that would speak plain HTTP to other machines. Raises InstallError
+    (usage).
 
-    Raises InstallError (usage). A server that gets its certificate from its unit need not ask.
+    Servers whose unit brings the certificate need no such check.
     """
     host = str(table.get("host", "127.0.0.1"))
     if is_loopback(host) or table.get("uds") or (table.get("ssl-certfile") and table.get("ssl-keyfile")):

@@ -1,6 +1,6 @@
 """Durable file operations, and a removal that cannot leave the tree.
 
-"Durable" means: after the call returns, a power cut does not undo it. That takes an fsync of the file and one of the
+"Durable" means that a power cut after the call returns does not undo it. That takes an fsync of the file and one of the
 directory that names it.
 """
 
@@ -21,7 +21,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def make_dir(path: Path, mode: int = 0o755) -> None:
-    """Create one directory and its missing parents (0755), durably; an existing one is left as it is."""
+    """Create one directory and its missing parents (0755), durably. An existing one is left unchanged."""
     missing = []
     here = path
     while not here.is_dir():
@@ -32,13 +32,15 @@ def make_dir(path: Path, mode: int = 0o755) -> None:
             directory.mkdir(mode=mode if directory == path else 0o755)
         except FileExistsError:
             continue
-        directory.chmod(mode if directory == path else 0o755)  # whatever the umask says
+        directory.chmod(mode if directory == path else 0o755)  # independent of the umask
         fsync_dir(directory.parent)
 
 
 def read_regular(path: Path, limit: int) -> tuple[bytes, os.stat_result]:
-    """At most `limit` bytes of a regular file, and its facts. Raises OSError, also for what is no regular file (and
-    never waits on a FIFO); whether the file holds more, the facts tell."""
+    """At most `limit` bytes of a regular file, and its stat, which tells whether there is more.
+
+    Raises OSError, also for anything but a regular file (a FIFO never blocks).
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         info = os.fstat(fd)
@@ -51,7 +53,8 @@ def read_regular(path: Path, limit: int) -> tuple[bytes, os.stat_result]:
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
-    """Replace `path` in one step: readers and a power cut see the old content or the new, never a mixture."""
+    """Replace `path` atomically: readers, and a boot after a power cut, see the old content or the new, never a
+    mixture."""
     temporary = path.with_name(f".{path.name}.partial")
     remove_file(temporary)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
@@ -80,15 +83,15 @@ def symlink_atomic(path: Path, target: str) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file or symlink if it is there."""
+    """Remove a file or symlink if it exists."""
     path.unlink(missing_ok=True)
 
 
 def remove_tree(root: Path, path: Path) -> None:
-    """Remove `path` and all below it, without ever following a symlink out of `root`.
+    """Remove `path` and everything below it, without ever following a symlink out of `root`.
 
-    Every component from `root` down is opened with O_NOFOLLOW, so a link planted anywhere on the way stops the removal
-    instead of redirecting it; links inside the tree are removed, not followed.
+    Every component from `root` down is opened with O_NOFOLLOW, so a link anywhere on the way stops the removal instead
+    of redirecting it. Links inside the tree are removed, not followed.
     """
     parts = path.relative_to(root).parts
     if not parts or ".." in parts:
@@ -144,7 +147,7 @@ def symlink_on_the_way(root: Path, path: Path) -> Path | None:
 
 
 def tree_size(path: Path) -> int:
-    """Bytes of the regular files below `path`, links not followed."""
+    """Bytes of the regular files below `path`. Links are not followed."""
     total = 0
     for entry in _walk(path):
         total += entry.stat(follow_symlinks=False).st_size

@@ -30,13 +30,13 @@ __all__ = [
 LANGUAGES = ("en", "ko")
 DOMAIN = "atoll"
 LOCALE_DIR = Path(__file__).parents[1] / "locale"
-CHOSEN = "ATOLL_LANG"  # what --lang said, also for the programs that this one starts
+CHOSEN = "ATOLL_LANG"  # language of --lang, also for programs that this one starts
 
 
 def told(value: Any, language: str) -> Any:
-    """`value` in `language` if it is a Text, or an exception that says one; else as it is.
+    """`value` in `language` if it is a Text, or an exception that carries one; anything else unchanged.
 
-    Where there is no translation it is English.
+    Without a translation it stays English.
     """
     if language == "en":
         return value
@@ -54,12 +54,12 @@ def told(value: Any, language: str) -> Any:
 
 
 def is_text(value: Any) -> bool:
-    """Whether it knows its id and values: a `Text`, or a message of the engine, which has a class of its own."""
+    """Whether it knows its id and values: a `Text`, or a message of the engine, which has its own class."""
     return isinstance(value, str) and hasattr(value, "source")
 
 
 def _exception(error: BaseException, language: str) -> str:
-    """As `str(error)` would say it: an error of ours its message and hint, any other its first argument."""
+    """Like `str(error)`: message and hint of an error of ours, the first argument of any other."""
     message, hint = getattr(error, "message", None), getattr(error, "hint", "")
     if message is not None:
         return f"{told(message, language)} {told(hint, language)}".strip()
@@ -70,10 +70,10 @@ def _exception(error: BaseException, language: str) -> str:
 
 
 def language_of(environment: Mapping[str, str] | None = None) -> str:
-    """The language to speak: what --lang said, else what the system is set to, as gettext reads it, if it can be shown.
+    """The language to use: that of --lang, else the system's (as gettext reads it) if the terminal can show it.
 
-    The Linux console (TERM=linux) draws no Hangul, and a stream in ASCII cannot carry it: both get English. So does
-    systemd's journal, which a unit may write to where the whole system is set to Korean.
+    The Linux console (TERM=linux) draws no Hangul, and an ASCII stream cannot carry it: both get English. So does
+    systemd's journal, to which a unit may write on a system set to Korean.
     """
     asked = os.environ if environment is None else environment
     if asked.get(CHOSEN) in LANGUAGES:
@@ -89,7 +89,7 @@ def language_of(environment: Mapping[str, str] | None = None) -> str:
 
 @contextmanager
 def speaking(language: str | None) -> Iterator[None]:
-    """For the duration of the block `language` was asked for, here and in programs that are started; None: nothing."""
+    """For the duration of the block, use `language` here and in programs that are started; None changes nothing."""
     before = os.environ.get(CHOSEN)
     try:
         if language is not None:
@@ -103,7 +103,7 @@ def speaking(language: str | None) -> Iterator[None]:
 
 
 def _is_journal(stream: TextIO | None) -> bool:
-    """Whether it is the one that systemd has connected to its journal ($JOURNAL_STREAM is device:inode)."""
+    """Whether systemd has connected this stream to its journal ($JOURNAL_STREAM is device:inode)."""
     with suppress(OSError, ValueError, AttributeError):
         info = os.fstat(stream.fileno())  # type: ignore[union-attr]
         return os.environ.get("JOURNAL_STREAM") == f"{info.st_dev}:{info.st_ino}"
@@ -119,8 +119,8 @@ def _carries_hangul(stream: TextIO | None) -> bool:
 
 
 def looked_up(source: str, language: str) -> str:
-    """The words of `source` in `language`, nothing filled in; `source` itself where there is no translation."""
-    return _catalogue(language).gettext(source)
+    """The translation of `source` without filled-in values; `source` itself if there is none."""
+    return _catalogue(language).gettext(source) if source else ""  # gettext knows "" as its header
 
 
 def foreign(source: str) -> str:
@@ -130,7 +130,7 @@ def foreign(source: str) -> str:
 
 @contextmanager
 def libraries_in(language: str) -> Iterator[None]:
-    """Have click and typer, which ask gettext, say their words ("Usage", "No such option") from our catalogue."""
+    """Let typer and argparse, which ask gettext, find their words ("Usage", "No such option") in our catalogue."""
     before = os.environ.get("LANGUAGE")
     gettext.bindtextdomain(DOMAIN, str(LOCALE_DIR))
     gettext.textdomain(DOMAIN)
@@ -159,7 +159,7 @@ _ENDS_IN_L = "178"           # 일 칠 팔: 로 follows, as after a vowel
 
 
 def _particles(text: str) -> str:
-    """'8443이(가)' → '8443이'. What ends in a letter of another alphabet keeps both: nobody knows how it is read."""
+    """'8443이(가)' → '8443이'. After a letter of another alphabet both forms stay: its pronunciation is unknown."""
     return _PARTICLE.sub(_fitting, text)
 
 

@@ -1,8 +1,8 @@
-"""The journal: an append-only JSONL file that says what was about to be done and what was done.
+"""The journal: an append-only JSONL file that records what was about to be done and what was done.
 
-Each record is one line with a checksum, written and fsynced before the deed it announces. A power cut can tear only the
-last line, which is then ignored: what it announced had not begun. Damage anywhere else is no crash of ours: nothing
-goes on until somebody has looked and said `repair`, which keeps the intact records and the damaged file.
+Each record is one line with a checksum, written and fsynced before the action that it announces. A power cut can tear
+only the last line, which is then ignored: its action had not begun. Damage anywhere else cannot come from a crash of
+ours: nothing continues until somebody has looked and run `repair`, which keeps the intact records and the damaged file.
 """
 
 import hashlib
@@ -39,21 +39,21 @@ def _parse(line: bytes) -> Record | None:
 
 @dataclass(slots=True)
 class Replay:
-    """What a journal file holds: the intact records, and what was wrong with the rest."""
+    """The content of a journal file: the intact records, and what is wrong with the rest."""
 
     records: list[Record] = field(default_factory=list)
-    torn_bytes: int = 0                                      # a last line cut short by a crash: harmless
-    damaged_lines: list[int] = field(default_factory=list)   # 1-based; not explained by a crash
+    torn_bytes: int = 0                                      # a last line torn by a crash: harmless
+    damaged_lines: list[int] = field(default_factory=list)   # 1-based; a crash does not explain these
 
 
 def intact(path: Path) -> list[Record]:
-    """The records of a journal. Raises InstallError (30) where it is damaged other than by a torn last line."""
+    """The records of a journal. Raises InstallError (30) if it is damaged other than by a torn last line."""
     found = replay(path)
     if found.damaged_lines:
         raise InstallError(
             t("The journal {path} is damaged at line {names}.", path=path, names=joined(map(str, found.damaged_lines))),
             exit_code=ExitCode.IO,
-            why=t("A power cut tears only its last line. This is the disk, or somebody's hand."),
+            why=t("A power cut tears only the last line. So the disk is failing, or somebody edited the file."),
             changed=t("Nothing was changed."),
             hint=t("Look at the disk (dmesg) and the file; then keep its intact records: atoll journal repair"),
         )
@@ -75,7 +75,7 @@ def replay(path: Path) -> Replay:
             result.damaged_lines.append(number)
         else:
             result.records.append(record)
-    # A power cut may also leave the last line whole in length but not in content.
+    # A power cut may also leave a last line of full length with wrong content.
     if result.damaged_lines == [len(lines)] and not tail:
         result.damaged_lines = []
         result.torn_bytes = len(lines[-1]) + 1
@@ -84,7 +84,7 @@ def replay(path: Path) -> Replay:
 
 
 class Journal:
-    """Appends records; keeps them in memory until `open` gives them a file, so that a plan writes nothing."""
+    """Appends records. Keeps them in memory until `open` gives them a file, so that a plan writes nothing."""
 
     def __init__(self, run: str, past: Iterable[Record] = ()) -> None:
         self.run = run
@@ -93,7 +93,7 @@ class Journal:
         self._fd = -1
 
     def add(self, event: str, **data: Any) -> Record:
-        """Record one event. Once a file is open the record is on the disk when this returns."""
+        """Record one event. Once a file is open, the record is on the disk when this returns."""
         record: Record = {
             "n": self.records[-1]["n"] + 1 if self.records else 1,
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -110,7 +110,7 @@ class Journal:
         return record
 
     def open(self, path: Path) -> None:
-        """Start writing to `path`, without the torn last line of a crash. Raises InstallError (30) if it is damaged."""
+        """Start writing to `path`, dropping a last line torn by a crash. Raises InstallError (30) if it is damaged."""
         intact(path)
         if torn := replay(path).torn_bytes:
             os.truncate(path, path.stat().st_size - torn)
@@ -131,7 +131,7 @@ class Journal:
         end = os.fstat(self._fd).st_size
         try:
             written = os.write(self._fd, data)
-            if written != len(data):  # a full disk may take only a part
+            if written != len(data):  # a full disk may accept only a part
                 os.write(self._fd, data[written:])
             os.fsync(self._fd)
         except OSError:
@@ -140,10 +140,11 @@ class Journal:
 
 
 def repair(path: Path) -> str | None:
-    """Keep the intact records of a damaged journal and the damaged file beside it; a sentence about it, None if whole.
+    """Keep the intact records of a damaged journal, and the damaged file beside it. Returns a sentence about it, None
+    if the journal is whole.
 
-    Every step checks the disk itself, so a lost record costs work. What may be lost with it is the way back: an install
-    is run again, or a rollback finds nothing to go back to.
+    Every step checks the disk itself, so a lost record only costs work. But the rollback may be lost with it: an
+    install is run again, or a rollback finds nothing to go back to.
     """
     found = replay(path)
     if not found.damaged_lines:
@@ -158,16 +159,16 @@ def repair(path: Path) -> str | None:
 
 
 class History:
-    """What the records mean, derived by reading them from the first to the last."""
+    """What the records mean, derived by reading them from first to last."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self.committed: Record | None = None      # last commit that still stands
-        self.open_switch: Record | None = None    # a switch that neither was committed nor rolled back
+        self.committed: Record | None = None      # the last commit that was not undone
+        self.open_switch: Record | None = None    # a switch that was neither committed nor rolled back
         self.last_step: str | None = None         # step begun and not finished, in a run that has not ended
         self.last_run: Record | None = None
         self.last_failure: Record | None = None
-        self.created: set[str] = set()            # paths below the prefix that did not exist before us
-        self.unshown_keys: set[str] = set()       # keys made but never shown to anyone
+        self.created: set[str] = set()            # paths below the prefix that we created
+        self.unshown_keys: set[str] = set()       # keys made but never shown
         for record in records:
             self._take(record)
 
@@ -189,7 +190,7 @@ class History:
                 self.committed, self.open_switch, self.last_step, self.last_failure = record, None, None, None
             case "rolled-back":
                 self.open_switch, self.last_step = None, None
-            case "uninstall" | "uninstalled":  # from its beginning on there is nothing to go back to
+            case "uninstall" | "uninstalled":  # once it has begun there is nothing to go back to
                 self.committed = self.open_switch = self.last_step = self.last_failure = None
             case "key-created":
                 self.unshown_keys.add(record["key"])

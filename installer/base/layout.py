@@ -25,24 +25,24 @@ def code_root() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Every path below one prefix. `system`: run by systemd, as users of its own; else a supervised process."""
+    """Every path below one prefix. `system`: run by systemd as its own users; otherwise a supervised process."""
 
     prefix: Path
     system: bool = False
 
     @classmethod
     def at(cls, prefix: Path | str) -> "Layout":
-        """Absolute, without `..` and with links above the prefix resolved, so that all paths stay comparable."""
+        """Absolute, without `..`, and with links above the prefix resolved, so that all paths stay comparable."""
         return cls(Path(prefix).expanduser().resolve())
 
     @classmethod
     def server(cls, root: Path | str = "/") -> "Layout":
-        """The system form. A `root` other than / is a server's tree seen from outside of it."""
+        """The system form. A `root` other than / is a server's tree seen from outside."""
         return cls(Path(root).resolve(), system=True)
 
     @property
     def name(self) -> str:
-        """What a person calls this installation."""
+        """What operators call this installation."""
         return t("this server") if self.system and self.prefix == Path("/") else str(self.prefix)
 
     @property
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def code(self) -> Path:
-        """Unpacked code, one directory a runtime bundle; releases point into it."""
+        """Unpacked code, one directory for each runtime bundle; releases point into it."""
         return self.opt / "code"
 
     @property
@@ -96,12 +96,12 @@ class Layout:
 
     @property
     def checklist(self) -> Path:
-        """What `atoll checklist` remembers, before an install and after it; made by that command only."""
+        """What `atoll checklist` remembers before and after an install. Only that command creates it."""
         return self.prefix / "var/lib/atoll-checklist"
 
     @property
     def snapshots(self) -> Path:
-        """What each committed release ran with: settings and unit files, one directory a release."""
+        """What each committed release ran with: settings and unit files, one directory for each release."""
         return self.state / "snapshots"
 
     @property
@@ -127,7 +127,7 @@ class Layout:
 
     @property
     def revoked(self) -> Path:
-        """The keys that are never trusted again."""
+        """Keys that are never trusted again."""
         return self.trust / "revoked.json"
 
     @property
@@ -193,7 +193,7 @@ class Layout:
 
     @property
     def log_hint(self) -> str:
-        """Where the service's log is, in words for a hint."""
+        """Where the service's log is, as words for a hint."""
         return t("`atoll logs`") if self.system else str(self.log)
 
     @property
@@ -210,14 +210,14 @@ class Layout:
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """The directories that are wholly ours: whatever lies in them was put there by Atoll."""
+        """The directories that are entirely ours: Atoll put everything in them."""
         ours = (self.opt, self.lib, self.etc, self.cache, self.run)
         return ours if self.system else (*ours, self.log_dir)
 
     def directories(self) -> list[tuple[Path, int]]:
-        """Every directory of the tree with its mode, parents first. World-readable only where nothing is private.
+        """Every directory of the tree with its mode, parents first. World-readable only if nothing in it is private.
 
-        In the system form the services' own directories below cache and run are made by systemd, each for its user.
+        In the system form systemd makes the services' own directories below cache and run, each for its user.
         """
         shared = 0o755 if self.system else 0o700
         return [

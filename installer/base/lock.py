@@ -1,4 +1,4 @@
-"""One installer at a time. The kernel drops the lock when its holder dies, however it dies."""
+"""One installer at a time. The kernel drops the lock when its holder dies, in whatever way."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ from installer.base.i18n import t
 
 
 class InstallLock:
-    """flock(2) on a file that also says who holds it. Use as a context manager."""
+    """flock(2) on a file that also names its holder. Use as a context manager."""
 
     def __init__(self, path: Path, purpose: str) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class InstallLock:
             raise busy(self.path, holder) from None
         who = {"pid": os.getpid(), "purpose": self.purpose, "since": int(time.time())}
         self._fd = fd
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, without its holder's name
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, but without its holder's name
             os.ftruncate(fd, 0)
             os.pwrite(fd, (json.dumps(who) + "\n").encode(), 0)
         return self
@@ -50,12 +50,12 @@ def busy(path: Path, holder: str) -> InstallError:
         exit_code=ExitCode.BUSY,
         why=t("It holds the lock {path}.", path=path),
         changed=t("Nothing was changed."),
-        hint=t("Wait until it has finished, then run this again; `atoll status` shows how far it is."),
+        hint=t("Wait until it has finished, then run this again; `atoll status` shows its progress."),
     )
 
 
 def refuse_if_busy(path: Path) -> None:
-    """Raise InstallError (75) where another process holds the lock."""
+    """Raise InstallError (75) if another process holds the lock."""
     name = holder(path)
     if name is not None and f"process {os.getpid()}," not in name:
         raise busy(path, name)

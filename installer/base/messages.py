@@ -1,4 +1,4 @@
-"""Texts as JSON: the message id and its parameters travel, so that all read them in their own language.
+"""Texts as JSON: the message id and its parameters are stored, so that each reader gets their own language.
 
 A message's id is its English source text, as in the gettext catalogue.
 """
@@ -26,7 +26,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given, lists for tuples."""
+    """The value that `encode` was given, with lists for tuples."""
     if isinstance(value, list):
         return [decode(entry) for entry in value]
     if not isinstance(value, dict):
@@ -39,13 +39,13 @@ def decode(value: Any) -> Any:
 
 
 def with_ids(record: dict[str, Any]) -> dict[str, Any]:
-    """A record whose texts are English for any reader; `texts` has their ids and values beside them."""
+    """A record whose texts are English for any reader, with their ids and values beside them in `texts`."""
     texts = {name: encode(value) for name, value in record.items() if is_text(value)}
     return record | {"texts": texts} if texts else record
 
 
 def without_ids(record: dict[str, Any]) -> dict[str, Any]:
-    """The record that `with_ids` was given; one of an older release has no ids, and stays plain English."""
+    """The record that `with_ids` was given. A record of an older release has no ids and stays plain English."""
     texts = record.get("texts")
     rest = {name: value for name, value in record.items() if name != "texts"}
     return rest | {name: decode(text) for name, text in texts.items()} if isinstance(texts, dict) else rest

@@ -1,4 +1,4 @@
-"""Processes, named so that a reused pid is never mistaken for the one we started."""
+"""Processes, identified so that a reused pid is never mistaken for the one we started."""
 
 import os
 from dataclasses import dataclass
@@ -6,12 +6,13 @@ from pathlib import Path
 
 
 def boot_id() -> str:
-    """Changes with every boot: pids and start times mean nothing across it."""
+    """Changes with every boot: pids and start times of another boot mean nothing."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the state on (index 0 = field 3 of proc(5)); the command may hold any character."""
+    """Fields of /proc/PID/stat from the state on (index 0 = field 3 of proc(5)). The command before them may contain
+    any character."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -28,10 +29,10 @@ def start_time(pid: int) -> int | None:
 
 
 def family_of(leader: int, not_before: int) -> list[int]:
-    """Live processes of the session that `leader` led, and all descendants of these in whatever session.
+    """Live processes of the session that `leader` led, and all their descendants in any session.
 
-    Processes that started before `not_before` (ticks) are left out: they are not ours. The kernel does not reuse a
-    number as a pid while a session of that number lives, so this also finds the orphans of a leader that was killed.
+    Processes that started before `not_before` (ticks) are left out: they are not ours. While a session of a number
+    lives, the kernel does not reuse that number as a pid, so this also finds the orphans of a killed leader.
     """
     session, children = set(), dict[int, list[int]]()
     for entry in os.listdir("/proc"):
@@ -53,7 +54,7 @@ def family_of(leader: int, not_before: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that stays the same process: pid, start time and boot."""
+    """Identifies one process for good: pid, start time and boot."""
 
     pid: int
     start_time: int

@@ -1,7 +1,7 @@
-"""What a power cut in the middle of a switch leaves behind: the mark that makes the next boot look, and its record.
+"""The mark that a power cut during a switch leaves behind, so that the next boot checks.
 
-The mark is a file, so that a boot without one costs nothing: systemd looks for it (ConditionPathExists=) and starts
-`atoll settle` only then. The journal alone says what is true.
+The mark is a file, so a boot without one costs nothing: systemd looks for it (ConditionPathExists=) and starts `atoll
+settle` only then. What actually happened is in the journal alone.
 """
 
 from collections.abc import Iterable
@@ -23,13 +23,13 @@ def mark(layout: Layout) -> None:
 
 
 def unmark(layout: Layout) -> None:
-    """It was committed or taken back."""
+    """The switch was committed or undone."""
     if mark_of(layout).exists():
         fs.remove_file(mark_of(layout))
 
 
 def went_back(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """The record of a boot that put the release before back, unless something was installed since."""
+    """The record of a boot that put the previous release back, unless something was installed since."""
     found = None
     for record in records:
         if record["event"] == "rolled-back":

@@ -1,6 +1,6 @@
-"""The answers file of an unattended install: TOML, a strict schema, and words for what is wrong in it.
+"""The answers file of an unattended install: TOML with a strict schema, and clear messages for what is wrong in it.
 
-An unknown key is an error, never ignored: a typing mistake must not turn into a default on somebody's server.
+An unknown key is an error and never ignored: a typing mistake must not turn into a default on a server.
 """
 
 import difflib
@@ -25,7 +25,7 @@ Device = Literal["auto", "cuda", "cpu"]
 
 
 def _about(description: str, default: Any = None) -> Any:
-    """A field that may be left out."""
+    """An optional field."""
     return Field(default=default, description=description)
 
 
@@ -34,17 +34,17 @@ class _Strict(BaseModel):
 
 
 class ModelAnswer(_Strict):
-    """One model that shall run."""
+    """One model to run."""
 
     bundle: Text | None = _about("Directory of its bundle, or the bundle's name on the medium.")
-    name: Instance | None = _about("Name in the API and of the unit; absent: the bundle's name.")
-    gpus: list[Gpu] | None = _about("GPUs by index or UUID; absent: as it is, or all.")
-    device: Device | None = _about("Where it computes.")
+    name: Instance | None = _about("Name in the API and of the unit; default: the bundle's name.")
+    gpus: list[Gpu] | None = _about("GPUs by index or UUID; default: unchanged, or all.")
+    device: Device | None = _about("Device that it runs on.")
     settings: dict[str, int | float | str | bool] = _about("Long flags of `atoll serve`, no dashes.", {})
 
 
 class TlsAnswer(_Strict):
-    """Absent: a local CA and a certificate are made here."""
+    """Without it, a local CA and a certificate are made here."""
 
     certificate: Path | None = _about("A certificate of your own, PEM, with its chain.")
     private_key: Path | None = _about("Its key, PEM; copied to a root-only file.")
@@ -53,25 +53,26 @@ class TlsAnswer(_Strict):
 
 
 class Answers(_Strict):
-    """Everything an install may ask. Secrets have no place in it. Flags on the command line win over it."""
+    """Everything that an install may ask. It has no place for secrets. Flags on the command line win over it."""
 
     schema_version: Literal[1] = Field(description="1")
     medium: list[Path] = _about("Directories to look through for the runtime and for bundles.", [])
     bundle: Path | None = _about("One bundle; short for a single [[models]] table.")
     prefix: Path | None = _about("Install below this directory instead of on the server itself.")
-    trust_keys: list[Path] = _about("The vendor's public keys, got by another way than the bundle.", [])
+    trust_keys: list[Path] = _about("The vendor's public keys. Obtain them through a separate channel, not from the "
+                                    "bundle.", [])
     accept_licenses: list[str] = _about(
         '"SPDX-ID@SHA256-PREFIX" of each text that was read; of a gated model, ":REFERENCE" of the agreement too.', [])
     host: Text | None = _about("Address to listen on.")
     port: Annotated[int, Field(ge=1, le=65535)] | None = _about("Port to listen on.")
-    device: Device | None = _about("Where the models compute.")
+    device: Device | None = _about("Device that the models run on.")
     strict: bool = _about("Stop on warnings of the preflight too.", False)
     confirm_plan: bool = _about("Yes to the plan; it accepts no licence and waives no check.", False)
-    allow_downgrade: Reason | None = _about("Why an older bundle may be installed; audited.")
+    allow_downgrade: Reason | None = _about("Reason for installing an older bundle; audited.")
     start_timeout: Annotated[float, Field(ge=1, le=86400)] | None = _about("Seconds until ready.")
     waivers: dict[str, Reason] = _about("Check -> why it may fail. Strict checks cannot be waived.", {})
-    tls: TlsAnswer | None = _about("The certificate; absent: one is made here.")
-    models: list[ModelAnswer] = _about("All the models that shall run; others are removed.", [])
+    tls: TlsAnswer | None = _about("The certificate; default: one is made here.")
+    models: list[ModelAnswer] = _about("All the models to run; others are removed.", [])
 
 
 def read_answers(path: Path, schema: type[Answers] = Answers) -> Answers:
@@ -90,7 +91,7 @@ def read_answers(path: Path, schema: type[Answers] = Answers) -> Answers:
         return schema.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         found = problems(error, schema)
-    except (OSError, ValueError) as error:  # of TOML and JSON too; they name line and column
+    except (OSError, ValueError) as error:  # includes TOML and JSON errors, which name line and column
         found = [reason(error) if isinstance(error, OSError) else plain(error)]
     raise InstallError(
         t("The answers file {path} cannot be used: {names}.", path=path, names=joined(found, "; ")),
@@ -102,7 +103,7 @@ def read_answers(path: Path, schema: type[Answers] = Answers) -> Answers:
 
 
 def problems(error: ValidationError, schema: type[BaseModel]) -> list[str]:
-    """What is wrong with a file of this schema, one finding each, in plain words."""
+    """What is wrong with a file of this schema, in plain words, one finding each."""
     return [_problem(entry, schema) for entry in error.errors(include_url=False)]
 
 
@@ -122,7 +123,7 @@ def _problem(entry: Any, schema: type[BaseModel]) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """`models[0].gpus`, as the file's author would write it."""
+    """`models[0].gpus`, as the author of the file would write it."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -130,7 +131,7 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 
 def _known(location: tuple[int | str, ...], schema: type[BaseModel]) -> list[str]:
-    """The keys that may stand at this place."""
+    """The keys that are allowed at this place."""
     model: Any = schema
     for part in location:
         if isinstance(part, str) and part in getattr(model, "model_fields", {}):

@@ -1,7 +1,7 @@
 """Which parts of the service a switch changes, so that no other part is restarted.
 
-A part is an engine (by its instance), "gateway" or "socket". Its fingerprint covers everything that it reads when it
-starts: the code, its settings, its units, its model, its certificate.
+A part is an engine (by its instance), "gateway" or "socket". Its fingerprint covers everything that it reads at its
+start: code, settings, units, model, certificate.
 """
 
 import hashlib
@@ -36,16 +36,16 @@ def fingerprints(context: Context) -> dict[str, str]:
 
 
 def is_resumed(context: Context) -> bool:
-    """Whether the switch was opened by a run that was killed: nobody knows what it has started."""
+    """Whether a run that was killed opened the switch: then it is unknown what that run has started."""
     opened = context.history.open_switch
     return opened is not None and opened["run"] != context.journal.run
 
 
 def changed(context: Context) -> set[str] | None:
-    """The parts to restart, and those to stop for good; None for all.
+    """The parts to restart, and the parts to stop for good; None for all.
 
-    All: in the prefix form, where there is one part; after a killed run, which may have started anything; and where the
-    address changes, since the port is opened before everything else.
+    All: in the prefix form, which has only one part; after a killed run, which may have started anything; and if the
+    address changes, because the port is opened before everything else.
     """
     committed = context.history.committed or {}
     before: dict[str, Any] = committed.get("parts") or {}
@@ -57,8 +57,8 @@ def changed(context: Context) -> set[str] | None:
 
 
 def trade_places(context: Context) -> bool:
-    """Whether several engines change what they claim of the GPUs: one may need what another still holds, so that all of
-    the old ones must end before any new one begins."""
+    """Whether several engines change their claims on the GPUs. One may then need what another still holds, so all old
+    engines must end before any new one starts."""
     committed = context.history.committed or {}
     saved = snapshots.load(context.layout, committed["snapshot"]).settings if committed.get("snapshot") else None
     now = _claims(context, context.config_text)
@@ -70,13 +70,13 @@ def trade_places(context: Context) -> bool:
 
 
 def _claims(context: Context, text: str | None) -> dict[str, list[Any]]:
-    """Engine -> the settings that say which memory it takes, where."""
+    """Engine -> the settings that decide which memory it takes on which GPU."""
     tables = config.model_tables(text, context.layout.config)
     return {name: [table.get(key) for key in _CLAIMS] for name, table in tables.items()}
 
 
 def parts(context: Context) -> dict[str, dict[str, str]]:
-    """What the commit says of each part: its fingerprint, and the release and boot in which it was started."""
+    """What the commit records of each part: its fingerprint, and the release and boot in which it was started."""
     committed = context.history.committed or {}
     before: dict[str, Any] = committed.get("parts") or {}
     here = {"release": context.target().name, "boot": boot_id()}
@@ -90,7 +90,7 @@ def parts(context: Context) -> dict[str, dict[str, str]]:
 
 
 def in_use(committed: dict[str, Any]) -> set[str]:
-    """Releases whose files a running part was started from: they stay while it runs."""
+    """Releases whose files a running part was started from: they are kept while it runs."""
     return {part["release"] for part in (committed.get("parts") or {}).values() if part.get("boot") == boot_id()}
 
 

@@ -1,4 +1,4 @@
-"""What the steps of one run share: the operator's options, the tools, and the facts found on the way."""
+"""What the steps of one run share: the operator's options, the tools, and the facts found so far."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,20 +28,20 @@ from offline_bundle.signing.keys import Keyring
 
 @dataclass(slots=True)
 class Model:
-    """One model that shall run when the install is done."""
+    """One model that will run when the install is done."""
 
     instance: str                         # its name in the API, and of its unit
     choice: ModelChoice
-    source: Path                          # where the verified bytes are: the medium, or the store
+    source: Path                          # directory of the verified bytes: on the medium, or in the store
     manifest: BundleManifest
     digest: str
     key_fingerprint: str
-    kept: bool = False                    # it runs already, and nobody brought another bundle for it
+    kept: bool = False                    # it is already installed, and no bundle was given for it
     in_store: bool = False
     approval: Approval | None = None      # of its licence, given in this run
 
     def facts(self) -> dict[str, Any]:
-        """What a release and the journal say of it."""
+        """What a release and the journal record about it."""
         return {
             "instance": self.instance,
             "name": self.manifest.name,
@@ -55,7 +55,7 @@ class Model:
 
 @dataclass(slots=True)
 class Context:
-    """Filled in by the steps in their order; each step reads only what an earlier one has set."""
+    """Filled in by the steps in their order. Each step reads only what an earlier one has set."""
 
     options: InstallOptions
     layout: Layout
@@ -63,21 +63,21 @@ class Context:
     service: ServiceManager
     release_command: tuple[str, ...]
     journal: Journal
-    before: History                       # as the journal told it when this run began
-    seen: int = 0                         # how many records it had then
-    kind: str = "install"                 # or "rollback": what a switch that stays open was meant to be
+    before: History                       # what the journal said when this run began
+    seen: int = 0                         # number of its records then
+    kind: str = "install"                 # or "rollback": kind of the switch that this run opens
 
     # discover
-    trusted_keys: Keyring = field(default_factory=lambda: Keyring(()))    # may vouch for what is brought
-    kept_keys: Keyring = field(default_factory=lambda: Keyring(()))       # may vouch for what is installed already
-    base_config: str | None = None        # the settings that stand, or stood before an interrupted switch
+    trusted_keys: Keyring = field(default_factory=lambda: Keyring(()))    # keys accepted for the medium
+    kept_keys: Keyring = field(default_factory=lambda: Keyring(()))       # keys accepted for what is installed
+    base_config: str | None = None        # the settings in force, or those from before an interrupted switch
     endpoint: Endpoint = field(default_factory=lambda: Endpoint("127.0.0.1", 0))
     own_pids: frozenset[int] = frozenset()
-    tls_names: list[str] = field(default_factory=list)    # what the certificate shall hold; none: plain HTTP
+    tls_names: list[str] = field(default_factory=list)    # names in the certificate; empty: plain HTTP
     tls_import: Pair | None = None                        # the customer's, checked
     # verify
     models: list[Model] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)      # instances that will no longer run
+    removed: list[str] = field(default_factory=list)      # instances to stop
     downgrades: list[dict[str, Any]] = field(default_factory=list)
     release: Release | None = None
     config_text: str = ""
@@ -89,21 +89,21 @@ class Context:
     new_key: NewKey | None = None         # the operator's, made by this run
     smoke_key: NewKey | None = None
     smoke: SmokeResult | None = None      # of the first model
-    startup_s: float | None = None        # from the start of the processes to the first token of an engine
-    downtime_s: float | None = None       # from the end of the old service to that; None: nothing ran before
+    startup_s: float | None = None        # from starting the processes to an engine's first token
+    downtime_s: float | None = None       # from the end of the old service to that token; None: nothing ran before
 
     @property
     def history(self) -> History:
-        """As the journal tells it now."""
+        """What the journal says now."""
         return History(self.journal.records)
 
     @property
     def names(self) -> list[str]:
-        """The instances that shall run."""
+        """The instances that will run."""
         return [model.instance for model in self.models]
 
     def snapshot(self) -> Snapshot:
-        """What the way back to this release will need."""
+        """What a rollback to this release will need."""
         return Snapshot(self.config_text, self.units, self.names)
 
     def model_dir(self, model: Model) -> Path:
@@ -111,7 +111,7 @@ class Context:
         return self.layout.models / model.digest / "model"
 
     def target(self) -> Release:
-        """The release that this run leads to; a bug if asked for before `verify`."""
+        """The release that this run leads to. Asking for it before `verify` is a bug."""
         assert self.release is not None
         return self.release
 
@@ -121,5 +121,5 @@ Step = Callable[[Context], str]
 
 
 def as_install_error(error: BundleError, changed: str) -> InstallError:
-    """A refusal by `offline_bundle`, in the installer's terms."""
+    """A refusal by `offline_bundle` as an InstallError."""
     return InstallError(error.message, exit_code=error.exit_code, changed=changed, hint=error.hint)

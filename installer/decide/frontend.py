@@ -13,7 +13,7 @@ class Frontend(Protocol):
     def step(self, name: str, status: StepStatus, detail: str = "") -> None: ...
 
     def progress(self, label: str, done: int, total: int) -> None:
-        """Long work: bytes for copies, seconds for waits (total 0: unknown)."""
+        """Progress of long work: bytes for copies, seconds for waits (total 0: unknown)."""
         ...
 
     def note(self, text: str) -> None: ...
@@ -25,14 +25,14 @@ class Frontend(Protocol):
     def accept_licence(self, request: LicenceRequest) -> bool: ...
 
     def licence_reference(self, request: LicenceRequest) -> str:
-        """For a gated model whose text was accepted: the agreement that gives the right to use it."""
+        """For a gated model whose text was accepted: the reference of the agreement that permits its use."""
         ...
 
     def confirm_plan(self, plan: Plan) -> bool: ...
 
 
 class Unattended:
-    """Says nothing and agrees to nothing: what is not in the options is refused."""
+    """Says nothing and agrees to nothing: what the options do not contain is refused."""
 
     def step(self, name: str, status: StepStatus, detail: str = "") -> None:
         return

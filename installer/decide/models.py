@@ -1,6 +1,6 @@
-"""Which models shall run: what the operator asked for, what the medium holds, what is installed.
+"""Which models will run: what the operator asked for, what the medium holds, what is installed.
 
-A bundle's name counts only after its signature holds; until then a directory is a directory.
+A bundle's name counts only once its signature has been verified; until then it is just a directory.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ def no_medium(path: Path) -> InstallError:
 
 
 def signed_manifest(context: Context, bundle: Path) -> SignedManifest[BundleManifest]:
-    """The manifest once its signature holds: kilobytes, whatever the size of the bundle."""
+    """The manifest, once its signature has been verified. It is kilobytes, whatever the size of the bundle."""
     if not bundle.is_dir():
         raise no_medium(bundle)
     with untrusted_dir.open_root(bundle) as root:
@@ -56,12 +56,12 @@ def installed(context: Context) -> list[dict[str, Any]]:
 
 
 def choose(context: Context) -> list[Model]:
-    """Every model that shall run, each with a manifest whose signature holds. Raises InstallError, BundleError."""
+    """Every model that will run, each with a verified manifest. Raises InstallError, BundleError."""
     options, layout = context.options, context.layout
     here = {facts["instance"]: facts for facts in installed(context)}
     chosen: dict[str, Model] = {}
     for choice in _wanted(context, here):
-        if choice.bundle is None and choice.name in chosen:  # said of a model that the medium brings
+        if choice.bundle is None and choice.name in chosen:  # the choice names a model that the medium brings
             model = chosen[choice.name]
             model.choice = replace(choice, bundle=model.choice.bundle)
             continue
@@ -106,7 +106,7 @@ def choose(context: Context) -> list[Model]:
 
 
 def _wanted(context: Context, here: dict[str, dict[str, Any]]) -> list[ModelChoice]:
-    """What the operator named, and what the medium is for; those with a bundle first."""
+    """What the operator named, and what the medium is meant for; models with a bundle first."""
     options = context.options
     found = [bundle for medium in options.media for bundle in bundles_on(medium)]
     wanted = list(options.models or ([ModelChoice(options.bundle)] if options.bundle is not None else []))
@@ -123,7 +123,7 @@ def _wanted(context: Context, here: dict[str, dict[str, Any]]) -> list[ModelChoi
 def _meant_by_the_medium(
     context: Context, found: list[Path], here: dict[str, dict[str, Any]]
 ) -> list[ModelChoice]:
-    """Newer bundles for what runs here; on a new server the only one."""
+    """Newer bundles for what runs here. On a new server: the only bundle."""
     newer = []
     for path in found if here else []:
         name = signed_manifest(context, path).manifest.name
@@ -138,7 +138,7 @@ def _only(found: list[Path]) -> Path:
     raise InstallError(
         t("The medium holds {count} models: {listed}.", count=len(found), listed=listed),
         exit_code=ExitCode.USAGE,
-        why=t("Each model needs a GPU of its own, so which of them run is for you to say."),
+        why=t("Each model needs its own GPU, so you must choose which of them run."),
         changed=_UNTOUCHED,
         hint=t("Choose: --bundle {found}. For several, each with its GPU: [[models]] in --answers FILE",
                found=found[0]),
@@ -154,7 +154,7 @@ def _brought(context: Context, choice: ModelChoice, here: dict[str, dict[str, An
 
 
 def _instance_of(bundle: str, here: Iterable[dict[str, Any]]) -> str:
-    """A newer bundle takes the place of the one instance that runs the older; else the bundle's name is used."""
+    """A newer bundle replaces the one instance that runs the older; otherwise the bundle's name is used."""
     running = [facts["instance"] for facts in here if facts["name"] == bundle]
     return running[0] if len(running) == 1 else bundle
 
@@ -194,7 +194,7 @@ def _kept(context: Context, choice: ModelChoice, here: dict[str, dict[str, Any]]
 
 
 def stored(context: Context, facts: dict[str, Any], choice: ModelChoice) -> Model:
-    """A model that needs no medium, checked in the store: signature, file set, seals."""
+    """A model that needs no medium. Its copy in the store is checked: signature, file set, seals."""
     models = context.layout.models
     try:
         found = verify_model(models, facts["digest"], context.kept_keys, deep=False)

@@ -1,4 +1,4 @@
-"""What the operator decided, whoever asked: flags, an answers file, a front end."""
+"""What the operator decided, by flags, an answers file or a front end."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """One model that shall run: which bundle, under which name, on which GPUs.
+    """One model to run: which bundle, under which name, on which GPUs.
 
     `bundle` is a directory, or the name of a bundle on the medium; None keeps the model that is installed under `name`.
-    `gpus` are indices or UUIDs, None leaves the choice as it is. `settings` are long engine flags without dashes.
+    `gpus` are indices or UUIDs; None leaves the choice unchanged. `settings` are long engine flags without dashes.
     """
 
     bundle: Path | str | None = None
@@ -21,12 +21,12 @@ class ModelChoice:
 
 @dataclass(frozen=True, slots=True)
 class TlsChoice:
-    """A certificate of the customer's own, or further names in the one that is made here."""
+    """A certificate of the customer's own, or additional names for the one that is made here."""
 
     certificate: Path | None = None
     private_key: Path | None = None
     names: tuple[str, ...] = ()
-    wanted: bool = False     # also on loopback, where plain HTTP would do
+    wanted: bool = False     # TLS on loopback too, where plain HTTP would do
 
     @property
     def asked(self) -> bool:
@@ -36,9 +36,9 @@ class TlsChoice:
 
 @dataclass(slots=True)
 class InstallOptions:
-    """The answers to every question an install may ask. None: decide from what is installed, or the default.
+    """The answers to every question that an install may ask. None: decide by what is installed, or take the default.
 
-    `bundle` is short for one entry of `models`. `prefix` None means the server itself, by systemd.
+    `bundle` is short for one entry of `models`. `prefix` None means the server itself, run by systemd.
     """
 
     bundle: Path | None = None
@@ -50,13 +50,13 @@ class InstallOptions:
     waivers: dict[str, str] = field(default_factory=dict)
     strict: bool = False
     dry_run: bool = False
-    confirmed: bool = False                # the plan needs no further question
+    confirmed: bool = False                # the plan needs no confirmation
     start_timeout: float = 900.0           # seconds until the service must be ready
     smoke_timeout: float = 300.0
-    media: list[Path] = field(default_factory=list)         # looked through for the runtime and for bundles
+    media: list[Path] = field(default_factory=list)         # searched for the runtime and for bundles
     models: list[ModelChoice] = field(default_factory=list)
-    only_these: bool = False               # models not named here are removed from the service
-    remove: list[str] = field(default_factory=list)         # instances that shall no longer run
+    only_these: bool = False               # models not named here are removed
+    remove: list[str] = field(default_factory=list)         # instances to remove
     device: str | None = None              # for every model that does not name its own
     tls: TlsChoice = field(default_factory=TlsChoice)
-    allow_downgrade: str | None = None     # the reason for taking an older bundle; audited
+    allow_downgrade: str | None = None     # reason for installing an older bundle; audited

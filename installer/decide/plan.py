@@ -1,4 +1,4 @@
-"""The plan: everything an install is going to do, told before anything is written."""
+"""The plan: everything that an install is going to do, shown before anything is written."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ Deed = Literal["create", "replace", "keep", "start", "restart", "remove"]
 
 @dataclass(frozen=True, slots=True)
 class PlanItem:
-    """One thing. `bytes` is what it adds to the disk."""
+    """One item. `bytes` is what it adds to the disk."""
 
     kind: Kind
     what: str
@@ -35,7 +35,7 @@ class Plan:
         return sum(item.bytes for item in self.items)
 
     def created(self) -> list[str]:
-        """Paths that are not there yet."""
+        """Paths that do not exist yet."""
         kinds = ("directory", "file", "symlink", "model")
         return [item.what for item in self.items if item.deed == "create" and item.kind in kinds]
 

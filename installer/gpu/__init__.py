@@ -1,4 +1,4 @@
-"""The GPUs of this machine: what NVML and nvidia-smi say, as one set of facts."""
+"""The GPUs of this machine: what NVML and nvidia-smi report, as one set of facts."""
 
 import threading
 
@@ -7,7 +7,8 @@ from installer.gpu.facts import Gpu, GpuFacts, GpuProcess, merge
 
 
 def collect() -> GpuFacts:
-    """Ask both at once; NVML is believed first. Never raises; done within eight seconds, hung driver or not."""
+    """Ask both at once; NVML wins where they disagree. Never raises; returns within eight seconds even if the driver
+    hangs."""
     answers: dict[str, GpuFacts] = {}
     sources = {"nvml": nvml.query, "smi": smi.query}
 

@@ -1,4 +1,4 @@
-"""Run another program for facts: bounded in time and output, and gone with all its children when it takes too long."""
+"""Run another program for facts: bounded in time and output, and ended with all its children when it takes too long."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ MAX_OUTPUT = 4 << 20  # bytes; `nvidia-smi -q -x` writes 27 KB for one GPU
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What came of it. `problem` is empty, or says why there is no exit status: not found, timeout, too much output."""
+    """The result. `problem` is empty, or says why there is no exit status: not found, timeout, too much output."""
 
     code: int | None
     stdout: str
@@ -33,15 +33,15 @@ class Output:
 
 
 def clean(text: str, limit: int = 160) -> str:
-    """Foreign text that is safe on a terminal: one line, no control characters, not endless."""
+    """Foreign text made safe for a terminal: one line, no control characters, bounded length."""
     line = "".join(c if c.isprintable() else " " for c in text[: 4 * limit])
     return " ".join(line.split())[:limit]
 
 
 def run(argv: Sequence[str], timeout: float, *, environment: dict[str, str] | None = None) -> Output:
-    """Run `argv` in a session of its own. Never raises, and never takes much longer than `timeout` seconds.
+    """Run `argv` in its own session. Never raises, and never takes much longer than `timeout` seconds.
 
-    A process that sleeps in the kernel cannot be killed (a hung driver does that): it is left behind, not waited for.
+    A process that sleeps in the kernel cannot be killed (a hung driver causes that): it is left behind, not waited for.
     """
     try:
         child = subprocess.Popen(
@@ -90,7 +90,7 @@ def _read(child: "subprocess.Popen[bytes]", deadline: float, timeout: float) -> 
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """Kill what is left of its session, close the pipes, and reap it if it can be reaped."""
+    """Kill what is left of its session, close the pipes, and reap it if possible."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     for pipe in (child.stdout, child.stderr):

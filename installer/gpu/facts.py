@@ -1,6 +1,6 @@
-"""What is known about the GPUs of this machine, whoever told it. None everywhere means: nobody said.
+"""What is known about the GPUs of this machine, from any source.
 
-Sizes in bytes, power in watts.
+None means everywhere: no source reported it. Sizes in bytes, power in watts.
 """
 
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -48,12 +48,12 @@ class Gpu:
 
     @property
     def label(self) -> str:
-        """How it is called in messages: its number and name."""
+        """Its name in messages: number and model."""
         number = "?" if self.index is None else self.index
         return f"GPU {number} ({self.name or self.uuid or self.pci or 'unnamed'})"
 
     def filled_from(self, other: "Gpu") -> "Gpu":
-        """This, with what it does not know taken from `other`."""
+        """This, with unknown fields taken from `other`."""
         missing = {f.name: getattr(other, f.name) for f in fields(self) if getattr(self, f.name) in (None, ())}
         processes = {p.pid: p for p in (*other.processes, *self.processes)}
         for known in other.processes:  # NVML gives no names
@@ -64,7 +64,7 @@ class Gpu:
         )
 
     def is_the_same_as(self, other: "Gpu") -> bool:
-        """Whether both mean one device: by UUID, else by PCI address, else by index."""
+        """Whether both are the same device: by UUID, else by PCI address, else by index."""
         for name in ("uuid", "pci", "index"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine is not None and theirs is not None:
@@ -74,11 +74,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What one source, or all of them together, know. An error is a line as the source said it; empty: it answered."""
+    """What one source, or all of them together, know. An error is a line as the source wrote it; "": it
+    answered."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None                    # 580.159.04
-    cuda: tuple[int, int] | None = None          # the highest CUDA that the driver speaks
+    cuda: tuple[int, int] | None = None          # the highest CUDA version that the driver supports
     nvml_error: str = ""
     smi_error: str = ""
     sources: tuple[str, ...] = field(default=())
@@ -100,7 +101,7 @@ def _dotted(version: tuple[int, int] | None) -> str | None:
 
 
 def merge(*sources: GpuFacts) -> GpuFacts:
-    """All sources as one; where two disagree, the earlier one is believed."""
+    """All sources as one. If two disagree, the earlier one wins."""
     gpus: list[Gpu] = []
     for source in sources:
         for gpu in source.gpus:

@@ -9,7 +9,7 @@ from installer.gpu import values
 from installer.gpu.command import clean, run
 from installer.gpu.facts import Gpu, GpuFacts, GpuProcess
 
-BUDGET = 7.0  # seconds; of the ten that a preflight may take
+BUDGET = 7.0  # seconds, of the ten that a preflight may take
 _PROBE = Path(__file__).with_name("nvml_probe.py")
 _TEXTS = {"uuid": values.uuid, "pci": values.pci, "name": values.word, "compute_mode": values.compute_mode}
 _SWITCHES = ("persistence", "mig", "ecc", "remap_pending", "remap_failed")
@@ -29,7 +29,7 @@ def query(budget: float = BUDGET) -> GpuFacts:
 
 
 def parse(text: str) -> GpuFacts:
-    """The probe's answer as facts. It comes from a library that is not ours, so nothing in it is taken on trust."""
+    """The probe's answer as facts. It comes from a foreign library, so every value is checked."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):

@@ -34,7 +34,7 @@ class Process(Structure):
 
 
 class Nvml:
-    """The library, called by name; a symbol that it lacks counts as 'not supported'."""
+    """The library, called by name. A missing symbol counts as 'not supported'."""
 
     def __init__(self, library):
         self.library = library
@@ -60,7 +60,7 @@ class Nvml:
         return buffer.value.decode("utf-8", "replace") if self.good(names, *before, buffer, c_uint(96)) else None
 
     def two(self, names, device):
-        """Two numbers that one call gives."""
+        """Two numbers from one call."""
         first, second = c_uint(), c_uint()
         return (first.value, second.value) if self.good(names, device, byref(first), byref(second)) else (None, None)
 
@@ -74,7 +74,7 @@ class Nvml:
 
 
 def memory(nvml, device):
-    """Total, used, free. The second version counts what the driver reserves apart from what programs use."""
+    """Total, used, free. The second version counts memory reserved by the driver apart from memory used by programs."""
     newer = Memory2(version=ctypes.sizeof(Memory2) | 2 << 24)
     if nvml.good("nvmlDeviceGetMemoryInfo_v2", device, byref(newer)):
         return newer.total, newer.used, newer.free
@@ -90,7 +90,7 @@ def processes(nvml, device):
     code = nvml.call(names, device, byref(count), None)
     if code != INSUFFICIENT_SIZE or not count.value:
         return []
-    count = c_uint(min(count.value + 16, MAX_PROCESSES))  # some may start meanwhile
+    count = c_uint(min(count.value + 16, MAX_PROCESSES))  # more may start in the meantime
     table = (Process * count.value)()
     if not nvml.good(names, device, byref(count), table):
         return []

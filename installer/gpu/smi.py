@@ -1,7 +1,7 @@
-"""GPU facts from `nvidia-smi`: a CSV query, and its XML report where the query is refused.
+"""GPU facts from `nvidia-smi`: a CSV query, and its XML report if the query is refused.
 
-Its output is not promised to stay the same, so every field may be missing. A field that this version does not know is
-left out and the query repeated.
+Its output format is not guaranteed, so every field may be missing. A field that this version does not know is left out
+and the query repeated.
 """
 
 import csv
@@ -16,7 +16,7 @@ from installer.gpu import smi_xml, values
 from installer.gpu.command import Output, run
 from installer.gpu.facts import Gpu, GpuFacts
 
-BUDGET = 7.0    # seconds for all of it; without persistence mode each call wakes the driver, about 1 s a GPU
+BUDGET = 7.0    # seconds for everything; without persistence mode each call wakes the driver, about 1 s per GPU
 MAX_GPUS = 64
 _PLACES = ("/usr/bin", "/usr/local/bin", "/bin", "/usr/local/nvidia/bin", "/opt/nvidia/bin")
 _UNKNOWN_FIELD = re.compile(r'[Ff]ield "([\w.]+)" is not a valid field')
@@ -45,7 +45,7 @@ FIELDS: dict[str, tuple[str, Callable[[str | None], object]]] = {
     "power.default_limit": ("power_default", values.number),
     "temperature.gpu": ("temperature", lambda text: values.count(text, 1000)),
 }
-# Without these a query has not told enough.
+# Without these, a query does not suffice.
 _ESSENTIAL = ("uuid", "memory_total", "compute_cap")
 
 
@@ -67,7 +67,7 @@ def query(budget: float = BUDGET) -> GpuFacts:
     hung = "no answer" in asked[0].problem
     report = GpuFacts()
     if not hung and (left := deadline - time.monotonic()) > 0.2:
-        # The report also tells what the query cannot: the CUDA version, pending row remaps, processes.
+        # The report also has what the query lacks: the CUDA version, pending row remaps, processes.
         output = run([program, "-q", "-x"], left)
         report = smi_xml.parse(output.stdout) if output.ok else GpuFacts()
     gpus = _together(facts.gpus, report.gpus)
@@ -78,7 +78,8 @@ def query(budget: float = BUDGET) -> GpuFacts:
 
 
 def _ask_csv(program: str, deadline: float) -> tuple[Output, list[str]]:
-    """The CSV query, without the fields that this nvidia-smi does not know; and the fields it was asked for."""
+    """The CSV query, without the fields that this nvidia-smi does not know. Returns also the fields that were asked
+    for."""
     wanted = list(FIELDS)
     while True:
         left = max(0.1, deadline - time.monotonic())
@@ -113,6 +114,6 @@ def _together(queried: tuple[Gpu, ...], reported: tuple[Gpu, ...]) -> tuple[Gpu,
         return reported
     filled = []
     for gpu in queried:
-        twin = next((other for other in reported if other.is_the_same_as(gpu)), None)
-        filled.append(gpu.filled_from(twin) if twin else gpu)
+        known = next((other for other in reported if other.is_the_same_as(gpu)), None)
+        filled.append(gpu.filled_from(known) if known else gpu)
     return tuple(filled)

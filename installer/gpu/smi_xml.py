@@ -13,7 +13,7 @@ MAX_TEXT = 400           # characters of one element; longer ones are not facts
 
 
 class _RefusedError(Exception):
-    """Something that no report of nvidia-smi holds."""
+    """Something that no report of nvidia-smi contains."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Reader:
 
 
 def parse(text: str) -> GpuFacts:
-    """Facts of the report; none of a text that is not one, or not all of one."""
+    """Facts of the report; empty if the text is not a complete report."""
     reader = _Reader()
     parser = expat.ParserCreate()
     parser.StartElementHandler = reader.start

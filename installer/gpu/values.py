@@ -1,4 +1,4 @@
-"""Values as nvidia-smi writes them, read with mistrust: `[N/A]`, units, nonsense and absurd numbers are all None."""
+"""Values as nvidia-smi writes them. Anything unusable (`[N/A]`, nonsense, absurd numbers) becomes None."""
 
 import math
 import re
@@ -14,7 +14,7 @@ _UNITS = {"": 1 << 20, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  
 
 
 def word(text: str | None) -> str | None:
-    """The text unless it says that there is none: [N/A], N/A, [Not Supported], [Unknown Error], ERR!, …"""
+    """The text, unless it says that there is no value: [N/A], N/A, [Not Supported], [Unknown Error], ERR!, …"""
     if text is None:
         return None
     said = clean(text)
@@ -25,7 +25,7 @@ def word(text: str | None) -> str | None:
 
 
 def number(text: str | None) -> float | None:
-    """The number at the front, whatever its unit."""
+    """The number at the start, whatever its unit."""
     found = _NUMBER.match(word(text) or "")
     value = float(found[0]) if found else math.nan
     return value if math.isfinite(value) else None
@@ -80,7 +80,7 @@ def uuid(text: str | None) -> str | None:
 
 
 def compute_mode(text: str | None) -> str | None:
-    """default, exclusive or prohibited; `Exclusive_Process` and the old `Exclusive_Thread` are one to us."""
+    """default, exclusive or prohibited; `Exclusive_Process` and the old `Exclusive_Thread` are the same to us."""
     said = (word(text) or "").lower()
     for mode in ("default", "exclusive", "prohibited"):
         if said.startswith(mode):

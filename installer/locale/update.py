@@ -3,6 +3,8 @@
 import ast
 import io
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -44,7 +46,6 @@ def help_paragraphs() -> set[str]:
     from typer.main import get_group
 
     from appliance.cli.app import COMMANDS, GROUP_OF, app, load
-    from appliance.cli.language import own_parsers
     from appliance.cli.language.help_texts import paragraphs
     from installer.base.i18n import speaking
 
@@ -53,8 +54,23 @@ def help_paragraphs() -> set[str]:
         lines = {help_line for _, _, help_line in COMMANDS.values()} | {title for title in GROUP_OF.values() if title}
         for module, attribute, _ in COMMANDS.values():
             if attribute == "main":
-                lines |= own_parsers.paragraphs(getattr(import_module(module), attribute))
+                lines |= help_of(getattr(import_module(module), attribute))
     return lines.union(*(paragraphs(command) for command in commands))
+
+
+def help_of(program: Callable[[list[str]], object]) -> set[str]:
+    """Every text of the `--help` of a program that brings its own parser."""
+    from engine.errors import retelling
+
+    found = {"usage: "}
+
+    def note(text: str) -> str:
+        found.add(text)
+        return text
+
+    with retelling(note), redirect_stdout(io.StringIO()), suppress(SystemExit):
+        program(["--help"])
+    return found
 
 
 def words_of_install_sh(catalogue: Catalog) -> str:

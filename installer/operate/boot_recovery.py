@@ -1,15 +1,13 @@
-"""`atoll settle`, at boot and before any engine: an upgrade that a power cut interrupted is taken back.
+"""`atoll settle`: at boot, before any engine starts, undo an upgrade that a power cut interrupted.
 
-Between switch and commit the new release has not proved that it serves. The machine would boot it all the same, with
-nobody there; so the release that had proved itself is put back first. Services start afterwards in any case, whatever
-comes of it here: an unproven release is better than none.
+Between switch and commit, nothing has shown yet that the new release serves. The machine would boot into it anyway,
+with nobody watching, so the proven release is put back first. Services start afterwards whether this succeeds or not:
+an unproven release is better than none.
 """
 
-import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
 
 from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
@@ -30,9 +28,10 @@ REASON = "The power was cut, or the machine stopped, before the new release had 
 
 
 def settle(layout: Layout, *, service: SystemdService | None = None) -> str:
-    """Put the proven release back if a switch to another was cut off; a sentence about what was done.
+    """If a switch to another release was cut off, put the proven one back. Returns a sentence about what was done.
 
-    Nothing is started or waited for: the boot goes on to that. Raises InstallError, OSError: what cannot be put back.
+    Starts nothing and waits for nothing: the boot continues with that. Raises InstallError or OSError if something
+    cannot be put back.
     """
     service = service or SystemdService(layout)
     try:
@@ -41,7 +40,7 @@ def settle(layout: Layout, *, service: SystemdService | None = None) -> str:
     except InstallError as error:
         if error.exit_code != ExitCode.BUSY:
             raise
-        return "An install is at work: it knows its own way back."
+        return "Another install is running; it restores the proven release itself if it fails."
 
 
 def _settle(layout: Layout, service: SystemdService) -> str:
@@ -49,11 +48,11 @@ def _settle(layout: Layout, service: SystemdService) -> str:
     opened, committed = history.open_switch, history.committed
     if opened is None:
         unmark(layout)
-        return "No install was cut off."
+        return "No install was interrupted."
     if committed is None or opened["previous"] is None:
-        return "A first install was cut off: there is no release before it. Run the same install again."
-    if service.pids() - {1}:  # process 1 holds the port
-        return "The service runs already: it is left as it is. To go back: atoll start"
+        return "The first install was interrupted: there is no earlier release. Run the same install again."
+    if service.pids() - {1}:  # systemd (process 1) holds the port
+        return "The service is already running and is left as it is. To go back: atoll start"
     previous = opened["previous"]
     if not (layout.releases / previous / "bin/atoll").is_file():
         raise InstallError(f"The release before, {previous}, is not on the disk any more.", exit_code=ExitCode.IO)
@@ -72,20 +71,15 @@ def _settle(layout: Layout, service: SystemdService) -> str:
         journal.close()
     if config.read_text(layout.units / units.SOCKET) != listened:
         service.reopen()
-    with contextlib.suppress(InstallError):  # what the boot began goes on; this adds what the old release has more
+    with contextlib.suppress(InstallError):  # the boot starts them too
         service.start()
     if opened.get("kind") == "tune":
-        return "A tuning was cut off. The settings from before it were put back."
+        return "A tuning was interrupted. The settings from before it were put back."
     return f"The upgrade to {opened['to']} was cut off before it had proved itself. {previous} was put back."
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Entry point of `atoll settle`; returns the exit status."""
-    purpose = (
-        "Put the proven release back after an upgrade that a power cut interrupted. atoll-settle.service runs it at "
-        "boot, before the engines; while the machine runs, `atoll start` does the same."
-    )
-    argparse.ArgumentParser(prog="atoll settle", description=purpose).parse_args(argv)
     layout = Layout.server()
     try:
         print(settle(layout), file=sys.stderr)

@@ -1,8 +1,9 @@
-"""The deep check: every byte of the model store and of the code again, against what was signed.
+"""The deep check (`atoll verify`): read every byte of the model store and of the code again, and compare it with what
+was signed.
 
-It reads only, and holds no lock that an install needs: a model that an upgrade removes meanwhile is left out. What it
-found is recorded in state/verify.json for `atoll status`; a check that was cut off goes on behind the models that it
-had finished, as long as these have not been touched since.
+It only reads, and takes no lock that an install needs; a model that an upgrade removes meanwhile is left out. The
+result is recorded in state/verify.json for `atoll status`. A check that was interrupted continues with the models that
+it had not finished, as long as nobody has touched the finished ones.
 """
 
 import fcntl
@@ -37,10 +38,10 @@ from offline_bundle.signing import model_signing
 from offline_bundle.signing.keys import load_trusted
 from offline_bundle.store.store import is_sealed, verify_model
 
-GO_ON_WITHIN = 24 * 3600.0   # seconds: how long what an interrupted check had finished counts
+GO_ON_WITHIN = 24 * 3600.0   # seconds for which the finished part of an interrupted check is reused
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
-# Of several failures the gravest names the exit code.
+# If several things failed, the gravest decides the exit code.
 _GRAVITY = (ExitCode.UNTRUSTED, ExitCode.CONTENT_MISMATCH, ExitCode.DOWNGRADE, ExitCode.MEDIA, ExitCode.IO)
 
 Kind = Literal["release", "code", "model"]
@@ -48,7 +49,7 @@ Kind = Literal["release", "code", "model"]
 
 @dataclass(slots=True)
 class Target:
-    """One thing that was checked. `exit_code` 0: as it was signed."""
+    """One thing that was checked. `exit_code` is 0 if it is as it was signed."""
 
     kind: Kind
     name: str
@@ -59,13 +60,13 @@ class Target:
     bytes: int = 0
     seconds: float = 0.0
     at: str = ""
-    note: str = ""          # what could not be judged
-    kept: bool = False      # found good by the check before, which was cut off; not read again
+    note: str = ""          # what could not be checked
+    kept: bool = False      # an interrupted check found it good; it was not read again
 
 
 @dataclass(slots=True)
 class Report:
-    """A whole check. `outcome`: good, bad, or interrupted (what is listed was finished)."""
+    """A whole check. `outcome` is good, bad, or interrupted (only what was finished is listed)."""
 
     started: str
     outcome: Literal["good", "bad", "interrupted"] = "interrupted"
@@ -80,7 +81,7 @@ class Report:
         return {"schema_version": 1, **asdict(self)}
 
     def to_record(self) -> dict[str, Any]:
-        """The same for the state file, in which each text keeps its id."""
+        """The same for the state file: each text keeps its message id."""
         texts = [with_ids({field.name: getattr(target, field.name) for field in fields(target)})
                  for target in self.targets]  # fmt: skip
         return self.to_json() | {"targets": texts}
@@ -94,9 +95,10 @@ def verify(
     everything: bool = False,
     trusted_keys: Sequence[Path] | None = None,
 ) -> Report:
-    """Check all; `said` hears of each target when it is done. `everything`: also what a cut-off check had finished.
+    """Check everything. `said` is called with each target when it is done. `everything`: also check again what an
+    interrupted check had finished.
 
-    Raises InstallError: nothing installed (2), another check at work (75). Findings are not raised but reported.
+    Raises InstallError: nothing installed (2), another check is running (75). Findings are reported, not raised.
     """
     began = time.monotonic()
     report = Report(started=_now())
@@ -122,9 +124,10 @@ def verify(
 
 
 def rebuild(layout: Layout, *, trusted_keys: Sequence[Path] | None = None) -> dict[str, int]:
-    """Make the bytecode of every code tree again where it does not follow from its sources; name -> how many differed.
+    """Rebuild the bytecode of every code tree that does not match its sources. Returns code tree -> number of files
+    that differed.
 
-    Raises InstallError: the signature or a source does not hold (10, 11), not the installation's owner (30).
+    Raises InstallError: the signature or a source is not as signed (10, 11), not the installation's owner (30).
     """
     trusted = trusted_keys if trusted_keys is not None else vendor_keys.keyring(layout)
     made: dict[str, int] = {}
@@ -143,7 +146,7 @@ def rebuild(layout: Layout, *, trusted_keys: Sequence[Path] | None = None) -> di
 
 
 def last(layout: Layout) -> dict[str, Any] | None:
-    """What the last check found, as it was recorded; None if there was none, or it cannot be read."""
+    """The recorded result of the last check; None if there was none, or if it cannot be read."""
     try:
         found = json.loads(fs.read_regular(layout.verify_state, 1 << 20)[0])
         if not isinstance(found, dict) or not isinstance(found.get("targets"), list):
@@ -160,7 +163,7 @@ Check = Callable[[Target], None]
 def _targets(
     layout: Layout, history: History, readable: bool, trusted: Sequence[Path], progress: Progress
 ) -> Iterator[tuple[Target, Check]]:
-    """Everything there is to check, and what should be there and is not."""
+    """Everything there is to check, including what should be there and is missing."""
     name = release.live(layout)
     yield Target("release", name or "none"), lambda target: _check_release(layout, history, readable, target)
     for tree in _trees(layout):
@@ -176,7 +179,7 @@ def _targets(
 
 
 def _check_release(layout: Layout, history: History, readable: bool, target: Target) -> None:
-    """`current` leads to the release that was committed, and that says what its name says."""
+    """`current` must lead to the committed release, and that release must be the one its name says."""
     again = t("Install it again from its medium: atoll install MEDIUM")
     if target.name == "none":
         raise InstallError(t("No release is live."), exit_code=ExitCode.MEDIA, hint=again)
@@ -187,20 +190,20 @@ def _check_release(layout: Layout, history: History, readable: bool, target: Tar
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
     target.bytes = fs.tree_size(wrapper.parent.parent)
     if info.get("release") != target.name:
-        message = t("The release {name} says of itself that it is {other}.", name=target.name,
+        message = t("The release {name} calls itself {other}.", name=target.name,
                     other=str(info.get("release"))[:80])
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
     if not release.is_as_made(layout, target.name, info):
-        message = t("The release {name} is not as it was made: release.json, bin/atoll or lib was changed.",
+        message = t("The release {name} was changed after it was made: release.json, bin/atoll or lib differs.",
                     name=target.name)
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
     committed = history.committed
     if readable and committed and history.open_switch is None and committed["release"] != target.name:
         raise InstallError(
-            t("`current` leads to {name}, but {release} is what was installed.", name=target.name,
+            t("`current` leads to {name}, but {release} was installed.", name=target.name,
               release=committed["release"]),
             exit_code=ExitCode.CONTENT_MISMATCH,
-            why=t("Somebody has changed it by hand."),
+            why=t("Somebody changed it by hand."),
             hint=t("Go back to what was installed: atoll rollback, or atoll install MEDIUM"),
         )
 
@@ -210,14 +213,14 @@ def _trees(layout: Layout) -> list[Path]:
 
 
 def _signed_description(tree: Path, trusted: Sequence[Path]) -> dict[str, Any]:
-    """runtime.json of a tree, once the signature over share/bundle.json holds and it names that very file."""
+    """runtime.json of a code tree. The signature over share/bundle.json must be valid and must name this very file."""
     share = tree / "share"
     signature = fs.read_regular(share / SIGNATURE, limits.MAX_SIGNATURE)[0]
     resources, _ = model_signing.verify(signature, load_trusted(trusted, tree))
     digest = hashlib.sha256(fs.read_regular(share / MANIFEST, limits.MAX_MANIFEST)[0]).hexdigest()
     facts = read_facts(tree)
     if resources.get(MANIFEST) != digest or facts.get("digest") != digest:
-        message = t("The code in {tree} does not say of itself what was signed.", tree=tree)
+        message = t("The description of the code in {tree} is not the one that was signed.", tree=tree)
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=_again())
     return facts
 
@@ -228,12 +231,12 @@ def _again() -> str:
 
 
 def _check_code(tree: Path, trusted: Sequence[Path], progress: Progress, target: Target) -> None:
-    """The signed description of the code first, then every file."""
+    """Check the signed description of the code first, then every file."""
     facts = _signed_description(tree, trusted)
     differing = verify_code(tree, lambda done, total: progress("code", done, total))
     target.bytes = fs.tree_size(tree)
     if facts.get("abi") != tag():
-        target.note = t("Its bytecode was not checked: it is for another version of Python ({abi}).",
+        target.note = t("Its bytecode was not checked: it was made for another version of Python ({abi}).",
                         abi=str(facts.get("abi"))[:8])
     if not differing:
         return
@@ -243,16 +246,16 @@ def _check_code(tree: Path, trusted: Sequence[Path], progress: Progress, target:
     if not all(is_bytecode(path) for path in differing):
         message = t("The code differs from what was installed: {names}.", names=names)
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=_again())
-    told = [t("Bytecode differs from what the verified sources give: {names}.", names=names)]
+    told = [t("Bytecode differs from what the verified sources compile to: {names}.", names=names)]
     made_by, here = str(facts.get("compiled_by"))[:16], python_version()
     if made_by != here:
-        told.append(t("It was made by Python {made_by}, and this is {here}: an update of Python can explain it.",
+        told.append(t("It was made by Python {made_by}; this is {here}. An update of Python would explain it.",
                       made_by=made_by, here=here))
     raise InstallError(
         joined(told, " "),
         exit_code=ExitCode.CONTENT_MISMATCH,
-        hint=t("Keep a copy of {tree} for whoever looks into it, then make the bytecode again: "
-               "atoll verify --rebuild-bytecode", tree=tree),
+        hint=t("Keep a copy of {tree} for the investigation, then rebuild the bytecode: atoll verify "
+               "--rebuild-bytecode", tree=tree),
     )
 
 
@@ -281,16 +284,16 @@ def _check_model(
     known = {bundle.get("digest") for facts in (committed, previous) for bundle in release.bundles_of(facts)}
     if newest is not None and found.manifest.sequence < newest and target.digest not in known:
         raise InstallError(
-            t("The store holds {name} of sequence {sequence}, older than {newest} which was installed here, and no "
-              "install has put it there.", name=target.name, sequence=found.manifest.sequence, newest=newest),
+            t("The store holds {name} with sequence {sequence}. A newer one ({newest}) was installed here, and no "
+              "install put this one there.", name=target.name, sequence=found.manifest.sequence, newest=newest),
             exit_code=ExitCode.DOWNGRADE,
-            why=t("An old model may bring back what a newer one has mended; an attacker may have copied it there."),
+            why=t("An old model may bring back a fault that a newer one fixed; an attacker may have copied it there."),
             hint=t("Install the newest bundle: atoll install MEDIUM. It removes what no release uses."),
         )
 
 
 def _run(target: Target, check: Check, known: dict[str, Target]) -> None:
-    """Run one check; what it finds wrong goes into the target."""
+    """Run one check and write what is wrong into its target."""
     began = time.monotonic()
     earlier = known.get(target.digest) if target.kind == "model" else None
     if earlier is not None:
@@ -303,7 +306,7 @@ def _run(target: Target, check: Check, known: dict[str, Target]) -> None:
         target.exit_code, target.error, target.hint = int(error.exit_code), error.message, error.hint
     except OSError as error:
         target.exit_code, target.error = int(ExitCode.IO), t("It could not be read: {why}.", why=reason(error))
-        target.hint = t("As another user than root not everything can be read. Else look at the disk: dmesg")
+        target.hint = t("Users other than root cannot read everything. As root, look at the disk: dmesg")
         if isinstance(error, FileNotFoundError):
             target.exit_code, target.error = int(ExitCode.MEDIA), t("{filename} is missing.", filename=error.filename)
             target.hint = t("Install again from the medium: atoll install MEDIUM")
@@ -311,7 +314,7 @@ def _run(target: Target, check: Check, known: dict[str, Target]) -> None:
 
 
 def _finished_before(layout: Layout) -> dict[str, Target]:
-    """Models that a check which was cut off lately had found good, and that nobody has touched since."""
+    """Models that a recent, interrupted check found good, and that nobody has touched since."""
     before = last(layout)
     if before is None or before.get("outcome") != "interrupted":
         return {}
@@ -347,7 +350,7 @@ def _history(layout: Layout) -> tuple[History, bool]:
 
 @contextmanager
 def _alone(layout: Layout) -> Iterator[bool]:
-    """One check at a time; yields whether its result can be recorded (only by the installation's owner)."""
+    """Allow one check at a time. Yields whether its result can be recorded (only the installation's owner can)."""
     try:
         path = layout.verify_state.with_suffix(".lock")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -359,7 +362,7 @@ def _alone(layout: Layout) -> Iterator[bool]:
     except BlockingIOError:
         os.close(fd)
         raise InstallError(
-            t("Another verification is at work."),
+            t("Another verification is running."),
             exit_code=ExitCode.BUSY,
             changed=t("Nothing was changed."),
             hint=t("Wait until it has finished; `atoll status` then shows what it found."),
@@ -378,7 +381,7 @@ def _entries(store: Path) -> list[Path]:
 
 
 def _names(layout: Layout) -> dict[str, str]:
-    """Digest → name, as the releases say it."""
+    """Digest → name, taken from the releases."""
     try:
         releases = [path.name for path in layout.releases.iterdir()]
     except OSError:

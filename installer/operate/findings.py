@@ -1,4 +1,4 @@
-"""What is wrong with an installation, each with the command that comes next, and what this user could not see."""
+"""What is wrong with an installation, each finding with its next command; and what this user could not see."""
 
 import errno
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing. An error makes the installation unhealthy; a warning will, if nothing is done."""
+    """One finding. An error makes the installation unhealthy; a warning will become one if nothing is done."""
 
     what: str
     next: str = ""
@@ -24,7 +24,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Findings:
-    """Collected while the parts of a status are read; no part that fails hides another."""
+    """Collects findings while the parts of a status are read. A part that fails does not hide the others."""
 
     problems: list[Problem] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
@@ -35,8 +35,9 @@ class Findings:
     def warn(self, what: str, next: str = "") -> None:
         self.problems.append(Problem(what, next, "warning"))
 
-    def look(self, what: str, read: Callable[[], T], default: T) -> T:
-        """The result of `read`; `default` where this user may not look (then `what` is listed) or where it fails."""
+    def try_read(self, what: str, read: Callable[[], T], default: T) -> T:
+        """The result of `read`. If this user may not read it, returns `default` and lists `what`; if it fails, notes
+        the error."""
         try:
             return read()
         except PermissionError:
@@ -58,6 +59,6 @@ class Findings:
         return not any(problem.severity == "error" for problem in self.problems)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Errors first. The texts are still `Text`s: English as JSON, any language on a screen."""
+        """Errors first. The texts are still `Text`s: English in JSON, translated on a screen."""
         ordered = sorted(self.problems, key=lambda problem: problem.severity != "error")
         return [{"what": problem.what, "next": problem.next, "severity": problem.severity} for problem in ordered]

@@ -1,12 +1,12 @@
-"""The install: a journalled state machine whose every step may be killed, and run again.
+"""The install: a journalled state machine. It may be killed in any step and run again.
 
     discover -> verify -> preflight -> licence -> plan | stage -> units -> switch -> start -> smoke -> commit
     writes nothing, holds no lock                      | journalled, under the lock
                                                          (stage touches nothing that runs)
                                                                  | a failure rolls back
 
-It never trusts the journal for what the disk can say itself: each step looks, and does what is missing. The journal
-says what the disk cannot: which release had proved itself, and what a switch replaced. `units` is of the system form.
+It never trusts the journal about what the disk can show: each step looks, and does what is missing. The journal holds
+what the disk cannot show: which release was proven, and what a switch replaced. Only the system form has `units`.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ SYSTEM_STEPS: tuple[str, ...] = tuple(name for name, _ in (*LOOK, *ASK, *STAGE, 
 
 @dataclass(frozen=True, slots=True)
 class InstallResult:
-    """What came of it. `api_key` is there once, in the run that made it. `model` is the first of `models`."""
+    """The result of an install. `api_key` is set only in the run that made it. `model` is the first of `models`."""
 
     outcome: Outcome
     prefix: str
@@ -87,7 +87,7 @@ class InstallResult:
 
 
 class Journalled:
-    """What everything shares that changes an installation: lock, journal, steps."""
+    """What all commands that change an installation share: lock, journal, steps."""
 
     purpose = "install"
 
@@ -139,15 +139,15 @@ class Journalled:
 
     def _failed(self, context: Context, name: str, failure: InstallError) -> None:
         self.frontend.step(name, "failed", failure.message)
-        with contextlib.suppress(OSError):  # the disk may be full; the error itself matters more
+        with contextlib.suppress(OSError):  # the disk may be full; the error itself matters more than its record
             context.journal.add("failed", step=name, error=failure.message, exit_code=failure.exit_code)
 
 
 class Run(Journalled, ABC):
-    """What an install and a rollback share: a result, and the way back."""
+    """What an install and a rollback share: the result, and undoing a failed switch."""
 
     def run(self) -> InstallResult:
-        """Raises InstallError; after it nothing is half-done that matters."""
+        """Raises InstallError; nothing that matters is left half-done then."""
         try:
             return self._run()
         except OSError as error:
@@ -157,7 +157,7 @@ class Run(Journalled, ABC):
     def _run(self) -> InstallResult: ...
 
     def _activate(self, context: Context) -> None:
-        """The steps that touch what runs; whatever stops them, the way back is taken."""
+        """The steps that touch what runs. Whatever stops them, the previous release is put back."""
         steps = (*(UNITS if self.layout.system else ()), *ACTIVATE)
         try:
             self._steps(context, steps, changed="", passes_interrupt=True)
@@ -192,7 +192,7 @@ class Run(Journalled, ABC):
 
 
 class Installer(Run):
-    """One install or upgrade. `layout`, `service` and `release_command` are what a test does differently."""
+    """One install or upgrade. Tests pass `layout`, `service` and `release_command` of their own."""
 
     def __init__(
         self,
@@ -218,8 +218,11 @@ class Installer(Run):
         return context
 
     def survey(self) -> Context:
-        """What this install would start from: what is here, and the models by their signed manifests. Hashes no model
-        and writes nothing. Raises InstallError, OSError."""
+        """What this install would start from: the current installation, and the models according to their signed
+        manifests.
+
+        Hashes no model and writes nothing. Raises InstallError, OSError.
+        """
         context = self._context()
         try:
             inspect.discover(context)
@@ -243,28 +246,28 @@ class Installer(Run):
             if self.options.dry_run:
                 return self._result(context, "dry-run")
             self._claim(context, stack, locked)
-            self._steps(context, STAGE, changed=t("What runs was not touched. Run this again to go on from here."))
+            self._steps(context, STAGE, changed=t("What runs was not touched. Run this again to continue from here."))
             self._activate(context)
             return self._result(context, "installed")
 
     def _claim(self, context: Context, stack: contextlib.ExitStack, locked: bool) -> None:
-        """Take the installation: state directory, lock, journal. What was planned on must still be so."""
+        """Take over the installation: state directory, lock, journal. What the plan was based on must still hold."""
         stage.make_state(context)
         if not locked:
             stack.enter_context(self._lock())
-            if len(intact(self.layout.journal)) != context.seen:  # somebody wrote since this run looked
+            if len(intact(self.layout.journal)) != context.seen:  # another process wrote since this run looked
                 raise InstallError(
                     t("Another install ran here at the same time."),
                     exit_code=ExitCode.BUSY,
                     changed=t("Nothing was changed by this one."),
-                    hint=t("Run this again; it starts from what the other one left."),
+                    hint=t("Run this again; it starts from the state that the other one left."),
                 )
         context.journal.open(self.layout.journal)
         ignore_hangup()
         stage.claim(context)
 
     def _already_installed(self, context: Context) -> bool:
-        """This release with these settings is committed, live, running and healthy."""
+        """Whether this release is committed with these settings, live, running and healthy."""
         history, target = context.history, context.target()
         state = self.service.state()
         return (
@@ -283,7 +286,7 @@ class Installer(Run):
     def _recognised(self, context: Context) -> InstallResult:
         prune(context)
         if context.history.unshown_keys or not api_keys.usable(self.layout.api_keys):
-            # The run that made the key ended before it could show it. The server re-reads the file.
+            # The run that made the key ended before it could show it. The server reads the file again.
             context.journal.open(self.layout.journal)
             activate.drop_private_keys(context)
             context.new_key = activate.make_key(context)
@@ -293,7 +296,7 @@ class Installer(Run):
 
 
 def key_was_shown(layout: Layout, key_ids: list[str]) -> None:
-    """Called by the front end once the new key is on the operator's screen; until then a re-run would replace it."""
+    """Called by the front end once the operator has seen the new key; until then, another run would replace it."""
     with InstallLock(layout.lock, "install"):
         journal = Journal("shown", intact(layout.journal))
         journal.open(layout.journal)

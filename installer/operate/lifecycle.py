@@ -34,9 +34,10 @@ class LifecycleResult:
 
 
 def history_of(layout: Layout) -> History:
-    """What the journal of an installation tells, as far as it can be read: for looking, and for stopping.
+    """What the journal of an installation says, as far as it can be read: for status and stop.
 
-    Raises InstallError (usage) where none of ours is. Whatever changes an installation asks `journal.intact` instead.
+    Commands that change an installation use `journal.intact` instead. Raises InstallError (usage) if there is no
+    installation of ours.
     """
     try:
         records = replay(layout.journal).records
@@ -60,8 +61,8 @@ def start(
 ) -> LifecycleResult:
     """Start the committed release and wait until it is ready.
 
-    After an install that was cut off behind its switch this first goes back to the release that had proved itself.
-    Raises InstallError: nothing installed (2), port taken (3), not healthy (40), another command at work (75).
+    If an install was interrupted after its switch, the proven release is put back first. Raises InstallError: nothing
+    installed (2), port taken (3), not healthy (40), another command is running (75).
     """
     service = service or service_for(layout)
     history_of(layout)
@@ -85,7 +86,7 @@ def start(
             if health(endpoint)[0]:
                 return LifecycleResult(went_back, t("already running"), f"{endpoint.url}/v1")
         else:
-            service.stop()  # what a killed supervisor left behind
+            service.stop()  # left behind by a supervisor that was killed
             context = PreflightContext(layout, endpoint)
             judge([address(context), port(context)])
             service.start()
@@ -96,7 +97,7 @@ def start(
 
 
 def stop(layout: Layout, *, service: ServiceManager | None = None) -> LifecycleResult:
-    """Stop the service and all it started; running requests get the grace period of `atoll serve`."""
+    """Stop the service and everything it started. Running requests get the grace period of `atoll serve`."""
     service = service or service_for(layout)
     history_of(layout)
     with InstallLock(layout.lock, "stop"):
@@ -107,14 +108,15 @@ def stop(layout: Layout, *, service: ServiceManager | None = None) -> LifecycleR
 def restart(
     layout: Layout, frontend: Frontend, *, service: ServiceManager | None = None, timeout: float = 900.0
 ) -> LifecycleResult:
-    """Stop, start, wait until it is ready: what changed in the settings applies. Raises as `start` does."""
+    """Stop, start, and wait until it is ready: changed settings take effect. Raises as `start` does."""
     service = service or service_for(layout)
     stop(layout, service=service)
     return start(layout, frontend, service=service, timeout=timeout)
 
 
 def _warn_of_revoked(layout: Layout, name: str, frontend: Frontend) -> None:
-    """A revoked key stops no service: that is the operator's decision. But nobody shall start one unknowingly."""
+    """Warn of a revoked key. It stops no service, which is the operator's decision, but nobody should start one
+    unknowingly."""
     try:
         gone = vendor_keys.revoked(layout)
     except InstallError as error:
@@ -122,23 +124,23 @@ def _warn_of_revoked(layout: Layout, name: str, frontend: Frontend) -> None:
         return
     for what, fingerprint in vendor_keys.signed_by(release.read_info(layout, name)).items():
         if fingerprint in gone:
-            frontend.note(t("{what} is signed by a key that was revoked here. It is started all the same; replace it: "
+            frontend.note(t("{what} is signed by a key that was revoked here. It is started nevertheless; replace it: "
                             "atoll install MEDIUM --trust-key NEW.pub", what=what))
 
 
 def _go_back(layout: Layout, frontend: Frontend, service: ServiceManager, history: History, timeout: float) -> None:
     opened = history.open_switch or {}
     if opened.get("kind") == "tune":
-        frontend.note(t("A tuning was cut off; going back to the settings from before it."))
+        frontend.note(t("A tuning was interrupted; restoring the settings from before it."))
     else:
-        frontend.note(t("An install was cut off before it had proved its release; going back to the one before."))
+        frontend.note(t("An install was interrupted before its release was proven; going back to the previous one."))
     journal = Journal("start", intact(layout.journal))
     journal.open(layout.journal)
     try:
         options = InstallOptions(prefix=layout.prefix, start_timeout=timeout)
         context = Context(options, layout, frontend, service, (), journal, history)
         tuning = (history.open_switch or {}).get("kind") == "tune"
-        cause = t("A tuning was cut off.") if tuning else t("An install was cut off.")
+        cause = t("A tuning was interrupted.") if tuning else t("An install was interrupted.")
         outcome = roll_back(context, InstallError(cause))
         if outcome.exit_code == ExitCode.ROLLBACK_FAILED:
             raise outcome

@@ -1,7 +1,8 @@
-"""`atoll rollback`: back to the release before, from what is on the disk. No medium is needed.
+"""`atoll rollback`: go back to the previous release, from what is on the disk. No medium is needed.
 
-The same steps as an install's second half, towards what the release before had run with; so it may be killed anywhere,
-and a release that does not answer any more is itself taken back. Run twice, it leads to where one was.
+It takes the same steps as the second half of an install, towards what the previous release ran with. So it may be
+killed at any point, and if the previous release no longer answers, the switch is undone. Running it a second time
+returns to the newer release.
 """
 
 import contextlib
@@ -29,12 +30,12 @@ from installer.steps.inspect import refuse_revoked
 from installer.steps.undo import roll_back
 from installer.tls import endpoint as tls_endpoint
 
-# What an install decides; everything else in the settings is the operator's and stays as it is now.
+# Settings that an install decides; all others are the operator's and stay as they are now.
 _OURS = ("host", "port", "model", "served-model-name", "api-key-file", "ssl-certfile", "ssl-keyfile")
 
 
 class Rollback(Run):
-    """One way back. `dry_run` in the options only looks."""
+    """One rollback. With `dry_run` in the options it only looks."""
 
     purpose = "rollback"
 
@@ -64,21 +65,21 @@ class Rollback(Run):
             return self._result(context, "rolled-back")
 
     def _undo(self, context: Context) -> InstallResult:
-        """An install was cut off behind its switch: the way back is to what had proved itself before it."""
+        """An install was interrupted after its switch: go back to the release that was proven before it."""
         committed = context.before.committed
         if committed is None:
             raise _nothing(t("The install that was cut off was the first one."))
         prepare(context, committed["release"], committed.get("snapshot"))
         if self.options.dry_run:
             return self._result(context, "dry-run")
-        outcome = roll_back(context, InstallError(t("An install was cut off."), exit_code=ExitCode.OK))
+        outcome = roll_back(context, InstallError(t("An install was interrupted."), exit_code=ExitCode.OK))
         if outcome.exit_code != ExitCode.OK:
             raise outcome
         return self._result(context, "rolled-back")
 
 
 def _discover(context: Context) -> str:
-    """Which release, and that it is still whole."""
+    """Find the release to go back to, and check that it is complete."""
     committed = context.before.committed
     if committed is None:
         raise _nothing(t("No release has been committed here."))
@@ -109,8 +110,8 @@ def prepare(context: Context, name: str, snapshot: str | None) -> None:
 
 
 def _verify(context: Context) -> str:
-    """The models were checked when they were found. The code's key may have been revoked since, and the certificate
-    has to hold the names that it is asked for."""
+    """The models were checked when they were found. But the code's key may have been revoked since, and the certificate
+    must cover the names that clients use."""
     refuse_revoked(context)
     if context.endpoint.certificate is not None:
         context.tls_names = tls_endpoint.wanted_names(context.endpoint.host)
@@ -119,13 +120,13 @@ def _verify(context: Context) -> str:
 
 
 def _settings(context: Context, saved: str | None) -> str:
-    """The operator's settings of today with what an install decides as the release before had it.
+    """The operator's settings of today, with the previous release's values for what an install decides.
 
-    Settings of another form than today's are taken as they were: the code of then reads no other.
+    Settings in an older format are taken as they were: the older code reads no other.
     """
     layout, now = context.layout, context.base_config
     if saved is None:
-        (model,) = context.models  # 0.1 kept no snapshot, and knew only prefixes
+        (model,) = context.models  # version 0.1 kept no snapshot, and knew only prefixes
         values = {"model": str(context.model_dir(model)), "served-model-name": model.instance}
         return config.render(now, values, layout.config)
     document: Any = tomlkit.parse(saved)

@@ -1,8 +1,8 @@
-"""Other settings for the release that runs, tried out: written, started, and either kept or taken back.
+"""Try other settings with the running release: write them, start, and either keep them or go back.
 
-In the installer's journal a trial is a switch from the release that runs to itself. So whatever ends the process, the
-proven settings come back as after an interrupted upgrade: by `recover`, by the next `atoll start`, and at boot by
-`atoll settle`. What is kept is started, asked a question and committed, as an install's settings are.
+In the installer's journal a trial is a switch from the running release to itself. So whatever ends the process, the
+proven settings come back as they would after an interrupted upgrade: by `recover`, by the next `atoll start`, or at
+boot by `atoll settle`. Settings that are kept pass the smoke test and are committed, as an install's settings are.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ Values = Mapping[str, Any]
 
 
 class SettingsTrial(Journalled):
-    """Use as a context manager: unless `keep` was called, leaving it brings the proven settings back.
+    """A context manager: on leaving, the proven settings come back unless `keep` was called.
 
-    Entering takes the lock. Raises InstallError: nothing installed (2), another install was cut off (41), the service
-    does not run (40), another command at work (75).
+    Entering takes the lock. Raises InstallError: nothing installed (2), another install was interrupted (41), the
+    service does not run (40), another command is running (75).
     """
 
     purpose = KIND
@@ -58,12 +58,12 @@ class SettingsTrial(Journalled):
         self._asked_for = instance
         self._stack = contextlib.ExitStack()
         self._kept = False
-        self._serving = ""              # the text of the settings that serve now, where a start with them went well
+        self._serving = ""              # text of the settings that serve now; "" unless a start with them succeeded
         self.context: Context
         self.model: Model
-        self.proven = ""                # the text of the settings as they were
+        self.proven = ""                # text of the settings from before the trial
         self._key_seconds = key_seconds
-        self.key = ""                   # opens the endpoint while the trials last; nobody is shown it
+        self.key = ""                   # opens the endpoint during the trials; never shown to anybody
 
     def __enter__(self) -> "SettingsTrial":
         history_of(self.layout)
@@ -82,7 +82,7 @@ class SettingsTrial(Journalled):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises InstallError (41) where the proven settings could not be started again."""
+        """Raises InstallError (41) if the proven settings could not be started again."""
         try:
             if not self._kept:
                 self._go_back(error)
@@ -95,10 +95,10 @@ class SettingsTrial(Journalled):
         committed = context.before.committed
         if context.before.open_switch is not None:
             raise InstallError(
-                t("An install or a tuning was cut off; what had proved itself must come back first."),
+                t("An install or a tuning was interrupted; the proven state must be restored first."),
                 exit_code=ExitCode.ROLLBACK_FAILED,
                 changed=t("Nothing was changed."),
-                hint=t("Put it back: {command}", command=f"atoll start{self._where}"),
+                hint=t("Restore it: {command}", command=f"atoll start{self._where}"),
             )
         if committed is None:
             raise InstallError(
@@ -133,22 +133,22 @@ class SettingsTrial(Journalled):
             hint=t("Name one with --model: {names}.", names=joined(models)),
         )
 
-    # -- what stands, and what is tried
+    # -- the settings in force, and those on trial
 
     def settings(self) -> dict[str, Any]:
-        """The engine's settings as they stand, those for all engines included."""
+        """The engine's settings in force, including those for all engines."""
         return settings_of(self.layout, self.proven, self.model.instance)
 
     def own_settings(self) -> dict[str, Any]:
-        """Those of this model's own table."""
+        """The settings of this model's own table."""
         name = "serve" if not self.layout.system else "models"
         table = config.parse(self.proven, self.layout.config, name)
         return table if not self.layout.system else dict(table.get(self.model.instance, {}))
 
     def start_with(self, values: Values) -> float:
-        """Write these settings (None takes one away), restart the engine with them; seconds until it was ready.
+        """Write these settings (None removes one) and restart the engine. Returns the seconds until it was ready.
 
-        Raises InstallError (40) where it does not become ready; the caller may try others.
+        Raises InstallError (40) if it does not become ready; the caller may try others.
         """
         context, layout = self.context, self.layout
         context.config_text = with_values(self.proven, self._table(), values, layout)
@@ -167,8 +167,7 @@ class SettingsTrial(Journalled):
         return context.startup_s
 
     def keep(self, **facts: Any) -> None:
-        """What runs now has proved itself: ask it a question, then commit it. Raises InstallError; nothing is kept
-        then."""
+        """Keep what runs now: smoke test, then commit. Raises InstallError; nothing is kept then."""
         context = self.context
         context.smoke_key = api_keys.add_smoke(self.layout.api_keys, context.options.smoke_timeout + 60)
         self.service.reload_keys()
@@ -183,8 +182,11 @@ class SettingsTrial(Journalled):
         return state.up and not state.restarts
 
     def _await_engine(self, began: float) -> None:
-        """Until it has made a token. A gateway that goes on may need a moment to notice that its engine has ended, so
-        on a server the engine's own unit is asked first."""
+        """Wait until the engine has produced a token.
+
+        A gateway that keeps running may need a moment to notice that its engine has ended, so on a server the engine's
+        own unit is asked first.
+        """
         limit = self.options.start_timeout
         while self.layout.system and self.model.instance not in self.service.serving():
             state = self.service.state()
@@ -217,7 +219,7 @@ class SettingsTrial(Journalled):
             raise outcome from error
 
     def _stay(self, cause: InstallError) -> None:
-        """The settings from before are those that serve: nothing has to be restarted."""
+        """The proven settings are the ones that serve: nothing has to be restarted."""
         context = self.context
         activate.drop_private_keys(context)
         self.service.reload_keys()
@@ -234,7 +236,7 @@ def _ended(error: BaseException | None) -> InstallError:
 
 
 def with_values(text: str, table: tuple[str, ...], values: Values, layout: Layout) -> str:
-    """The settings file with these values in one table; None takes a key away. Comments and all else stay."""
+    """The settings file with these values in one table; None removes a key. Comments and everything else stay."""
     document: Any = migrate.document(text, layout.config)
     place = document
     for name in table:
@@ -251,20 +253,20 @@ def with_values(text: str, table: tuple[str, ...], values: Values, layout: Layou
 
 
 def settings_of(layout: Layout, text: str, instance: str) -> dict[str, Any]:
-    """What the engine of a model reads: its own table, over that of all engines."""
+    """The settings that a model's engine reads: its own table over the one of all engines."""
     if not layout.system:
         return config.parse(text, layout.config, "serve")
     return config.model_tables(text, layout.config).get(instance, {})
 
 
 def is_open(layout: Layout) -> bool:
-    """Whether a trial was cut off and its settings may still be in force."""
+    """Whether a trial was interrupted, so that its settings may still be in force."""
     opened = History(intact(layout.journal)).open_switch
     return opened is not None and opened.get("kind") == KIND
 
 
 def recover(layout: Layout, frontend: Frontend, *, timeout: float = 900.0) -> bool:
-    """Bring back what a killed tuning replaced; whether there was anything. Raises InstallError."""
+    """Undo a tuning that was killed. Returns whether there was anything to undo. Raises InstallError."""
     if not is_open(layout):
         return False
     start(layout, frontend, timeout=timeout)

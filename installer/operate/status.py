@@ -1,7 +1,7 @@
-"""One screen about an installation: what it is, whether it serves, who allowed it, what is wrong and what to do next.
+"""One screen about an installation: what it is, whether it serves, who approved it, what is wrong and what to do next.
 
-Reads only; holds no lock. As another user than the installation's owner it tells what it can and lists what it could
-not see.
+It only reads and holds no lock. Users other than the installation's owner get what they may see, and a list of what
+they could not see.
 """
 
 import calendar
@@ -34,26 +34,27 @@ from installer.service.unit_state import UnitState
 from installer.service.units import GATEWAY
 from installer.tls import endpoint as tls_endpoint
 
-VERIFY_DAYS = 15       # a weekly check that did not run twice
-KEY_DAYS = 14          # before a key's end, its holder should have a new one
+VERIFY_DAYS = 15       # two weekly checks were missed
+KEY_DAYS = 14          # a key's holder should have a new one before the key ends
+SHORT_KEY = 86_400.0   # seconds; a key that was made for a day is meant to end
 _FEW_BYTES = 2 << 30
-_LOG_LINES = 200       # of the service's log, in which its last words are looked for
+_LOG_LINES = 200       # of the service's log, searched for its last message
 
 Facts = dict[str, Any]
 
 
 def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
-    """All facts, ready for JSON. `state` is serving, starting, stopped, failed, interrupted, busy, not-installed or
-    unknown (this user may not see); `healthy` says that it serves and nothing is wrong.
+    """All facts, ready for JSON.
 
-    Raises InstallError (usage) where nothing of ours is.
+    `state` is serving, starting, stopped, failed, interrupted, busy, not-installed or unknown (this user may not see
+    it). `healthy`: it serves and nothing is wrong. Raises InstallError (usage) if there is no installation of ours.
     """
     found = Findings()
     log, history = _history(layout, found)
     committed = _committed(layout, history)
     bundles = release.bundles_of(committed)
-    endpoint = found.look(t("the settings"), lambda: config.standing(layout), None)
-    settings = found.look(t("the settings"), lambda: _settings(layout), {})
+    endpoint = found.try_read(t("the settings"), lambda: config.standing(layout), None)
+    settings = found.try_read(t("the settings"), lambda: _settings(layout), {})
     running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
     answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, t("not running"))
     if said.startswith("HTTP 503"):  # without a key, /health names no model
@@ -64,7 +65,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     _tell_state(layout, state, running, said, units, history, found)
     recovery = _recovery(log, state, found)
     verified = _last_verify(layout, log, committed, found)
-    trusted = found.look(t("the trusted keys"), lambda: _trust(layout, committed, found), None)
+    trusted = found.try_read(t("the trusted keys"), lambda: _trust(layout, committed, found), None)
     certificate = _certificate(layout, endpoint, found)
     facts = {
         "state": state,
@@ -81,7 +82,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         "recovery": recovery,
         "model": _model(bundles[0]) if bundles else _model({}),
         "models": [_model(bundle) for bundle in bundles],
-        "licences": found.look(t("the licences' approvals"), lambda: _licences(layout, bundles), []),
+        "licences": found.try_read(t("the licences' approvals"), lambda: _licences(layout, bundles), []),
         "endpoint": f"{endpoint.url}/v1" if endpoint and committed else None,
         "endpoints": _endpoints(endpoint, certificate) if endpoint and committed else [],
         "units": [unit.to_json() for unit in units],
@@ -92,29 +93,29 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         "last_verify": verified,
         "trust": trusted,
         "certificate": certificate,
-        "keys": found.look(t("the API keys"), lambda: _keys(layout, found, serving=bool(committed)), []),
-        "disk": found.look(t("the disk"), lambda: _disk(layout, found), None),
+        "keys": found.try_read(t("the API keys"), lambda: _keys(layout, found, serving=bool(committed)), []),
+        "disk": found.try_read(t("the disk"), lambda: _disk(layout, found), None),
     }
-    healthy = state == "serving" and found.healthy  # now that everything was looked at
+    healthy = state == "serving" and found.healthy  # after everything was read
     return {**facts, "healthy": healthy, "problems": found.to_json(), "unseen": list(dict.fromkeys(found.unseen))}
 
 
 def _history(layout: Layout, found: Findings) -> tuple[Replay, History]:
-    log = found.look(t("the install journal"), lambda: replay(layout.journal), Replay())
+    log = found.try_read(t("the install journal"), lambda: replay(layout.journal), Replay())
     if not log.records and release.live(layout) is None and "the install journal" not in found.unseen:
-        history_of(layout)  # says that there is no installation
+        history_of(layout)  # raises that there is no installation
     if log.damaged_lines:
         line = log.damaged_lines[0]
         found.error(t("The install journal is damaged at line {line}.", line=line), "atoll journal repair")
     anchors = (anchor.sent(layout.audit) or []) if layout.system else []
-    verdict = found.look(t("the audit log"), lambda: check.check(layout.audit, anchors), None)
+    verdict = found.try_read(t("the audit log"), lambda: check.check(layout.audit, anchors), None)
     if verdict is not None and verdict.message:
         found.error(verdict.message, "atoll audit verify")
     return log, History(log.records)
 
 
 def _committed(layout: Layout, history: History) -> Facts:
-    """The release that counts, as the journal says; to a user who cannot read that, as `current` and the release do."""
+    """The release in force according to the journal; for users who cannot read that, according to `current`."""
     if history.committed is not None or history.last_run is not None:
         return history.committed or {}
     name = release.live(layout)
@@ -122,7 +123,7 @@ def _committed(layout: Layout, history: History) -> Facts:
 
 
 def _settings(layout: Layout) -> Facts:
-    """Every table of atoll.toml that says how it runs: {"serve" or "gateway": …, "models": {name: …}}."""
+    """The tables of atoll.toml that say how it runs: {"serve" or "gateway": …, "models": {name: …}}."""
     text = config.read_text(layout.config) or ""
     if not layout.system:
         return {"serve": config.parse(text, layout.config), "models": {}}
@@ -133,10 +134,10 @@ def _settings(layout: Layout) -> Facts:
 def _running(
     layout: Layout, service: ServiceManager | None, models: list[str], settings: Facts, found: Findings
 ) -> tuple[Facts, list[UnitState]]:
-    """How the service runs: phase (running, starting, restarting, stopped, failed, dead), and its units if it has."""
+    """How the service runs: phase (running, starting, restarting, stopped, failed, dead), and its units, if any."""
     if layout.system and service is None:
         gpu = any(table.get("device") != "cpu" for table in settings.get("models", {}).values()) or not settings
-        units = found.look(t("the units"), lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
+        units = found.try_read(t("the units"), lambda: unit_state.show(unit_state.names(models, gpu=gpu)), [])
         return _from_units(units), units
     if layout.run.exists() and not os.access(layout.run, os.X_OK):
         found.unseen.append(t("the service's process"))
@@ -150,7 +151,8 @@ def _running(
 
 
 def _own_words(units: list[UnitState]) -> str:
-    """What the gateway tells systemd of each model ("chat weights 12.10/60.30 GB; tiny ready"), or else the engines."""
+    """The gateway's status text, which names each model ("chat weights 12.10/60.30 GB; tiny ready"), or else the
+    engines'."""
     gateway = next((unit.status for unit in units if unit.name == GATEWAY and unit.active == "active"), "")
     engines = [f"{unit.name.partition('@')[2].removesuffix('.service')} {unit.status}" for unit in units
                if unit.name.startswith("atoll-engine@") and unit.status]  # fmt: skip
@@ -158,7 +160,8 @@ def _own_words(units: list[UnitState]) -> str:
 
 
 def _last_words(layout: Layout, model: str) -> str:
-    """The last line of the service's log, which its owner may read; the lines of requests say nothing of a start."""
+    """The last line of the service's log, which its owner may read. Access-log lines are skipped: they say nothing
+    about a start."""
     for line in reversed(tail(layout.log, _LOG_LINES)):
         try:
             entry = json.loads(line)
@@ -170,7 +173,7 @@ def _last_words(layout: Layout, model: str) -> str:
 
 
 def _from_units(units: list[UnitState]) -> Facts:
-    """The services that must run for an answer, as one."""
+    """The services that must run for an answer, summed up as one."""
     ours = [u for u in units if u.name.startswith(("atoll-gateway.service", "atoll-engine@"))]
     gateway = next((u for u in ours if u.name.startswith("atoll-gateway")), None)
     phases = {unit.active for unit in ours}
@@ -220,11 +223,11 @@ def _tell_state(
             why = t("{result}, exit status {code}", result=unit.result, code=unit.exit_status)
         found.error(t("{unit} has failed ({why}).", unit=unit.name, why=why), f"atoll logs --unit {short}")
     if state == "interrupted" and (history.open_switch or {}).get("kind") == "tune":
-        found.error(t("A tuning was cut off; its trial may still be in force."),
-                    t("Bring the proven settings back: {command}", command=f"atoll start{where}"))
+        found.error(t("A tuning was interrupted; its trial may still be in force."),
+                    t("Restore the proven settings: {command}", command=f"atoll start{where}"))
     elif state == "interrupted":
         back = t("Run the same install again, or go back: {command}", command=f"atoll start{where}")
-        found.error(t("An install was cut off."), back)
+        found.error(t("An install was interrupted."), back)
     elif state == "failed" and not failed:
         code = "?" if running["last_exit"] is None else running["last_exit"]
         message = t("The service has ended (exit status {code}).", code=code)
@@ -241,21 +244,21 @@ def _tell_state(
 
 
 def _recovery(log: Replay, state: str, found: Findings) -> Facts | None:
-    """What the last boot put back, until something is installed: an upgrade that a power cut interrupted."""
+    """What the last boot put back after an upgrade that a power cut interrupted; shown until something is installed."""
     record = went_back(log.records)
     if record is None or state in ("interrupted", "busy"):
         return None
     if record.get("kind") == "tune":
-        found.warn(t("A tuning was cut off by a power cut or a crash. At boot, at {at}, the settings from before it "
-                     "were put back.", at=record["at"]), "atoll tune")
+        found.warn(t("A power cut or a crash interrupted a tuning. At boot, at {at}, the settings from before it were "
+                     "put back.", at=record["at"]), "atoll tune")
         return {"at": record["at"], "cut_off": "tune", "put_back": record["to"], "next": "atoll tune"}
     if record.get("kind") == "rollback":
         again = "atoll rollback"
     else:
         again = t("Insert the medium and run the upgrade again: atoll upgrade MEDIUM")
     found.warn(
-        t("The switch to {new} was cut off before that release had proved itself, by a power cut or a crash. At boot, "
-          "at {at}, the release before was put back: {old}.", new=record["cut_off"], at=record["at"], old=record["to"]),
+        t("A power cut or a crash interrupted the switch to {new} before that release was proven. At boot, at {at}, "
+          "the previous release was put back: {old}.", new=record["cut_off"], at=record["at"], old=record["to"]),
         again,
     )  # fmt: skip
     return {"at": record["at"], "cut_off": record["cut_off"], "put_back": record["to"], "next": again}
@@ -263,7 +266,7 @@ def _recovery(log: Replay, state: str, found: Findings) -> Facts | None:
 
 def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings) -> Facts | None:
     """The last time that every byte was read: by `atoll verify`, or else by the install."""
-    record = found.look(t("the last verification"), lambda: _read_verify(layout), None)
+    record = found.try_read(t("the last verification"), lambda: _read_verify(layout), None)
     installed = next((r for r in reversed(log.records) if r["event"] == "done" and r.get("step") == "verify"), None)
     if record is None:
         if "the last verification" in found.unseen:
@@ -280,7 +283,7 @@ def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings)
             message = t("Verification of {at}: {error}", at=record["finished"], error=target["error"])
             found.error(message, target.get("hint", ""))
     elif record["outcome"] == "interrupted":
-        found.warn(t("The verification begun at {at} was cut off.", at=record["started"]), "atoll verify")
+        found.warn(t("The verification begun at {at} was interrupted.", at=record["started"]), "atoll verify")
     elif _age_days(record["finished"]) > VERIFY_DAYS:
         found.warn(t("The last verification was {days} days ago.", days=_age_days(record["finished"])), "atoll verify")
     count = len(record["targets"])
@@ -291,7 +294,7 @@ def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings)
 
 
 def _trust(layout: Layout, committed: Facts, found: Findings) -> Facts:
-    """The keys that count, and what of this release was signed by one that no longer does."""
+    """The trusted keys, and which parts of this release were signed by a key that is no longer trusted."""
     gone = vendor_keys.revoked(layout)
     info = release.read_info(layout, str(committed.get("release")))
     for what, fingerprint in vendor_keys.signed_by(info).items():
@@ -299,12 +302,12 @@ def _trust(layout: Layout, committed: Facts, found: Findings) -> Facts:
             found.error(
                 t("{what} is signed by the key {key}…, which was revoked here: {why}.", what=what,
                   key=fingerprint[:16], why=vendor_keys.why_revoked(layout, fingerprint)),
-                t("Replace it by one that the vendor's new key has signed: atoll install MEDIUM --trust-key NEW.pub"),
+                t("Replace it with one that the vendor's new key has signed: atoll install MEDIUM --trust-key NEW.pub"),
             )
     keys_here = vendor_keys.entries(layout)
     for entry in keys_here:
         if entry.problem:
-            tell = found.warn if entry.path.is_symlink() else found.error  # links do not count
+            tell = found.warn if entry.path.is_symlink() else found.error  # symlinks are not read
             tell(t("The trusted key {path} cannot be used: {problem}", path=entry.path, problem=entry.problem),
                  f"atoll trust remove {entry.path.name}")  # fmt: skip
     good = [entry.fingerprint for entry in keys_here if entry.fingerprint and entry.fingerprint not in gone]
@@ -323,7 +326,7 @@ def _certificate(layout: Layout, endpoint: config.Endpoint | None, found: Findin
     if endpoint is None or endpoint.certificate is None:
         if endpoint is not None and not layout.system:
             path, text = layout.config, config.read_text(layout.config) or ""
-            found.look(t("the settings"), lambda: check_exposure(config.parse(text, path), path), None)
+            found.try_read(t("the settings"), lambda: check_exposure(config.parse(text, path), path), None)
         return facts
     if facts is None:
         found.error(t("The certificate {path} is missing.", path=layout.server_cert), "atoll tls renew")
@@ -348,8 +351,8 @@ def _keys(layout: Layout, found: Findings, *, serving: bool) -> list[Facts]:
     if serving and not any({"serve", "admin"} & set(api_keys.scopes_of(entry)) for entry in active):
         found.error(t("No active API key is left: nobody can use the endpoint."), "atoll apikey new --name NAME")
     for entry in active:
-        left = api_keys.seconds_left(entry)
-        if left is not None and left < KEY_DAYS * 86400:
+        left, lifetime = api_keys.seconds_left(entry), api_keys.lifetime_of(entry)
+        if left is not None and lifetime is not None and left < KEY_DAYS * 86400 and lifetime > SHORT_KEY:
             days, name = int(left // 86400), entry.get("name", "")
             found.warn(
                 t("The API key {id} ({name}) ends in {days} days.", id=entry["id"], name=name, days=days),
@@ -372,7 +375,7 @@ def _licences(layout: Layout, bundles: list[Facts]) -> list[Facts]:
 
 
 def _gpu(settings: Facts, found: Findings) -> Facts | None:
-    """What the driver says; None where every engine runs on the CPU, or no driver is there."""
+    """What the driver says; None if every engine runs on the CPU, or if there is no driver."""
     tables = list(settings.get("models", {}).values()) or [settings.get("serve", {})]
     if all(table.get("device") == "cpu" for table in tables):
         return None
@@ -400,7 +403,7 @@ def _model(bundle: Facts) -> Facts:
 
 
 def _endpoints(endpoint: config.Endpoint, certificate: Facts | None) -> list[str]:
-    """What clients on other machines type, for an endpoint that they can reach."""
+    """The URLs that clients on other machines use, if the endpoint is reachable for them."""
     if certificate is None or endpoint.host not in ("0.0.0.0", "::", ""):  # noqa: S104
         return []
     names = [name for name in certificate["names"] if name not in ("localhost", "127.0.0.1", "::1")]
@@ -411,7 +414,7 @@ def _disk(layout: Layout, found: Findings) -> Facts:
     space = os.statvfs(layout.lib if layout.lib.exists() else layout.prefix)
     free = space.f_bavail * space.f_frsize
     if free < _FEW_BYTES:
-        message = t("Only {free} GiB of disk are free below {path}.", free=f"{free / 2**30:.1f}", path=layout.lib)
+        message = t("Only {free} GiB of disk space are free below {path}.", free=f"{free / 2**30:.1f}", path=layout.lib)
         found.warn(message, f"df -h {layout.lib}")
     return {
         "models_bytes": fs.tree_size(layout.models),

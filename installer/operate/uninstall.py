@@ -1,6 +1,6 @@
-"""Uninstall: by default everything that can be made again goes and everything that cannot stays; `purge` takes all.
+"""Uninstall: by default, what can be made again is removed and what cannot stays; `purge` removes everything.
 
-Only what the journal says was made here is removed, and no symlink is ever followed on the way.
+Only what the journal says was made here is removed, and no symlink is ever followed.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from installer.service.manager import ServiceManager
 
 @dataclass(slots=True)
 class UninstallPlan:
-    """What goes and what stays, with the bytes of each; `units` and `users` are of the system form."""
+    """What is removed and what stays, with the bytes of each. `units` and `users` exist only in the system form."""
 
     purge: bool
     remove: list[tuple[Path, int]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class UninstallPlan:
 
 
 def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
-    """Raises InstallError (usage) when the prefix is not ours, or a symlink stands where a directory of ours was."""
+    """Raises InstallError (usage) if the prefix is not ours, or if a symlink stands in place of a directory of ours."""
     history = history_of(layout)
     for root in layout.roots:
         if link := fs.symlink_on_the_way(layout.prefix, root):
@@ -72,9 +72,10 @@ def plan_uninstall(layout: Layout, *, purge: bool) -> UninstallPlan:
 
 
 def uninstall(layout: Layout, *, purge: bool, service: ServiceManager | None = None) -> UninstallPlan:
-    """Stop the service and remove what `plan_uninstall` lists. Whoever asks has confirmed. Killed half-way, run again.
+    """Stop the service and remove what `plan_uninstall` lists. The caller has asked for confirmation. If killed
+    half-way, run it again.
 
-    Raises InstallError: not ours (2), another command at work (75), a file that cannot be removed (30).
+    Raises InstallError: not ours (2), another command is running (75), a file that cannot be removed (30).
     """
     service = service or service_for(layout)
     plan = plan_uninstall(layout, purge=purge)
@@ -86,7 +87,7 @@ def uninstall(layout: Layout, *, purge: bool, service: ServiceManager | None = N
             journal.add("uninstall", purge=purge)
             log.append(layout.audit, "uninstall", purge=purge)
             service.remove_units()
-            # `current` next: from then on nothing can be started from what is half gone.
+            # `current` next: from then on nobody can start a half-removed release.
             fs.remove_file(layout.current)
             units.remove(_system_files(layout, purge=purge))
             service.reload()
@@ -97,7 +98,7 @@ def uninstall(layout: Layout, *, purge: bool, service: ServiceManager | None = N
             journal.add("uninstalled", purge=purge)
             if purge:
                 _purge(layout, History(records))
-                anchor.send(layout.audit, log.Head(0, log.GENESIS), "purge")  # the next log begins at nothing
+                anchor.send(layout.audit, log.Head(0, log.GENESIS), "purge")  # the next log starts empty
                 service.reload()
         except OSError as error:
             raise io_error(t("remove the installation"), error) from error
@@ -107,7 +108,7 @@ def uninstall(layout: Layout, *, purge: bool, service: ServiceManager | None = N
 
 
 def _system_files(layout: Layout, *, purge: bool) -> Sequence[Path]:
-    """Files of ours outside of our directories. The operator's drop-ins and the users go only with a purge."""
+    """Our files outside of our directories. The operator's drop-ins and the users are removed only by a purge."""
     if not layout.system:
         return ()
     users = {layout.sysusers}
@@ -118,17 +119,17 @@ def _system_files(layout: Layout, *, purge: bool) -> Sequence[Path]:
 
 
 def _drop_ins(layout: Layout) -> list[Path]:
-    """What an operator has laid beside our units."""
+    """Drop-ins that an operator has added to our units."""
     return sorted(path for path in layout.units.glob("atoll*.d") if path.is_dir() and not path.is_symlink())
 
 
 def _size(path: Path) -> int:
-    """Of a file or link; nothing for what a killed uninstall has removed already."""
+    """Of a file or link; 0 if an interrupted uninstall has removed it already."""
     return path.lstat().st_size if path.is_symlink() or path.is_file() else 0
 
 
 def _purge(layout: Layout, history: History) -> None:
-    """The rest, the journal last, so that a purge that was cut off can be told from a stranger's directory."""
+    """Remove the rest, the journal last: until then, a second run recognises the directory as ours."""
     drop_ins = _drop_ins(layout) if layout.system else []
     stamp = layout.prefix / "var/lib/systemd/timers" / f"stamp-{units.TIMER}"
     for root in (layout.etc, layout.log_dir, layout.models, *drop_ins, stamp):
@@ -146,4 +147,4 @@ def _purge(layout: Layout, history: History) -> None:
         try:
             parent.rmdir()
         except OSError:
-            continue  # something of somebody else is in it, or it is gone
+            continue  # it is gone, or holds a file that is not ours

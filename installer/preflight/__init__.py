@@ -1,7 +1,7 @@
 """Preflight: what must be true of this machine before anything is written to it. One check, one function.
 
-A check looks, and changes nothing. Add one by writing a function with the decorator `@check`, and naming it in CHECKS.
-All run side by side, and are done within ten seconds whatever hangs.
+A check inspects the machine and changes nothing. To add one, write a function with the decorator `@check` and name it
+in CHECKS. All checks run side by side and are done within ten seconds, whatever hangs.
 """
 
 from collections.abc import Mapping
@@ -45,12 +45,13 @@ GPU_CHECKS = ("gpu", "nvml", "driver", "compute-capability", "vram", "gpu-health
 
 
 def run_checks(context: PreflightContext, waivers: Mapping[str, str] | None = None) -> list[CheckRecord]:
-    """Run every check; `waivers` maps a check's id or number to the operator's reason for going on without it."""
+    """Run every check. `waivers` maps a check's id or number to the operator's reason for continuing despite its
+    failure."""
     return run_all(CHECKS, context, waivers)
 
 
 def gpu_problems(context: PreflightContext) -> list[CheckRecord]:
-    """What keeps the GPU of this machine from being used; empty where it can be, or where there is none to use."""
+    """What keeps the GPU of this machine from being used; empty if it can be used, or if there is none."""
     if context.no_gpu_needed() is not None:
         return []
     checks = [each for each in CHECKS if each.id in GPU_CHECKS]

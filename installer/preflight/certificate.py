@@ -1,4 +1,4 @@
-"""The names that a certificate is good for."""
+"""The names that a certificate is valid for."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""No compiler is needed: what the kernels are compiled with came with the runtime, and must run on this machine."""
+"""No compiler is needed: the tools that compile the kernels come with the runtime, and must run on this machine."""
 
 import errno
 import importlib.util
@@ -19,19 +19,19 @@ _DAMAGED = t("The installation is damaged: install it again.")
 
 @check(
     23, "compiler", t("C compiler"),
-    required=t("none needed: all is prebuilt"),
+    required=t("none needed: everything is prebuilt"),
     why=t("A closed server has no compiler; whatever is built must come with the runtime."), timeout=9.0,
 )  # fmt: skip
 def compiler(context: PreflightContext) -> Seen:
-    """Kernels are compiled by Triton with the assembler that it brings, and started through the driver: no C is built.
+    """Triton compiles kernels with the assembler that it brings, and starts them through the driver: no C is built.
 
-    What must be there is Triton for this very Python, and its assembler.
+    So Triton for exactly this Python, and its assembler, must be there.
     """
     reason = context.no_gpu_needed()
     if reason is not None:
         return Seen("pass", reason)
-    if context.torch_build().cpu_only:  # the check of the driver says so; there is nothing to build
-        return Seen("pass", t("not needed: this build of PyTorch computes on the CPU"))
+    if context.torch_build().cpu_only:  # the driver's check reports it; there is nothing to compile
+        return Seen("pass", t("not needed: this build of PyTorch runs on the CPU"))
     abi = f"cp{sys.version_info.major}{sys.version_info.minor}"
     other = t("Use the Python that the runtime was built for, or another medium.")
     wheels = [path.name for path in islice(context.runtime.rglob("triton-*.whl"), MAX_FILES)] if context.runtime else []
@@ -55,14 +55,14 @@ def compiler(context: PreflightContext) -> Seen:
 
 
 def _does_not_run(program: Path) -> Seen | None:
-    """Whether the assembler starts here at all, and if not, what keeps it from that."""
+    """Whether the assembler starts here, and if not, what prevents it."""
     done = run([str(program), "--version"], _SECONDS)
     if done.ok and "ptx" in done.stdout.lower():
         return None
     evidence = f"{program} --version"
     if not program.stat().st_mode & 0o111:
         seen = t("{program} may not be executed", program=program)
-        return Seen("fail", seen, t("Give it that right back."), f"chmod 0755 {program}", evidence)
+        return Seen("fail", seen, t("Make it executable again."), f"chmod 0755 {program}", evidence)
     if os.statvfs(program).f_flag & os.ST_NOEXEC:
         mount = mount_of(program)
         where = mount.mountpoint if mount else str(program.parent)

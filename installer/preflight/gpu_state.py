@@ -12,10 +12,10 @@ from installer.preflight.machine import Machine
 from installer.preflight.owners import Owner
 from installer.preflight.record import ModelNeed, PreflightContext, Seen, gib, gpu_check
 
-KV_LEAST = 1 << 30     # room for conversations: a tenth of the weights, and never less than this
-FOREIGN = 0.05         # share of a GPU that others may hold unmentioned
+KV_LEAST = 1 << 30     # room for conversations: a tenth of the weights, at least this
+FOREIGN = 0.05         # share of a GPU that others may hold without a warning
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
-_XIDS_OF_PROGRAMS = {13, 31, 43, 45, 68, 69}  # a program's fault, not the card's
+_XIDS_OF_PROGRAMS = {13, 31, 43, 45, 68, 69}  # caused by programs, not by the card
 _SEE_NVML = t("See the check '{id}'.", id="nvml")
 
 
@@ -24,9 +24,9 @@ def _foreign(context: PreflightContext, gpu: Gpu) -> list[GpuProcess]:
 
 
 def _free(context: PreflightContext, gpu: Gpu) -> int:
-    """Free bytes, and what our running service will give back."""
+    """Free bytes, including what our running service will release."""
     total, ours = gpu.memory_total or 0, [p for p in gpu.processes if p.pid in context.own_pids]
-    if any(p.used is None for p in ours):  # the driver does not tell how much: all that nobody else holds
+    if any(p.used is None for p in ours):  # the driver does not say how much: everything that nobody else holds
         return total - sum(p.used or 0 for p in _foreign(context, gpu))
     return min((gpu.memory_free or 0) + sum(p.used or 0 for p in ours), total)
 
@@ -34,13 +34,14 @@ def _free(context: PreflightContext, gpu: Gpu) -> int:
 @gpu_check(
     9, "vram", t("GPU memory"), strict=True,
     required=t("room for weights and conversations"),
-    why=t("What does not fit is not served, or only in short pieces."),
+    why=t("A model that does not fit is not served, or only with short contexts."),
 )  # fmt: skip
 def vram(context: PreflightContext) -> Seen:
-    """Each model against its GPUs together, or against the best one; models without GPUs share the best one."""
+    """Compare each model with its GPUs together, or with the best one; models without assigned GPUs share the best
+    one."""
     gpus = context.machine.gpus().gpus
     if not any(gpu.memory_total for gpu in gpus):
-        return Seen("fail", t("no GPU told its memory"), _SEE_NVML)
+        return Seen("fail", t("no GPU reported its memory"), _SEE_NVML)
     groups: dict[tuple[str | int, ...], list[ModelNeed]] = {}
     for need in context.needs:
         groups.setdefault(tuple(need.gpus or context.gpus), []).append(need)
@@ -54,7 +55,7 @@ def _group(
 ) -> Seen:
     missing = [choice for choice in choices if not any(is_named(gpu, choice) for gpu in gpus)]
     if missing:
-        fix = t("Name GPUs that are there.")
+        fix = t("Name GPUs that exist.")
         return Seen("fail", t("there is no GPU {name}", name=missing[0]), fix, "nvidia-smi -L")
     mine = [gpu for gpu in gpus if any(is_named(gpu, choice) for choice in choices)]
     mine = mine or [max(gpus, key=lambda gpu: (_free(context, gpu), gpu.memory_total or 0))]
@@ -82,7 +83,7 @@ def _group(
     if held > FOREIGN * total or (others and free < need):
         return _held(context, observed, [process for _, process in others], required, evidence)
     if unexplained > FOREIGN * total:
-        seen = t("{observed}; {used} held by what is not shown", observed=observed, used=gib(unexplained))
+        seen = t("{observed}; {used} held by processes that are not shown", observed=observed, used=gib(unexplained))
         fix = t("Find out who holds it; programs in containers may not be listed.")
         return Seen("warn", seen, fix, "fuser -v /dev/nvidia*", evidence, required)
     if free < need:
@@ -92,7 +93,7 @@ def _group(
 
 
 def _held(context: PreflightContext, observed: Text, others: list[GpuProcess], required: Text, evidence: str) -> Seen:
-    """Who holds it, by name, largest first."""
+    """The processes that hold memory, by name, largest first."""
     others = sorted(others, key=lambda process: -(process.used or 0))
     owners = {p.pid: Owner.of(context.machine, p.pid, p.name) for p in others}
     who = joined([t("{who} holds {used}", who=owners[p.pid].text, used=gib(p.used or 0)) for p in others[:6]], "; ")
@@ -103,7 +104,8 @@ def _held(context: PreflightContext, observed: Text, others: list[GpuProcess], r
 
 @gpu_check(
     10, "gpu-health", t("GPU health"),
-    required=t("no memory errors, no Xid since the start"), why=t("A card with bad memory answers wrongly, or stops."),
+    required=t("no memory errors, no Xid since the start"), why=t("A GPU with bad memory gives wrong answers, or "
+                                                                  "stops."),
 )  # fmt: skip
 def gpu_health(context: PreflightContext) -> Seen:
     """ECC counters since the driver was loaded, remapped rows, and Xid lines of the kernel's log."""
@@ -124,7 +126,7 @@ def gpu_health(context: PreflightContext) -> Seen:
     command = "nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg | grep -i xid"
     evidence = "ECC, remapped rows, kernel log"
     if bad:
-        fix = t("Restart. If the errors come back, have the card replaced; do not serve with it.")
+        fix = t("Restart. If the errors come back, have the GPU replaced; do not serve with it.")
         return Seen("fail", joined([*bad, *doubtful], "; "), fix, command, evidence)
     if doubtful:
         fix = t("Restart when you can, and watch whether it happens again.")
@@ -137,7 +139,7 @@ def gpu_health(context: PreflightContext) -> Seen:
 
 
 def kernel_log(machine: Machine, most: int = 20_000) -> list[str]:
-    """Lines since the start; empty for users who may not read them. Each read of /dev/kmsg gives one record."""
+    """Lines since boot; empty for users who may not read them. Each read of /dev/kmsg returns one record."""
     lines: list[str] = []
     try:
         fd = os.open(machine.at("/dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -147,7 +149,7 @@ def kernel_log(machine: Machine, most: int = 20_000) -> list[str]:
         while len(lines) < most:
             try:
                 record = os.read(fd, 8192)
-            except BrokenPipeError:  # this record was overwritten meanwhile
+            except BrokenPipeError:  # this record was overwritten in the meantime
                 continue
             if not record:
                 break
@@ -160,7 +162,7 @@ def kernel_log(machine: Machine, most: int = 20_000) -> list[str]:
 
 
 def xids_of(lines: Iterable[str]) -> set[tuple[str, int]]:
-    """(PCI address, code) of errors that speak of the card, not of a program on it."""
+    """(PCI address, code) of errors of the card itself, not of a program on it."""
     found = {(m[1].lower(), int(m[2])) for line in lines if (m := _XID.search(line))}
     return {(address, code) for address, code in found if code not in _XIDS_OF_PROGRAMS}
 
@@ -171,7 +173,7 @@ def xids_of(lines: Iterable[str]) -> set[tuple[str, int]]:
     why=t("The engine needs whole GPUs that nobody else has claimed."),
 )  # fmt: skip
 def gpu_modes(context: PreflightContext) -> Seen:
-    """What an administrator may have set, and what a badly seated card looks like."""
+    """Modes that an administrator may have set, and signs of a badly seated card."""
     hard: list[tuple[Text, str]] = []
     soft: list[tuple[Text, str]] = []
     gpus = selected(context, context.machine.gpus())
@@ -197,7 +199,9 @@ def gpu_modes(context: PreflightContext) -> Seen:
     found = hard or soft
     if found:
         commands = "; ".join(dict.fromkeys(command for _, command in found))
-        fix = t("Set it back. MIG needs an idle GPU.") if hard else t("Set it back when you can: it costs speed.")
+        fix = t("Undo this setting when you can: it costs speed.")
+        if hard:
+            fix = t("Undo this setting. Changing MIG needs an idle GPU.")
         return Seen("fail" if hard else "warn", joined([what for what, _ in hard + soft], "; "), fix, commands,
                     "nvidia-smi -q")  # fmt: skip
     if not gpus:
@@ -208,10 +212,10 @@ def gpu_modes(context: PreflightContext) -> Seen:
 @gpu_check(
     12, "gpu-nodes", t("GPU device nodes"), strict=True,
     required="/dev/nvidiactl, /dev/nvidia0, /dev/nvidia-uvm: 0666",
-    why=t("The engine opens them as a user of its own, which cannot make them."),
+    why=t("The engine opens them as its own user, which cannot create them."),
 )  # fmt: skip
 def gpu_nodes(context: PreflightContext) -> Seen:
-    """The nodes that CUDA opens, and whether they will be there after the next start."""
+    """The nodes that CUDA opens, and whether they will exist after the next boot."""
     gpus = selected(context, context.machine.gpus())
     minors = [gpu.minor if gpu.minor is not None else gpu.index or 0 for gpu in gpus] or [0]
     names = ["/dev/nvidiactl", *(f"/dev/nvidia{minor}" for minor in minors), "/dev/nvidia-uvm"]
@@ -235,7 +239,7 @@ def gpu_nodes(context: PreflightContext) -> Seen:
             return Seen("pass", t("{names}; the install adds nvidia-uvm to modules-load.d", names=observed),
                         evidence=evidence)  # fmt: skip
         command = "echo nvidia-uvm > /etc/modules-load.d/nvidia-uvm.conf"
-        why = t("After a restart the node may be missing until some program makes it.")
+        why = t("After a reboot the node may be missing until some program creates it.")
         seen = t("{names}; nvidia-uvm is not in modules-load.d", names=observed)
         return Seen("warn", seen, t("Have it loaded at the start."), command, evidence, why=why)
     return Seen("pass", observed, evidence=evidence)
@@ -252,10 +256,10 @@ def _loaded_at_start(machine: Machine) -> bool:
 @gpu_check(
     13, "fabric-manager", t("Fabric manager"),
     required=t("on servers with NVSwitch: nvidia-fabricmanager active, of the driver's version"),
-    why=t("Without it CUDA does not start on GPUs that NVSwitch joins."),
+    why=t("Without it, CUDA does not start on GPUs that are joined by NVSwitch."),
 )  # fmt: skip
 def fabric_manager(context: PreflightContext) -> Seen:
-    """Needed where NVSwitches are on the bus, or where a GPU says that it waits for the fabric."""
+    """Needed if NVSwitches are on the bus, or if a GPU reports that it waits for the fabric."""
     facts = context.machine.gpus()
     switches = [address for address, kind in context.machine.pci().items() if kind.startswith("0680")]
     waiting = [gpu.label for gpu in facts.gpus if (gpu.fabric_state or "").lower() in ("in progress", "not started")]

@@ -1,4 +1,4 @@
-"""The machine itself: rights, processor, system, C library, Python, memory, clock."""
+"""The machine itself: privileges, processor, system, C library, Python, memory, clock."""
 
 import ctypes
 import os
@@ -27,11 +27,11 @@ _MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_")
 
 @check(
     1, "rights", t("Rights and lock"),
-    required=t("root for a server; no other Atoll command at work"),
+    required=t("root for a server; no other Atoll command running"),
     why=t("Users, units and /opt belong to root; two installs at once would overwrite each other."),
 )  # fmt: skip
 def rights(context: PreflightContext) -> Seen:
-    """Root is needed for the server form only. The lock is looked at, not taken."""
+    """Only the server form needs root. The lock is inspected, not taken."""
     uid = os.geteuid()
     if context.system and uid != 0:
         fix = t("Run it as root, or install under a directory of your own with --prefix DIR.")
@@ -50,7 +50,7 @@ def rights(context: PreflightContext) -> Seen:
     why=t("The bundled libraries are built for it."),
 )  # fmt: skip
 def cpu(context: PreflightContext) -> Seen:
-    """x86-64-v3 runs everything; v2 runs slowly; SHA instructions make verification four times as fast."""
+    """x86-64-v3 runs everything, v2 runs slowly. SHA instructions make verification four times as fast."""
     machine = platform.machine()
     if machine != "x86_64":
         return Seen("fail", machine, t("Use an x86-64 server."), evidence="uname -m")
@@ -97,7 +97,7 @@ def systemd(context: PreflightContext) -> Seen:
         fix = t("Boot with cgroup v2: add systemd.unified_cgroup_hierarchy=1 to the kernel's command line.")
         return Seen("fail", t("{seen}, cgroup v1", seen=seen), fix, "stat -fc %T /sys/fs/cgroup", "/sys/fs/cgroup")
     if number < SYSTEMD_GOOD:
-        why = t("Some limits of the units are not known to it and stay without effect.")
+        why = t("Some limits in the units are unknown to it and have no effect.")
         return Seen("warn", seen, upgrade, "systemctl --version", evidence, why=why)
     return Seen("pass", seen, evidence=evidence)
 
@@ -108,7 +108,7 @@ def systemd(context: PreflightContext) -> Seen:
     why=t("The bundled libraries are linked against it."),
 )  # fmt: skip
 def glibc(context: PreflightContext) -> Seen:
-    """The C library must be as new as the newest that a wheel of the runtime was built against."""
+    """The C library must be at least as new as the newest one that a wheel of the runtime was built against."""
     library, version = platform.libc_ver()
     need = max(GLIBC_MIN, _newest_manylinux(context))
     required = t("glibc {version} or newer", version=f"{need[0]}.{need[1]}")
@@ -121,7 +121,7 @@ def glibc(context: PreflightContext) -> Seen:
 
 
 def _newest_manylinux(context: PreflightContext) -> tuple[int, int]:
-    """The newest glibc that a wheel asks for. A wheel with several tags runs on the oldest of them."""
+    """The newest glibc that a wheel needs. A wheel with several tags runs on the oldest of them."""
     if context.runtime is not None:
         texts = [wheel.name for wheel in islice(context.runtime.rglob("*.whl"), MAX_FILES)]
     else:
@@ -134,7 +134,7 @@ def _newest_manylinux(context: PreflightContext) -> tuple[int, int]:
 
 
 def _wheel_tags(name: str) -> str:
-    """What an installed package's wheel was built for; empty if it is not there."""
+    """The platforms an installed package's wheel was built for; empty if the package is not installed."""
     try:
         return metadata.distribution(name).read_text("WHEEL") or ""
     except (metadata.PackageNotFoundError, OSError):
@@ -143,18 +143,18 @@ def _wheel_tags(name: str) -> str:
 
 @check(
     14, "memory", t("Main memory"),
-    required=t("room for the weights"), why=t("Weights pass through main memory on their way, or live in it."),
+    required=t("room for the weights"), why=t("Weights pass through main memory while they load, or stay in it."),
 )  # fmt: skip
 def memory(context: PreflightContext) -> Seen:
-    """With a GPU: the largest shard, 16 GB, and what of the weights stays here. On the CPU all of them live here, with
-    room to work."""
+    """With a GPU: the largest shard, 16 GB, and weights that stay in main memory. On the CPU: all weights, with room to
+    work."""
     total, available = context.machine.memory()
     observed = t("{total} in all, {available} available", total=gib(total), available=gib(available))
     add = t("Add memory, or choose a smaller model.")
     asked = context.host_ram_bytes or 0
     if context.no_gpu_needed() is not None:
         need = max(int(context.weight_bytes * 1.25) + RAM_OVERHEAD, asked)
-        least, why = need, t("On the CPU the weights and the cache of conversations are held in main memory.")
+        least, why = need, t("On the CPU, the weights and the KV cache are held in main memory.")
         required = t("{need} (1.25 × weights + 1 GiB, or what the bundle asks for)", need=gib(need))
     else:
         shard = context.shard_bytes or context.weight_bytes
@@ -178,11 +178,11 @@ def memory(context: PreflightContext) -> Seen:
 
 @check(
     20, "clock", t("Clock"),
-    required=t("not before the bundle was made, and kept in step"),
+    required=t("later than the bundle's date, and synchronised"),
     why=t("Certificates, expiry of keys and logs depend on it."),
 )  # fmt: skip
 def clock(context: PreflightContext) -> Seen:
-    """A clock before the bundle's date is wrong; one that nothing keeps in step will be."""
+    """A clock before the bundle's date is wrong. One that is not synchronised will become wrong."""
     now = time.time()
     observed = _date(now)
     if context.bundle_created is not None and now < context.bundle_created:
@@ -193,7 +193,7 @@ def clock(context: PreflightContext) -> Seen:
         return Seen(status, observed, t("Set the clock."), command, "date -u", required)
     if context.system and not _synchronised():
         fix = t("Name the site's time server in /etc/chrony/chrony.conf or /etc/systemd/timesyncd.conf.")
-        seen = t("{now}, but nothing keeps the clock in step", now=observed)
+        seen = t("{now}, but the clock is not synchronised", now=observed)
         return Seen("warn", seen, fix, "timedatectl timesync-status", "adjtimex(2): STA_UNSYNC")
     return Seen("pass", observed, evidence="date -u")
 
@@ -203,10 +203,10 @@ def _date(at: float) -> str:
 
 
 def _synchronised() -> bool:
-    """Whether the kernel's clock is steered. Asks the kernel only."""
+    """Whether the kernel's clock is synchronised. Asks only the kernel."""
     buffer = ctypes.create_string_buffer(512)  # struct timex: modes, offset, freq, maxerror, esterror, status
     if ctypes.CDLL(None, use_errno=True).adjtimex(buffer) < 0:
-        return True  # a sandbox that hides it is no fault of the clock
+        return True  # a sandbox that hides it is not a fault of the clock
     status = ctypes.c_int.from_buffer(buffer, 5 * ctypes.sizeof(ctypes.c_long)).value
     return not status & 0x40
 
@@ -216,7 +216,7 @@ def _synchronised() -> bool:
     required=t("Python {version} or newer, 64 bit", version="3.11"), why=t("The service runs on it."),
 )  # fmt: skip
 def python(context: PreflightContext) -> Seen:
-    """The interpreter that will run the service is the one that runs this."""
+    """The interpreter that runs this will also run the service."""
     observed, evidence = f"{platform.python_version()}  {sys.executable}", "python3 --version"
     if sys.version_info[:2] < PYTHON_MIN or sys.maxsize <= 2**32:
         fix = t("Run the installer with a newer Python.")

@@ -1,7 +1,7 @@
-"""Weights that the engine keeps in main memory and not on the GPU: Gemma 4 E2B's and E4B's per-layer embeddings.
+"""Weights that the engine keeps in main memory instead of on the GPU: per-layer embeddings of Gemma 4 E2B and E4B.
 
-Half of all their weights is a table of which each token reads one row (`--per-layer-embeddings`, docs/en/serve.md). Its
-size follows from the model's config.json, which is believed only if it is the one that was signed.
+Half of their weights is a table of which each token reads one row (`--per-layer-embeddings`, docs/en/serve.md). Its
+size follows from the model's config.json, which is used only if it is the signed one.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from offline_bundle.model.manifest import BundleManifest
 FLAG = "per-layer-embeddings"
 CONFIG = "model/config.json"
 _LIMIT = 1 << 20
-_MOST = 1 << 40  # bytes, of a table that can be believed
-# What a configuration of these models may leave out; of others nothing is assumed.
+_MOST = 1 << 40  # bytes; a larger table is not plausible
+# Defaults of these models' configuration. Nothing is assumed for other models.
 _DEFAULTS = {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "num_hidden_layers": 30}
 _ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,7 +30,7 @@ def of_bundle(bundle: Path, manifest: BundleManifest) -> int:
 
 
 def signed_config(bundle: Path, manifest: BundleManifest) -> Any:
-    """config.json as JSON; None if it is not the signed one: the install says so when it comes to that file."""
+    """config.json as JSON; None if it is not the signed one, which the install reports when it verifies that file."""
     entry = manifest.file(CONFIG)
     if entry is None or entry.size > _LIMIT:
         return None
@@ -49,7 +49,7 @@ def signed_config(bundle: Path, manifest: BundleManifest) -> Any:
 
 
 def of_config(config: Any) -> int:
-    """Rows x layers x numbers a row and layer, each of the size that the weights are computed in."""
+    """Rows × layers × numbers per row and layer × the size of the dtype that the weights are used in."""
     outer: Mapping[str, Any] = config if isinstance(config, dict) else {}
     text = outer.get("text_config")
     inner: Mapping[str, Any] = text if isinstance(text, dict) else outer

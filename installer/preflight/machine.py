@@ -1,4 +1,4 @@
-"""The machine as the checks see it: files of the kernel below one root, and the GPUs, asked once."""
+"""The machine as the checks see it: files of the kernel below one root, and the GPUs, queried once."""
 
 import re
 import threading
@@ -9,7 +9,7 @@ from installer.gpu import GpuFacts
 
 
 class Machine:
-    """`root` other than / is another machine's tree: a container's, or one that a test made."""
+    """A `root` other than / is another machine's tree: a container's, or one that a test made."""
 
     def __init__(self, root: Path | str = "/") -> None:
         self.root = Path(root)
@@ -21,7 +21,7 @@ class Machine:
         return self.root / path.lstrip("/")
 
     def read(self, path: str, limit: int = 1 << 20) -> str:
-        """The text of a file; empty if it is not there or may not be read."""
+        """The text of a file; empty if it does not exist or may not be read."""
         try:
             with self.at(path).open("rb") as file:
                 return file.read(limit).decode("utf-8", "replace")
@@ -29,12 +29,12 @@ class Machine:
             return ""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of main memory: in all, and available."""
+        """Bytes of main memory: total, available."""
         table = dict(re.findall(r"^(\w+):\s+(\d+) kB", self.read("/proc/meminfo"), re.MULTILINE))
         return int(table.get("MemTotal", 0)) * 1024, int(table.get("MemAvailable", 0)) * 1024
 
     def gpus(self) -> GpuFacts:
-        """What NVML and nvidia-smi say. The first caller asks, the others wait for the same answer."""
+        """What NVML and nvidia-smi report. The first caller asks, the others wait for the same answer."""
         with self._lock:
             if self._gpus is None:
                 self._gpus = gpu.collect()

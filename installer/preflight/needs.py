@@ -1,6 +1,6 @@
-"""What a medium asks of a machine: sizes and requirements of the bundles on it, told by their signed manifests.
+"""What a medium requires of a machine: sizes and requirements of its bundles, from their signed manifests.
 
-Without a trusted key nothing on the medium is parsed: the lengths of the files say enough for a first look.
+Without a trusted key nothing on the medium is parsed: the lengths of the files suffice for a first estimate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,8 @@ MAX_FILES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """`values` are arguments of PreflightContext. `verified`: they come from signed manifests, not file lengths."""
+    """`values` are arguments of PreflightContext. `verified`: they come from signed manifests, not from file
+    lengths."""
 
     values: dict[str, Any]
     names: tuple[str, ...]
@@ -40,7 +41,7 @@ class Needs:
 
 
 def bundles_on(medium: Path) -> list[Path]:
-    """The model bundles of a medium: the directory itself, or those right below it."""
+    """The model bundles of a medium: the directory itself, or those directly below it."""
     if (medium / MANIFEST).is_file():
         return [medium]
     return sorted(path.parent for path in medium.glob(f"*/{MANIFEST}") if path.parent.name != RUNTIME)
@@ -52,7 +53,7 @@ def runtime_on(medium: Path) -> Path | None:
 
 
 def read_needs(medium: Path, keys: Sequence[Path], layout: Layout) -> Needs:
-    """Raises InstallError: no bundle there (13), or one whose signature does not hold (10, 11)."""
+    """Raises InstallError: no bundle (13), or one whose signature is not valid (10, 11)."""
     bundles = bundles_on(medium)
     runtime = runtime_on(medium)
     if not bundles and runtime is None:
@@ -78,7 +79,7 @@ def read_needs(medium: Path, keys: Sequence[Path], layout: Layout) -> Needs:
 
 
 def check_runtime(manifest: BundleManifest) -> None:
-    """Raises InstallError (3) for a model that asks for another version of Atoll than the one that is running."""
+    """Raises InstallError (3) for a model that needs another version of Atoll than the running one."""
     here, wanted = code_version(), manifest.requires.runtime
     if wanted is None or here == UNKNOWN_VERSION or admits(wanted, here):
         return
@@ -86,7 +87,7 @@ def check_runtime(manifest: BundleManifest) -> None:
         t("{name} {version} needs Atoll {wanted}; this is {here}.", name=manifest.name, version=manifest.version,
           wanted=wanted, here=here),
         exit_code=ExitCode.PREFLIGHT_FAIL,
-        why=t("Its maker has tried it with those versions only."),
+        why=t("Its maker has tested it with those versions only."),
         changed=t("Nothing was changed."),
         hint=t("Install that Atoll first (sudo sh install.sh from its medium), or ask for a bundle for this one."),
     )
@@ -99,9 +100,9 @@ def of_manifests(
     sources: Mapping[str, Path] | None = None,
     tables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Arguments of PreflightContext for the models that shall run, by instance name, some with GPUs of their own.
+    """Arguments of PreflightContext for the models that will run, by instance name, some with their own GPUs.
 
-    `sources`: where their files are now. `tables`: settings of --per-layer-embeddings that differ from "auto".
+    `sources`: where their files are now. `tables`: settings of --per-layer-embeddings other than "auto".
     """
     chosen = {name: tuple((gpus or {}).get(name) or ()) for name in models}
     sizes = {name: lookup_tables.of_bundle(path, models[name]) for name, path in (sources or {}).items()}
@@ -109,7 +110,7 @@ def of_manifests(
     weights = {id(m): [file.size for file in m.files if file.role == "weights"] for m in manifests}
 
     def most(name: str) -> Any:
-        """The largest requirement of its kind; versions are compared as the numbers in them."""
+        """The largest requirement of one kind. Versions are compared by the numbers in them."""
         given = [value for m in manifests if (value := getattr(m.requires, name)) is not None]
         return max(given, key=_order, default=None)
 
@@ -132,7 +133,7 @@ def of_manifests(
 
 
 def _of_runtime(manifest: RuntimeManifest, driver_min: str | None) -> dict[str, Any]:
-    """What the code half asks for, besides what the models do."""
+    """What the code requires, in addition to the models."""
     asked = manifest.requires
     version, cuda = (asked.torch or "").partition("+")[0], asked.cuda
     numbers = tuple(int(part) for part in cuda.split(".")) if cuda else None
@@ -146,7 +147,7 @@ def _of_runtime(manifest: RuntimeManifest, driver_min: str | None) -> dict[str, 
 
 
 def _signed_runtime(path: Path, keys: Sequence[Path]) -> RuntimeManifest:
-    """Its manifest once the signature holds; the install checks the bytes."""
+    """The runtime's manifest, once its signature is verified. The install checks the bytes."""
     try:
         return verify_runtime(path, load_trusted(keys, path), signature_only=True).manifest
     except BundleError as error:
@@ -179,7 +180,7 @@ def _by_length(bundles: Sequence[Path]) -> dict[str, Any]:
 
 
 def _length(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory; links are not followed."""
+    """Bytes of a file, or of all files below a directory. Links are not followed."""
     if path.is_file() and not path.is_symlink():
         return path.stat().st_size
     total = 0

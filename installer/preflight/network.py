@@ -1,4 +1,4 @@
-"""The address that the endpoint will have, its name, and the way out that it should not have."""
+"""The address of the endpoint, its name, and a route to the outside that should not exist."""
 
 import errno
 import ipaddress
@@ -20,7 +20,8 @@ _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?\Z")
 
 
 def _literal(machine: Machine, host: str) -> str | None:
-    """The address that `host` is, or that /etc/hosts gives it. Never asks a name server: nothing is sent anywhere."""
+    """The address that `host` is, or that /etc/hosts gives for it. Never asks a name server: nothing is sent
+    anywhere."""
     if host in _ANY:
         return host or "0.0.0.0"  # noqa: S104
     try:
@@ -59,7 +60,7 @@ def port(context: PreflightContext) -> Seen:
         _bind(address, number)
         return Seen("pass", t("{number} is free", number=number), evidence=evidence, required=required)
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:  # the check of the address says so
+        if error.errno == errno.EADDRNOTAVAIL:  # the check of the address reports it
             return Seen("pass", t("{number} is free", number=number), evidence=evidence, required=required)
         if error.errno != errno.EADDRINUSE:
             fix = t("Choose another --port (1024 or above needs no privilege).")
@@ -93,7 +94,7 @@ def _socket_unit(number: int) -> str:
 
 
 def _listeners(number: int) -> list[int]:
-    """Processes that listen on this TCP port; none where the system does not tell this user."""
+    """Processes that listen on this TCP port; empty if the system does not tell this user."""
     try:
         connections = psutil.net_connections(kind="tcp")
     except (psutil.Error, OSError):
@@ -143,7 +144,7 @@ def _is_lan(text: str) -> bool:
 
 
 def _routes(machine: Machine, *, beyond: bool = False) -> list[str]:
-    """Routes that lead to public addresses; with `beyond` all that lead through a gateway, wherever to."""
+    """Routes to public addresses; with `beyond`, all routes through a gateway."""
     found = []
     for line in machine.read("/proc/net/route").splitlines()[1:]:
         words = line.split()
@@ -179,15 +180,15 @@ def _is_public(network: str) -> bool:
     why=t("Atoll never connects to the outside, and works with no route at all."),
 )  # fmt: skip
 def egress(context: PreflightContext) -> Seen:
-    """Looks at the routing table only; nothing is sent to find out."""
+    """Looks only at the routing table; sends nothing."""
     routes = _routes(context.machine)
     evidence = "/proc/net/route, /proc/net/ipv6_route"
     if not routes:
         return Seen("pass", t("none"), evidence=evidence)
     seen = t("a route leads out: {routes}", routes="; ".join(routes[:4]))
     if not context.system:
-        return Seen("pass", seen, evidence=evidence, required=t("nothing: under a prefix this is for information"))
-    fix = t("If this server shall be closed, replace it by routes to your own networks.")
+        return Seen("pass", seen, evidence=evidence, required=t("nothing: under a prefix this is only for information"))
+    fix = t("If this server is to be isolated, replace it with routes to your own networks.")
     return Seen("warn", seen, fix, "ip route del default", evidence)
 
 
@@ -219,11 +220,11 @@ def hostname(context: PreflightContext) -> Seen:
 
 
 def _covers(pattern: str, name: str) -> bool:
-    """Whether a name of a certificate, perhaps with a wildcard, means this host."""
+    """Whether a name of a certificate, possibly with a wildcard, covers this host."""
     pattern, name = pattern.lower(), name.lower()
     if pattern.startswith("*."):
         return name.partition(".")[2] == pattern[2:]
-    return pattern == name or pattern.partition(".")[0] == name  # the short name of a full one
+    return pattern == name or pattern.partition(".")[0] == name  # the short form of a full name
 
 
 @check(

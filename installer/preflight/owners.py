@@ -1,4 +1,4 @@
-"""Who a process is: its name, and the unit or container that runs it."""
+"""Who a process belongs to: its name, and the unit or container that runs it."""
 
 import re
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class Owner:
     pid: int
     name: str
     unit: str = ""       # sshd.service, user@1000.service, …
-    container: str = ""  # the first twelve digits of its id
+    container: str = ""  # first twelve digits of its id
 
     @classmethod
     def of(cls, machine: Machine, pid: int, name: str = "") -> "Owner":
-        """From /proc; a process that is gone, or another container's, keeps the name that was given."""
+        """From /proc. A process that is gone, or in another container, keeps the name that was given."""
         comm = clean(machine.read(f"/proc/{pid}/comm"))
         group = machine.read(f"/proc/{pid}/cgroup")
         container = _CONTAINER.search(group)
@@ -39,7 +39,7 @@ class Owner:
 
     @property
     def stop_command(self) -> str:
-        """What stops it for good; killing a process of a unit only brings it back."""
+        """The command that stops it for good; a killed process of a unit would be restarted."""
         if self.container:
             return f"docker stop {self.container}"
         if self.unit.endswith(".service") and not self.unit.startswith("user@"):

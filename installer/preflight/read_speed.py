@@ -1,4 +1,4 @@
-"""How fast this machine reads what a start reads: 1 GiB past the page cache, from several places at once."""
+"""How fast this machine reads weights: 1 GiB past the page cache, from several places at once."""
 
 import mmap
 import os
@@ -13,11 +13,11 @@ from installer.preflight.storage import block_device, existing_parent
 
 AMOUNT = 1 << 30
 BLOCK = 8 << 20
-READERS = 4            # an NVMe disk needs several requests at once to be fast, and so does the loader that reads it
-PATIENCE = 4.0         # seconds; a slow disk is known before it has read 1 GiB
-LEAST_FILE = 64 << 20  # shorter files measure the start more than the disk
+READERS = 4            # an NVMe disk is only fast with several requests at once, and the loader sends several
+PATIENCE = 4.0         # seconds; a slow disk is recognised before it has read 1 GiB
+LEAST_FILE = 64 << 20  # shorter files measure the first request more than the disk
 GOOD, POOR = 1e9, 0.2e9
-SOON = 10.0            # seconds of reading that nobody minds while trying out a small model under a prefix
+SOON = 10.0            # seconds of reading that are acceptable when trying a small model under a prefix
 
 
 @check(
@@ -25,7 +25,7 @@ SOON = 10.0            # seconds of reading that nobody minds while trying out a
     required=t("1 GB/s or more"), why=t("It decides how long a start takes: the weights are read once."),
 )  # fmt: skip
 def read_speed(context: PreflightContext) -> Seen:
-    """Reads only: the models that are here, else the disk itself (root), else the bundle."""
+    """Reads only: installed models, else the disk itself (root), else the bundle."""
     said = "-"
     for source in _sources(context):
         try:
@@ -49,7 +49,7 @@ def _judged(context: PreflightContext, source: Path, count: int, seconds: float)
     if speed < POOR:
         fix = t("Put the models on a faster disk: at this speed a 60 GB model takes more than five minutes to start.")
         return Seen("warn", observed, fix, command, evidence)
-    return Seen("warn", observed, t("Put the models on an NVMe disk if starts shall be quick."), command, evidence)
+    return Seen("warn", observed, t("Put the models on an NVMe disk if starts must be quick."), command, evidence)
 
 
 def _sources(context: PreflightContext) -> list[Path]:
@@ -60,7 +60,7 @@ def _sources(context: PreflightContext) -> list[Path]:
 
 
 def _largest(directory: Path) -> Path | None:
-    """The largest file worth reading. Few directories deep, so that a whole disk given by mistake is no matter."""
+    """The largest file worth reading. Looks only a few directories deep, in case a whole disk was given by mistake."""
     found: list[tuple[int, Path]] = []
     for pattern in ("*.safetensors", "*/*.safetensors", "*/*/*.safetensors"):
         for path in directory.glob(pattern):
@@ -76,7 +76,8 @@ def _largest(directory: Path) -> Path | None:
 def measure(source: Path, amount: int = AMOUNT, patience: float = PATIENCE) -> tuple[int, float]:
     """(bytes, seconds) of direct reads spread over the source.
 
-    Where the file system knows no O_DIRECT the cache is dropped first. Raises OSError if it cannot be read at all.
+    If the file system does not support O_DIRECT, the cache is dropped first. Raises OSError if it cannot be read at
+    all.
     """
     fd = _open(source)
     try:
@@ -103,7 +104,7 @@ def _read_all(fd: int, offsets: Iterator[int], deadline: float) -> tuple[int, fl
     lock, done, failures = threading.Lock(), [0], []
 
     def read() -> None:
-        with mmap.mmap(-1, BLOCK) as buffer:  # page-aligned, as O_DIRECT asks for
+        with mmap.mmap(-1, BLOCK) as buffer:  # page-aligned, as O_DIRECT requires
             while time.monotonic() < deadline and not failures:
                 with lock:
                     at = next(offsets, None)

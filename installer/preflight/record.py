@@ -13,16 +13,15 @@ from installer.preflight.torch_build import TorchBuild
 from installer.release.config import Endpoint
 
 Status = Literal["pass", "warn", "fail"]
-RAM_SERVER = 16 * 10**9  # of a machine with a GPU: "16 GB", and firmware keeps some of it, so not GiB
+RAM_SERVER = 16 * 10**9  # of a machine with a GPU: "16 GB", part of which firmware keeps, hence not GiB
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRecord:
     """One fact about this machine: what was seen, what is needed, why it matters, what to do, and the evidence.
 
-    `fix` is a sentence and `command` the line to type, where one is known. `evidence` is what was looked at, as it
-    stands on the machine; it is not translated. `strict` failures cannot be waived. Statuses are words, never colours
-    alone.
+    `fix` is a sentence and `command` the line to type, if one is known. `evidence` is what was looked at, as it appears
+    on the machine; it is not translated. `strict` failures cannot be waived. Statuses are words, never just colours.
     """
 
     id: str
@@ -47,10 +46,8 @@ class CheckRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeed:
-    """One model that shall run. `gpus` are indices or UUIDs; empty: the machine's best.
-
-    `table_bytes` of the weights may stay in main memory; `tables` is the setting --per-layer-embeddings.
-    """
+    """One model to run. `gpus` are indices or UUIDs; empty: the machine's best. `table_bytes` of the weights may stay
+    in main memory; `tables` is the setting --per-layer-embeddings."""
 
     name: str
     weight_bytes: int
@@ -60,8 +57,8 @@ class ModelNeed:
     tables: str = "auto"
 
     def host_bytes(self, memory: int) -> int:
-        """What stays in the main memory of a machine that has `memory` bytes, beside a GPU."""
-        if self.tables == "auto":  # left to itself, the engine takes what it does not need for anything else
+        """The part of the tables that stays in main memory beside a GPU, if the machine has `memory` bytes."""
+        if self.tables == "auto":  # with "auto", the engine uses memory that it needs for nothing else
             return self.table_bytes if memory >= RAM_SERVER + self.table_bytes else 0
         return self.table_bytes if self.tables == "host" else 0
 
@@ -70,7 +67,7 @@ class ModelNeed:
 class PreflightContext:
     """The plans that the machine is checked against. Sizes in bytes, `bundle_created` in Unix seconds.
 
-    With several models the sizes are of all together, and `models` tells them apart.
+    With several models the sizes are totals, and `models` has them one by one.
     """
 
     layout: Layout
@@ -78,10 +75,10 @@ class PreflightContext:
     model_bytes: int = 0                 # all files of the bundle
     weight_bytes: int = 0                # its weights
     copy_bytes: int = 0                  # what must still be written: 0 when the store has it
-    host_ram_bytes: int | None = None    # what the bundle asks for
+    host_ram_bytes: int | None = None    # required by the bundle
     bundle_created: float | None = None
-    own_pids: frozenset[int] = field(default_factory=frozenset)  # of our running service: it gives its port away
-    code_bytes: int = 0                  # what the release itself still takes
+    own_pids: frozenset[int] = field(default_factory=frozenset)  # of our running service, which will release its port
+    code_bytes: int = 0                  # taken by the release itself
     shard_bytes: int = 0                 # the largest file of weights
     device: str = "auto"                 # cuda, cpu, or auto: the GPU if there is one
     gpus: tuple[str | int, ...] = ()
@@ -93,23 +90,23 @@ class PreflightContext:
     tls: bool = False
     certificate_names: tuple[str, ...] | None = None  # of a customer's own certificate
     runtime: Path | None = None          # the runtime's directory on the medium
-    pythons: tuple[str, ...] = ()        # those that the runtime was built for; empty: any that is new enough
-    torch: TorchBuild | None = None      # None: as found in the runtime, or installed here
+    pythons: tuple[str, ...] = ()        # versions that the runtime was built for; empty: any that is new enough
+    torch: TorchBuild | None = None      # None: from the runtime, or as installed here
     bundle: Path | None = None           # where the model's files are now
     machine: Machine = field(default_factory=Machine)
 
     @property
     def system(self) -> bool:
-        """The server form, with units and users of its own; else everything lies under a prefix."""
+        """The server form, with units and users of its own; otherwise everything lies under a prefix."""
         return self.layout.system
 
     @property
     def needs(self) -> tuple[ModelNeed, ...]:
-        """The models, also where only sums are known."""
+        """The models, even if only totals are known."""
         return self.models or (ModelNeed("", self.weight_bytes, self.vram_gib, self.gpus),)
 
     def host_bytes(self) -> int:
-        """Weights of all the models that stay in main memory although a GPU computes."""
+        """Weights of all models that stay in main memory although they run on a GPU."""
         return sum(need.host_bytes(self.machine.memory()[0]) for need in self.needs)
 
     def torch_build(self) -> TorchBuild:
@@ -117,12 +114,12 @@ class PreflightContext:
         return self.torch or TorchBuild.of_runtime(self.runtime) or TorchBuild.installed()
 
     def no_gpu_needed(self) -> Text | None:
-        """Why no GPU is needed, or None: it is."""
+        """Why no GPU is needed; None if one is."""
         if self.device == "cpu":
             return t("not needed: the CPU device was chosen")
         if self.device == "auto":
             if self.torch_build().cpu_only:
-                return t("not needed: this build of PyTorch computes on the CPU")
+                return t("not needed: this build of PyTorch runs on the CPU")
             here = self.machine.gpu_addresses() or "nvidia" in self.machine.modules() or self.machine.gpus().gpus
             if not here:
                 return t("not needed: there is no GPU, so the CPU device is used")
@@ -131,7 +128,7 @@ class PreflightContext:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a check found. `required` and `why` stand in for the check's own words where they say more."""
+    """What a check found. `required` and `why` replace the check's own texts if given."""
 
     status: Status
     observed: str
@@ -146,7 +143,7 @@ Look = Callable[[PreflightContext], Seen]
 
 
 class Check:
-    """One check: its number in the list, its name for waivers, and the function that looks."""
+    """One check: its number in the list, its name for waivers, and its function."""
 
     __name__: str
 
@@ -161,7 +158,7 @@ class Check:
         return self.record(self.look(context))
 
     def record(self, seen: Seen, seconds: float = 0.0) -> CheckRecord:
-        """What was seen, with what this check always says."""
+        """What was seen, completed by what this check always says."""
         return CheckRecord(
             self.id, seen.status, seen.observed, seen.required or self.required, seen.why or self.why, seen.fix,
             seen.evidence, self.strict, None, self.number, self.title, seen.command, round(seconds, 3),
@@ -171,12 +168,12 @@ class Check:
 def check(
     number: int, id: str, title: Text, *, required: Text, why: Text, strict: bool = False, timeout: float = 4.0
 ) -> Callable[[Look], Check]:
-    """Make a function a check. `timeout` is the most seconds it may take; it then counts as not established."""
+    """Make a function a check. After `timeout` seconds its result counts as unknown."""
     return lambda look: Check(look, number, id, title, required, why, strict, timeout)
 
 
 def gpu_check(number: int, id: str, title: Text, **words: Any) -> Callable[[Look], Check]:
-    """A check that passes as 'not needed' where the models run on the CPU."""
+    """A check that passes as 'not needed' if the models run on the CPU."""
 
     def make(look: Look) -> Check:
         def unless_cpu(context: PreflightContext) -> Seen:
@@ -190,5 +187,5 @@ def gpu_check(number: int, id: str, title: Text, **words: Any) -> Callable[[Look
 
 
 def gib(size: float) -> str:
-    """A size as people read it."""
+    """A size for people."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

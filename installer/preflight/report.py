@@ -12,7 +12,7 @@ SCHEMA_VERSION = 1
 
 
 def verdict(records: Sequence[CheckRecord], *, strict: bool = False) -> ExitCode:
-    """0, 3 (something fails and is not waived) or 4 (warnings, and `strict`)."""
+    """0, 3 (a check fails and is not waived) or 4 (warnings, with `strict`)."""
     if any(record.status == "fail" and record.waived is None for record in records):
         return ExitCode.PREFLIGHT_FAIL
     if strict and any(record.status == "warn" for record in records):
@@ -23,7 +23,7 @@ def verdict(records: Sequence[CheckRecord], *, strict: bool = False) -> ExitCode
 def report(
     records: Sequence[CheckRecord], context: PreflightContext, *, language: str, seconds: float, strict: bool = False
 ) -> dict[str, Any]:
-    """Keys and ids stay as they are within one schema version; texts are in `language`."""
+    """Keys and ids are stable within one schema version; texts are in `language`."""
     on_cpu = context.no_gpu_needed() is not None
     counts = Counter("waived" if record.waived is not None else record.status for record in records)
     code = verdict(records, strict=strict)

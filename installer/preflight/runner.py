@@ -1,4 +1,4 @@
-"""Run the checks side by side, each within its own time, and judge what they report."""
+"""Run the checks side by side, each within its own time, and judge the results."""
 
 import threading
 import time
@@ -18,14 +18,14 @@ def run_all(
     waivers: Mapping[str, str] | None = None,
     deadline: float = DEADLINE,
 ) -> list[CheckRecord]:
-    """Records in the order of the checks. `waivers` maps a check's id or number to the reason for going on.
+    """Records in the order of the checks. `waivers` maps a check's id or number to the reason for continuing.
 
     Raises InstallError (usage) for a waiver of a check that does not exist.
     """
     reasons = known_waivers(checks, waivers or {})
     began = time.monotonic()
     done: dict[str, CheckRecord] = {}
-    # Daemons: one that hangs in the kernel (a dead network disk, a dead driver) must not hold up the exit.
+    # Daemon threads: one that hangs in the kernel (a dead network disk, a dead driver) must not delay the exit.
     threads = [threading.Thread(target=_run, args=(each, context, done), daemon=True) for each in checks]
     for thread in threads:
         thread.start()
@@ -50,9 +50,9 @@ def _run(each: Check, context: PreflightContext, done: dict[str, CheckRecord]) -
 
 
 def _unknown(each: Check, why: str, evidence: str, began: float) -> CheckRecord:
-    """What could not be established is a failure where the answer decides, else a warning."""
+    """An unknown result is a failure if the check is strict, else a warning."""
     observed = t("could not be checked: {why}", why=why)
-    fix = t("Run this again; if it stays so, report it with this line.")
+    fix = t("Run this again; if it happens again, report it with this line.")
     seen = Seen("fail" if each.strict else "warn", observed, fix, evidence=evidence)
     return each.record(seen, time.monotonic() - began)
 
@@ -72,7 +72,7 @@ def known_waivers(checks: Sequence[Check], waivers: Mapping[str, str]) -> dict[s
 
 
 def judge(records: Sequence[CheckRecord], *, strict: bool = False) -> None:
-    """Raise InstallError when this machine will not do (3), or has warnings and `strict` is asked for (4)."""
+    """Raise InstallError if this machine is not suitable (3), or has warnings and `strict` is set (4)."""
     failed = [record for record in records if record.status == "fail" and record.waived is None]
     if failed:
         hard = [record for record in failed if record.strict]
@@ -80,7 +80,7 @@ def judge(records: Sequence[CheckRecord], *, strict: bool = False) -> None:
         hint = _advice(first)
         if not hard:
             example = f"--waive {first.id}='reason'"
-            hint = t("{hint} To go on anyway, say why: {example} (recorded in the audit log).",
+            hint = t("{hint} To continue anyway, say why: {example} (recorded in the audit log).",
                      hint=hint, example=example)  # fmt: skip
         raise InstallError(
             t("This machine is not ready: {found}.", found=_named(failed)),
@@ -92,11 +92,11 @@ def judge(records: Sequence[CheckRecord], *, strict: bool = False) -> None:
     warned = [record for record in records if record.status == "warn"]
     if strict and warned:
         raise InstallError(
-            t("There are warnings, and --strict was asked for: {found}.", found=_named(warned)),
+            t("There are warnings, and --strict was given: {found}.", found=_named(warned)),
             exit_code=ExitCode.PREFLIGHT_WARN,
             why=warned[0].why,
             changed=t("Nothing was changed."),
-            hint=_advice(warned[0]) or t("Run without --strict to go on."),
+            hint=_advice(warned[0]) or t("Run without --strict to continue."),
         )
 
 

@@ -1,4 +1,4 @@
-"""The disk under the tree: room, inodes, and a file system that can hold a service."""
+"""The disk under the tree: space, inodes, and a file system that can hold a service."""
 
 import os
 from pathlib import Path
@@ -12,14 +12,14 @@ from installer.preflight.machine import Machine
 from installer.preflight.record import PreflightContext, Seen, check, gib
 
 SLACK = 256 << 20          # journal, logs, caches
-SERVER_SLACK = 20 * 10**9  # a server shall run for years, and hold the next release beside the last
+SERVER_SLACK = 20 * 10**9  # for years of operation, with the next release beside the last
 INODES = 1000
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre"}
 _ANOTHER = t("Choose another --prefix, or mount a larger disk there.")
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest directory on the way to `path` that is already there."""
+    """The nearest existing directory on the way to `path`."""
     while not path.exists():
         path = path.parent
     return path
@@ -28,10 +28,10 @@ def existing_parent(path: Path) -> Path:
 @check(
     15, "disk", t("Disk space"), strict=True,
     required=t("room for what is copied"),
-    why=t("Models and code are copied once; nothing is unpacked anywhere else."),
+    why=t("Models and code are copied once; nothing is unpacked elsewhere."),
 )  # fmt: skip
 def disk(context: PreflightContext) -> Seen:
-    """Models and code may lie on two disks; each must hold its part."""
+    """Models and code may be on two disks; each must hold its part."""
     model_at, code_at = existing_parent(context.layout.lib), existing_parent(context.layout.opt)
     parts = {os.stat(model_at).st_dev: (model_at, context.copy_bytes)}
     device = os.stat(code_at).st_dev
@@ -57,7 +57,7 @@ def _room(context: PreflightContext, at: Path, size: int) -> Seen:
         fix = t("Remove small files. {else_}", else_=_ANOTHER)
         return Seen("fail", seen, fix, f"df -i {at}", f"df -i {at}", t("{count} inodes", count=INODES))
     if free < comfortable:
-        fix = t("Plan for a larger disk: an upgrade keeps the previous model until the new one has proved itself.")
+        fix = t("Plan for a larger disk: an upgrade keeps the previous model until the new one has proven itself.")
         required = t("{need} to be comfortable", need=gib(comfortable))
         return Seen("warn", observed, fix, f"df -h {at}", evidence, required)
     if context.system and used >= 0.8:
@@ -72,7 +72,7 @@ def _room(context: PreflightContext, at: Path, size: int) -> Seen:
     why=t("The release is run from there, and the journal relies on its fsync."),
 )  # fmt: skip
 def filesystem(context: PreflightContext) -> Seen:
-    """No symlinks that could lead a write elsewhere; code and caches may be executed; all is writable and local."""
+    """No symlinks that could redirect a write; code and caches may be executed; everything is writable and local."""
     layout = context.layout
     for root in layout.roots:
         if link := fs.symlink_on_the_way(layout.prefix, root):
@@ -115,7 +115,8 @@ def _unfit(at: Path, kind: str, mountpoint: str, runs: bool) -> Seen | None:
 
 
 def mount_of(path: Path) -> Any:
-    """psutil's entry of the mount that holds `path`; None in odd containers. The last one mounted there counts."""
+    """psutil's entry of the mount that holds `path`; None in unusual containers. If several were mounted there, the
+    last one counts."""
     real = path.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
     longest = max((len(part.mountpoint) for part in mounts), default=0)

@@ -20,7 +20,7 @@ _OTHER_SERVERS = {"ollama", "vllm", "llama-server", "text-generation-launcher", 
     why=t("A policy that does not know Atoll stops it from starting."),
 )  # fmt: skip
 def security_policy(context: PreflightContext) -> Seen:
-    """What enforces, and whether it knows our place."""
+    """Which policies are enforced, and whether they know our directories."""
     machine, place = context.machine, str(context.layout.opt)
     if _fapolicyd(context):
         fix = t("Trust Atoll's files.")
@@ -30,7 +30,7 @@ def security_policy(context: PreflightContext) -> Seen:
     enforce = machine.read("/sys/fs/selinux/enforce").strip()
     if enforce == "1":
         seen, why = t("SELinux enforces"), t("Files copied from a disk may keep a label that services may not read.")
-        return Seen("warn", seen, t("Give the labels after the install."), f"restorecon -RF {place}",
+        return Seen("warn", seen, t("Set the labels after the install."), f"restorecon -RF {place}",
                     "/sys/fs/selinux/enforce", why=why)  # fmt: skip
     found = [t("SELinux is permissive")] if enforce == "0" else []
     if machine.read("/sys/module/apparmor/parameters/enabled").strip() == "Y":
@@ -39,7 +39,7 @@ def security_policy(context: PreflightContext) -> Seen:
 
 
 def _fapolicyd(context: PreflightContext) -> bool:
-    """Whether fapolicyd runs, enforces, and no rule or trusted file of it names our directory."""
+    """Whether fapolicyd runs, enforces, and has no rule or trusted file that names our directory."""
     machine = context.machine
     if not any(process.info["name"] == "fapolicyd" for process in psutil.process_iter(["name"])):
         return False
@@ -58,7 +58,7 @@ def _fapolicyd(context: PreflightContext) -> bool:
     why=t("Uninstall removes only what the journal says was made here; other servers compete for the GPU."),
 )  # fmt: skip
 def conflicts(context: PreflightContext) -> Seen:
-    """Our directories without our journal must not be taken over; other model servers compete."""
+    """Our directories without our journal must not be taken over; other model servers compete for resources."""
     if not context.layout.journal.exists():
         unknown = [root for root in context.layout.roots if root.is_dir() and _is_strange(context, root)]
         if unknown:
@@ -75,7 +75,7 @@ def conflicts(context: PreflightContext) -> Seen:
 
 
 def _other_servers(context: PreflightContext) -> list[Owner]:
-    """Known model servers by name, and whatever in a container holds GPU memory."""
+    """Known model servers by name, and containers that hold GPU memory."""
     found: dict[int, Owner] = {}
     for process in psutil.process_iter(["name"]):
         if process.info["name"] in _OTHER_SERVERS and process.pid not in context.own_pids:
@@ -90,7 +90,7 @@ def _other_servers(context: PreflightContext) -> list[Owner]:
 
 
 def _is_strange(context: PreflightContext, root: Path) -> bool:
-    """Whether more is there than empty directories, which an uninstall may leave, and code that install.sh unpacks."""
+    """Whether it holds more than empty directories, which an uninstall may leave, and code that install.sh unpacks."""
     if root != context.layout.opt:
         return has_files(root)
     return any(has_files(child) if child.is_dir() else True for child in root.iterdir() if child.name != "code")

@@ -1,4 +1,4 @@
-"""For which CUDA a PyTorch was built. Told from names and a text file; nothing is imported or unpacked."""
+"""The CUDA version that a PyTorch was built for, from names and a text file; nothing is imported or unpacked."""
 
 import importlib.util
 import itertools
@@ -18,7 +18,7 @@ DRIVER_FLOORS = {11: 450, 12: 525, 13: 580}
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """`cuda` is None for a CPU build, and where it could not be told (`known` False)."""
+    """`cuda` is None for a CPU build, and if it is unknown (`known` False)."""
 
     version: str = ""
     cuda: tuple[int, int] | None = None
@@ -37,7 +37,7 @@ class TorchBuild:
 
     @classmethod
     def of_version(cls, version: str) -> "TorchBuild":
-        """From `2.13.0+cu130` or `2.13.0+cpu`; without a suffix it cannot be told."""
+        """From `2.13.0+cu130` or `2.13.0+cpu`; without a suffix it is unknown."""
         plain, _, local = version.partition("+")
         return cls(plain, *_of_suffix(local))
 
@@ -59,7 +59,7 @@ class TorchBuild:
 
     @classmethod
     def installed(cls) -> "TorchBuild":
-        """The one that this interpreter would import."""
+        """The PyTorch that this interpreter would import."""
         try:
             build = cls.of_version(metadata.version("torch"))
             spec = importlib.util.find_spec("torch")
@@ -77,7 +77,7 @@ class TorchBuild:
 
 
 def _of_suffix(local: str) -> tuple[tuple[int, int] | None, bool]:
-    """(CUDA, whether the suffix says anything): cu130 → 13.0, cu128 → 12.8, cpu → none."""
+    """(CUDA, whether the suffix is known): cu130 → 13.0, cu128 → 12.8, cpu → none."""
     if local.startswith("cpu"):
         return None, True
     if found := re.fullmatch(r"cu(\d{2,3})(\d)", local):

@@ -20,7 +20,7 @@ from offline_bundle.medium.code_tree.bytecode import bytecode_path, make_bytecod
 from offline_bundle.medium.code_tree.check import check_tree
 from offline_bundle.medium.code_tree.tools import tag
 
-SEQUENCE_NAME = "runtime/atoll"  # no bundle of a model can be called so
+SEQUENCE_NAME = "runtime/atoll"  # no model bundle can have this name
 
 
 def code_tree() -> Path | None:
@@ -38,7 +38,7 @@ def read_facts(tree: Path) -> dict[str, Any]:
         raise ValueError
     except (OSError, ValueError, KeyError) as error:
         raise InstallError(
-            t("{tree} is not a whole release of Atoll.", tree=tree),
+            t("{tree} is not a complete release of Atoll.", tree=tree),
             exit_code=ExitCode.IO,
             why=t("Its runtime.json is missing or damaged."),
             hint=t("Install it again from the medium: sudo sh install.sh"),
@@ -52,10 +52,8 @@ def runtime_facts(tree: Path) -> dict[str, Any]:
 
 
 def upgrade_command(medium: Path, layout: Layout) -> list[str] | None:
-    """How to install from a medium with the install.sh that is here already: what the disk carries is not asked.
-
-    None for a checkout, which has no install.sh to trust.
-    """
+    """How to install from a medium with the install.sh that is already installed: the one on the disk is not trusted.
+    None for a checkout, which has no install.sh."""
     tree = code_tree()
     if tree is None:
         return None
@@ -64,7 +62,7 @@ def upgrade_command(medium: Path, layout: Layout) -> list[str] | None:
 
 
 def prune(layout: Layout, kept: Iterable[str]) -> int:
-    """Remove the trees that are not among `kept` (their names), and what killed installs left; the bytes freed.
+    """Remove code trees whose names are not in `kept`, and leftovers of killed installs. Returns the bytes freed.
 
     Does nothing while install.sh works there.
     """
@@ -87,17 +85,18 @@ def prune(layout: Layout, kept: Iterable[str]) -> int:
 
 
 def verify_code(tree: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
-    """Hold every file of a tree against what the vendor signed; the paths that differ, are missing, or do not belong.
+    """Compare every file of a tree with what the vendor signed. Returns the paths that differ, are missing, or do not
+    belong.
 
-    The caller has verified the signature over share/bundle.json, whose digest runtime.json repeats. Bytecode is made
-    again from the sources that hold, and compared. `progress(done, total)` is told in bytes.
+    The caller has verified the signature over share/bundle.json, whose digest runtime.json repeats. Bytecode is
+    compiled again from the verified sources and compared. `progress(done, total)` counts bytes.
     """
     facts = read_facts(tree)
     return check_tree(str(tree), facts.get("abi"), facts.get("digest"), progress)
 
 
 def rebuild_bytecode(tree: Path) -> int:
-    """Compile a tree's bytecode again from its sources, which must all be as signed; returns how many files differed.
+    """Compile a tree's bytecode again from its sources, which must all be as signed. Returns how many files differed.
 
     Raises InstallError: the sources differ, or another Python is needed (11).
     """
@@ -112,7 +111,7 @@ def rebuild_bytecode(tree: Path) -> int:
     others = [path for path in wrong if not is_bytecode(path)]
     if others:
         raise InstallError(
-            t("Bytecode follows from the sources, and those of {tree} differ: {names}.", tree=tree,
+            t("Bytecode is compiled from the sources, and those of {tree} differ: {names}.", tree=tree,
               names=joined(others[:3])),
             exit_code=ExitCode.CONTENT_MISMATCH, changed=t("Nothing was changed."),
             hint=t("Install it again from the medium: sudo sh install.sh"),
@@ -128,5 +127,5 @@ def rebuild_bytecode(tree: Path) -> int:
 
 
 def is_bytecode(path: str) -> bool:
-    """Whether a path of a tree is one that the import system takes for bytecode."""
+    """Whether the import system takes this path of a tree for bytecode."""
     return path.endswith((".pyc", ".pyc.partial"))

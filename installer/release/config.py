@@ -35,7 +35,7 @@ _SERVER_HEADER = """\
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the service listens. `certificate`: the one that it must show; None: it speaks plain HTTP."""
+    """Where the service listens. `certificate`: the one that it must present; None: it speaks plain HTTP."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class Endpoint:
 
     @property
     def connect_host(self) -> str:
-        """An address that reaches it from this machine."""
+        """An address by which this machine reaches it."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)  # noqa: S104
 
     @property
@@ -60,13 +60,13 @@ def read_text(path: Path) -> str | None:
 
 
 def parse(text: str, path: Path, table: str = "serve") -> dict[str, Any]:
-    """One table, empty if absent. Raises InstallError (usage) for a file that cannot be parsed."""
+    """One table; empty if absent. Raises InstallError (usage) for a file that cannot be parsed."""
     found = migrate.document(text, path).unwrap().get(table, {})
     return found if isinstance(found, dict) else {}
 
 
 def endpoint(text: str | None, path: Path, *, system: bool = False) -> Endpoint:
-    """The address in the settings, or the defaults of this form."""
+    """The address in the settings, or the default of this form."""
     table = parse(text, path, "gateway" if system else "serve") if text else {}
     port = table.get("port", SERVER_PORT if system else DEFAULT_PORT)
     if type(port) is not int or not 1 <= port <= 65535:
@@ -81,15 +81,13 @@ def endpoint(text: str | None, path: Path, *, system: bool = False) -> Endpoint:
 
 
 def standing(layout: Layout) -> Endpoint:
-    """Where what is installed listens."""
+    """Where the installed service listens."""
     return endpoint(read_text(layout.config), layout.config, system=layout.system)
 
 
 def render(base: str | None, values: dict[str, Any], path: Path) -> str:
-    """Prefix form: `base`, in today's form, with `values` set in [serve]; comments, order and other keys stay.
-
-    The same input gives the same bytes.
-    """
+    """Prefix form: `base`, in the current format, with `values` set in [serve]. Comments, order and other keys stay.
+    The same input gives the same bytes."""
     text, _ = migrate.migrate(base if base is not None else _HEADER, path)
     document = tomlkit.parse(text)
     _set(document, "serve", values)
@@ -99,7 +97,8 @@ def render(base: str | None, values: dict[str, Any], path: Path) -> str:
 def render_server(
     base: str | None, gateway: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], path: Path
 ) -> str:
-    """System form: as `render`, for [gateway] and one [models.NAME] for each of `models`; other models go."""
+    """System form: like `render`, for [gateway] and one [models.NAME] for each of `models`; other models are
+    removed."""
     text, _ = migrate.migrate(base if base is not None else _SERVER_HEADER, path)
     document = tomlkit.parse(text)
     _set(document, "gateway", gateway)
@@ -114,7 +113,7 @@ def render_server(
 
 
 def model_tables(text: str | None, path: Path) -> dict[str, dict[str, Any]]:
-    """[models.NAME] of every model, with what [engine] says for all of them."""
+    """[models.NAME] of every model, over what [engine] sets for all of them."""
     if not text:
         return {}
     common = parse(text, path, "engine")

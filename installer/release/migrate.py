@@ -1,7 +1,7 @@
-"""Settings written by an older Atoll, brought to today's form. Comments and everything of the operator's stay.
+"""Convert settings that an older Atoll wrote to the current format. Comments and everything of the operator's stay.
 
-Each step takes the document from one version to the next; a file without a number is version 1. The old file is kept
-beside the new one by whoever writes it (see `steps.activate.switch`).
+Each step takes the document from one version to the next; a file without a number is version 1. The caller keeps the
+old file beside the new one (see `steps.activate.switch`).
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def version_of(document: Any) -> int:
 
 
 def document(text: str, path: Path) -> tomlkit.TOMLDocument:
-    """The settings file, comments and all. Raises InstallError (usage) where it cannot be parsed."""
+    """The settings file with its comments. Raises InstallError (usage) if it cannot be parsed."""
     try:
         return tomlkit.parse(text)
     except TOMLKitError as error:
@@ -48,9 +48,9 @@ def document(text: str, path: Path) -> tomlkit.TOMLDocument:
 
 
 def migrate(text: str, path: Path) -> tuple[str, int]:
-    """The same settings in today's form, and the version that they had.
+    """The same settings in the current format, and the version that they had.
 
-    Raises InstallError (usage): not TOML, no version that could be, or one that a newer Atoll wrote.
+    Raises InstallError (usage): not TOML, an impossible version, or a version that a newer Atoll wrote.
     """
     settings = document(text, path)
     had = version_of(settings)
@@ -73,7 +73,7 @@ def migrate(text: str, path: Path) -> tuple[str, int]:
 
 
 def _stamped(document: Any) -> str:
-    """The number is the first key, above all tables and below the comments at the top of the file."""
+    """Set the number as the first key, above all tables and below the comments at the top of the file."""
     if VERSION_KEY in document:
         document[VERSION_KEY] = current()
         return tomlkit.dumps(document)

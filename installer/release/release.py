@@ -23,7 +23,7 @@ from installer.base.layout import Layout, code_root
 from installer.release import code_tree
 from installer.release.replay_guard import raise_sequence
 
-UNKNOWN_VERSION = "0.0.0"  # code that was never installed as a package
+UNKNOWN_VERSION = "0.0.0"  # for code that was never installed as a package
 # A checkout has no code tree: its releases run the checkout itself.
 THIS_CODE = (sys.executable, "-s", "-P", "-m", "appliance.cli")
 
@@ -35,7 +35,7 @@ export PYTHONPATH={root} PYTHONNOUSERSITE=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLIN
 exec {command} "$@"
 """
 
-# Found through the symlink `lib`, so the text is the same wherever the tree lies.
+# It is found through the symlink `lib`, so the text does not depend on where the tree lies.
 _TREE_WRAPPER = """\
 #!/bin/sh
 # Runs this release's atoll, whatever symlink it was called by.
@@ -52,15 +52,15 @@ def code_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One release before or after it is staged."""
+    """One release, before or after it is staged."""
 
     name: str
-    info: dict[str, Any]     # the content of release.json
-    wrapper: str             # the content of bin/atoll
+    info: dict[str, Any]     # content of release.json
+    wrapper: str             # content of bin/atoll
 
     @classmethod
     def of(cls, bundles: list[dict[str, Any]], command: tuple[str, ...] = THIS_CODE) -> "Release":
-        """`bundles`, one a model: instance, name, version, sequence, digest, key_fingerprint, spdx."""
+        """`bundles`, one for each model: instance, name, version, sequence, digest, key_fingerprint, spdx."""
         tree = code_tree.code_tree() if command is THIS_CODE else None
         code: dict[str, Any] = {"atoll": code_version(), "code": None, "runtime": None}
         if tree is not None:
@@ -74,11 +74,11 @@ class Release:
         return cls(name, {**info, "release": name}, wrapper)
 
     def files(self) -> list[tuple[str, str, int]]:
-        """(path below the release, content, mode); release.json last, as the sign that it is complete."""
+        """(path below the release, content, mode). release.json comes last, as the mark that it is complete."""
         return [("bin/atoll", self.wrapper, 0o755), ("release.json", json.dumps(self.info, indent=2) + "\n", 0o644)]
 
     def stage(self, layout: Layout) -> bool:
-        """Write what is missing or different; returns whether anything was."""
+        """Write what is missing or different. Returns whether anything was written."""
         changed = False
         if self.info["code"] is not None:
             lib, target = layout.releases / self.name / "lib", f"../../code/{self.info['code']}/lib"
@@ -102,7 +102,7 @@ def live(layout: Layout) -> str | None:
 
 
 def read_info(layout: Layout, name: str) -> dict[str, Any]:
-    """release.json of a staged release; empty if it is not there."""
+    """release.json of a staged release; empty if it does not exist."""
     try:
         info = json.loads((layout.releases / name / "release.json").read_bytes())
     except (OSError, ValueError):
@@ -116,7 +116,7 @@ def _name_of(info: dict[str, Any], wrapper: str) -> str:
 
 
 def is_as_made(layout: Layout, name: str, info: dict[str, Any]) -> bool:
-    """Whether a release's files are those that its name was made of, and start the code tree that it names."""
+    """Whether the files of a release match its name, and start the code tree that it names."""
     home = layout.releases / name
     try:
         wrapper = fs.read_regular(home / "bin/atoll", 1 << 16)[0].decode()
@@ -129,13 +129,13 @@ def is_as_made(layout: Layout, name: str, info: dict[str, Any]) -> bool:
 
 
 def bundles_of(info: dict[str, Any]) -> list[dict[str, Any]]:
-    """The models of a release, one entry each; release.json of 0.1 had a single one and no instance name."""
+    """The models of a release, one entry each. release.json of version 0.1 had one model without an instance name."""
     found = info.get("bundles") or [info["bundle"]] if info.get("bundle") else []
     return [{**facts, "instance": facts.get("instance", facts["name"])} for facts in found]
 
 
 def prune_code(layout: Layout, kept: set[str]) -> int:
-    """Remove unpacked code that none of the `kept` releases runs; the bytes freed."""
+    """Remove unpacked code that none of the `kept` releases runs. Returns the bytes freed."""
     trees = {read_info(layout, name).get("code") for name in kept}
     return code_tree.prune(layout, {tree for tree in trees if tree})
 
@@ -147,7 +147,7 @@ def plan_code(layout: Layout) -> tuple[Path, int] | None:
 
 
 def raise_runtime_sequence(layout: Layout) -> None:
-    """Remember the sequence of the code that installs: install.sh refuses an older medium from now on."""
+    """Remember the sequence of the code that installs: from now on install.sh refuses an older medium."""
     tree = code_tree.code_tree()
     if tree is not None:
         raise_sequence(layout, code_tree.SEQUENCE_NAME, code_tree.read_facts(tree)["sequence"])

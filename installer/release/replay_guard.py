@@ -1,4 +1,4 @@
-"""The highest sequence of each bundle ever committed here: what makes a replayed old bundle show."""
+"""The highest sequence of each bundle that was ever committed here: it exposes an old bundle that is replayed."""
 
 import json
 
@@ -20,7 +20,7 @@ def _read(layout: Layout) -> dict[str, int]:
         raise InstallError(
             t("The record of installed sequences, {sequence}, is damaged.", sequence=layout.sequence),
             exit_code=ExitCode.IO,
-            why=t("Without it an old bundle could pass as a new one."),
+            why=t("Without it, an old bundle could be taken for a new one."),
             changed=t("Nothing was changed."),
             hint=t("Restore it from a backup; `grep committed {audit}` shows what was installed.", audit=layout.audit),
         ) from None
@@ -32,7 +32,7 @@ def last_sequence(layout: Layout, name: str) -> int | None:
 
 
 def raise_sequence(layout: Layout, name: str, sequence: int) -> None:
-    """Remember a committed sequence; it never goes down."""
+    """Remember a committed sequence. It never decreases."""
     known = _read(layout)
     if known.get(name, 0) < sequence:
         fs.write_atomic(layout.sequence, json.dumps({"sequences": {**known, name: sequence}}, indent=2) + "\n", 0o600)

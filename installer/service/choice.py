@@ -7,5 +7,5 @@ from installer.service.systemd import SystemdService
 
 
 def service_for(layout: Layout) -> ServiceManager:
-    """Whatever runs the service of this installation."""
+    """The service manager of this installation."""
     return SystemdService(layout) if layout.system else PrefixService(layout)

@@ -1,14 +1,17 @@
-"""The log that the service writes under a prefix: its end, its lines as they come, its rotation."""
+"""The log that the service writes under a prefix: its last lines, following it, rotation."""
 
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LOG_CAP = 16 << 20       # bytes; then the log is rotated
 LOG_KEEP = 3             # serve.log.1 … serve.log.3
+
+_ERROR_ID = re.compile(r" error_id=([a-z-]+)$")
 
 def tail(path: Path, lines: int, limit: int = 1 << 20) -> list[str]:
     """The last lines of a file, reading at most `limit` bytes of it."""
@@ -22,7 +25,7 @@ def tail(path: Path, lines: int, limit: int = 1 << 20) -> list[str]:
 
 
 def readable(line: str) -> str:
-    """A line of the log for people: the service writes one JSON object a line."""
+    """A log line for people: the service writes one JSON object per line."""
     if line.startswith("{"):
         try:
             entry = json.loads(line)
@@ -32,8 +35,22 @@ def readable(line: str) -> str:
     return line
 
 
+def error_id(lines: Sequence[str]) -> str:
+    """The id of the last error in these log lines that has one, "" if none has. It is the field `error_id` of a JSON
+    record, or stands at the end of a plain text line."""
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line) if line.startswith("{") else {}
+        except ValueError:
+            continue
+        plain = _ERROR_ID.search(line)
+        if found := entry.get("error_id") or (plain[1] if plain and not entry else ""):
+            return str(found)
+    return ""
+
+
 def follow(path: Path) -> Iterator[str]:
-    """Lines as they are written from now on, across rotation; ends only with the reader."""
+    """Lines as they are written from now on, across rotation. Ends only with the reader."""
     file = open(path, "rb")  # noqa: SIM115
     file.seek(0, os.SEEK_END)
     rest = b""
@@ -58,7 +75,8 @@ def follow(path: Path) -> Iterator[str]:
 
 
 def rotate(log: Path, *, running: bool = False) -> None:
-    """Keep the log under its cap. One that a writer holds open is copied and truncated: a rename would not reach it."""
+    """Rotate the log when it exceeds its cap. While a writer holds it open it is copied and truncated, because a rename
+    would not reach the writer."""
     try:
         if log.stat().st_size <= LOG_CAP:
             return

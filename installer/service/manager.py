@@ -1,4 +1,5 @@
-"""How the service is run, in the same words for both forms: under a prefix (prefix.py) and by systemd (systemd.py)."""
+"""How the service is run, with the same interface for both forms: under a prefix (prefix.py) and by systemd
+(systemd.py)."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -8,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """`phase` is running, restarting, failed, stopped or dead (killed without a word)."""
+    """`phase` is running, restarting, failed, stopped or dead (killed without leaving a status)."""
 
     phase: str
     pid: int | None = None          # of the service itself, not of its supervisor
@@ -47,7 +48,7 @@ class ServiceManager(Protocol):
         ...
 
     def apply_units(self, models: Sequence[str]) -> None:
-        """The unit files on the disk are new: make users and directories, reload, enable exactly these instances."""
+        """Take over changed unit files: make users and directories, reload, enable exactly these instances."""
         ...
 
     def remove_units(self) -> None:
@@ -55,22 +56,22 @@ class ServiceManager(Protocol):
         ...
 
     def reload(self) -> None:
-        """Forget unit files that are no longer there."""
+        """Make systemd forget unit files that no longer exist."""
         ...
 
     def remove_users(self) -> None:
-        """The users and the group that `apply_units` made."""
+        """Remove the users and the group that `apply_units` made."""
         ...
 
     def reload_keys(self) -> None:
-        """The file of API keys has changed."""
+        """Make the gateway use the changed API keys."""
         ...
 
     def state(self) -> ServiceState: ...
 
     def serving(self) -> dict[str, str]:
-        """Part -> an identifier of its serving process that no later process will have. Parts that are not ready, or
-        have a job pending, are left out."""
+        """Part -> an identifier of its serving process that no later process will have. Leaves out parts that are not
+        ready or have a job pending."""
         ...
 
     def pids(self) -> frozenset[int]:

@@ -17,11 +17,11 @@ from installer.base.proc import ProcessId
 from installer.service.log_file import tail
 from installer.service.manager import ServiceState, Switched, stop_and_start
 
-# What the service may inherit. No proxies, no tokens, no Python paths of the person who typed the command.
+# What the service may inherit: no proxies, no tokens, no Python paths of the user who typed the command.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _SETTINGS = "ATOLL_LIMITS_"  # limits of the endpoint, see engine/server/settings/limits.py
 
-# Of the code that runs this command, not of the release: what starts a release must not depend on its flags.
+# From the code that runs this command, not from the release: how a release is started must not depend on its flags.
 SUPERVISOR = "appliance.supervise"
 _BUSY = 75  # exit status of a supervisor that found another one
 
@@ -43,7 +43,7 @@ def service_environment(layout: Layout) -> dict[str, str]:
         "PYTHONNOUSERSITE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",  # a release is never written to
-        CHOSEN: "en",  # what it says goes into the log
+        CHOSEN: "en",  # its messages go into the log
     }
 
 
@@ -58,7 +58,7 @@ class PrefixService:
         if self._supervisor() is not None:
             return
         if self._spawn() == _BUSY:
-            # A supervisor that an interrupted install had just begun came first; it may have read older settings.
+            # A supervisor that an interrupted install had just started was first; it may have read older settings.
             self._await_state(None)
             self.stop()
             if self._spawn() == _BUSY:
@@ -101,25 +101,25 @@ class PrefixService:
         )
 
     def apply_units(self, models: Sequence[str]) -> None:
-        """Nothing of systemd is used here."""
+        """systemd is not used here."""
 
     def remove_units(self) -> None:
         self.stop()
 
     def reload(self) -> None:
-        """No units."""
+        """There are no units."""
 
     def remove_users(self) -> None:
-        """No users."""
+        """There are no users."""
 
     def reload_keys(self) -> None:
-        """The server looks at the file by itself."""
+        """The server notices changes of the file by itself."""
 
     def stop(self, names: Collection[str] | None = None) -> bool:
         leader = self._leader()
         if leader is None:
             return False
-        before = leader.family()  # the engine has a session of its own: it is found now, while its parent lives
+        before = leader.family()  # the engine has a session of its own: find it now, while its parent lives
         if leader.alive():
             _signal(leader, signal.SIGTERM)
             _wait_gone(leader, self.stop_timeout)
@@ -150,7 +150,7 @@ class PrefixService:
         )
 
     def serving(self) -> dict[str, str]:
-        """None: a supervisor may have started the newer release after a crash."""
+        """Always empty: after a crash, a supervisor may have started the newer release."""
         return {}
 
     def pids(self) -> frozenset[int]:

@@ -16,12 +16,13 @@ MAX_TOKENS = 24
 
 
 class SmokeFailure(Exception):
-    """Why the answer does not count; one sentence."""
+    """Why the answer does not count, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmokeResult:
-    """What was measured. `ttft_s`: request sent to first content; rate counts the tokens after the first."""
+    """What was measured. `ttft_s`: from sending the request to the first content. The rate counts the tokens after the
+    first."""
 
     text: str
     tokens: int
@@ -34,7 +35,8 @@ class SmokeResult:
 
 
 class _Pinned(http.client.HTTPSConnection):
-    """TLS with exactly the certificate that is installed here: stricter than any authority, and it asks no clock."""
+    """TLS that accepts exactly the certificate installed here: stricter than any authority, and independent of the
+    clock."""
 
     def __init__(self, host: str, port: int, timeout: float, certificate: Path) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -61,7 +63,7 @@ def connect(endpoint: Endpoint, timeout: float) -> http.client.HTTPConnection:
 
 
 def health(endpoint: Endpoint, timeout: float = 5.0) -> tuple[bool, str]:
-    """Whether /health says 200 (a token came from the engine), and what it said."""
+    """Whether /health says 200 (the engine has produced a token), and its answer."""
     connection = connect(endpoint, timeout)
     try:
         connection.request("GET", "/health")
@@ -135,7 +137,7 @@ def _read_stream(response: http.client.HTTPResponse, started: float, deadline: f
             counted = (event.get("usage") or {}).get("completion_tokens") or counted
         except (ValueError, AttributeError, TypeError):
             raise SmokeFailure(
-                t("the stream carried something that is not a chunk: {data!r}", data=data[:200])
+                t("the stream carried data that is not a chunk: {data!r}", data=data[:200])
             ) from None
     else:
         raise SmokeFailure(t("the stream broke off before [DONE]"))

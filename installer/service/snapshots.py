@@ -1,8 +1,8 @@
-"""What a committed release ran with: its settings and, in the system form, every unit file; so that the way back needs
+"""What a committed release ran with: its settings and, in the system form, every unit file. A rollback therefore needs
 no medium.
 
-One JSON file, named by its content; the journal's commit record says which one counts, so a snapshot whose commit never
-came is only a leftover.
+Each snapshot is one JSON file named by its content. The journal's commit record names the one that counts, so a
+snapshot without a commit is only a leftover.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from installer.service.units import UnitFile
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Settings as committed, and the unit files that went with them."""
+    """Settings as committed, and the unit files that belong to them."""
 
     settings: str | None
     units: list[UnitFile]
@@ -27,7 +27,7 @@ class Snapshot:
 
 
 def file_of(layout: Layout, snapshot: Snapshot) -> tuple[Path, str]:
-    """Its file and the text in it."""
+    """Its file, and the text in it."""
     units = {str(unit.path.relative_to(layout.prefix)): [unit.mode, unit.content] for unit in snapshot.units}
     content = {"settings": snapshot.settings, "units": units, "instances": snapshot.instances}
     text = json.dumps(content, indent=1) + "\n"
@@ -43,7 +43,7 @@ def save(layout: Layout, snapshot: Snapshot) -> str:
 
 
 def load(layout: Layout, name: str) -> Snapshot:
-    """Raises InstallError (30) where it is gone or damaged: guessing at unit files helps nobody."""
+    """Raises InstallError (30) if it is gone or damaged: guessing unit files would help nobody."""
     path = _path(layout, name)
     try:
         content = json.loads(path.read_bytes())
@@ -51,7 +51,7 @@ def load(layout: Layout, name: str) -> Snapshot:
         return Snapshot(content["settings"], units, list(content["instances"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InstallError(
-            t("The saved settings of the release before, {path}, cannot be read.", path=path),
+            t("The saved settings of the previous release, {path}, cannot be read.", path=path),
             exit_code=ExitCode.IO,
             changed=t("Nothing was changed."),
             hint=t("Install that release again from its medium: atoll install MEDIUM"),
@@ -59,7 +59,7 @@ def load(layout: Layout, name: str) -> Snapshot:
 
 
 def prune(layout: Layout, keep: set[str | None]) -> None:
-    """Remove the snapshots that no commit to go back to names."""
+    """Remove snapshots that no commit still needed for a rollback names."""
     if layout.snapshots.is_dir():
         for path in layout.snapshots.iterdir():
             if path.name.removesuffix(".json") not in keep:

@@ -1,4 +1,4 @@
-"""Running systemd's own commands: bounded in time, in one language, without a pager and without a question."""
+"""Run systemd's own commands: with a time limit, in one language, without a pager and without questions."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ Runner = Callable[[Sequence[str], float], Done]
 
 
 def run(words: Sequence[str], timeout: float) -> Done:
-    """Run it with nothing of the caller's environment but the path to programs."""
+    """Run it with nothing of the caller's environment except the path to programs."""
     environment = {
         "PATH": os.environ.get("PATH", "") or "/usr/sbin:/usr/bin:/sbin:/bin",
         "LC_ALL": "C.UTF-8",
@@ -30,7 +30,7 @@ def run(words: Sequence[str], timeout: float) -> Done:
     try:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout,
-            env=environment, cwd="/", start_new_session=True,  # Ctrl-C is for us: a job that was begun is finished
+            env=environment, cwd="/", start_new_session=True,  # Ctrl-C is for us: a job that was begun ends
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Done(None)
@@ -40,7 +40,8 @@ def run(words: Sequence[str], timeout: float) -> Done:
 
 
 def parse_show(text: str) -> dict[str, dict[str, str]]:
-    """Properties by unit, from `systemctl show` of several: blocks of KEY=value with an empty line between them."""
+    """Properties by unit, from `systemctl show` of several units: blocks of KEY=value with an empty line between
+    them."""
     units: dict[str, dict[str, str]] = {}
     for block in text.strip().split("\n\n"):
         facts = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)

@@ -1,7 +1,7 @@
-"""The service of a server installation: the verbs of `installer.service.manager`, spoken through systemctl.
+"""The service of a server installation: the interface of installer/service/manager.py on top of systemctl.
 
-Every call has a time limit, and a failure carries the reason that systemd gives and the end of the unit's journal.
-With a layout whose root is not the running system (a tree seen from outside), files are enabled and nothing is started.
+Every call has a time limit, and a failure carries systemd's reason and the end of the unit's journal. If the layout's
+root is not the running system (a tree seen from outside), files are enabled and nothing is started.
 """
 
 import re
@@ -13,20 +13,21 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.service import units
+from installer.service.log_file import error_id
 from installer.service.manager import ServiceState, Switched, stop_and_start
 from installer.service.systemctl import Runner, journal, parse_show, run
 
 _PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "MainPID", "NRestarts", "ExecMainCode", "ExecMainStatus",
                "Result", "StateChangeTimestamp", "Job", "ControlGroup", "StatusText", "CanReload",
                "InvocationID")  # fmt: skip
-_START_SECONDS = 30.0    # for systemd to take the jobs; loading goes on after that
-_STOP_SECONDS = 180.0    # above TimeoutStopSec= of every unit, one after another
+_START_SECONDS = 30.0    # for systemd to accept the jobs; loading goes on after that
+_STOP_SECONDS = 180.0    # above TimeoutStopSec= of all units, one after another
 _RELOAD_SECONDS = 60.0
-_WARM_SECONDS = 120.0    # for a cold disk to give the code of a release
+_WARM_SECONDS = 120.0    # to read the code of a release from a cold disk
 _RECALL_SECONDS = 10.0
 _POLL_SECONDS = 0.05
-# The engines' slice, its parent, and the one that the engines of a release before atoll-engines.slice ran in. systemd
-# makes the last two by itself, and keeps all three when they are empty.
+# The engines' slice, its parent, and the slice of releases before atoll-engines.slice. systemd creates the last two by
+# itself, and keeps all three when they are empty.
 _SLICES = (units.ENGINES, "atoll.slice", r"system-atoll\x2dengine.slice")
 _UP = ("active", "activating", "reloading")
 _KILLED = 2              # ExecMainCode: ended by a signal (CLD_KILLED)
@@ -44,15 +45,15 @@ class SystemdService:
     # -- what is installed
 
     def models(self) -> list[str]:
-        """Instances that start at boot, from the links that `enable` made: right even if systemd is not running."""
+        """Instances that start at boot, from the links that `enable` made: correct even if systemd is not running."""
         wanted = self.layout.units / f"{units.TARGET}.wants"
         return sorted(name[1] for link in wanted.glob("atoll-engine@*.service")
                       if (name := re.fullmatch(r"atoll-engine@(.+)\.service", link.name)))  # fmt: skip
 
     def apply_units(self, models: Sequence[str]) -> None:
-        """The unit files on the disk are new: make users and directories, reload, enable exactly these instances."""
+        """Take over changed unit files: make users and directories, reload, enable exactly these instances."""
         root = [] if self.booted else [f"--root={self.layout.prefix}"]
-        users = self.layout.sysusers.name  # by name: a path would be one of this system, also with --root
+        users = self.layout.sysusers.name  # by name: even with --root, a path would be one of the running system
         self._do(["systemd-sysusers", *root, users], t("create the services' users"))
         if self.booted:
             self._do(["systemd-tmpfiles", "--create", self._inside(self.layout.tmpfiles)], "create /run/atoll")
@@ -60,7 +61,7 @@ class SystemdService:
         gone = [units.engine_unit(model) for model in self.models() if model not in models]
         if gone:
             self.stop([model for model in self.models() if model not in models])
-            self._systemctl(["disable", "--quiet", *root, *gone], t("disable the engines that are no more"))
+            self._systemctl(["disable", "--quiet", *root, *gone], t("disable the engines that were removed"))
         self._systemctl(["enable", "--quiet", *root, *units.enabled(models)], t("enable the services"))
         if self.booted:
             self._systemctl(["start", "--no-block", units.TIMER], t("start the weekly verification"))
@@ -72,19 +73,19 @@ class SystemdService:
         known = [name for name in units.enabled(self.models()) if self._installed(name)]
         if self.booted:
             rest = self._loaded(units.TIMER, units.VERIFY, units.GPU_READY, units.SETTLE)
-            self._systemctl(["stop", *rest], t("stop the rest"), timeout=_STOP_SECONDS)
-            self._run(["systemctl", "stop", *_SLICES], 30.0)  # fails if one is not there, and stops the others
+            self._systemctl(["stop", *rest], t("stop the remaining units"), timeout=_STOP_SECONDS)
+            self._run(["systemctl", "stop", *_SLICES], 30.0)  # fails if one does not exist, and stops the others
         if known:
             self._systemctl(["disable", "--quiet", *root, *known], t("disable the services"))
 
     def reload(self) -> None:
-        """Forget unit files that are no longer there."""
+        """Make systemd forget unit files that no longer exist."""
         if self.booted:
             self._systemctl(["daemon-reload"], t("forget the units"))
             self._run(["systemctl", "reset-failed", "atoll*"], 30.0)  # fails if there is nothing to forget
 
     def remove_users(self) -> None:
-        """The users and the group that `apply_units` made."""
+        """Remove the users and the group that `apply_units` made."""
         root = [] if self.layout.prefix == Path("/") else ["--root", str(self.layout.prefix)]
         names = {file: _names(self.layout.prefix / "etc" / file) for file in ("passwd", "group")}
         for user in (units.ENGINE_USER, units.GATEWAY_USER):
@@ -98,7 +99,8 @@ class SystemdService:
     # -- what runs
 
     def start(self) -> None:
-        """Start whatever of the installed set does not run. Returns when systemd is at it, not when it is ready."""
+        """Start whatever of the installed units does not run. Returns when systemd has accepted the jobs, not when it
+        is ready."""
         if not self.booted:
             return
         self._run(["systemctl", "reset-failed", units.SOCKET], 30.0)
@@ -125,13 +127,13 @@ class SystemdService:
         self.start()
 
     def reopen(self) -> None:
-        """The address has changed: open the port there. Nothing is waited for."""
+        """The address has changed: open the port there. Does not wait."""
         if self.booted:
             self._systemctl(["try-restart", "--no-block", units.SOCKET], t("open the port"), units.SOCKET)
 
     def switch(self, names: Collection[str] | None, timeout: float, *, hand_over: bool = True) -> Switched:
-        """Engines that run hand over to their successors, which have everything ready but the device (the engine's
-        ExecReload=); the gateway restarts meanwhile, and its clients wait at the socket."""
+        """Running engines hand over to successors that have everything ready but the device (the engine's ExecReload=).
+        Meanwhile the gateway restarts, and its clients wait at the socket."""
         if not self.booted:
             return stop_and_start(self, names)
         heirs = self._heirs(names) if hand_over else set[str]()
@@ -142,23 +144,23 @@ class SystemdService:
         silent_from, old = self._take_over(heirs, timeout)
         rest = set(names) - heirs
         self.stop(rest)
-        # Not the target: a start of what still takes over would be merged into a second reload of it.
+        # Not the target: starting a unit that still takes over would be merged into a second reload of it.
         self._begin([units.GATEWAY])
-        self._await_end(old)  # what it held on the GPU may be for an engine that is new
+        self._await_end(old)  # a new engine may need the GPU memory that the old ones held
         if fresh := [units.engine_unit(model) for model in self.models() if model not in heirs]:
             self._begin(fresh)
         return Switched(silent_from, began)
 
     def reload_keys(self) -> None:
-        """API keys, the certificate or its key have changed: they hold for the gateway when this returns."""
+        """API keys, the certificate or its key have changed: the gateway uses them when this returns."""
         if self.booted and self._show([units.GATEWAY])[units.GATEWAY]["ActiveState"] in _UP:
-            self._systemctl(["reload", units.GATEWAY], t("make the changed keys known"), units.GATEWAY,
+            self._systemctl(["reload", units.GATEWAY], t("have the gateway read the changed keys"), units.GATEWAY,
                             timeout=_RELOAD_SECONDS)  # fmt: skip
 
     def state(self) -> ServiceState:
         """All parts as one: the worst phase, the restarts of all, the exit status of what failed."""
         parts = self.instance_states()
-        if self._installed(units.GPU_READY):  # without it no engine starts, and none says why
+        if self._installed(units.GPU_READY):  # without it no engine starts, and none would say why
             parts["gpu-ready"] = _state(self._show([units.GPU_READY])[units.GPU_READY], None)
         phases = [part.phase for part in parts.values()]
         for phase in ("failed", "restarting", "running"):
@@ -183,23 +185,24 @@ class SystemdService:
         return {name: _state(shown[unit], self._release()) for name, unit in names.items()}
 
     def serving(self) -> dict[str, str]:
-        """By start of the unit and main process: a reload hands the same start to another process."""
+        """The identifier is the start of the unit plus its main process: a reload passes the same start on to another
+        process."""
         names = {units.GATEWAY: "gateway", **{units.engine_unit(model): model for model in self.models()}}
         return {names[unit]: f"{facts['InvocationID']}/{facts['MainPID']}"
                 for unit, facts in self._show(names).items() if facts["ActiveState"] == "active" and not _queued(facts)}
 
     def is_ready(self, name: str) -> bool:
-        """An engine that has made a token, or a gateway whose port answers: their units say so themselves."""
+        """An engine that has produced a token, or a gateway whose port answers: their units report it themselves."""
         unit = units.GATEWAY if name == "gateway" else units.engine_unit(name)
         return self._show([unit])[unit]["ActiveState"] == "active"
 
     def status_text(self, name: str) -> str:
-        """What a unit says of itself, such as "weights 12.10/60.30 GB"."""
+        """The status text of a unit, such as "weights 12.10/60.30 GB"."""
         unit = units.GATEWAY if name == "gateway" else units.engine_unit(name)
         return self._show([unit])[unit]["StatusText"]
 
     def pids(self) -> frozenset[int]:
-        """Every live process of the service; process 1 too while it holds our port."""
+        """Every live process of the service, including process 1 while it holds our port."""
         wanted = [units.GATEWAY, *self._engines(), units.SOCKET] if self.booted else []
         found: set[int] = set()
         for unit, facts in self._show(wanted).items():
@@ -218,27 +221,33 @@ class SystemdService:
     # -- inside
 
     def _begin(self, names: Sequence[str]) -> None:
-        self._run(["systemctl", "reset-failed", *names], 30.0)  # the limit on restarts must not hold against a person
+        self._run(["systemctl", "reset-failed", *names], 30.0)  # the limit on restarts is not for operators
         self._systemctl(["start", "--no-block", *names], t("start the services"), timeout=_START_SECONDS)
 
     def _heirs(self, names: Collection[str] | None) -> set[str]:
-        """Engines among these that run, and whose units know how to hand over."""
+        """The running engines among these whose units know how to hand over."""
         wanted = {units.engine_unit(name): name for name in names or () if name in self.models()}
         shown = self._show(wanted)
         return {name for unit, name in wanted.items()
                 if shown[unit]["ActiveState"] == "active" and shown[unit].get("CanReload") == "yes"}
 
     def _warm(self, names: Collection[str]) -> None:
-        """Read what these will read when they start, while the old ones serve: a cold disk costs seconds. Whether they
-        would start is not judged here, and a release that does not know --check says so in no time."""
+        """Read the files that these will read at their start, while the old ones serve: a cold disk costs seconds.
+
+        Whether they would start is not judged here. A release that does not know --check ends at once, which does no
+        harm.
+        """
         for name in sorted(names):
             words = ["gateway"] if name == "gateway" else ["engine", "--model", name]
             self._run([str(self.layout.current / "bin/atoll"), *words, "--config", str(self.layout.config), "--check"],
                       _WARM_SECONDS)  # fmt: skip
 
     def _take_over(self, names: Collection[str], timeout: float) -> tuple[float, set[int]]:
-        """Returns when every one of these engines has a new main process: since when the first may have had it, and
-        the old processes. Raises InstallError (40) for one whose successor could not be prepared; it serves on."""
+        """Wait until every one of these engines has a new main process. Returns since when the first may have had it,
+        and the old processes.
+
+        Raises InstallError (40) if a successor could not be prepared; the old engine keeps serving.
+        """
         old = {unit: facts["MainPID"] for unit, facts in self._show([units.engine_unit(n) for n in names]).items()}
         end = time.monotonic() + timeout
         self._systemctl(["reload", "--no-block", *sorted(old)], t("have new engines take over"), *sorted(old))
@@ -259,25 +268,27 @@ class SystemdService:
 
     def _not_prepared(self, unit: str, pending: Collection[str]) -> InstallError:
         self._recall(pending)
+        lines = journal(self._run, [unit], 20)
         return InstallError(
-            t("The new {unit} could not make itself ready to take over.", unit=unit),
+            t("The new {unit} could not prepare to take over.", unit=unit),
             exit_code=ExitCode.UNHEALTHY,
             hint=t("The whole log: {command}", command=f"journalctl -b -u {unit}"),
-            log_tail=journal(self._run, [unit], 20),
+            log_tail=lines,
+            error_id=error_id(lines),
         )
 
     def _recall(self, names: Collection[str]) -> None:
-        """Successors that are still preparing are ended: none may take over once the way back has begun."""
-        # --kill-whom= since systemd 252, which takes the older word too.
+        """End successors that are still preparing: none may take over once the rollback has begun."""
+        # --kill-whom= exists since systemd 252, which accepts the older spelling too.
         self._run(["systemctl", "kill", "--kill-who=control", "--signal=KILL", *sorted(names)], 30.0)
         end = time.monotonic() + _RECALL_SECONDS
         while any(facts["ActiveState"] == "reloading" or _queued(facts) for facts in self._show(names).values()):
             if time.monotonic() > end:
-                break  # it is not taken for one that serves on, and stopped
+                break  # then it is not counted as serving, and is stopped
             time.sleep(_POLL_SECONDS)
 
     def _await_end(self, pids: Collection[int]) -> None:
-        """Until the engines that were taken over from have let their last answers finish and are gone."""
+        """Wait until the engines that handed over have finished their last answers and are gone."""
         end = time.monotonic() + _STOP_SECONDS
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
             time.sleep(0.01)
@@ -294,20 +305,20 @@ class SystemdService:
         return (self.layout.units / name).exists()
 
     def _engines(self) -> list[str]:
-        """Units of every engine that systemd knows, also of one that was disabled while it ran."""
+        """Units of every engine that systemd knows, including one that was disabled while it ran."""
         words = ["systemctl", "list-units", "--all", "--plain", "--no-legend", "atoll-engine@*.service"]
         listed = self._run(words, 30.0)
         known = {line.split()[0] for line in listed.out.splitlines() if line.strip()}
         return sorted(known | {units.engine_unit(model) for model in self.models()})
 
     def _loaded(self, *names: str) -> list[str]:
-        """Those that systemd has a file for or that still run: stopping another one would be an error."""
+        """Those that systemd has a file for or that still run: stopping any other would be an error."""
         shown = self._show(names)
         return [name for name in names
                 if shown[name]["LoadState"] == "loaded" or shown[name]["ActiveState"] in _UP]
 
     def _show(self, names: Collection[str]) -> Mapping[str, dict[str, str]]:
-        """Properties of each unit; units that systemd does not know are inactive."""
+        """Properties of each unit; units that systemd does not know count as inactive."""
         unknown = {**dict.fromkeys(_PROPERTIES, ""), "ActiveState": "inactive", "MainPID": "0", "NRestarts": "0"}
         if not names or not self.booted:
             return {name: {**unknown, "Id": name} for name in names}
@@ -319,7 +330,7 @@ class SystemdService:
         self._do(["systemctl", "--no-ask-password", *words], action, *about, timeout=timeout)
 
     def _do(self, words: Sequence[str], action: str, *about: str, timeout: float = 60.0) -> None:
-        """Run it or raise InstallError with what was said, and with the journal of the units it is about."""
+        """Run it. Raises InstallError with its output and the journal of the units concerned."""
         done = self._run(words, timeout)
         if done.code == 0:
             return
@@ -327,12 +338,14 @@ class SystemdService:
             said = t("it had not ended after {timeout:.0f} s", timeout=timeout)
         else:
             said = " ".join(done.err.split()) or t("exit status {code}", code=done.code)
+        lines = journal(self._run, about or ["atoll*"], 20) if self.booted else []
         raise InstallError(
             t("Could not {action}: {said}", action=action, said=said),
             exit_code=ExitCode.UNHEALTHY,
             why=t("The command was: {command}", command=" ".join(words)),
             hint=t("The whole log: {command}", command=f"journalctl -b -u {about[0] if about else 'atoll*'}"),
-            log_tail=journal(self._run, about or ["atoll*"], 20) if self.booted else [],
+            log_tail=lines,
+            error_id=error_id(lines),
         )
 
 
@@ -359,24 +372,24 @@ def _state(facts: Mapping[str, str], release: str | None) -> ServiceState:
 
 
 def _queued(facts: Mapping[str, str]) -> bool:
-    """Whether systemd still has something to do with the unit."""
+    """Whether systemd has a job queued for the unit."""
     return facts["Job"] not in ("", "0")
 
 
 def _seconds(stamp: str) -> float | None:
-    """Unix seconds of systemd's "@1700000000"; None for nothing."""
+    """Unix seconds of systemd's "@1700000000"; None for anything else."""
     return float(stamp[1:]) if stamp[:1] == "@" and stamp[1:].isdigit() and stamp != "@0" else None
 
 
 def _processes(group: str) -> set[int]:
-    """Processes of a control group and of those below it."""
+    """Processes of a control group and of the groups below it."""
     found: set[int] = set()
     for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup/systemd")):
         if group not in ("", "/") and (root / group.lstrip("/")).is_dir():
             for file in (root / group.lstrip("/")).rglob("cgroup.procs"):
                 try:
                     found |= {int(word) for word in file.read_text().split()}
-                except (OSError, ValueError):  # it ended meanwhile
+                except (OSError, ValueError):  # it ended in the meantime
                     continue
     return found
 

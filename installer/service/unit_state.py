@@ -26,7 +26,7 @@ class UnitState:
     result: str = ""
     pid: int | None = None
     restarts: int = 0
-    status: str = ""             # its own words (STATUS= of sd_notify)
+    status: str = ""             # its own text (STATUS= of sd_notify)
     exit_status: int | None = None
     since: float | None = None
     memory: int | None = None
@@ -48,7 +48,7 @@ def names(models: Sequence[str], *, gpu: bool = True) -> list[str]:
 
 
 def show(wanted: Sequence[str]) -> list[UnitState]:
-    """The state of each unit. Raises OSError where systemd does not answer."""
+    """The state of each unit. Raises OSError if systemd does not answer."""
     command = ["systemctl", "show", "--no-pager", f"--property={','.join(_FIELDS)}", "--", *wanted]
     try:
         found = subprocess.run(

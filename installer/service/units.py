@@ -48,7 +48,7 @@ class UnitFile:
 
     @property
     def changed(self) -> bool:
-        """Whether the disk holds something else, or nothing."""
+        """Whether the disk holds different content, or none."""
         try:
             return self.path.is_symlink() or self.path.read_text() != self.content
         except (OSError, UnicodeDecodeError):
@@ -60,7 +60,7 @@ def engine_unit(model: str) -> str:
 
 
 def check_name(model: str) -> str:
-    """Raises InstallError (usage) for a name that cannot be a unit's instance, a directory and a TOML key alike."""
+    """Raises InstallError (usage) for a name that cannot serve as a unit instance, a directory and a TOML key."""
     if not _INSTANCE.fullmatch(model):
         raise InstallError(
             t("The model's name {model!r} cannot be used for a service.", model=model[:80]),
@@ -115,7 +115,7 @@ def address(host: str, port: int) -> str:
     import ipaddress
 
     if host in ("", "*", "::", "[::]"):
-        return str(port)  # every address, IPv4 and IPv6
+        return str(port)  # all addresses, IPv4 and IPv6
     with contextlib.suppress(ValueError):
         parsed = ipaddress.ip_address({"localhost": "127.0.0.1"}.get(host, host.strip("[]")))
         return f"[{parsed}]:{port}" if parsed.version == 6 else f"{parsed}:{port}"
@@ -143,7 +143,7 @@ def owned_paths(layout: Layout) -> list[Path]:
 
 
 def write(files: Iterable[UnitFile]) -> list[UnitFile]:
-    """Write what differs, durably; returns what did. Drop-ins of the operator lie beside and are not looked at."""
+    """Write the files that differ, durably. Returns them. The operator's drop-ins beside them are ignored."""
     changed = [file for file in files if file.changed]
     for file in changed:
         fs.make_dir(file.path.parent)
@@ -152,7 +152,7 @@ def write(files: Iterable[UnitFile]) -> list[UnitFile]:
 
 
 def remove(paths: Iterable[Path]) -> list[Path]:
-    """Remove the files, durably; returns those that were there. Drop-in directories of the operator stay."""
+    """Remove the files, durably. Returns those that existed. Directories with the operator's drop-ins stay."""
     gone = [path for path in paths if path.is_symlink() or path.exists()]
     for path in gone:
         fs.remove_file(path)
@@ -191,7 +191,7 @@ def _values(layout: Layout, listen: str, *, gpu: bool, tls: bool, memory: str, w
         """The path as the server itself sees it."""
         return str(Path("/") / path.relative_to(layout.prefix))
 
-    # One file holds the key and its certificates: a pair in two files could be found half replaced.
+    # One file holds the key and its certificates: two files could be read while only one of them has been replaced.
     tls_flags = "--ssl-certfile %d/server.key --ssl-keyfile %d/server.key" if tls else ""
     return {
         "CURRENT": inside(layout.current),

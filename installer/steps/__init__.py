@@ -1,1 +1,2 @@
-"""The steps of an install, one file a phase: look (writes nothing), stage (touches nothing that runs), activate."""
+"""The steps of an install, one file per phase: inspect and decide (write nothing), stage (touches nothing that runs),
+activate, undo."""

@@ -1,7 +1,7 @@
-"""The steps that touch what runs: units, switch, start, smoke, commit. Their way back is in `steps.rollback`.
+"""The steps that touch what runs: units, switch, start, smoke, commit. undo.py reverses them.
 
-The first of them journals what it replaces before it replaces it. Until `commit` is journalled, that record stays open
-and says how to go back; a run that finds one open goes on from there, whatever killed the run before it.
+The first of them records in the journal what it is about to replace. Until `commit` is journalled, that record stays
+open and says how to go back. A run that finds an open record continues from there, whatever killed the previous run.
 """
 
 import time
@@ -26,7 +26,7 @@ from installer.tls import endpoint as tls_endpoint
 
 
 def open_switch(context: Context) -> dict[str, object]:
-    """The journal's record of what is about to be replaced; that of a killed run stands."""
+    """The journal's record of what is about to be replaced. If a killed run has written one, it is kept."""
     opened = context.history.open_switch
     if opened is not None:
         return opened
@@ -51,7 +51,7 @@ def open_switch(context: Context) -> dict[str, object]:
 
 
 def write_units(context: Context) -> str:
-    """System form: unit files, users, directories, the command on the PATH. A running service does not notice."""
+    """System form: unit files, users, directories, and the command on the PATH. A running service is not affected."""
     layout = context.layout
     open_switch(context)
     written = units.write(context.units)
@@ -64,7 +64,7 @@ def write_units(context: Context) -> str:
 
 
 def link_command(context: Context) -> None:
-    """`atoll` for the operators; a file of somebody else's with that name is left alone."""
+    """Make `atoll` available to operators. A file of that name that is not ours is left alone."""
     layout = context.layout
     target = str(Path("/") / layout.current.relative_to(layout.prefix) / "bin/atoll")
     here = layout.command
@@ -77,7 +77,7 @@ def link_command(context: Context) -> None:
 
 
 def switch(context: Context) -> str:
-    """Settings, then `current`, each by one rename(2)."""
+    """Replace the settings, then `current`, each by one rename(2)."""
     layout, target = context.layout, context.target()
     opened = open_switch(context)
     _keep_old_form(context)
@@ -94,18 +94,19 @@ def switch(context: Context) -> str:
 
 
 def _keep_old_form(context: Context) -> None:
-    """Settings of an older Atoll stay beside those that were made of them."""
+    """Keep settings in an older format beside the ones that were made from them."""
     if context.base_config is None:
         return
     _, had = migrate.migrate(context.base_config, context.layout.config)
     copy = context.layout.config.with_name(f"{context.layout.config.name}.v{had}")
     if had != migrate.current() and not copy.exists():
         fs.write_atomic(copy, context.base_config, 0o644)
-        context.frontend.note(t("The settings were brought to today's form; the old ones are {copy}", copy=copy))
+        context.frontend.note(t("The settings were converted to the current format; the old ones are kept as {copy}",
+                                copy=copy))
 
 
 def start(context: Context) -> str:
-    """Change over to the new release, and wait until a token has come from its engines."""
+    """Change over to the new release, and wait until its engines have produced a token."""
     layout, service = context.layout, context.service
     drop_private_keys(context)
     if not api_keys.usable(layout.api_keys):
@@ -132,7 +133,7 @@ def start(context: Context) -> str:
 
 
 def make_key(context: Context) -> api_keys.NewKey:
-    """The operator's first key. Until it was shown it counts as never given out, and a later run replaces it."""
+    """The operator's first key. Until it has been shown it counts as never issued, and a later run replaces it."""
     key = api_keys.add(context.layout.api_keys, api_keys.FIRST)
     context.journal.add("key-created", key=key.id)
     log.append(context.layout.audit, "api-key-created", key=key.id)
@@ -140,9 +141,9 @@ def make_key(context: Context) -> api_keys.NewKey:
 
 
 def drop_private_keys(context: Context) -> None:
-    """Keys that nobody was shown: of a smoke test, or of a run that ended before it could show them.
+    """Remove keys that were never shown: those of a smoke test, or of a run that ended before it could show them.
 
-    A tuning makes only the first kind, and leaves the others: a checklist shows its first key when it ends.
+    A tuning makes only the first kind and leaves the others alone: a checklist shows its first key at its end.
     """
     tuning = (context.history.open_switch or {}).get("kind") == "tune"
     unshown = set[str]() if tuning else context.history.unshown_keys
@@ -152,7 +153,7 @@ def drop_private_keys(context: Context) -> None:
 
 
 def smoke(context: Context) -> str:
-    """A real question to each model, its answer streamed."""
+    """Ask each model a real question and stream the answer."""
     assert context.smoke_key is not None
     told = []
     for model in context.models:
@@ -173,7 +174,7 @@ def smoke(context: Context) -> str:
 
 
 def commit(context: Context) -> str:
-    """From here on this release is the one to go back to. Then what is older than the one before it goes."""
+    """From here on this release is the one to go back to. Then remove what is older than the previous release."""
     layout, target = context.layout, context.target()
     api_keys.remove(layout.api_keys, set(), smoke=True)
     context.service.reload_keys()
@@ -210,7 +211,7 @@ def commit(context: Context) -> str:
 
 
 def _previous(context: Context) -> tuple[str | None, str | None]:
-    """The release to go back to, and what it ran with: new settings for the same release leave it as it was."""
+    """The release to go back to, and what it ran with. New settings for the same release do not change it."""
     history, committed = context.history, context.history.committed
     previous = history.open_switch["previous"] if history.open_switch else None
     if committed is None:

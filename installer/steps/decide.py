@@ -1,4 +1,4 @@
-"""The steps that ask: preflight, licence, plan. They write nothing; a dry run ends behind them."""
+"""The steps that ask: preflight, licence, plan. They write nothing; a dry run ends after them."""
 
 from pathlib import Path
 
@@ -22,11 +22,11 @@ from installer.tls import endpoint as tls_endpoint
 
 
 def preflight(context: Context) -> str:
-    """The machine against what these bundles need."""
+    """Check the machine against what these bundles need."""
     context.checks = run_checks(preflight_context(context), context.options.waivers)
     context.frontend.preflight(context.checks)
     if not context.options.dry_run:
-        refuse_if_busy(context.layout.lock)  # somebody began since this run looked: not a fault of the machine
+        refuse_if_busy(context.layout.lock)  # another command began since this run looked: not a fault of the machine
     judge(context.checks, strict=context.options.strict)
     counts = {status: sum(check.status == status for check in context.checks) for status in ("pass", "warn", "fail")}
     good, warn, waived = counts["pass"], counts["warn"], counts["fail"]
@@ -36,7 +36,7 @@ def preflight(context: Context) -> str:
 
 
 def preflight_context(context: Context) -> PreflightContext:
-    """What the checks look at, from what `discover` and `verify` found."""
+    """What the checks look at, from the facts that `discover` and `verify` found."""
     layout, options = context.layout, context.options
     if layout.system:
         tables = config.model_tables(context.config_text, layout.config)
@@ -64,8 +64,8 @@ def preflight_context(context: Context) -> PreflightContext:
 
 
 def accept_licences(context: Context) -> str:
-    """For each model a person's yes to the very text, an answer that names it, or an earlier acceptance of the same
-    bundle."""
+    """For each model, one of: a person accepts the exact text, an answer names it, or the same bundle was accepted
+    before."""
     return joined((_accept(context, model) for model in context.models), "; ")
 
 
@@ -96,7 +96,7 @@ def _accept(context: Context, model: Model) -> str:
 
 
 def plan(context: Context) -> str:
-    """Everything that the next steps will write, start and open. Confirmed here, or the install ends here."""
+    """Everything that the next steps will write, start and open. Without confirmation here, the install ends."""
     context.plan = made = make_plan(context)
     context.frontend.plan(made)
     if context.options.dry_run:
@@ -112,7 +112,7 @@ def plan(context: Context) -> str:
 
 
 def make_plan(context: Context) -> Plan:
-    """Item by item, in the order in which the steps do them."""
+    """Item by item, in the order of the steps."""
     layout, target = context.layout, context.target()
     plan = Plan(target.name, release.live(layout))
     _plan_tree(context, plan)
@@ -127,12 +127,12 @@ def make_plan(context: Context) -> Plan:
     for name, content, _ in target.files():
         _plan_file(plan, layout.releases / target.name / name, len(content))
     _plan_text(plan, layout.config, context.config_text, t("settings"))
-    api_keys.read(layout.api_keys)  # a damaged file is told now, not in the middle
+    api_keys.read(layout.api_keys)  # report a damaged file now, not half-way through
     _plan_file(plan, layout.api_keys, 400, t("mode 0600, hashes only"))
     for path in (layout.journal, layout.audit, layout.approvals, layout.sequence):
         _plan_file(plan, path, 4096)
     saved, text = snapshots.file_of(layout, context.snapshot())
-    _plan_file(plan, saved, len(text.encode()), t("the way back to this release"))
+    _plan_file(plan, saved, len(text.encode()), t("what a rollback to this release needs"))
     if context.tls_names:
         for path, size, note in tls_endpoint.plan_files(layout):
             _plan_file(plan, path, size, note)
@@ -188,7 +188,7 @@ def _plan_services(context: Context, plan: Plan) -> None:
         here = (layout.units / "atoll.target").exists()
         plan.add("unit", name, "keep" if here and name not in _new_units(context) else "start", 0, t("at every boot"))
     for name in context.removed:
-        plan.add("unit", units.engine_unit(name), "remove", 0, t("its model stays while there is a way back"))
+        plan.add("unit", units.engine_unit(name), "remove", 0, t("its model is kept as long as a rollback may need it"))
 
 
 def _new_units(context: Context) -> set[str]:
@@ -205,11 +205,8 @@ def _user_exists(layout: Layout, name: str, database: str = "passwd") -> bool:
 
 
 def _begun_without_a_journal(layout: Layout) -> set[Path]:
-    """The empty directories of a run that was killed on its way to its journal, and the code that install.sh unpacks
-    before there can be one; ours, if there is nothing else.
-
-    Otherwise nobody would remember them, and a purge would leave them behind.
-    """
+    """What exists although there is no journal yet: empty directories of a run that was killed before it opened its
+    journal, and the code that install.sh unpacks earlier. Without this list, a purge would leave them behind."""
     if layout.journal.exists() or layout.prefix == Path("/"):
         return set()
     ours = (layout.state, *layout.state.parents, layout.code, *layout.code.parents)

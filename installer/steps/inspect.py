@@ -1,4 +1,4 @@
-"""The first steps, which write nothing: discover what is here, verify what was brought."""
+"""The first steps, which write nothing: discover what is installed, verify what the medium brings."""
 
 import ipaddress
 from pathlib import Path
@@ -26,7 +26,7 @@ _UNTOUCHED = t("Nothing was changed.")
 
 
 def discover(context: Context) -> str:
-    """What is here already: an installation, an interrupted one, settings, trusted keys."""
+    """What is already here: an installation, an interrupted one, settings, trusted keys."""
     layout, options, history = context.layout, context.options, context.before
     named = [options.bundle, *(choice.bundle for choice in options.models)]
     for place in [*(path for path in named if isinstance(path, Path)), *options.media]:
@@ -44,12 +44,13 @@ def discover(context: Context) -> str:
     _find_keys(context)
     if not context.trusted_keys:
         raise InstallError(
-            t("No key is trusted yet, so no bundle can be."),
+            t("No key is trusted yet, so no bundle can be verified."),
             exit_code=ExitCode.USAGE,
             changed=_UNTOUCHED,
-            hint=t("Give the vendor's public key, got by another way than the bundle: --trust-key FILE.pub"),
+            hint=t("Give the vendor's public key with --trust-key FILE.pub. Obtain it through a separate channel, not "
+                   "from the bundle."),
         )
-    # After a crash behind the switch, the settings to build on are those from before it.
+    # After a crash behind the switch, the settings from before the switch are the base.
     switch = history.open_switch
     base = layout.config
     if switch is not None:
@@ -67,7 +68,8 @@ def discover(context: Context) -> str:
 
 
 def _find_keys(context: Context) -> None:
-    """A key that is named is the only one that counts for what is brought; what is installed already keeps its own."""
+    """If the operator names a key, only that key counts for the medium. What is already installed keeps its own
+    keys."""
     layout, options = context.layout, context.options
     try:
         context.trusted_keys = vendor_keys.keyring(layout, options.trust_keys)
@@ -88,7 +90,7 @@ def _endpoint(context: Context) -> config.Endpoint:
 
 
 def _check_tls(context: Context) -> None:
-    """The names that clients will type, and the customer's certificate, before anything depends on them."""
+    """Check the names that clients will use, and the customer's certificate, before anything depends on them."""
     if context.endpoint.certificate is None:
         return
     choice, layout = context.options.tls, context.layout
@@ -110,7 +112,7 @@ def _check_tls(context: Context) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it, so that plain HTTP gives nothing away."""
+    """Whether only this machine can reach the address, so that plain HTTP exposes nothing."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -118,7 +120,7 @@ def is_loopback(host: str) -> bool:
 
 
 def verify(context: Context) -> str:
-    """The signatures first, then every byte, unless the read-only store already holds this very bundle."""
+    """Check the signatures first, then every byte, unless the read-only store already holds this very bundle."""
     context.models = choose(context)
     for model in context.models:
         check_runtime(model.manifest)
@@ -132,7 +134,7 @@ def verify(context: Context) -> str:
 
 
 def survey(context: Context) -> None:
-    """The models that shall run and the settings they lead to, from signed manifests alone."""
+    """The models that will run and the settings that follow, from signed manifests alone."""
     context.models = choose(context)
     for model in context.models:
         check_runtime(model.manifest)
@@ -147,7 +149,7 @@ def survey(context: Context) -> None:
 def refuse_revoked(context: Context) -> None:
     """Raise InstallError (10) if a part of the release that this run leads to is signed by a revoked key.
 
-    Asked again before the switch: somebody may revoke a key while gigabytes are copied.
+    It is checked again before the switch: a key may be revoked while gigabytes are copied.
     """
     gone = vendor_keys.revoked(context.layout)
     signers = vendor_keys.signed_by(context.target().info)
@@ -172,7 +174,7 @@ def _told(model: Model) -> str:
 
 
 def _check_sequence(context: Context, model: Model) -> None:
-    """An older bundle than one that was committed here is refused, or taken for a reason that is written down."""
+    """Refuse a bundle that is older than one that was committed here, or accept it with a recorded reason."""
     manifest = model.manifest
     minimum = last_sequence(context.layout, manifest.name)
     if minimum is None or manifest.sequence >= minimum or model.digest in _committed(context):
@@ -195,7 +197,7 @@ def _check_sequence(context: Context, model: Model) -> None:
 
 
 def _committed(context: Context) -> set[str]:
-    """Digests of the models that run by right: installing one of them again is no step back."""
+    """Digests of the models that are committed: installing one of them again is no downgrade."""
     committed = context.before.committed
     if committed is None:
         return set()
@@ -250,7 +252,7 @@ def _render(context: Context) -> None:
 
 
 def _chosen(context: Context, model: Model) -> dict[str, Any]:
-    """What the operator said about this model in this run; what was said earlier stands in the settings already."""
+    """What the operator said about this model in this run. Earlier choices are already in the settings."""
     choice = model.choice
     values: dict[str, Any] = dict(choice.settings)
     if choice.gpus is not None:

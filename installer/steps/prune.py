@@ -1,4 +1,4 @@
-"""What is older than the release before the live one goes, once the live one has proved itself."""
+"""Remove what is older than the previous release, once the live release is proven."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ from offline_bundle.store.store import remove_model
 
 
 def _revoked(layout: Layout, name: str) -> bool:
-    """Whether a part of this release is signed by a revoked key: there is no way back to it."""
+    """Whether a part of this release is signed by a revoked key: then nobody can go back to it."""
     try:
         gone = vendor_keys.revoked(layout)
     except (InstallError, OSError):
@@ -24,9 +24,10 @@ def _revoked(layout: Layout, name: str) -> bool:
 
 
 def prune(context: Context) -> int:
-    """Remove releases, code and models that neither the live release nor the one before it uses; the bytes freed.
+    """Remove releases, code and models that neither the live release nor the previous one uses. Returns the bytes
+    freed.
 
-    A failure here only leaves something behind for the next run to remove.
+    A failure here only leaves something for the next run to remove.
     """
     layout = context.layout
     committed = context.history.committed
@@ -34,7 +35,7 @@ def prune(context: Context) -> int:
         return 0
     previous = committed.get("previous")
     kept: set[str] = {committed["release"], *([previous] if previous and not _revoked(layout, previous) else [])}
-    leads_to = set(kept)  # a part that runs on from an earlier release runs a model of this one
+    leads_to = set(kept)  # a part still running from an earlier release may run a model of this one
     kept |= changes.in_use(committed)
     freed = 0
     with contextlib.suppress(OSError, BundleError):

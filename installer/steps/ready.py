@@ -1,5 +1,6 @@
-"""Waiting for a service that starts, with its own words as the progress line."""
+"""Wait for a service that is starting, with its last log line as progress."""
 
+import signal
 import time
 
 from installer.base.errors import ExitCode, InstallError
@@ -7,7 +8,7 @@ from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.decide.frontend import Frontend
 from installer.release.config import Endpoint
-from installer.service.log_file import readable
+from installer.service.log_file import error_id, readable
 from installer.service.manager import ServiceManager
 from installer.service.smoke_test import health
 
@@ -15,9 +16,9 @@ from installer.service.smoke_test import health
 def wait_ready(
     service: ServiceManager, endpoint: Endpoint, layout: Layout, frontend: Frontend, timeout: float
 ) -> None:
-    """Until /health says 200: a token has come from the engine. Raises InstallError (40).
+    """Wait until /health says 200, which means that the engine has produced a token. Raises InstallError (40).
 
-    Ends early when the service dies: a crash at the start is not worth waiting for.
+    Gives up early if the service dies: a crash during the start is not worth waiting for.
     """
     began = time.monotonic()
     while True:
@@ -38,10 +39,13 @@ def wait_ready(
 
 
 def unhealthy(service: ServiceManager, layout: Layout, message: str) -> InstallError:
-    """The error of a service that does not serve, with the end of its log."""
+    """The error for a service that does not serve, with the end of its log."""
+    lines = service.log_tail(20)
+    killed = "killed" if service.state().last_exit == -signal.SIGKILL else ""
     return InstallError(
         message,
         exit_code=ExitCode.UNHEALTHY,
         hint=t("The log says why: {log_hint}", log_hint=layout.log_hint),
-        log_tail=[part for line in service.log_tail(20) for part in readable(line).splitlines()],
+        log_tail=[part for line in lines for part in readable(line).splitlines()],
+        error_id=error_id(lines) or killed,
     )

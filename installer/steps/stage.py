@@ -1,4 +1,4 @@
-"""The steps that write beside what runs and leave it alone: claim, stage."""
+"""The steps that write beside what runs without touching it: claim, stage."""
 
 import time
 
@@ -19,7 +19,7 @@ def make_state(context: Context) -> None:
 
 
 def claim(context: Context) -> None:
-    """Journal what is about to be created before it is, so that an uninstall after any crash knows it."""
+    """Record in the journal what is about to be created, so that an uninstall after any crash knows about it."""
     assert context.plan is not None
     created = [path for path in context.plan.created() if path not in context.history.created]
     if created:
@@ -27,7 +27,7 @@ def claim(context: Context) -> None:
 
 
 def record_decisions(context: Context) -> None:
-    """Waivers, steps back and the licences' acceptance, into the audit log."""
+    """Write waivers, downgrades and accepted licences into the audit log."""
     layout = context.layout
     for check in context.checks:
         if check.waived is not None:
@@ -40,7 +40,8 @@ def record_decisions(context: Context) -> None:
 
 
 def stage(context: Context) -> str:
-    """The tree, the trusted keys, the models in the read-only store, the release. Nothing that runs is touched."""
+    """Create the directories, the trusted keys, the models in the read-only store, and the release. Nothing that runs
+    is touched."""
     layout, release = context.layout, context.target()
     for directory, mode in layout.directories():
         fs.make_dir(directory, mode)
@@ -52,7 +53,7 @@ def stage(context: Context) -> str:
         if not model.in_store:
             copied += ingest(
                 model.source,
-                vendor_keys.keyring(layout, context.options.trust_keys),  # read now: a key may have been revoked
+                vendor_keys.keyring(layout, context.options.trust_keys),  # read again: a key may have been revoked
                 layout.models,
                 progress=context.frontend.progress,
                 min_sequence=model.manifest.sequence,

@@ -1,7 +1,7 @@
-"""The way back from a switch that did not prove itself. It needs no medium, and may be run twice.
+"""Undo a switch to a release that did not prove itself. Needs no medium, and may be run twice.
 
-A process that served before the switch and still does, such as an engine whose successor could not be prepared, is left
-alone: it has read all that it needs, and its clients notice nothing.
+A process that served before the switch and still does (an engine whose successor could not be prepared, say) is left
+alone: it has already read everything it needs, and its clients notice nothing.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from installer.tls import endpoint as tls_endpoint
 
 
 def roll_back(context: Context, cause: InstallError) -> InstallError:
-    """Put back what the open switch replaced and start it again; returns the error to show."""
+    """Put back what the open switch replaced, and start it again. Returns the error to show."""
     layout = context.layout
     opened = context.history.open_switch
     if opened is None:
@@ -53,15 +53,16 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
             exit_code=ExitCode.ROLLBACK_FAILED,
             why=cause.why,
             changed=_after_failure(left),
-            hint=t("Read {log_hint}, then run the same command again: it goes on from here.", log_hint=layout.log_hint),
+            hint=t("Read {log_hint}, then run the same command again: it continues from here.",
+                   log_hint=layout.log_hint),
             log_tail=cause.log_tail,
         )
     if opened.get("kind") == "tune" and opened["was_running"]:
         done = t("The settings from before the tuning are in force again, and the service serves.")
     elif previous is None:
-        done = t("Nothing runs, as before. The verified model stays in the store, so a new attempt copies nothing.")
+        done = t("Nothing runs, as before. The verified model stays in the store, so another attempt copies nothing.")
     elif left and left == set(opened["serving"]):
-        done = t("The previous release {previous} was put back. It served all the while; nothing was restarted.",
+        done = t("The previous release {previous} was put back. It served all the time; nothing was restarted.",
                  previous=previous)
     elif opened["was_running"]:
         done = t("The previous release {previous} was put back and serves again.", previous=previous)
@@ -81,22 +82,22 @@ def _after_failure(left: set[str]) -> str:
 
 
 def _still_serving(context: Context, opened: dict[str, Any]) -> set[str]:
-    """Parts that no switch has reached: the very process serves in them that did when the switch was opened."""
+    """Parts that no switch has reached: the process that serves in them is the one from before the switch."""
     before = opened.get("serving") or {}
     return {part for part, process in context.service.serving().items() if before.get(part) == process}
 
 
 def _to_stop(context: Context, opened: dict[str, Any], left: set[str]) -> set[str] | None:
-    """What runs, or may run, as the new release would have it; None for all. No other model is interrupted."""
+    """What runs, or may run, with the new release; None for everything. Other models are not interrupted."""
     changed = changes.changed(context)
     if changed is not None:
         return changed - left
-    # All at once is how these are switched: one that still serves means nothing only together with the others.
+    # These are switched all at once, so one that still serves counts only together with the others.
     return set() if left and left == set(opened["serving"]) else None
 
 
 def put_back(context: Context, opened: dict[str, Any]) -> None:
-    """Settings, certificate, `current`, units: each as it stood. Nothing of the new release runs any more."""
+    """Settings, certificate, `current` and units as they were. Nothing of the new release runs any more."""
     layout = context.layout
     before = config.read_text(layout.config_backup) if opened["had_config"] else None
     if opened["previous"] is not None:

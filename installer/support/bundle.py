@@ -28,14 +28,14 @@ from installer.support.redact import Addresses, looks_secret, secrets_out
 from installer.tls import certificates
 from installer.tls import endpoint as tls_endpoint
 
-ITEM_BYTES = 8 << 20      # of one member; a log is cut at its beginning
+ITEM_BYTES = 8 << 20      # of one member; a log loses its beginning
 TOTAL_BYTES = 48 << 20    # of all members, before compression
 SINCE = "3 days ago"
 
 
 @dataclass(slots=True)
 class Taken:
-    """One member, or the reason why there is none."""
+    """One member, or the reason why it is missing."""
 
     name: str
     why: str
@@ -72,13 +72,13 @@ def make(
     redact_addresses: bool = False,
     said: Callable[[Taken], None] = lambda taken: None,
 ) -> SupportBundle:
-    """Collect and write the archive to `out`, a file that is not there yet.
+    """Collect the members and write the archive to `out`, which must not exist yet.
 
     Raises InstallError: nothing installed or `out` exists (2), disk (30).
     """
     if os.path.lexists(out):
         raise InstallError(
-            t("{out} is there already.", out=out), exit_code=ExitCode.USAGE, changed=t("Nothing was written."),
+            t("{out} already exists.", out=out), exit_code=ExitCode.USAGE, changed=t("Nothing was written."),
             hint=t("Choose another file with --out, or remove that one."),
         )
     if not layout.journal.parent.exists() and not layout.current.is_symlink():
@@ -132,7 +132,7 @@ def _cleaner(layout: Layout, redact_addresses: bool) -> Callable[[str], str]:
 
 
 def _take(item: Item, clean: Callable[[str], str], taken: Taken) -> bytes | None:
-    """The member's bytes, cleaned and within bounds; None, with the reason noted, where that is not possible."""
+    """The member's bytes, cleaned and within bounds; None, with the reason noted, if that is not possible."""
     try:
         text = item.take()
     except PermissionError:
@@ -142,7 +142,7 @@ def _take(item: Item, clean: Callable[[str], str], taken: Taken) -> bytes | None
         taken.not_taken = t("there is none ({name})", name=name)
     except (OSError, InstallError) as error:
         taken.not_taken = clean(getattr(error, "message", "") or str(error.strerror or error))[:300]  # type: ignore[union-attr]
-    except Exception as error:  # one part that breaks must not cost the others; its text could hold anything
+    except Exception as error:  # one failing part must not cost the others; the error's text could hold anything
         taken.not_taken = t("it failed: {name}", name=type(error).__name__)
     else:
         if len(text) > ITEM_BYTES:
@@ -153,7 +153,7 @@ def _take(item: Item, clean: Callable[[str], str], taken: Taken) -> bytes | None
 
 
 def _archive(contents: Sequence[tuple[str, bytes]], folder: str) -> bytes:
-    """A tar.gz whose members belong to nobody and only their reader may open."""
+    """A tar.gz whose members belong to nobody, and whose owner alone can open them."""
     raw = io.BytesIO()
     now = int(time.time())
     with gzip.GzipFile(fileobj=raw, mode="wb", mtime=now) as packed, tarfile.open(fileobj=packed, mode="w") as tar:

@@ -1,4 +1,4 @@
-"""What a support bundle is made of: a list of things that may be taken, each with the reason why. Nothing else is."""
+"""What a support bundle may contain: a list of items, each with the reason why it is taken. Nothing else is."""
 
 import json
 import os
@@ -37,7 +37,7 @@ _XID = re.compile(r"NVRM: (?:Xid|GPU|API mismatch|loading)[^\n]{0,300}")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One member of the archive. `take` returns its text; what it raises is noted in place of it."""
+    """One member of the archive. `take` returns its text; if it raises, the error is recorded instead."""
 
     name: str
     why: str
@@ -49,7 +49,7 @@ def items(layout: Layout, since: str) -> list[Item]:
     found = [
         Item("about.json", t("which Atoll on which system"), lambda: _json(_about(layout))),
         Item("status.json", t("what `atoll status` shows"), lambda: _json(_status(layout))),
-        Item("machine.txt", t("processor, memory and disks that the service has"), lambda: _machine(layout)),
+        Item("machine.txt", t("processor, memory and disks of the service"), lambda: _machine(layout)),
         Item("gpu.json", t("the GPUs and their driver"), lambda: _json(_gpu())),
         Item("gpu-errors.txt", t("what the kernel said about the GPU"), _kernel),
         Item("settings.json", t("atoll.toml: known settings with values, others by name"), lambda: _settings(layout)),
@@ -59,9 +59,9 @@ def items(layout: Layout, since: str) -> list[Item]:
         Item("verify.json", t("what the last verification found"), lambda: fs.read_regular(
             layout.verify_state, 1 << 20)[0].decode()),
         Item("certificate.json", t("the served certificate (public)"), lambda: _json(tls_endpoint.facts(layout))),
-        Item("apikeys.json", t("ids, scopes and ends of API keys (no key, no hash, no name)"),
+        Item("apikeys.json", t("ids, scopes and expiry of API keys (no key, no hash, no name)"),
              lambda: _json(_keys(layout))),
-        Item("preflight.json", t("the checks of this machine, as of now"), lambda: _json(_preflight(layout))),
+        Item("preflight.json", t("the preflight checks of this machine, as of now"), lambda: _json(_preflight(layout))),
         Item("log.txt", t("the service's log, lines and fields that hold no request"), lambda: _log(layout, since)),
     ]
     if layout.system:
@@ -76,7 +76,7 @@ def items(layout: Layout, since: str) -> list[Item]:
 
 
 def private_parts(layout: Layout) -> list[bytes]:
-    """Lines of this machine's private keys, which must be nowhere in a bundle."""
+    """Lines of this machine's private keys, which must not appear anywhere in a bundle."""
     parts: list[bytes] = []
     for path in (layout.ca_key, layout.server_key):
         try:
@@ -120,7 +120,7 @@ def _status(layout: Layout) -> dict[str, Any]:
 
 
 def _no_names(text: str) -> str:
-    """Names of API keys are people's."""
+    """Names of API keys are personal data."""
     return re.sub(r"(The API key \w+) \([^)]*\)", r"\1", text)
 
 
@@ -189,7 +189,7 @@ def _settings(layout: Layout) -> str:
 
 
 def _files(layout: Layout) -> str:
-    """Below our own directories; a file of somebody else's that lies there is listed, not read."""
+    """Files below our own directories. A file that is not ours is listed, not read."""
     return "".join(f"{line}\n" for root in layout.roots for line in _tree(root, layout.prefix, 0))
 
 

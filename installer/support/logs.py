@@ -1,4 +1,4 @@
-"""The logs of the service: journald's in the system form, files in the prefix form; the same lines either way."""
+"""The logs of the service: journald's in the system form, a file in the prefix form; the same lines in both."""
 
 import json
 import os
@@ -21,14 +21,14 @@ ALL_UNITS = (units.GATEWAY, "atoll-engine@*.service", units.GPU_READY, units.VER
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line. `text` is as the service wrote it (one JSON object, as a rule); `unit` is empty in the prefix form."""
+    """One line. `text` is as the service wrote it (usually one JSON object); `unit` is empty in the prefix form."""
 
     text: str
     unit: str = ""
     at: str = ""       # as journald stamped it, in local time
 
     def readable(self) -> str:
-        """Time, unit, level and message for people; the fields of the JSON line behind them."""
+        """Time, unit, level and message for people, followed by the fields of the JSON line."""
         entry: Any = None
         if self.text.startswith("{"):
             try:
@@ -47,7 +47,8 @@ class LogLine:
 
 
 def unit_name(word: str) -> str:
-    """`gateway`, `engine@chat`, `verify` … or a unit's full name. Raises InstallError (usage) for what is not ours."""
+    """`gateway`, `engine@chat`, `verify` … or a full unit name. Raises InstallError (usage) for a unit that is not
+    ours."""
     word = word.removesuffix(".service")
     if word in _SHORT:
         return _SHORT[word]
@@ -61,12 +62,12 @@ def unit_name(word: str) -> str:
     raise InstallError(
         t("Atoll has no unit '{word}'.", word=printable(word)[:60]),
         exit_code=ExitCode.USAGE,
-        hint=t("Say --unit gateway, engine, engine@NAME, gpu-ready or verify."),
+        hint=t("Use --unit gateway, engine, engine@NAME, gpu-ready or verify."),
     )
 
 
 def read(layout: Layout, *, lines: int, wanted: Sequence[str] = (), since: str | None = None) -> list[LogLine]:
-    """The last lines, oldest first. Raises InstallError where there is no log."""
+    """The last lines, oldest first. Raises InstallError if there is no log."""
     if layout.system:
         return list(_journal(_command(wanted, lines, since)))
     _check_prefix(layout, wanted, since)
@@ -74,7 +75,7 @@ def read(layout: Layout, *, lines: int, wanted: Sequence[str] = (), since: str |
 
 
 def follow(layout: Layout, *, lines: int, wanted: Sequence[str] = (), since: str | None = None) -> Iterator[LogLine]:
-    """The last lines, then each as it is written; ends only with its reader."""
+    """The last lines, then each new one as it is written. Ends only with its reader."""
     if layout.system:
         yield from _journal([*_command(wanted, lines, since), "--follow"])
         return
@@ -84,7 +85,7 @@ def follow(layout: Layout, *, lines: int, wanted: Sequence[str] = (), since: str
 
 
 def may_read_all() -> bool:
-    """Whether journald shows this user what services write."""
+    """Whether journald shows this user the lines of the services."""
     import grp
 
     mine = {os.getegid(), *os.getgroups()}
@@ -93,7 +94,7 @@ def may_read_all() -> bool:
 
 
 def printable(text: str) -> str:
-    """Without what could disturb a terminal; lines and tabs stay."""
+    """`text` without characters that could disturb a terminal; newlines and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
@@ -151,7 +152,7 @@ def _journal(command: list[str]) -> Iterator[LogLine]:
         raise InstallError(
             t("The journal could not be read: {said}.", said=printable(said)[:300] or t("journalctl failed")),
             exit_code=ExitCode.USAGE if "timestamp" in said else ExitCode.IO,
-            hint=t("A time is written as '2026-01-31 14:00', 'yesterday' or '1 hour ago'."),
+            hint=t("Write a time as '2026-01-31 14:00', 'yesterday' or '1 hour ago'."),
         )
 
 
@@ -162,10 +163,10 @@ def _entry(raw: bytes) -> LogLine | None:
         at = int(entry["__REALTIME_TIMESTAMP"]) / 1e6
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    if isinstance(message, list):  # bytes that are no text
+    if isinstance(message, list):  # bytes that are not text
         message = bytes(b for b in message if isinstance(b, int) and 0 <= b < 256).decode(errors="replace")
     unit = str(entry.get("_SYSTEMD_UNIT") or "")
-    if not unit.startswith("atoll"):  # systemd's own words about a unit
+    if not unit.startswith("atoll"):  # systemd's own messages about a unit
         unit = str(entry.get("UNIT") or unit)
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) + f".{int(at * 1000) % 1000:03d}"
     return LogLine(str(message or ""), unit.removeprefix("atoll-").removesuffix(".service"), stamp)

@@ -1,8 +1,8 @@
-"""What may leave the machine in a support bundle. Lists of what is allowed come first; patterns of secrets are only the
-second net, and the last look finds what slipped through both.
+"""What may leave the machine in a support bundle.
 
-A log line goes in if it is one of ours and only with the fields named here. Tracebacks keep files, lines and the class
-of the error, never its text: an error's text may hold what a client sent.
+Allow-lists come first; patterns of secrets are only the second net, and a last check finds what slipped through both. A
+log line is included only if it is one of ours, and only with the fields named here. Tracebacks keep files, lines and
+the class of the error, never its text: that may contain what a client sent.
 """
 
 import ipaddress
@@ -16,7 +16,7 @@ from installer.base.i18n import t
 GONE = "<redacted>"
 NOT_SHOWN = "<not shown>"
 
-# -- secrets by their looks
+# -- secrets, recognised by their form
 
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
@@ -36,7 +36,7 @@ _HARMLESS = re.compile(r"""["']?(?:\d+(?:\.\d+)?|true|false|null|none|never)["']
 
 
 def secrets_out(text: str) -> str:
-    """`text` without what looks like a key, a token or a password."""
+    """`text` without anything that looks like a key, a token or a password."""
     text = _PRIVATE_KEY.sub(GONE, text)
     text = _TOKENS.sub(GONE, text)
     text = _USERINFO.sub(rf"\1{GONE}@", text)
@@ -47,14 +47,15 @@ def secrets_out(text: str) -> str:
 def _named(match: re.Match[str]) -> str:
     name, value = match[1], match[2]
     inner = value.strip("\"'")
-    if _HARMLESS.match(value) or inner in (GONE, NOT_SHOWN) or inner.startswith("/"):  # a path is no secret
+    if _HARMLESS.match(value) or inner in (GONE, NOT_SHOWN) or inner.startswith("/"):  # a path is not a secret
         return match[0]
     quote = value[0] if value[0] in "\"'" else ""
     return f"{name}{quote}{GONE}{quote}"
 
 
 def looks_secret(data: bytes, known: Iterable[bytes] = ()) -> str | None:
-    """What kind of secret `data` still holds, or None: the last look before it is written. `known`: this machine's."""
+    """The kind of secret that `data` still holds, or None: the last check before it is written. `known`: this machine's
+    secrets."""
     text = data.decode(errors="replace")
     if "PRIVATE KEY-----" in text:
         return t("a private key")
@@ -69,7 +70,7 @@ def looks_secret(data: bytes, known: Iterable[bytes] = ()) -> str | None:
 
 
 class Addresses:
-    """Replaces addresses and this machine's names by numbered stand-ins: the same one gets the same stand-in."""
+    """Replaces addresses and this machine's names by numbered placeholders; equal ones get the same placeholder."""
 
     _V4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
     _V6 = re.compile(r"(?<![\w:.])(?:[0-9a-f]{0,4}:){2,7}[0-9a-f]{0,4}(?![\w:])", re.IGNORECASE)
@@ -111,6 +112,7 @@ def _is_address(text: str) -> bool:
 LOG_FIELDS = (
     "time", "level", "logger", "message", "status", "ms", "client", "key", "incomplete", "url", "urls", "models",
     "seconds", "restarts", "restart", "device", "dtype", "pid", "max_model_len",
+    "error_id",
 )  # fmt: skip
 _OURS = ("atoll", "engine", "installer", "appliance", "offline_bundle")
 _ROUTES = re.compile(
@@ -131,7 +133,7 @@ _STREAM = re.compile(r"(stream failed|stream ended early): ((?:\w+\.)*\w*(?:Erro
 
 
 def log_line(text: str) -> str | None:
-    """What of a log line may leave the machine; None: nothing."""
+    """The part of a log line that may leave the machine; None: nothing."""
     if text.startswith("{"):
         try:
             entry = json.loads(text)
@@ -159,7 +161,7 @@ def _entry(entry: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> bool:
-    """A number, a word of ours, or a short list of such: no place for a text."""
+    """A number, one of our own words, or a short list of these: no room for free text."""
     if isinstance(value, list):
         return len(value) <= 32 and all(_plain(item) and not isinstance(item, list) for item in value)
     return isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 200)
@@ -169,7 +171,7 @@ def _message(logger: str, message: str) -> str:
     if logger == "atoll.access":
         found = _ROUTES.match(message)
         return found[0] if found else f"{message.split(' ')[0][:7]} <another path>"
-    if logger == "atoll.server":  # speaks about requests: keep what happened, drop whose and what
+    if logger == "atoll.server":  # about requests: keep what happened, drop whose and what
         if message.startswith("request ") and message.endswith(" failed"):
             return "request failed"
         found = _STREAM.match(message)
@@ -191,12 +193,12 @@ SETTINGS = frozenset({
 
 
 def settings(table: Any, depth: int = 0) -> Any:
-    """The tables of atoll.toml; a value stays only under a name that is known to hold no secret."""
+    """The tables of atoll.toml. A value is kept only under a name that is known to hold no secret."""
     if not isinstance(table, dict) or depth > 3:
         return NOT_SHOWN
     shown: dict[str, Any] = {}
     for name, value in table.items():
-        if name == "limits" and isinstance(value, dict):  # of the endpoint: numbers and switches
+        if name == "limits" and isinstance(value, dict):  # limits of the endpoint: numbers and switches
             shown[name] = {_word(limit): bound if isinstance(bound, int | float) else NOT_SHOWN
                            for limit, bound in value.items()}
         elif isinstance(value, dict):
@@ -208,7 +210,7 @@ def settings(table: Any, depth: int = 0) -> Any:
 
 
 def _word(name: Any) -> str:
-    """A key of somebody's file, as long as it is one."""
+    """A key of a file that anybody may have written, if it looks like one."""
     text = str(name)
     return text if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) else NOT_SHOWN
 
@@ -224,8 +226,8 @@ _UNIT_VALUES = re.compile(
 
 
 def unit_file(text: str) -> str:
-    """A unit file or drop-in: names of all it sets; values only where they can be nothing but a rule of systemd's (not
-    those of programs, environments, credentials)."""
+    """A unit file or drop-in: the names of all settings, but values only if they can be nothing but a rule of systemd's
+    (not those of programs, environments, credentials)."""
     lines = []
     for line in text.splitlines():
         if not line.strip() or line.lstrip().startswith(("#", ";")):
@@ -234,7 +236,7 @@ def unit_file(text: str) -> str:
         if re.fullmatch(r"\[[A-Za-z]+\]", name) and not equals:
             lines.append(name)
         elif not equals or not re.fullmatch(r"[A-Za-z0-9]+", name):
-            lines.append(NOT_SHOWN)  # a continued line, or none of systemd's
+            lines.append(NOT_SHOWN)  # a continued line, or not systemd's syntax
         elif (_UNIT_VALUES.match(name) and len(value) <= 300) or (name == "Restart" and value.isalpha()):
             lines.append(f"{name}={value}")
         else:

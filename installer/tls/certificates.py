@@ -1,7 +1,7 @@
 """X.509 as this appliance needs it: a certificate authority for one host, its server certificate, and a customer's own.
 
-Nothing here reads or writes the installation; endpoint.py does. The local authority is name-constrained: whoever
-steals its key can pose as this host and as no other.
+Nothing here reads or writes the installation; endpoint.py does. The local authority is name-constrained: whoever steals
+its key can impersonate this host only.
 """
 
 import ipaddress
@@ -21,9 +21,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from installer.base.i18n import t
 
-SERVER_DAYS = 825          # the most that Apple's and others' clients accept
+SERVER_DAYS = 825          # the longest that Apple's and others' clients accept
 CA_DAYS = 3650
-_EARLY = timedelta(days=1)  # clocks of isolated machines differ
+_EARLY = timedelta(days=1)  # the clocks of isolated machines differ
 _LABEL = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)\Z")
 
 Certificates = Sequence[x509.Certificate]
@@ -31,7 +31,7 @@ Certificates = Sequence[x509.Certificate]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A private key and its certificate, followed by those of its issuers as far as they are to be sent."""
+    """A private key and its certificate, followed by the issuers' certificates that are sent with it."""
 
     key: PrivateKeyTypes
     chain: tuple[x509.Certificate, ...]
@@ -58,7 +58,7 @@ def is_name(text: str) -> bool:
 
 
 def machine_names() -> list[str]:
-    """What this machine is called, and its addresses that others can reach; loopback first."""
+    """The names of this machine, and its addresses that others can reach; loopback first."""
     import psutil
 
     names = ["localhost", "127.0.0.1", "::1"]
@@ -74,7 +74,7 @@ def machine_names() -> list[str]:
 
 
 def _hosts_file(host: str) -> list[str]:
-    """Other names of `host` in /etc/hosts. No resolver is asked: an isolated machine waits long for none."""
+    """Other names of `host` in /etc/hosts. No resolver is asked: an isolated machine would wait long for it."""
     try:
         lines = Path("/etc/hosts").read_text(errors="replace").splitlines()
     except OSError:
@@ -84,7 +84,7 @@ def _hosts_file(host: str) -> list[str]:
 
 
 def make_ca(names: Sequence[str], now: datetime | None = None) -> Pair:
-    """A new authority that may vouch for `names` only (for a DNS name, what is below it too)."""
+    """A new authority that may sign for `names` only (for a DNS name, its subdomains too)."""
     key = ec.generate_private_key(ec.SECP256R1())
     host = next((n for n in names if not _ip(n) and n != "localhost"), socket.gethostname())
     name = x509.Name([
@@ -105,7 +105,8 @@ def make_ca(names: Sequence[str], now: datetime | None = None) -> Pair:
 
 
 def issue(ca: Pair, names: Sequence[str], now: datetime | None = None) -> Pair:
-    """A server certificate for `names` with a new key, signed by `ca`; it ends no later than the authority itself."""
+    """A server certificate for `names` with a new key, signed by `ca`. It expires no later than the authority
+    itself."""
     assert isinstance(ca.key, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(ec.SECP256R1())
     common = next((n for n in names if not _ip(n) and n != "localhost"), names[0])
@@ -125,7 +126,8 @@ def issue(ca: Pair, names: Sequence[str], now: datetime | None = None) -> Pair:
 
 
 def parse_pair(data: bytes) -> Pair | None:
-    """A private key and at least one certificate that belongs to it, from one PEM text; None where that is not so."""
+    """A private key and at least one certificate that belongs to it, from one PEM text; None if that is not what it
+    holds."""
     try:
         key = serialization.load_pem_private_key(data, None)
         chain = tuple(x509.load_pem_x509_certificates(data))
@@ -135,7 +137,7 @@ def parse_pair(data: bytes) -> Pair | None:
 
 
 def parse_certificates(data: bytes) -> tuple[x509.Certificate, ...]:
-    """Every certificate of a PEM text; none where it holds none."""
+    """Every certificate of a PEM text; empty if there is none."""
     try:
         return tuple(x509.load_pem_x509_certificates(data))
     except ValueError:
@@ -151,7 +153,7 @@ def same_key(key: PrivateKeyTypes, certificate: x509.Certificate) -> bool:
 
 
 def issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-    """Whether `issuer` signed it: names and signature, not dates."""
+    """Whether `issuer` signed it: checks names and signature, not dates."""
     try:
         certificate.verify_directly_issued_by(issuer)
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
@@ -160,7 +162,7 @@ def issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
 
 
 def names_of(certificate: x509.Certificate) -> list[str]:
-    """DNS names (lower case) and addresses that it is for; the subject's common name does not count any more."""
+    """Its DNS names (lower case) and addresses. The subject's common name is ignored."""
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):
@@ -170,7 +172,7 @@ def names_of(certificate: x509.Certificate) -> list[str]:
 
 
 def covers(certificate: x509.Certificate, name: str) -> bool:
-    """Whether a client that connects to `name` will accept it; `*.example.org` stands for one label."""
+    """Whether a client that connects to `name` accepts it; the `*` of `*.example.org` stands for one label."""
     held, wanted = names_of(certificate), _normal(name)
     if _ip(wanted):
         return wanted in held
@@ -193,7 +195,7 @@ def may_issue(ca: x509.Certificate, name: str) -> bool:
 
 
 def days_left(certificate: x509.Certificate, now: datetime | None = None) -> int:
-    """Whole days until it ends; negative when it has ended."""
+    """Whole days until it expires; negative if it has expired."""
     return (certificate.not_valid_after_utc - (now or datetime.now(UTC))).days
 
 
@@ -207,7 +209,7 @@ def to_pem(certificate: x509.Certificate) -> bytes:
 
 
 def title(name: x509.Name) -> str:
-    """A subject or issuer for people, without what could disturb a terminal."""
+    """A subject or issuer for people, without characters that could disturb a terminal."""
     text = name.rfc4514_string()
     return "".join(c if c.isprintable() else "?" for c in text)[:200] or t("(no name)")
 

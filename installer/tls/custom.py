@@ -1,4 +1,4 @@
-"""A customer's certificate and key, checked before anything is written: each refusal says what to ask for."""
+"""A customer's certificate and key, checked before anything is written. Each refusal says what to ask for."""
 
 import itertools
 import stat
@@ -26,10 +26,10 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def check_import(cert: Path, key: Path, names: Sequence[str] = ()) -> Pair:
-    """The pair, ready to be installed. `names`: what clients will type (tls.required_names); the certificate must hold
-    each of them, and without any at least one name or address of this machine.
+    """The pair, ready to be installed.
 
-    Raises InstallError (usage). Nothing is written.
+    `names`: what clients will use (tls.required_names). The certificate must hold each of them; if there are none, at
+    least one name or address of this machine. Raises InstallError (usage). Writes nothing.
     """
     private = _read_key(key)
     chain = _read_chain(cert)
@@ -50,15 +50,15 @@ def _read_key(path: Path) -> PrivateKeyTypes:
             t("Every user of this machine can reach the private key {path} (mode {mode:04o}).", path=path,
               mode=stat.S_IMODE(mode)),
             t("Others may have copied it. If so, ask for a new certificate."),
-            t("Close it: chmod 600 {path}", path=path),
+            t("Restrict it: chmod 600 {path}", path=path),
         )
     try:
         key = serialization.load_pem_private_key(data, None)
     except TypeError:
         raise _refused(
             t("The private key {path} is protected by a passphrase.", path=path),
-            t("The service starts by itself after a reboot: nobody is there to type it."),
-            t("Take it off: (umask 077; openssl pkey -in {path} -out server-plain.key)", path=path),
+            t("The service starts by itself after a reboot, when nobody is there to type it."),
+            t("Remove the passphrase: (umask 077; openssl pkey -in {path} -out server-plain.key)", path=path),
         ) from None
     except (ValueError, UnsupportedAlgorithm):
         raise _refused(
@@ -73,7 +73,7 @@ def _read_key(path: Path) -> PrivateKeyTypes:
     if isinstance(key, ed25519.Ed25519PrivateKey):
         return key
     raise _refused(
-        t("The private key {path} is of a kind that is not accepted.", path=path),
+        t("The private key {path} is of a type that is not accepted.", path=path),
         "",
         t("Use ECDSA P-256, P-384 or P-521, Ed25519, or RSA with 2048 bits or more."),
     )
@@ -97,13 +97,13 @@ def _check_order(chain: tuple[x509.Certificate, ...], key: PrivateKeyTypes, cert
         if any(x.same_key(key, other) for other in chain[1:]):
             raise _refused(
                 t("In {cert} the server's certificate does not come first.", cert=cert),
-                t("First is {title}.", title=x.title(chain[0].subject)),
+                t("The first is {title}.", title=x.title(chain[0].subject)),
                 t("Order the file: server, then its issuer, then that one's issuer."),
             )
         raise _refused(
             t("The key {key_path} does not belong to the certificate {cert}.", key_path=key_path, cert=cert),
             t("The certificate is for {title}.", title=x.title(chain[0].subject)),
-            t("Give the key that its request was made with."),
+            t("Give the key with which the certificate was requested."),
         )
     for below, above in itertools.pairwise(chain):
         if not x.issued_by(below, above):
@@ -178,10 +178,10 @@ def _check_names(leaf: x509.Certificate, names: Sequence[str]) -> None:
     if not held:
         raise _refused(
             t("The certificate names no host (it has no subject alternative names)."),
-            t("Clients ignore the common name since years."),
+            t("Clients have ignored the common name for years."),
             t("Ask its issuer for a certificate with subject alternative names."),
         )
-    asked = [name for name in names if name not in _LOOPBACK]  # no issuer vouches for those
+    asked = [name for name in names if name not in _LOOPBACK]  # no issuer signs for those
     missing = [name for name in asked if not x.covers(leaf, name)]
     reachable = [name for name in x.machine_names() if name not in _LOOPBACK]
     if missing or (not asked and not any(x.covers(leaf, name) for name in reachable)):
@@ -191,8 +191,8 @@ def _check_names(leaf: x509.Certificate, names: Sequence[str]) -> None:
         raise _refused(
             t("The certificate does not hold {what}.", what=what),
             holds if missing else joined([holds, here], " "),
-            t("Ask its issuer for a certificate with the names that clients will type; or say which of its names "
-              "they will use: --tls-name NAME"),
+            t("Ask its issuer for a certificate with the names that clients will use; or say which of its names they "
+              "will use: --tls-name NAME"),
         )
 
 

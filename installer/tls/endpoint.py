@@ -24,7 +24,7 @@ from installer.tls import certificates as x
 from installer.tls.certificates import Pair
 from installer.tls.custom import check_import as check_import
 
-RENEW_DAYS = 30      # days before the end: a certificate of ours is renewed, and one of the customer's is warned about
+RENEW_DAYS = 30      # days before the expiry: ours is renewed, a customer's is warned about
 _LIMIT = 1 << 20     # bytes of any file read here
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _LOCAL = b"# Atoll: made by the local authority\n"
@@ -45,7 +45,7 @@ class Made:
 
 
 def wanted_names(host: str, given: Sequence[str] = ()) -> list[str]:
-    """Names and addresses that the certificate shall hold: the machine's, the address it listens on, those given.
+    """Names and addresses for the certificate: the machine's, the address it listens on, and those given.
 
     Raises InstallError (usage) for a given name that no certificate can hold.
     """
@@ -55,24 +55,24 @@ def wanted_names(host: str, given: Sequence[str] = ()) -> list[str]:
                 t("'{name}' is neither a DNS name nor an IP address.", name=name),
                 exit_code=ExitCode.USAGE,
                 changed=t("Nothing was changed."),
-                hint=t("Give names as clients will type them, without https:// and port."),
+                hint=t("Give names as clients will use them, without https:// and port."),
             )
     return list(dict.fromkeys(name.lower() for name in (*x.machine_names(), *required_names(host, given))))
 
 
 def required_names(host: str, given: Sequence[str] = ()) -> list[str]:
-    """Those that somebody asked for."""
+    """The names that somebody asked for."""
     specific = [host] if x.is_name(host) and host not in ("0.0.0.0", "::", "") else []  # noqa: S104
     return [name.lower() for name in (*specific, *given)]
 
 
 def ensure(layout: Layout, names: Sequence[str], *, required: Sequence[str] = ()) -> Made:
-    """A local authority and a certificate for `names` (none: those it holds), unless a good one is there. Killed
-    anywhere, run it again.
+    """Make a local authority and a certificate for `names` (none: the names it has now), unless a good one exists. If
+    killed, run it again. An imported pair is left alone.
 
-    An imported pair is left alone. A name that the authority may not vouch for makes a new authority, which every
-    client has to trust; so that happens for `required` names only, not because an address has come and gone.
-    Raises InstallError (I/O) for a file that is there and cannot be understood: it is never overwritten.
+    A name that the authority may not sign for needs a new authority, which every client has to trust; so that happens
+    for `required` names only, not because an address has appeared or disappeared. Raises InstallError (I/O) for an
+    existing file that cannot be understood: it is never overwritten.
     """
     pair, source = _read(layout.server_key, t("the endpoint's private key"))
     if not names:
@@ -98,10 +98,10 @@ def ensure(layout: Layout, names: Sequence[str], *, required: Sequence[str] = ()
 def renew(
     layout: Layout, names: Sequence[str], *, required: Sequence[str] = (), new_ca: bool = False, local: bool = False
 ) -> Made:
-    """A new key and certificate now, whatever is left of the old one, for its names and `names`.
+    """Make a new key and certificate now, for the current names and `names`, however long the old one is valid.
 
-    Raises InstallError (usage) where the certificate is the customer's and `local` does not say to replace it, and
-    where `required` names need a new authority and `new_ca` does not say so.
+    Raises InstallError (usage) if the certificate is the customer's and `local` does not allow replacing it, or if
+    `required` names need a new authority and `new_ca` does not allow that.
     """
     pair, source = _read(layout.server_key, t("the endpoint's private key"))
     if pair is not None and source == "imported" and not local:
@@ -117,7 +117,7 @@ def renew(
         raise InstallError(
             t("The local authority was made for other names than {names}.", names=joined(outside)),
             exit_code=ExitCode.USAGE,
-            why=t("It may vouch only for what this machine was called when it was made."),
+            why=t("It can only sign for the names that this machine had when the CA was made."),
             changed=t("Nothing was changed."),
             hint=t("Create a new local CA, which every client must then trust: atoll tls renew --new-ca"),
         )
@@ -132,19 +132,19 @@ def renew(
 
 
 def install_import(layout: Layout, pair: Pair) -> None:
-    """Put a checked pair (installer/tls/custom.py) in place of what is there."""
+    """Install a checked pair (installer/tls/custom.py) in place of the current one."""
     _make_directories(layout)
     fs.write_atomic(layout.server_key, _IMPORTED + pair.key_pem() + pair.chain_pem(), 0o600)
     _publish(layout, None, pair)
 
 
 def planned_files(layout: Layout) -> list[tuple[Path, int]]:
-    """(path, bytes) of all that may be written, for the plan."""
+    """(path, bytes) of everything that may be written, for the plan."""
     return [(layout.ca_key, 1100), (layout.server_key, 1200), (layout.ca_cert, 800), (layout.server_cert, 900)]
 
 
 def plan_files(layout: Layout) -> list[tuple[Path, int, str]]:
-    """The same with a word about each."""
+    """The same with a note on each."""
     notes = (t("mode 0600"), t("mode 0600"), t("for clients"), t("public"))
     return [(path, size, note) for (path, size), note in zip(planned_files(layout), notes, strict=True)]
 
@@ -162,7 +162,7 @@ def ca_file(layout: Layout) -> Path:
 
 
 def read_public(path: Path) -> tuple[x509.Certificate, ...]:
-    """The certificates of a public copy; none where it is missing or no certificate."""
+    """The certificates of a public copy; empty if it is missing or not a certificate."""
     try:
         return x.parse_certificates(_bytes(path))
     except OSError:
@@ -170,7 +170,7 @@ def read_public(path: Path) -> tuple[x509.Certificate, ...]:
 
 
 def facts(layout: Layout) -> dict[str, Any] | None:
-    """What is served, from the public copies alone; None where there is no certificate. Ready for JSON."""
+    """What is served, from the public copies alone; None without a certificate. Ready for JSON."""
     chain = read_public(layout.server_cert)
     if not chain:
         return None
@@ -210,7 +210,7 @@ def _issue(layout: Layout, ca: Pair, names: Sequence[str]) -> Pair:
 
 
 def _publish(layout: Layout, ca: Pair | None, pair: Pair) -> bool:
-    """The public copies as they should be, and the modes of the private files; returns whether anything was not so."""
+    """Bring the public copies and the modes of the private files up to date. Returns whether anything was changed."""
     changed = False
     fs.make_dir(layout.tls, 0o755)
     for path, wanted in ((layout.ca_cert, ca), (layout.server_cert, pair)):

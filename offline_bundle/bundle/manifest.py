@@ -124,7 +124,7 @@ class Manifest(Strict, Generic[AnyFile]):
 
 
 def _written_by_newer(error: ValidationError) -> BundleError | None:
-    """The refusal of a manifest by a later Atoll, which asks for something that this one cannot judge. Else None."""
+    """The error for a manifest of a later Atoll that contains something this one cannot judge; None otherwise."""
     for found in error.errors(include_url=False):
         where = found["loc"]
         if where[:1] == ("requires",) and found["type"] == "extra_forbidden":

@@ -1,7 +1,7 @@
 """Which content a model bundle may carry: safetensors weights, plain text and tokenizer data. No code, no pickles.
 
-Applied when a bundle is built, and again after its hashes when it is verified or ingested: a signature tells who made
-a bundle; these rules keep even a trusted maker from shipping code by mistake.
+Applied when a bundle is built, and again after its hashes when it is verified or ingested. A signature says who made a
+bundle; these rules keep even a trusted maker from shipping code by mistake.
 """
 
 import codecs

@@ -34,7 +34,7 @@ _GONE = (".removing-", ".damaged-")
 
 @dataclass(frozen=True)
 class StoredModel:
-    """One entry of the store, as its bundle.json describes it (trust rests on the store being root-owned)."""
+    """One entry of the store, as its bundle.json describes it (it can be trusted because the store belongs to root)."""
 
     path: Path
     digest: str

@@ -1,4 +1,4 @@
-"""The README and the documentation say only what is so: commands, flags, links and examples exist and run."""
+"""The README and the documentation are correct: commands, flags, links and examples exist and run."""
 
 import re
 import shlex

@@ -173,7 +173,7 @@ class TestLife:
         assert status["state"] == "serving"
         assert status["recovery"]["put_back"] == memory["first"]
         told = desk.atoll("status").out
-        assert "was cut off" in told, told
+        assert "A power cut or a crash interrupted" in told, told
         assert "atoll upgrade" in told, told
 
     def test_an_upgrade_that_cannot_be_prepared_interrupts_nobody(self, desk: Desk, memory: dict, suite: str) -> None:

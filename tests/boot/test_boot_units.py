@@ -347,7 +347,7 @@ def test_settings_that_cannot_serve_do_not_end_what_serves(server: Server):
         'try:\n    s.switch(["chat", "tiny", "gateway"], 60)\n'
         'except InstallError as error:\n    print(json.dumps([error.exit_code, error.message, s.serving()]))')).json
     config.write_text(good)
-    assert told[:2] == [40, "The new atoll-engine@tiny.service could not make itself ready to take over."]
+    assert told[:2] == [40, "The new atoll-engine@tiny.service could not prepare to take over."]
     if server.pid("chat") == pids["chat"]:  # its successor was not ready sooner than the other's failed
         assert told[2] == serving
         when(lambda: engines(server, "chat") == 1, 60, "the end of the other successor")

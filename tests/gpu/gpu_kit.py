@@ -84,16 +84,17 @@ def checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
     for name, target in model_class(config)(config, 16).weights().items():
         noise = torch.randn(tuple(target.shape), generator=generator)
         scales = any(word in name for word in ("norm", "scalar", "scale"))
-        weights[name] = (_centre(family, name, target) + 0.1 * noise if scales else noise * 0.06).bfloat16()
+        centre = centre_of(family, name, tuple(target.shape)) if scales else 0.0
+        weights[name] = (centre + noise * (0.1 if scales else 0.06)).bfloat16()
     save_file(weights, directory / "model.safetensors")
     return directory
 
 
-def _centre(family: str, name: str, weight: torch.Tensor) -> float:
+def centre_of(family: str, name: str, shape: tuple[int, ...]) -> float:
     """What a norm's weight or a scale is near to. Some families store what exceeds 1; Gemma 4's k_norm has the scale of
     attention in it."""
     if family.startswith("gemma4"):
-        return weight.shape[0] ** -0.5 if "k_norm" in name else 1.0
+        return shape[0] ** -0.5 if "k_norm" in name else 1.0
     stores_excess = family.startswith(("gemma", "qwen3.5")) and "linear_attn" not in name
     return 0.0 if stores_excess else 1.0
 

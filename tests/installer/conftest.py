@@ -71,7 +71,7 @@ def site(tmp_path: Path, free_port: Callable[[], int], signer: KeyPair) -> Itera
 
 @pytest.fixture
 def server(tmp_path: Path, free_port: Callable[[], int], signer: KeyPair) -> Iterator[Server]:
-    """A server's root with nothing of ours, on which the system form is installed."""
+    """A server's root with nothing of ours, for installs of the system form."""
     made = empty_server(tmp_path / "server", free_port(), signer.public_path)
     yield made
     made.service.stop()

@@ -1,4 +1,4 @@
-"""`atoll bench`: load like real traffic on an OpenAI endpoint, and comparing what it came to."""
+"""`atoll bench`: put realistic load on an OpenAI endpoint, and compare the results."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,9 +8,10 @@ import typer
 from appliance.cli.bench import serve
 from appliance.cli.bench.view import print_comparison
 from appliance.cli.common import Json, examples, print_json, say_rows, told
+from appliance.cli.language.commands import Commands
 from installer.base.i18n import language_of
 
-app = typer.Typer(
+app = Commands(
     help="Measure an OpenAI endpoint under load like real traffic, and compare results.", no_args_is_help=True,
     epilog=examples("atoll bench serve --profile chat", "atoll bench compare before.json after.json"),
 )  # fmt: skip
@@ -20,10 +21,10 @@ serve.register(app)
 @app.command(epilog=examples("atoll bench compare before.json after.json", "atoll bench compare vllm.json atoll.json"))
 def compare(
     before: Annotated[Path, typer.Argument(metavar="A", help="A saved result, of Atoll or of vLLM.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="The one to compare with it.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The result to compare with it.")],
     as_json: Json = False,
 ) -> None:
-    """Compare two saved results: what became better, what worse, and whether they are comparable."""
+    """Compare two saved results: what got better, what got worse, and whether they are comparable."""
     from appliance.load.compare import compare as rows_of
     from appliance.load.compare import differences
     from appliance.load.result import read_result
@@ -43,7 +44,8 @@ def compare(
 
 @app.command(epilog=examples("atoll bench profiles", "atoll bench profiles chat > my-chat.toml"))
 def profiles(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this one, to write your own.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this profile, as a start for your "
+                                                                      "own.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the built-in traffic profiles, or print one as a file. A file of your own is checked."""

@@ -1,5 +1,5 @@
 """Flags of `vllm bench serve` as scripts write them: underscores, several values after one flag, and flags that Atoll
-does not honour, each refused with its reason."""
+refuses, each with its reason."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from installer.base.i18n import t
 _SEVERAL = {"--goodput", "--metadata", "--header"}  # take every word up to the next flag
 
 _NO_TOKENIZER = t("lengths are measured with the endpoint's own counts; no tokenizer is needed")
-_NO_CODE = t("code of a model is never run")
+_NO_CODE = t("code from a model directory is never run")
 _NO_ADAPTERS = t("adapters are not supported")
 _USE_PROFILE = t("write the load as a traffic profile: --profile FILE")
 _USE_REPORT = t("results are JSON; draw them with a tool of your own")
@@ -21,14 +21,14 @@ REFUSED = {
     "--trust-remote-code": _NO_CODE,
     "--insecure": t("an endpoint is always checked; name its authority: --ca FILE"),
     "--lora-modules": _NO_ADAPTERS, "--lora-assignment": _NO_ADAPTERS,
-    "--use-beam-search": t("there is no beam search"),
+    "--use-beam-search": t("beam search does not exist here"),
     "--logprobs": t("send it in the body: --extra-body '{{\"logprobs\": 1}}'"),
     "--ramp-up-strategy": _USE_PROFILE, "--ramp-up-start-rps": _USE_PROFILE, "--ramp-up-end-rps": _USE_PROFILE,
     "--probe-request-rate": _USE_PROFILE, "--self-timed": _USE_PROFILE, "--no-self-timed": _USE_PROFILE,
     "--plot-timeline": _USE_REPORT, "--plot-dataset-stats": _USE_REPORT, "--timeline-itl-thresholds": _USE_REPORT,
     "--chat-template-kwargs": t("send it in the body: --extra-body"),
-    "--ready-check-timeout-sec": t("a run begins only where the endpoint answers"),
-    "--request-id-prefix": t("requests carry no id of ours"),
+    "--ready-check-timeout-sec": t("a run starts only once the endpoint answers"),
+    "--request-id-prefix": t("requests carry no ids of their own"),
     "--sonnet-input-len": _DATASETS, "--sonnet-output-len": _DATASETS, "--sonnet-prefix-len": _DATASETS,
     "--hf-subset": _DATASETS, "--hf-split": _DATASETS, "--hf-output-len": _DATASETS, "--hf-name": _DATASETS,
     "--no-stream": t("every request is streamed: waiting times are read from the stream"),
@@ -49,7 +49,7 @@ class VllmCommand(TyperCommand):
                 if flag in REFUSED:
                     raise InstallError(
                         t("{flag} is refused: {why}.", flag=flag, why=REFUSED[flag]), exit_code=ExitCode.USAGE,
-                        changed=t("Nothing was changed."), hint=t("What is honoured: atoll bench serve --help"),
+                        changed=t("Nothing was changed."), hint=t("Supported flags: atoll bench serve --help"),
                     )  # fmt: skip
                 words.append(f"{flag}{equals}{value}")
             elif flag in _SEVERAL and words[-1] != flag and not word.startswith("-"):

@@ -9,13 +9,13 @@ Backend = Annotated[
     str | None,
     typer.Option(
         "--backend", metavar="NAME",
-        help="openai or vllm (/v1/completions), openai-chat, or transformers: a baseline computed here.",
+        help="openai or vllm (/v1/completions), openai-chat, or transformers: a baseline that runs here.",
     ),
 ]
 BaseUrl = Annotated[str | None, typer.Option("--base-url", metavar="URL", help="The endpoint, as https://llm:8443.")]
 Host = Annotated[str | None, typer.Option("--host", metavar="HOST", help="Its host, without --base-url (127.0.0.1).")]
 Port = Annotated[int | None, typer.Option("--port", metavar="N", min=1, max=65535, help="Its port (8000).")]
-Endpoint = Annotated[str | None, typer.Option("--endpoint", metavar="PATH", help="Path, if it is not the usual one.")]
+Endpoint = Annotated[str | None, typer.Option("--endpoint", metavar="PATH", help="Path, if not the usual one.")]
 Model = Annotated[
     str | None,
     typer.Option("--model", metavar="NAME", help="Name of the model (the first that is served)."),
@@ -57,14 +57,14 @@ RangeRatio = Annotated[
     float | None,
     typer.Option(
         "--random-range-ratio", metavar="R", min=0.0, max=0.99,
-        help="Lengths vary by this share, up and down (0).",
+        help="Share by which lengths vary, up and down (0).",
     ),
 ]
 PrefixLen = Annotated[
     int | None,
     typer.Option(
         "--random-prefix-len", metavar="TOKENS", min=0,
-        help="Tokens of a beginning that all prompts share (0).",
+        help="Tokens of a prefix that all prompts share (0).",
     ),
 ]
 NumPrompts = Annotated[int | None, typer.Option("--num-prompts", metavar="N", min=1, help="Requests (1000).")]
@@ -89,21 +89,23 @@ Burstiness = Annotated[
 ]
 MaxConcurrency = Annotated[
     int | None,
-    typer.Option("--max-concurrency", metavar="N", min=1, help="Requests at once, at most."),
+    typer.Option("--max-concurrency", metavar="N", min=1, help="Most requests at once."),
 ]
 IgnoreEos = Annotated[
     bool | None,
-    typer.Option("--ignore-eos/--no-ignore-eos", help="Answers run to their full length."),
+    typer.Option("--ignore-eos/--no-ignore-eos", help="Answers always have their full length."),
 ]
-Temperature = Annotated[float | None, typer.Option("--temperature", help="Sampling, sent along.")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Sampling, sent along.")]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Sampling, sent along.")]
-MinP = Annotated[float | None, typer.Option("--min-p", help="Sampling, sent along.")]
-FrequencyPenalty = Annotated[float | None, typer.Option("--frequency-penalty", help="Sampling, sent along.")]
-PresencePenalty = Annotated[float | None, typer.Option("--presence-penalty", help="Sampling, sent along.")]
-RepetitionPenalty = Annotated[float | None, typer.Option("--repetition-penalty", help="Sampling, sent along.")]
-ExtraBody = Annotated[str | None, typer.Option("--extra-body", metavar="JSON", help="Fields for every request.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Of lengths and arrivals (0).")]
+Temperature = Annotated[float | None, typer.Option("--temperature", help="Sampling parameter, sent along.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Sampling parameter, sent along.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Sampling parameter, sent along.")]
+MinP = Annotated[float | None, typer.Option("--min-p", help="Sampling parameter, sent along.")]
+FrequencyPenalty = Annotated[float | None, typer.Option("--frequency-penalty", help="Sampling parameter, sent along.")]
+PresencePenalty = Annotated[float | None, typer.Option("--presence-penalty", help="Sampling parameter, sent along.")]
+RepetitionPenalty = Annotated[float | None, typer.Option("--repetition-penalty", help="Sampling parameter, sent "
+                                                                                      "along.")]
+ExtraBody = Annotated[str | None, typer.Option("--extra-body", metavar="JSON", help="Additional fields for every "
+                                                                                    "request.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Seed of lengths and arrivals (0).")]
 Goodput = Annotated[
     list[str] | None,
     typer.Option(
@@ -121,15 +123,15 @@ BatchSize = Annotated[
     int,
     typer.Option(
         "--batch-size", metavar="N", min=1, max=1024,
-        help="Of --backend transformers: requests in one static batch.",
+        help="With --backend transformers: requests in one static batch.",
     ),
 ]
 SaveResult = Annotated[bool, typer.Option("--save-result", help="Save the result as JSON.")]
 SaveDetailed = Annotated[bool, typer.Option("--save-detailed", help="Save each request too.")]
-AppendResult = Annotated[bool, typer.Option("--append-result", help="Add to the file, as a further line.")]
+AppendResult = Annotated[bool, typer.Option("--append-result", help="Append to the file as another line.")]
 ResultDir = Annotated[Path | None, typer.Option("--result-dir", metavar="DIR", help="Where to save (here).")]
 ResultFilename = Annotated[Path | None, typer.Option("--result-filename", metavar="FILE", help="Name of the file.")]
-Label = Annotated[str | None, typer.Option("--label", metavar="NAME", help="First word of the file's name.")]
+Label = Annotated[str | None, typer.Option("--label", metavar="NAME", help="Prefix of the file's name.")]
 Metadata = Annotated[list[str] | None, typer.Option("--metadata", metavar="KEY=VALUE", help="Notes to save with it.")]
 Baseline = Annotated[Path | None, typer.Option("--baseline", metavar="FILE", help="Compare with this saved result.")]
 DisableTqdm = Annotated[bool, typer.Option("--disable-tqdm", "--quiet", "-q", help="Show no progress.")]

@@ -120,7 +120,7 @@ def percentiles_of(text: str) -> tuple[float, ...]:
     except ValueError:
         wanted = (-1.0,)
     if not all(0 < each < 100 for each in wanted):
-        raise usage(t("'{text}' is no list of percentiles.", text=text), t("Write it as 50,95,99."))
+        raise usage(t("'{text}' is not a list of percentiles.", text=text), t("Write it as 50,95,99."))
     return wanted
 
 
@@ -130,7 +130,7 @@ def extra_of(text: str | None) -> dict[str, Any]:
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise usage(t("--extra-body is no JSON object."), t("Write it as '{{\"top_k\": 20}}'."))
+        raise usage(t("--extra-body is not a JSON object."), t("Write it as '{{\"top_k\": 20}}'."))
     return values
 
 

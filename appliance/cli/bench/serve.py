@@ -99,7 +99,7 @@ def serve(
                 say(t("Users within the targets: {users}", users=chosen))
             if baseline is not None and before is not None:
                 _print_against(baseline, before, result)
-        # Shown first: a full disk must not lose what was measured.
+        # Shown first: a full disk must not lose the measurement.
         code = _save(given, result, values) if save_result or append_result or result_filename else 0
         code = ExitCode.INTERRUPTED if interrupted else code or (0 if result.completed else ExitCode.UNHEALTHY)
         if code:
@@ -107,7 +107,7 @@ def serve(
 
 
 def _measure(given: dict[str, Any], *, quiet: bool) -> tuple[LoadResult, Any, bool]:
-    """The result, the users where they were asked for, and whether it was cut short."""
+    """The result, the users if they were asked for, and whether it was interrupted."""
     from appliance.load.generator import LoadInterrupted, run_load
     from appliance.load.slo import parse_slo
     from appliance.load.users import find_users

@@ -25,7 +25,7 @@ _KINDS = {
 
 @contextmanager
 def load_progress(*, quiet: bool, label: str = "") -> Iterator[OnProgress | None]:
-    """A bar on a terminal, a line now and then elsewhere, nothing where quiet."""
+    """A bar on a terminal, a line now and then elsewhere, nothing with --quiet."""
     if quiet:
         yield None
     elif sys.stderr.isatty():
@@ -101,7 +101,7 @@ def print_result(result: LoadResult) -> None:
     _print_latencies(result)
     _print_errors(result)
     if result.interrupted:
-        say(t("Interrupted: this is what was measured until then."), err=True)
+        say(t("Interrupted: these are the results until then."), err=True)
 
 
 def _print_latencies(result: LoadResult) -> None:
@@ -125,10 +125,10 @@ def _print_errors(result: LoadResult) -> None:
         say_rows([(error_title(kind), _with_example(count, result.error_examples.get(kind, [])))
                   for kind, count in kinds], indent=2)  # fmt: skip
     if result.without_usage:
-        say(t("{count} answers did not say how many tokens they had; pieces of text were counted instead.",
+        say(t("{count} answers did not report their number of tokens; pieces of text were counted instead.",
               count=result.without_usage))
     if result.unfinished:
-        say(t("{count} requests were still running when the time was over.", count=result.unfinished))
+        say(t("{count} requests were still running when the time was up.", count=result.unfinished))
 
 
 def error_title(kind: str) -> str:

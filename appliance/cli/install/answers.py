@@ -1,4 +1,4 @@
-"""`atoll answers validate|template|schema`: the answers file, on any machine, before it goes to the server."""
+"""`atoll answers validate|template|schema`: check the answers file on any machine, before it goes to the server."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,11 +6,12 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import Json, examples, print_json, say, told
+from appliance.cli.language.commands import Commands
 from installer.base.i18n import t
 from installer.decide.answers import TEMPLATE, read_answers
 from installer.decide.answers import schema as json_schema
 
-app = typer.Typer(help="Check or begin an answers file for an unattended install.", no_args_is_help=True)
+app = Commands(help="Check or begin an answers file for an unattended install.", no_args_is_help=True)
 
 
 @app.command(epilog=examples("atoll answers validate answers.toml", "atoll answers validate answers.toml --json"))
@@ -21,12 +22,12 @@ def validate(file: Annotated[Path, typer.Argument(metavar="FILE")], as_json: Jso
     if as_json:
         print_json({"valid": True, "answers": answers.model_dump(mode="json", exclude_unset=True)})
     else:
-        say(t("{file} is a good answers file.", file=file))
+        say(t("{file} is a valid answers file.", file=file))
 
 
 @app.command(epilog=examples("atoll answers template > answers.toml"))
 def template() -> None:
-    """Print a commented answers file to begin with."""
+    """Print a commented answers file as a start for your own."""
     typer.echo(TEMPLATE, nl=False)
 
 

@@ -1,5 +1,5 @@
-"""`atoll checklist`: from a bare server to a running service, step by step. Flags in, words out; appliance/service
-does the work."""
+"""`atoll checklist`: from a bare server to a running service, step by step. It handles flags and output;
+appliance/service does the work."""
 
 import contextlib
 import getpass
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
 from appliance.cli.install.preflight import read_waivers
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.finding_view import print_state
 from appliance.cli.view.install_view import Terminal
 from appliance.service import answers as answers_of
@@ -33,8 +34,8 @@ Medium = Annotated[
 ]
 AnswersFile = Annotated[
     Path | None,
-    typer.Option("--answers", metavar="FILE", help="Answers for an unattended run (TOML). What a run decides is "
-                 "written back to it."),
+    typer.Option("--answers", metavar="FILE", help="Answers for an unattended run (TOML). Decisions of the run are "
+                                                   "written back to it."),
 ]
 TrustKey = Annotated[
     list[Path] | None,
@@ -42,11 +43,12 @@ TrustKey = Annotated[
 ]
 Waive = Annotated[
     list[str] | None,
-    typer.Option("--waive", metavar="CHECK=REASON", help="Go on although CHECK blocks; name and reason are recorded."),
+    typer.Option("--waive", metavar="CHECK=REASON", help="Continue although CHECK blocks; name and reason are "
+                                                         "recorded."),
 ]
-By = Annotated[str | None, typer.Option("--by", metavar="NAME", help="Who decides (this user, unless given).")]
+By = Annotated[str | None, typer.Option("--by", metavar="NAME", help="Who decides (default: this user).")]
 
-app = typer.Typer(help=_HELP, epilog=examples("atoll checklist", "atoll checklist run /media/usb"))
+app = Commands(help=_HELP, epilog=examples("atoll checklist", "atoll checklist run /media/usb"))
 
 
 @app.callback(invoke_without_command=True)
@@ -57,7 +59,7 @@ def _default(ctx: typer.Context) -> None:
 
 @app.command(epilog=examples("atoll checklist show", "atoll checklist show --json"))
 def show(prefix: Prefix = None, as_json: Json = False) -> None:
-    """Show the steps, what is done, and what comes next. Changes nothing."""
+    """Show the steps, which are done, and what comes next. Changes nothing."""
     with told(as_json):
         state = checklist.show(layout_for(prefix))
         if as_json:
@@ -81,7 +83,8 @@ def run(
     waive: Waive = None,
     by: By = None,
     only: Annotated[
-        list[str] | None, typer.Option("--step", metavar="NAME", help="Only this step, done or not; may be repeated.")
+        list[str] | None, typer.Option("--step", metavar="NAME", help="Only this step, even if it is done; may be "
+                                                                      "repeated.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -95,7 +98,8 @@ def run(
 
 @app.command(epilog=examples("atoll checklist step gpu", "atoll checklist step model --answers answers.toml"))
 def step(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The step, as `atoll checklist show --json` names it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The step, by its name in `atoll checklist show "
+                                                             "--json`.")],
     medium: Medium = None,
     prefix: Prefix = None,
     answers: AnswersFile = None,
@@ -104,31 +108,31 @@ def step(
     by: By = None,
     as_json: Json = False,
 ) -> None:
-    """Run one step, done or not. The steps before it must be done."""
+    """Run one step, even if it is done. The steps before it must be done."""
     _run((name,), medium, prefix, answers, trust_key, waive, by, as_json)
 
 
 @app.command(epilog=examples("atoll checklist reset", "atoll checklist reset model"))
 def reset(
     name: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these steps (all, and every waiver).")
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these steps (default: all, and every waiver).")
     ] = None,
     prefix: Prefix = None,
     by: By = None,
     as_json: Json = False,
 ) -> None:
-    """Open steps again. What they have installed or changed stays; the record of the reset does too."""
+    """Open steps again. What they have installed or changed stays, and so does the record of the reset."""
     with told(as_json):
         names = checklist.reset(layout_for(prefix), tuple(name or ()), by=by)
     if as_json:
         print_json({"reset": names})
     else:
-        say(t("Open again: {names}.", names=joined(names)) if names else t("No checklist was begun here."))
+        say(t("Open again: {names}.", names=joined(names)) if names else t("No checklist has been started here."))
 
 
 @app.command(epilog=examples("atoll checklist export > answers.toml", "atoll checklist export --json"))
 def export(prefix: Prefix = None, as_json: Json = False) -> None:
-    """Print the answers as they stand, for the next server; with --json the state too."""
+    """Print the current answers, for the next server; with --json the state too."""
     with told(as_json):
         layout = layout_for(prefix)
         answers = checklist.last_answers(layout)
@@ -160,7 +164,7 @@ def _run(
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             terminal.interactive = request.interactive
             result, secrets = checklist.run(layout, request, terminal)
-        with contextlib.suppress(OSError):  # the reader has gone: the key is not shown
+        with contextlib.suppress(OSError):  # stdout is closed: the key was not shown
             _say_result(layout, result, secrets, as_json)
 
 
@@ -174,7 +178,7 @@ def _say_result(layout: Layout, result: dict[str, Any], secrets: dict[str, str],
         print_state(state, Console(highlight=False, soft_wrap=True))
         if key:
             typer.echo()
-            say_rows([(t("key"), key), ("", t("Keep it: it is shown this once, and only its hash is stored."))],
+            say_rows([(t("key"), key), ("", t("Keep it: it is shown only once, and only its hash is stored."))],
                      indent=2, width=8)  # fmt: skip
     sys.stdout.flush()
     if key:
@@ -182,7 +186,7 @@ def _say_result(layout: Layout, result: dict[str, Any], secrets: dict[str, str],
 
 
 def _whole_paths(answers: Answers) -> Answers:
-    """The job has a working directory of its own, and the answers outlive this one."""
+    """The job has its own working directory, and the answers outlive this one."""
 
     def whole(path: Path | None) -> Path | None:
         return path.expanduser().absolute() if path is not None else None

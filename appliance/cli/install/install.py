@@ -1,4 +1,4 @@
-"""`atoll install|upgrade`: flags in, words out; `installer` does the work."""
+"""`atoll install|upgrade`: flags and output; `installer` does the work."""
 
 import contextlib
 import hashlib
@@ -27,14 +27,16 @@ from offline_bundle import limits
 from offline_bundle.bundle.manifest import MANIFEST
 
 Port = Annotated[
-    int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (as installed, else 8443; 8000 of a prefix).")
+    int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (default: as installed, else 8443; under a "
+                                                    "prefix 8000).")
 ]
 Host = Annotated[
-    str | None, typer.Option(help="Address to listen on (as installed, else 0.0.0.0; 127.0.0.1 of a prefix).")
+    str | None, typer.Option(help="Address to listen on (default: as installed, else 0.0.0.0; under a prefix "
+                                  "127.0.0.1).")
 ]
 Waive = Annotated[
     list[str] | None,
-    typer.Option("--waive", metavar="CHECK=REASON", help="Go on although CHECK fails; the reason is recorded."),
+    typer.Option("--waive", metavar="CHECK=REASON", help="Continue although CHECK fails; the reason is recorded."),
 ]
 Media = Annotated[
     list[Path] | None, typer.Argument(metavar="[MEDIUM]...", help="The mounted disk, or a bundle's directory.")
@@ -45,7 +47,8 @@ Bundle = Annotated[
 ]
 Gpus = Annotated[
     list[str] | None,
-    typer.Option("--gpus", metavar="[NAME=]GPU,…", help="GPUs of a model, by index or UUID (as installed, else all)."),
+    typer.Option("--gpus", metavar="[NAME=]GPU,…", help="GPUs of a model, by index or UUID (default: as installed, "
+                                                        "else all)."),
 ]
 TrustKey = Annotated[
     list[Path] | None,
@@ -68,18 +71,19 @@ AnswersFile = Annotated[
 Strict = Annotated[bool, typer.Option("--strict", help="Stop with 4 if the preflight has warnings.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Stop after the plan; write nothing.")]
 Yes = Annotated[
-    bool, typer.Option("--yes-nothing-else", help="Yes to the plan. It accepts no licence and waives no check.")
+    bool, typer.Option("--yes-nothing-else", help="Confirm the plan. This accepts no licence and waives no check.")
 ]
 StartTimeout = Annotated[
-    float | None, typer.Option(min=1, help="Seconds that the service may take to become ready (900).")
+    float | None, typer.Option(min=1, help="Seconds until the service must be ready (900).")
 ]
-Device = Annotated[str | None, typer.Option(help="Where the models compute: auto, cuda or cpu (auto).")]
+Device = Annotated[str | None, typer.Option(help="Device for the models: auto, cuda or cpu (auto).")]
 Remove = Annotated[
     list[str] | None, typer.Option("--remove", metavar="NAME", help="Remove this model; the others keep running.")
 ]
 Downgrade = Annotated[
     str | None,
-    typer.Option("--allow-downgrade", metavar="REASON", help="Take an older bundle than was installed; recorded."),
+    typer.Option("--allow-downgrade", metavar="REASON", help="Accept an older bundle than the installed one; "
+                                                             "recorded."),
 ]
 TlsCert = Annotated[
     Path | None, typer.Option("--tls-cert", metavar="FILE", help="Your own certificate with its chain, PEM.")
@@ -110,12 +114,12 @@ def register(app: typer.Typer) -> None:
 _INSTALL = """Verify what is on the medium, install it, start the service and ask it a first question.
 
 As root it installs on this server, with systemd; with --prefix below a directory, with no privilege at all.
-Nothing is written before the plan is confirmed, nothing that runs is touched before all is staged, and a service that
-does not answer is rolled back. Killed at any moment, the same command goes on. The API key is shown once, at the end.
+Nothing is written before the plan is confirmed, nothing that runs is touched before everything is staged, and a service
+that does not answer is rolled back. If it is killed, the same command continues. The API key is shown once, at the end.
 """
-_UPGRADE = """Install what is on the medium beside what runs, switch over, and go back by itself if it does not answer.
+_UPGRADE = """Install what is on the medium beside the running release, switch over, and go back if it does not answer.
 
-The release before stays on the disk: `atoll rollback` needs no medium. Settings, keys and other models stay.
+The previous release stays on the disk: `atoll rollback` needs no medium. Settings, keys and other models stay.
 """
 
 
@@ -169,7 +173,7 @@ def install(
             start_timeout=start_timeout or given.start_timeout or 900.0,
             tls=_tls(given, tls_cert, tls_key, tls_name, tls),
         )
-        purpose = ctx.info_name or "install"  # `upgrade` runs through here: its job is named after it
+        purpose = ctx.info_name or "install"  # `upgrade` runs through here: its job gets that name
         _install(options, layout, purpose=purpose, interactive=answers is None, as_json=as_json)
 
 
@@ -206,8 +210,8 @@ def upgrade(
 
 
 def _hand_over(media: list[Path], layout: Layout) -> None:
-    """Where a medium brings other code than what runs, the installed install.sh takes over: it trusts only the keys
-    that are installed, verifies the code, unpacks it, and calls that code's `atoll install` with the same flags."""
+    """If a medium brings other code than the running code, the installed install.sh takes over: it trusts only the
+    installed keys, verifies the code, unpacks it, and calls that code's `atoll install` with the same flags."""
     tree = code_tree()
     for medium in media:
         manifest = medium / RUNTIME / MANIFEST
@@ -234,7 +238,7 @@ def _install(options: InstallOptions, layout: Layout, *, purpose: str, interacti
             result = run_install(
                 options, layout, terminal, interactive=terminal.interactive, purpose=purpose, make=Installer
             )
-    with contextlib.suppress(OSError):  # the reader has gone: the key is not shown, and the next run makes another
+    with contextlib.suppress(OSError):  # stdout is closed: the key was not shown, and the next run makes another
         print_result(result, layout, as_json)
         sys.stdout.flush()
         if result.api_key:
@@ -242,12 +246,12 @@ def _install(options: InstallOptions, layout: Layout, *, purpose: str, interacti
 
 
 def _models(bundles: list[str] | None, gpus: list[str] | None) -> list[ModelChoice]:
-    """`--bundle [NAME=]DIR` and `--gpus [NAME=]0,1`, put together by name."""
+    """`--bundle [NAME=]DIR` and `--gpus [NAME=]0,1`, combined by name."""
     chosen: dict[str, tuple[int | str, ...]] = {}
     for text in gpus or []:
         name, sep, listed = text.rpartition("=")
         if not sep and len(bundles or []) > 1:
-            raise _usage(t("--gpus {text}: of which model?", text=text), t("Name it: --gpus NAME={text}", text=text))
+            raise _usage(t("--gpus {text}: for which model?", text=text), t("Name it: --gpus NAME={text}", text=text))
         chosen[name] = tuple(int(gpu) if gpu.isdigit() else gpu for gpu in listed.split(",") if gpu)
     models = []
     for text in bundles or []:
@@ -256,7 +260,7 @@ def _models(bundles: list[str] | None, gpus: list[str] | None) -> list[ModelChoi
             name, directory = "", text
         given = chosen.pop(name) if name in chosen else chosen.pop("", None)
         models.append(ModelChoice(Path(directory), name or None, given))
-    # GPUs for a model that is installed already, or (no name) for the one on the medium.
+    # GPUs for a model that is already installed, or (without a name) for the one on the medium.
     models += [ModelChoice(name=name or None, gpus=gpu) for name, gpu in chosen.items()]
     return models
 

@@ -35,23 +35,25 @@ def plan(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="NAME", help="The GPU: h100, L40S, 80GB, … (this machine's, if it has one)."),
+        typer.Option("--gpu", metavar="NAME", help="The GPU: h100, L40S, 80GB, … (default: this machine's)."),
     ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", metavar="TOKENS", help="Prompt plus answer (the longest that fits).")
+        int | None, typer.Option("--context", metavar="TOKENS", help="Prompt plus answer (default: the longest that "
+                                                                     "fits).")
     ] = None,
     users: Annotated[
-        int | None, typer.Option("--users", metavar="N", help="Requests of that length at once (as many as fit).")
+        int | None, typer.Option("--users", metavar="N", help="Requests of that length at once (default: as many as "
+                                                              "fit).")
     ] = None,
     quantization: Annotated[
-        str | None, typer.Option("--quantization", metavar="FORMAT", help="fp8, or none (none, if it fits).")
+        str | None, typer.Option("--quantization", metavar="FORMAT", help="fp8, or none (default: none, if it fits).")
     ] = None,
     kv_cache_dtype: Annotated[
         str | None, typer.Option("--kv-cache-dtype", metavar="DTYPE", help="auto or fp8 (auto).")
     ] = None,
     share: Annotated[
         float | None,
-        typer.Option("--gpu-memory-utilization", metavar="SHARE", help="The GPU's share for the engine (0.9)."),
+        typer.Option("--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU for the engine (0.9)."),
     ] = None,
     table: Annotated[
         bool, typer.Option("--table", help="Print the sizing table of every model and GPU class, as Markdown.")
@@ -135,7 +137,7 @@ def _print_plan(title: str, card: "Card", found: "Planned", turned: list[Any]) -
     rows.append((t("request table"), _gib(numbers["request_table"])))
     rows.append((t("KV cache and states"), _gib(numbers["kv_cache"])))
     if numbers["in_host_memory"]:
-        rows.append((t("in host memory, beside these"), _gib(numbers["in_host_memory"])))
+        rows.append((t("additionally, in host memory"), _gib(numbers["in_host_memory"])))
     for group in numbers["kv_groups"]:
         size, layers = f"{group['bytes_per_token']:,}", group["layers"]
         if group["window"] is None:
@@ -150,7 +152,7 @@ def _print_plan(title: str, card: "Card", found: "Planned", turned: list[Any]) -
     say_rows(rows, indent=2)
     if turned:
         say()
-        say(t("One memory, four knobs. Turn one:"))
+        say(t("Four settings share one memory. Change one of them:"))
         say_rows([(text, _outcome(then)) for _, text, then in turned], indent=2)
 
 

@@ -1,4 +1,4 @@
-"""`atoll preflight`: look at this machine, say what would stand in the way of an install, change nothing."""
+"""`atoll preflight`: check this machine, report what would prevent an install, change nothing."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def preflight(
     ] = None,
     prefix: Prefix = None,
     device: Annotated[
-        Device | None, typer.Option("--device", help="Where the models shall compute (auto: the GPU if there is one).")
+        Device | None, typer.Option("--device", help="Device for the models (auto: the GPU if there is one).")
     ] = None,
     gpu: Annotated[
         list[str] | None, typer.Option("--gpu", metavar="GPU", help="Check only this GPU: its index or UUID.")
@@ -61,10 +61,10 @@ def preflight(
     ] = None,
     waive: Annotated[
         list[str] | None,
-        typer.Option("--waive", metavar="CHECK=REASON", help="As it would be in an install; strict checks stay."),
+        typer.Option("--waive", metavar="CHECK=REASON", help="As in an install; strict checks cannot be waived."),
     ] = None,
     answers: Annotated[
-        Path | None, typer.Option("--answers", metavar="FILE", help="Take what is not given here from an answers file.")
+        Path | None, typer.Option("--answers", metavar="FILE", help="Read what is not given here from an answers file.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 4 on warnings.")] = False,
     report_file: Annotated[
@@ -72,7 +72,7 @@ def preflight(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Look, tell, and leave with the exit code."""
+    """Check, show the result, and exit with its code."""
     language = language_of()
     with told(as_json):
         began = time.monotonic()
@@ -106,13 +106,14 @@ def preflight(
 
 
 def read_waivers(given: list[str] | None) -> dict[str, str]:
-    """`CHECK=REASON` by check. Raises InstallError (usage) where the reason is missing: a waiver is somebody's word."""
+    """`CHECK=REASON` by check. Raises InstallError (usage) if the reason is missing: somebody must answer for a
+    waiver."""
     waivers = {}
     for text in given or []:
         name, _, reason = text.partition("=")
         if not name.strip() or len(reason.strip()) < 3:
             raise InstallError(
-                t("'{text}' waives nothing.", text=text),
+                t("'{text}' is not a waiver.", text=text),
                 exit_code=ExitCode.USAGE,
                 why=t("A waiver names the check and says why, in words."),
                 changed=t("Nothing was changed."),
@@ -126,13 +127,13 @@ def _context(
     layout: Layout, bundle: Path | None, keys: list[Path], host: str | None, port: int | None, device: Device,
     gpus: tuple[str, ...], language: str,
 ) -> PreflightContext:
-    """The plans: what the medium asks for, and where the endpoint is or will be."""
+    """The plans: what the medium requires, and where the endpoint is or will be."""
     values: dict[str, Any] = {}
     if bundle is not None:
         needs = read_needs(bundle.expanduser().absolute(), keyring(layout, keys), layout)
         values = needs.values
         if not needs.verified:
-            _note(t("No key is given (--trust-key), so nothing on the medium was trusted: only file sizes are used."),
+            _note(t("No key was given (--trust-key), so nothing on the medium was trusted: only file sizes are used."),
                   language)  # fmt: skip
     standing = config.standing(layout)
     return PreflightContext(
@@ -155,7 +156,7 @@ def _note(text: Text, language: str) -> None:
 
 
 def _error_line(records: list[Any], strict: bool, language: str) -> None:
-    """One line on stderr, where stdout goes to a file or a pipe."""
+    """One line on stderr, because stdout goes to a file or a pipe."""
     code = verdict(records, strict=strict)
     if code and not sys.stdout.isatty():
         bad = [r for r in records if (r.status == "fail" and r.waived is None) or (code == 4 and r.status == "warn")]
@@ -165,10 +166,10 @@ def _error_line(records: list[Any], strict: bool, language: str) -> None:
 
 
 def _write(path: Path, facts: dict[str, Any]) -> None:
-    """The one thing that this command writes, and only when asked. It replaces no file that is not a report."""
+    """The only file that this command writes, and only when asked. It replaces nothing but an earlier report."""
     if path.exists() and path.stat().st_size and not _is_report(path):
         raise InstallError(
-            t("{path} is there already, and is not a preflight report.", path=path),
+            t("{path} exists already, and is not a preflight report.", path=path),
             exit_code=ExitCode.USAGE,
             changed=t("Nothing was changed."),
             hint=t("Choose another file name for --report."),

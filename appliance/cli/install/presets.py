@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli.common import Json, examples, print_json, say, say_rows, told
+from appliance.cli.language.commands import Commands
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, language_of, t
 
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
 
 Gpu = Annotated[
     str | None,
-    typer.Option("--gpu", metavar="NAME", help="The GPU: h100, L40S, 80GB, … (this machine's, if it has one)."),
+    typer.Option("--gpu", metavar="NAME", help="The GPU: h100, L40S, 80GB, … (default: this machine's)."),
 ]
 
-app = typer.Typer(
+app = Commands(
     help="List starting points for a model, a GPU and a use, and explain each value.",
     epilog=examples("atoll presets --gpu h100", "atoll presets show gemma4-31b/chat --gpu h100",
                     "atoll presets show qwen3.6-27b/white-paper --json"),
@@ -56,7 +57,7 @@ def _list(ctx: typer.Context, gpu: Gpu = None, as_json: Json = False) -> None:
     epilog=examples("atoll presets show gemma4-31b/chat --gpu h100", "atoll presets show qwen3.6-27b/white-paper"),
 )
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="MODEL/USE, as `atoll presets` lists them.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="MODEL/USE, as listed by `atoll presets`.")],
     gpu: Gpu = None,
     as_json: Json = False,
 ) -> None:

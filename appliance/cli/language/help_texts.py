@@ -10,10 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from appliance.cli.language.usage_errors import checks_told
+from appliance.cli.language.commands import Commands
+from appliance.cli.language.engine_programs import LANGUAGE_FLAG
 from installer.base.i18n import looked_up
-
-LANGUAGE_HELP = "Language of what is said: ko or en (as the system's; English where Hangul cannot be shown)."
 
 
 def paragraphs(command: Any) -> Iterator[str]:
@@ -32,8 +31,6 @@ def translate(command: Any, language: str) -> Any:
     """The same command, helping in `language`."""
     _add_language_option(command)
     if language != "en":
-        checks_told(command)
-        _say_help(command, language)
         _each(command, lambda paragraph: looked_up(paragraph, language))
     return command
 
@@ -66,26 +63,13 @@ def _add_language_option(command: Any) -> None:
         command.params.append(_language_option())
 
 
-def _say_help(command: Any, language: str) -> None:
-    """`--help` itself is an option that the library makes, with English words, each time it is asked for."""
-    for below in getattr(command, "commands", {}).values():
-        _say_help(below, language)
-    make = command.get_help_option
-
-    def made(ctx: Any) -> Any:
-        option = make(ctx)
-        if option is not None and option.help:
-            option.help = looked_up(option.help, language)
-        return option
-
-    command.get_help_option = made
-
-
 def _language_option() -> Any:
-    holder = typer.Typer(add_completion=False)
+    holder = Commands(add_completion=False)
+
+    name, metavar, text = LANGUAGE_FLAG
 
     @holder.command()
-    def shape(lang: Annotated[str, typer.Option("--lang", metavar="[ko|en]", help=LANGUAGE_HELP)] = "") -> None:
+    def shape(lang: Annotated[str, typer.Option(name, metavar=metavar, help=text)] = "") -> None:
         pass
 
     (option,) = get_command(holder).params

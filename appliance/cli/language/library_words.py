@@ -20,6 +20,7 @@ TYPER_PLAIN = (foreign("Show this message and exit."),)  # not marked there: hel
 
 ARGPARSE = (
     foreign("usage: "),
+    foreign("options"),
     foreign("invalid choice: %(value)r (choose from %(choices)s)"),
     foreign("invalid %(type)s value: %(value)r"),
     foreign("expected one argument"),

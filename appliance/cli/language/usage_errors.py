@@ -1,13 +1,11 @@
 """Wrong flags, in the operator's language.
 
-The command-line library writes its complaints in English only. So they are made here from what its errors carry (the
-kind of error, the option, the parameter), and for two that carry nothing the check itself is made here. In English
-nothing changes.
+typer writes its complaints in English only. Here they are written again from what its errors carry: the kind of error,
+the option, the parameter. The two that carry nothing are raised in commands.py. In English nothing changes.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 from appliance.cli.common import spoken
@@ -24,16 +22,6 @@ def usage_errors_told() -> Iterator[None]:
         if language_of() != "en" and getattr(error, "ctx", None) is not None and (said := _said(error)):
             _reword(error, spoken(said))
         raise
-
-
-def checks_told(command: Any) -> None:
-    """Have `command` and those below it refuse unknown commands and surplus arguments in the operator's language."""
-    if hasattr(command, "resolve_command"):
-        _refuse_unknown_commands(command)
-    elif not command.allow_extra_args:
-        _refuse_surplus(command)
-    for below in getattr(command, "commands", {}).values():
-        checks_told(below)
 
 
 def _said(error: Any) -> str | None:
@@ -71,37 +59,3 @@ def _problem(error: Any) -> str:
 
 def _reword(error: Any, message: str) -> None:
     error.format_message = lambda: message
-
-
-def _refuse_unknown_commands(group: Any) -> None:
-    resolve = group.resolve_command
-
-    def resolved(ctx: Any, args: list[str]) -> Any:
-        name = args[0]
-        if group.get_command(ctx, name) is None and not name.startswith("-"):
-            near = get_close_matches(name, group.list_commands(ctx))
-            if near:
-                ctx.fail(spoken(t("No such command {name}. Did you mean {other}?", name=repr(name),
-                                  other=joined(map(repr, near)))))  # fmt: skip
-            ctx.fail(spoken(t("No such command {name}.", name=repr(name))))
-        return resolve(ctx, args)
-
-    group.resolve_command = resolved
-
-
-def _refuse_surplus(command: Any) -> None:
-    parse = command.parse_args
-    command.allow_extra_args = True
-
-    def parsed(ctx: Any, args: list[str]) -> list[str]:
-        try:
-            rest = parse(ctx, args)
-        except Exception as error:
-            if getattr(error, "ctx", ctx) is None:
-                error.ctx = ctx  # type: ignore[attr-defined]  # whose option it is
-            raise
-        if rest:
-            ctx.fail(spoken(t("Got unexpected extra argument(s) ({names})", names=" ".join(rest))))
-        return rest
-
-    command.parse_args = parsed

@@ -1,4 +1,4 @@
-"""`atoll cost`: what a request and a million tokens cost here, every assumption shown."""
+"""`atoll cost`: what a request and a million tokens cost here, with every assumption shown."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +39,7 @@ def command(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Replace an assumption; may be repeated.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", metavar="FILE", help="Assumptions as TOML, at the top or in [cost].")
+        Path | None, typer.Option("--file", metavar="FILE", help="Assumptions as TOML, at the top level or in [cost].")
     ] = None,
     assumptions: Annotated[bool, typer.Option("--assumptions", help="Only show the assumptions.")] = False,
     as_json: Json = False,
@@ -54,7 +54,7 @@ def command(
         if not assumptions and load is None:
             raise InstallError(
                 t("No measurement was given."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-                hint=t("Measure, then name the result: atoll bench serve --save-result; atoll cost --load FILE"),
+                hint=t("Measure, then give the result: atoll bench serve --save-result; atoll cost --load FILE"),
             )  # fmt: skip
         sources = {each.name: t("set by you") if each.name in given or each.name in words else each.source
                    for each in cost.ASSUMPTIONS}  # fmt: skip

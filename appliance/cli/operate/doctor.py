@@ -1,4 +1,4 @@
-"""`atoll doctor`: can this machine's GPU serve? Shows the engine's self-test, which runs in processes of its own."""
+"""`atoll doctor`: can this machine's GPU serve? Shows the engine's self-test, which runs in its own processes."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ def doctor(
 
 
 def _self_test(command: list[str]) -> Iterator[dict[str, Any]]:
-    """The lines of the self-test as they come. Where it could not even start, its last line says so."""
+    """The lines of the self-test as they come. If it could not even start, its last line says so."""
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True)
     assert child.stdout is not None
@@ -78,7 +78,7 @@ def _self_test(command: list[str]) -> Iterator[dict[str, Any]]:
 
 
 class View:
-    """The lines of a self-test on a terminal, each as it comes."""
+    """The lines of a self-test on a terminal, as they come."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -120,7 +120,7 @@ class View:
 
 
 class Report:
-    """Collects the lines of a self-test; shows them as they come if there is a view."""
+    """Collects the lines of a self-test, and shows them as they come if there is a view."""
 
     def __init__(self, view: View | None) -> None:
         self.view = view

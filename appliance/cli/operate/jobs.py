@@ -1,4 +1,4 @@
-"""`atoll jobs`: the long work that runs outside of this terminal."""
+"""`atoll jobs`: long work that runs outside of this terminal."""
 
 import sys
 from pathlib import Path
@@ -8,14 +8,16 @@ import typer
 from rich.console import Console
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal
 from appliance.service import jobs
 from installer.base.i18n import t
 from installer.operate.install import key_was_shown
 
-JobName = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its id (the one that runs, else the last).")]
+JobName = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its id (default: the running one, else the "
+                                                                     "last).")]
 
-app = typer.Typer(help="List, watch and cancel the long work that runs in the background.", no_args_is_help=True)
+app = Commands(help="List, watch and cancel long work that runs in the background.", no_args_is_help=True)
 
 _STATES = {"starting": t("starting"), "running": t("running"), "ended": t("ended"), "killed": t("killed")}
 
@@ -39,7 +41,7 @@ def show(prefix: Prefix = None, as_json: Json = False) -> None:
 
 @app.command(epilog=examples("atoll jobs watch"))
 def watch(job: JobName = None, prefix: Prefix = None, as_json: Json = False) -> None:
-    """Follow a job to its end and leave with its exit code. Ctrl-C ends the watching, not the job."""
+    """Follow a job to its end and exit with its exit code. Ctrl-C ends the watching, not the job."""
     with told(as_json):
         layout = layout_for(prefix)
         found = jobs.find(layout, job)
@@ -65,14 +67,14 @@ def attach(job: JobName = None, prefix: Prefix = None, as_json: Json = False) ->
 
 @app.command(epilog=examples("atoll jobs cancel"))
 def cancel(job: JobName = None, prefix: Prefix = None, as_json: Json = False) -> None:
-    """Ask a job to stop. It finishes what must be whole and takes back what must not stay."""
+    """Ask a job to stop. It finishes what must be complete and undoes what must not stay."""
     with told(as_json):
         found = jobs.find(layout_for(prefix), job)
         asked = found.cancel()
     if as_json:
         print_json({"job": found.id, "cancelled": asked})
     else:
-        say(t("{job} was asked to stop.", job=found.id) if asked else t("{job} has ended already.", job=found.id))
+        say(t("{job} was asked to stop.", job=found.id) if asked else t("{job} has already ended.", job=found.id))
 
 
 @app.command(name="exec", hidden=True)
@@ -85,7 +87,7 @@ def execute(directory: Path) -> None:
 
 @app.command(name="settle", hidden=True)
 def settle(directory: Path) -> None:
-    """Put back what a job that was killed has left open (its unit and its guard do)."""
+    """Undo what a killed job has left open (its unit and its guard do)."""
     from appliance.service.jobs.guard import settle_after
 
     raise typer.Exit(settle_after(directory))
@@ -95,6 +97,6 @@ def _say(name: str, result: dict, as_json: bool) -> None:
     if as_json:
         print_json({"job": name, "exit_code": 0, "result": result})
         return
-    say(t("{job} has ended well.", job=name))
+    say(t("{job} ended successfully.", job=name))
     if key := result.get("api_key"):
         Console(highlight=False).print(f"  {key}", markup=False)

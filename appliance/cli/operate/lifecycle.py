@@ -1,4 +1,4 @@
-"""`atoll start|stop|restart|rollback|uninstall|journal`: what is done with an installation that is there."""
+"""`atoll start|stop|restart|rollback|uninstall|journal`: commands for an existing installation."""
 
 import socket
 import sys
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, spoken, told
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal, human_bytes, print_result
 from appliance.service import events
 from appliance.service.jobs import spool
@@ -24,12 +25,12 @@ from installer.operate.rollback import Rollback
 from installer.operate.uninstall import UninstallPlan, plan_uninstall
 from installer.operate.uninstall import uninstall as remove
 
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds that it may take to become ready.")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds until it must be ready.")]
 
-_ROLLBACK = """Go back to the release before, from what is on the disk: no medium is needed.
+_ROLLBACK = """Go back to the previous release, which is still on the disk: no medium is needed.
 
-It is started and asked a question like any other; if it does not answer, what runs now is put back. Settings that you
-changed stay. Run it again to return to where you were.
+It is started and has to answer a question, as after an install; if it does not answer, the current release is put back.
+Settings that you changed stay. Run it again to return to the newer release.
 """
 _UNINSTALL = """Stop the service and remove releases, units, caches and run-time files.
 
@@ -47,7 +48,7 @@ def register(app: typer.Typer) -> None:
     app.command(help=_ROLLBACK, epilog=examples("atoll rollback", "atoll rollback --dry-run --json"))(rollback)
     purge = f"atoll uninstall --purge --yes-purge {socket.gethostname()}"
     app.command(help=_UNINSTALL, epilog=examples("atoll uninstall", purge))(uninstall)
-    group = typer.Typer(help="The installer's journal: whether it is whole, and what to do if not.")
+    group = Commands(help="The installer's journal: check that it is intact, or repair it.")
     group.command(name="check", epilog=examples("atoll journal check"))(check)
     group.command(name="repair", epilog=examples("atoll journal repair"))(repair)
     app.add_typer(group, name="journal")
@@ -85,7 +86,7 @@ def rollback(
 ) -> None:
     with told(as_json):
         layout = layout_for(prefix)
-        if not (yes or dry_run) and sys.stdin.isatty() and not agrees(t("Go back to the release before?")):
+        if not (yes or dry_run) and sys.stdin.isatty() and not agrees(t("Go back to the previous release?")):
             raise InstallError(
                 t("Not confirmed."), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."), hint=t("Say --yes.")
             )
@@ -100,9 +101,10 @@ def uninstall(
     purge: Annotated[bool, typer.Option("--purge", help="Remove models, settings, keys and logs too.")] = False,
     yes_purge: Annotated[
         str | None,
-        typer.Option("--yes-purge", "--confirm", metavar="HOSTNAME", help="This machine's name: no question is asked."),
+        typer.Option("--yes-purge", "--confirm", metavar="HOSTNAME", help="This machine's name, instead of the "
+                                                                          "question."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="No question without --purge.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask (unless --purge is given).")] = False,
     as_json: Json = False,
 ) -> None:
     with told(as_json):
@@ -144,7 +146,7 @@ def _confirm(purge: bool, named: str | None, yes: bool) -> None:
 
 
 def check(prefix: Prefix = None, as_json: Json = False) -> None:
-    """Say whether the journal is whole. Changes nothing; exit code 30 if it is damaged."""
+    """Check whether the journal is intact. Changes nothing; exit code 30 if it is damaged."""
     with told(as_json):
         layout = layout_for(prefix)
         history_of(layout)
@@ -161,7 +163,7 @@ def repair(prefix: Prefix = None, as_json: Json = False) -> None:
             done = journal.repair(layout.journal)
             if done:
                 log.append(layout.audit, "journal-repaired", what=done)
-    text = t("The journal is whole; nothing was changed.")
+    text = t("The journal is intact; nothing was changed.")
     if done:
         text = joined([done, t("Next: run what you were about to run.")], " ")
     _say({"repaired": done is not None, "detail": done}, text, as_json)

@@ -1,4 +1,4 @@
-"""`atoll logs`: what the service says."""
+"""`atoll logs`: the service's log."""
 
 import sys
 from typing import Annotated
@@ -23,17 +23,17 @@ def register(app: typer.Typer) -> None:
 
 def command(
     prefix: Prefix = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 100,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines are written.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Number of lines from the end.")] = 100,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Continue as lines are written.")] = False,
     unit: Annotated[
         list[str] | None,
         typer.Option("--unit", "-u", metavar="UNIT", show_default=False,
                      help="gateway, engine, engine@NAME, gpu-ready, verify; repeatable."),
     ] = None,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From then on: '1 hour ago', '2026-01-31 14:00'.")
+        str | None, typer.Option(metavar="TIME", help="Start time: '1 hour ago', '2026-01-31 14:00'.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Each line as the service wrote it.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print each line as the service wrote it.")] = False,
 ) -> None:
     with told(False):
         layout = layout_for(prefix)

@@ -1,4 +1,4 @@
-"""`atoll pilot`: stages of users, watched, with a way back; and the decision."""
+"""`atoll pilot`: let users in by stages, watched, with a way back; then decide."""
 
 import time
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, spoken, told
+from appliance.cli.language.commands import Commands
 from installer.audit import log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
@@ -16,26 +17,26 @@ if TYPE_CHECKING:
     from appliance.service.pilot.records import PilotState
 
 By = Annotated[str | None, typer.Option("--by", metavar="NAME", help="Who decides (recorded in the audit log).")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where the report goes (the installation's own "
-                                                                      "place).")]
-app = typer.Typer(
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where the report goes (default: in the "
+                                                                       "installation).")]
+app = Commands(
     help="Let users in stage by stage, with stop conditions and a way back; report and sign the result.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 _EXIT_CODES = (
-    "Exit codes: 0 ok, 2 wrong plan or nothing to do, 3 a stage was stopped or missed its goal, 30 the disk, "
-    "40 the service does not answer, 75 somebody else is at work, 130 interrupted."
+    "Exit codes: 0 ok, 2 wrong plan or nothing to do, 3 a stage was stopped or missed its goal, 30 the disk, 40 the "
+    "service does not answer, 75 another command is running, 130 interrupted."
 )
 
 
 @app.command(epilog=examples("atoll pilot plan --example > pilot.toml", "atoll pilot plan pilot.toml"))
 def plan(
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The plan, TOML.")] = None,
-    example: Annotated[bool, typer.Option("--example", help="Print a plan to begin with.")] = False,
+    example: Annotated[bool, typer.Option("--example", help="Print a plan as a start for your own.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a plan, or print one to begin with. Changes nothing."""
+    """Check a plan, or print one as a start for your own. Changes nothing."""
     from appliance.service import cost
     from appliance.service.pilot.plan import EXAMPLE, read_plan
 
@@ -59,16 +60,16 @@ def plan(
              + _EXIT_CODES)  # fmt: skip
 def start(
     plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="The plan; without it the open pilot goes on.")
+        Path | None, typer.Option("--plan", metavar="FILE", help="The plan; without it, the open pilot continues.")
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not follow it: atoll jobs watch does.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not follow it; `atoll jobs watch` does.")] = False,
     by: By = None,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Begin a pilot, or go on with one that was cut off. It is a job: it outlives this terminal.
+    """Start a pilot, or continue one that was interrupted. It is a job: it outlives this terminal.
 
-    Ctrl-C cancels the watching; then only users of the way back are let in until it goes on.
+    Ctrl-C cancels the watching; until it continues, only the users of the way back are admitted.
     """
     from appliance.cli.view.install_view import Terminal
     from appliance.service import jobs
@@ -103,7 +104,7 @@ def start(
 
 @app.command(epilog=examples("atoll pilot status", "atoll pilot status --json"))
 def status(prefix: Prefix = None, as_json: Json = False) -> None:
-    """Show the stages, and the figures of those that have ended or run."""
+    """Show the stages, and the figures of those that have ended or are running."""
     from appliance.service.pilot import records
 
     with told(as_json):
@@ -113,7 +114,7 @@ def status(prefix: Prefix = None, as_json: Json = False) -> None:
 
 @app.command(epilog=examples("sudo atoll pilot advance"))
 def advance(by: By = None, prefix: Prefix = None, as_json: Json = False) -> None:
-    """Begin the next stage, where the plan says that a person decides."""
+    """Start the next stage, if the plan leaves that to a person."""
     from appliance.service.pilot.run import advance as begin_next
 
     with told(as_json):
@@ -155,7 +156,7 @@ def sign(
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Sign the finished pilot. The report's SHA-256 goes into the audit log. With --go every key is let in."""
+    """Sign the finished pilot. The report's SHA-256 goes into the audit log. With --go every key is admitted."""
     from appliance.service.pilot import report as reports
 
     with told(as_json):
@@ -214,7 +215,7 @@ def _show(layout: Layout, state: "PilotState", as_json: bool) -> None:
                      if (value := getattr(Kpi(**kpi), name)) is not None)  # fmt: skip
             say_rows(shown, indent=2)
     if state.open and not watched:
-        say(t("Nobody watches it right now. Go on: atoll pilot start"), err=True)
+        say(t("It is not being watched right now. To continue: atoll pilot start"), err=True)
     elif state.signed:
         say(t("signed by {by} at {at}", by=state.signed["by"], at=state.signed["at"]))
     elif state.outcome == "done":
@@ -222,7 +223,7 @@ def _show(layout: Layout, state: "PilotState", as_json: bool) -> None:
 
 
 def _live(layout: Layout, state: "PilotState", number: int) -> dict[str, Any]:
-    """The figures so far of a stage that runs."""
+    """The current figures of a running stage."""
     from appliance.series import Series, SeriesError
     from appliance.service.pilot import records
     from appliance.service.pilot.kpi import measure

@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
 
 def command(
     prefix: Prefix = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Show the memory plan of each model in full.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the complete memory plan of each model.")] = False,
     as_json: Json = False,
 ) -> None:
     with told(as_json):

@@ -1,4 +1,4 @@
-"""`atoll support-bundle`: one file for whoever helps."""
+"""`atoll support-bundle`: one file for support."""
 
 from pathlib import Path
 from typing import Annotated
@@ -38,10 +38,10 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Where to write it.", show_default="atoll-support-HOST-TIME.tar.gz, here"),
     ] = None,
-    since: Annotated[str, typer.Option(metavar="TIME", help="How far back the log goes.")] = support_bundle.SINCE,
+    since: Annotated[str, typer.Option(metavar="TIME", help="How far back logs go.")] = support_bundle.SINCE,
     redact_addresses: Annotated[
         bool,
-        typer.Option("--redact-addresses", help="Replace IP addresses and this machine's names by stand-ins."),
+        typer.Option("--redact-addresses", help="Replace IP addresses and this machine's names with placeholders."),
     ] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Show what would be taken and why; write nothing.")] = False,
     as_json: Json = False,

@@ -1,4 +1,4 @@
-"""`atoll tune`: find the engine settings that serve this traffic best. Flags in, words out."""
+"""`atoll tune`: find the engine settings that serve this traffic best. It handles flags and output."""
 
 import sys
 from typing import Annotated, Any
@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
@@ -20,12 +21,12 @@ Exit code 0: done; 3: done, but no setting meets the target; 40: the service doe
 is at work; 130: cancelled.
 """
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="Which model, where several run on this server.")
+    str | None, typer.Option("--model", metavar="NAME", help="The model, if several run on this server.")
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="No question: the service is restarted for every trial.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, although every trial restarts the service.")]
 By = Annotated[str | None, typer.Option("--by", metavar="NAME", help="Who decides (recorded in the audit log).")]
 
-app = typer.Typer(
+app = Commands(
     help=_HELP,
     epilog=examples(
         "sudo atoll tune --target ttft=500ms,itl=40ms --budget 10m",
@@ -45,7 +46,7 @@ def tune(
                      "ttft=500ms,itl=40ms. Without it: as many requests a second as possible."),
     ] = None,
     budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="How long it may take in all, such as 90s, 10m or 1h.")
+        str, typer.Option("--budget", metavar="TIME", help="Total time, such as 90s, 10m or 1h.")
     ] = "10m",
     profile: Annotated[
         str,
@@ -63,13 +64,14 @@ def tune(
                      "be repeated."),
     ] = None,
     load_seconds: Annotated[
-        float | None, typer.Option("--load-seconds", metavar="S", help="Load of one trial (a twentieth of the budget).")
+        float | None, typer.Option("--load-seconds", metavar="S", help="Load of one trial (default: a twentieth of the "
+                                                                       "budget).")
     ] = None,
     start_timeout: Annotated[
-        float, typer.Option("--start-timeout", metavar="S", help="Seconds that a start may take.")
+        float, typer.Option("--start-timeout", metavar="S", help="Seconds until a start must be ready.")
     ] = 900.0,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Do not go on with a tuning that was cut off; mend a damaged record.")
+        bool, typer.Option("--fresh", help="Do not continue an interrupted tuning; repair a damaged record.")
     ] = False,
     yes: Yes = False,
     by: By = None,
@@ -89,7 +91,7 @@ def tune(
             preset=preset, only=tuple(only or ()), load_seconds=load_seconds, start_timeout=start_timeout, fresh=fresh,
             by=by,
         )  # fmt: skip
-        _confirm(t("Every trial restarts the service, and requests that are under way are cut off. Go on?"), yes=yes)
+        _confirm(t("Every trial restarts the service and cuts off running requests. Continue?"), yes=yes)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             result = run_tuning(layout, request, terminal)
     _print(result, as_json)
@@ -115,12 +117,12 @@ def show(model: Model = None, prefix: Prefix = None, as_json: Json = False) -> N
 
 @app.command(epilog=examples("sudo atoll tune reset", "sudo atoll tune reset --model chat --yes"))
 def reset(model: Model = None, yes: Yes = False, by: By = None, prefix: Prefix = None, as_json: Json = False) -> None:
-    """Go back to the settings from before the first tuning: the preset's, where one was installed."""
+    """Go back to the settings from before the first tuning: the preset's, if one was installed."""
     with told(as_json):
         from appliance.service.tuning.work import run_reset
 
         layout = layout_for(prefix)
-        _confirm(t("This restarts the service. Go on?"), yes=yes)
+        _confirm(t("This restarts the service. Continue?"), yes=yes)
         with Terminal(layout.prefix, to_stderr=as_json) as terminal:
             result = run_reset(layout, model, terminal, by=by)
     if as_json:
@@ -130,7 +132,7 @@ def reset(model: Model = None, yes: Yes = False, by: By = None, prefix: Prefix =
 
 
 def _request(**given: Any) -> Any:
-    """Raises InstallError (usage) for values out of their bounds."""
+    """Raises InstallError (usage) for values out of bounds."""
     from pydantic import ValidationError
 
     from appliance.service.tuning.request import TuneRequest
@@ -142,7 +144,7 @@ def _request(**given: Any) -> Any:
         flag = "--" + str(entry["loc"][0]).replace("_", "-")
         raise InstallError(
             t("{flag} {value} cannot be used.", flag=flag, value=str(entry["input"])[:40]), exit_code=ExitCode.USAGE,
-            changed=t("Nothing was changed."), hint=t("Look at the bounds: {command}", command="atoll tune --help"),
+            changed=t("Nothing was changed."), hint=t("For the allowed values: {command}", command="atoll tune --help"),
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""`atoll verify-service`: does the running service keep its promises? The checklist's step `verify`, by itself."""
+"""`atoll verify-service`: does the running service keep its promises? The checklist's step `verify` on its own."""
 
 import time
 from pathlib import Path
@@ -47,17 +47,19 @@ def register(app: typer.Typer) -> None:
 def command(
     prefix: Prefix = None,
     base_url: Annotated[
-        str | None, typer.Option("--base-url", metavar="URL", help="An endpoint somewhere else, as https://llm:8443.")
+        str | None, typer.Option("--base-url", metavar="URL", help="An endpoint elsewhere, such as https://llm:8443.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Of --base-url: the model (the first that is served).")
+        str | None, typer.Option("--model", metavar="NAME", help="With --base-url: the model (default: the first that "
+                                                                 "is served).")
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option("--api-key-file", metavar="FILE", help="Of --base-url: the API key ($OPENAI_API_KEY)."),
+        typer.Option("--api-key-file", metavar="FILE", help="With --base-url: file with the API key "
+                                                            "($OPENAI_API_KEY)."),
     ] = None,
     ca: Annotated[
-        Path | None, typer.Option("--ca", metavar="FILE", help="Of --base-url: its certificate authority, PEM.")
+        Path | None, typer.Option("--ca", metavar="FILE", help="With --base-url: its certificate authority, PEM.")
     ] = None,
     group: Annotated[
         list[str] | None, typer.Option("--group", metavar="NAME", help="Only this group; may be repeated (all).")
@@ -68,21 +70,22 @@ def command(
     ] = None,
     target: Annotated[
         list[str] | None,
-        typer.Option("--target", metavar="NAME=VALUE", help="What must be reached: ttft, tpot, itl, e2el (ms), share, "
-                     "users, output_throughput, request_throughput, error_rate."),
+        typer.Option("--target", metavar="NAME=VALUE", help="Targets: ttft, tpot, itl, e2el (ms), share, users, "
+                                                            "output_throughput, request_throughput, error_rate."),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option("--requests", metavar="N", min=1, help="Requests of each load (as the profile says).")
+        int | None, typer.Option("--requests", metavar="N", min=1, help="Requests of each load (default: as the "
+                                                                        "profile says).")
     ] = None,
     seconds: Annotated[
         float | None, typer.Option("--seconds", metavar="S", min=1, help="Length of each load, instead of --requests.")
     ] = None,
     soak: Annotated[
-        float | None, typer.Option("--soak", metavar="S", min=0, help="Seconds of the soak; 0 leaves it out (120).")
+        float | None, typer.Option("--soak", metavar="S", min=0, help="Seconds of the soak test; 0 skips it (120).")
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option("--report", metavar="DIR", help="Where the report goes (the installation's own place)."),
+        typer.Option("--report", metavar="DIR", help="Where the report goes (default: in the installation)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -139,7 +142,7 @@ def _somewhere_else(
 
     plan = _plan(VerifyAnswers(), given, targets)
     if report is None:
-        raise _usage(t("An endpoint somewhere else needs --report DIR."), t("Say where the report goes."))
+        raise _usage(t("An endpoint elsewhere needs --report DIR."), t("Say where the report goes."))
     target = Target(url, model, key=read_key(key), ca=ca)
 
     async def served() -> str:
@@ -156,7 +159,7 @@ def _somewhere_else(
 
 
 def _plan(standing: Any, given: dict[str, Any], targets: list[str]) -> "VerifyAnswers":
-    """The answers with what flags change. Raises InstallError (usage) before anything runs."""
+    """The answers, changed by flags. Raises InstallError (usage) before anything runs."""
     from pydantic import ValidationError
 
     from appliance.load.profile import find_profile

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import layout_for, say, say_rows, spoken
+from appliance.cli.language.commands import Commands
 from appliance.cli.publish import bundle_runtime
 from appliance.cli.view.byte_progress import byte_progress, size
 from appliance.cli.view.json_output import emit, json_errors
@@ -21,7 +22,7 @@ from offline_bundle.model.verify import inspect_bundle, verify_bundle
 from offline_bundle.runtime.verify import is_runtime
 from offline_bundle.signing.keys import Keyring, is_encrypted, refuse_from_medium
 
-app = typer.Typer(help="Build, inspect and verify signed model bundles.", no_args_is_help=True, rich_markup_mode=None)
+app = Commands(help="Build, inspect and verify signed model bundles.", no_args_is_help=True, rich_markup_mode=None)
 
 _LABELS = {"copy": t("Copying and hashing"), "verify": t("Verifying")}
 _EXIT_CODES = (
@@ -217,7 +218,8 @@ def verify(
     key: Annotated[
         list[Path],
         typer.Option(
-            help="Trusted public key, obtained apart from the bundle; repeatable: any one of them may have signed.",
+            help="Trusted public key, obtained separately from the bundle; repeatable: any one of them may have "
+                 "signed.",
             show_default=False,
         ),
     ],
@@ -253,7 +255,7 @@ def verify(
 
 
 def _not_revoked(named: list[Path]) -> Keyring:
-    """The named keys, less what was revoked in the installation of this machine, if there is one."""
+    """The named keys without those that were revoked in this machine's installation, if there is one."""
     try:
         return keyring(layout_for(None), named)
     except InstallError as error:

@@ -63,8 +63,8 @@ def build(
               *(("", line) for line in word_lines(made.fingerprint)),
               ("install.sh (SHA-256)", grouped(made.install_sha256)),
               *(("", line) for line in word_lines(made.install_sha256))], indent=2)
-    say(t("Digits and words stand for the same hash; the words are easier on the phone. install.sh is identical on "
-          "every medium of this version of Atoll."))
+    say(t("Digits and words are the same hash; the words are easier on the phone. install.sh is identical on every "
+          "medium of this version of Atoll."))
     say(t("\nNext: put model bundles beside it: atoll bundle build MODEL ... --out {out}", out=out))
     say(t("On the server, first compare, then install:"))
     say(joined(["  cp MEDIUM/install.sh /root && sha256sum /root/install.sh"], ""))
@@ -113,7 +113,7 @@ def summary(manifest: RuntimeManifest) -> dict[str, Any]:
 
 
 def show(manifest: RuntimeManifest, *more: tuple[str, str]) -> None:
-    """The same facts for a person."""
+    """The same facts for people."""
     requires = manifest.requires
     gpu = t("CPU only")
     if requires.cuda:
@@ -133,7 +133,7 @@ def show(manifest: RuntimeManifest, *more: tuple[str, str]) -> None:
 
 
 def require(given: dict[str, Any]) -> None:
-    """Check for the options that a model bundle needs, and that a runtime mostly has no use for."""
+    """Check for the options that a model bundle needs and a runtime usually does not."""
     if lacking := [name for name, value in given.items() if value is None]:
         raise BundleError(
             t("Missing: {names}.", names=joined(lacking)),

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from appliance.cli.common import say_rows, spoken
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.fingerprint import grouped, word_lines
 from appliance.cli.view.json_output import emit, json_errors
 from installer.base.i18n import t
@@ -14,7 +15,7 @@ from offline_bundle.errors import USAGE, BundleError
 from offline_bundle.signing.hash_words import from_words, in_words
 from offline_bundle.signing.keys import load_public, new_keypair
 
-app = typer.Typer(help="Make and look at the keys that sign bundles.", no_args_is_help=True, rich_markup_mode=None)
+app = Commands(help="Make and look at the keys that sign bundles.", no_args_is_help=True, rich_markup_mode=None)
 
 _EXIT_CODES = "Exit codes: 0 ok, 2 usage, 10 not a usable public key, 13 missing, 30 I/O."
 
@@ -53,8 +54,8 @@ def new(
             )
             return
         say_rows([
-            (t("Private key"), t("{path}  (keep it offline; whoever has it can sign for you)", path=pair.private_path)),
-            (t("Public key"), t("{path}  (give it to whoever verifies bundles, separately from them)",
+            (t("Private key"), t("{path} (keep it offline: whoever has it can sign for you)", path=pair.private_path)),
+            (t("Public key"), t("{path} (give it to those who verify bundles, separately from the bundles)",
                                 path=pair.public_path)),
             (t("Fingerprint"), grouped(pair.fingerprint)),
             *(("", line) for line in word_lines(pair.fingerprint)),

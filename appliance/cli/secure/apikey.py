@@ -1,4 +1,4 @@
-"""`atoll apikey new | list | revoke`: the keys that open the endpoint. (`atoll keys`: those that sign bundles.)"""
+"""`atoll apikey new | list | revoke`: the keys that open the endpoint. (`atoll keys`: keys that sign bundles.)"""
 
 import re
 import time
@@ -10,6 +10,7 @@ import typer
 from rich.cells import cell_len
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, padded, print_json, say, say_rows, spoken, told
+from appliance.cli.language.commands import Commands
 from installer.access import api_keys
 from installer.audit import log
 from installer.base import fs
@@ -23,11 +24,11 @@ KeyFile = Annotated[
     Path | None,
     typer.Option(
         "--file", metavar="FILE", show_default=False,
-        help="A key file of its own, as `atoll serve --api-key-file` reads it; no installation is needed.",
+        help="A separate key file, as `atoll serve --api-key-file` reads it; no installation is needed.",
     ),
 ]
 
-app = typer.Typer(
+app = Commands(
     help="API keys of the endpoint: who may use it, for what, until when. (Keys that sign bundles: atoll keys.)",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -61,7 +62,7 @@ def new(
         ),
     ] = "",
     expires: Annotated[
-        str, typer.Option(help="When it ends: 12h, 90d, 8w, 1y, a date such as 2027-01-31 (UTC), or never.")
+        str, typer.Option(help="When it expires: 12h, 90d, 8w, 1y, a date such as 2027-01-31 (UTC), or never.")
     ] = "never",
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the key to a new file (0600) and do not show it.")
@@ -70,7 +71,7 @@ def new(
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Make a key. It is shown this once; only its hash is stored."""
+    """Make a key. It is shown only once; only its hash is stored."""
     with told(as_json):
         keys, layout = _keys_of(prefix, file)
         lifetime = _lifetime(expires)
@@ -80,7 +81,7 @@ def new(
         api_keys.check_group(group)
         if out is not None and out.exists():
             raise InstallError(
-                t("{out} is there already.", out=out), exit_code=ExitCode.USAGE, changed=t("No key was made."),
+                t("{out} already exists.", out=out), exit_code=ExitCode.USAGE, changed=t("No key was made."),
                 hint=t("Give --out a new file: a key is never written over something else."),
             )
         key = api_keys.add(keys, name, lifetime=lifetime, scopes=scopes, group=group)
@@ -95,17 +96,18 @@ def new(
         return
     made = [(t("key"), t("written to {out}, which only you can read", out=out))]
     if out is None:
-        made = [(t("key"), key.text), ("", t("Keep it: it is shown this once, and only its hash is stored."))]
+        made = [(t("key"), key.text), ("", t("Keep it: it is shown only once, and only its hash is stored."))]
     revoking = t("{id}   (to revoke it: atoll apikey revoke {id}{where})", id=key.id, where=_where(prefix, file))
     allowed = t("{names}; {until}", names=joined(api_keys.scopes_of(entry)), until=_until(entry))
-    sharing = [(t("group"), t("{group}: shares cached prompts with its other keys", group=group))] if group else []
+    sharing = [(t("group"), t("{group}: shares cached prompts with the other keys of the "
+                              "group", group=group))] if group else []
     say_rows([*made, ("id", revoking), (t("may"), allowed), *sharing], width=8)
     _say_note(note)
 
 
 @app.command(name="list", epilog=examples("atoll apikey list", "atoll apikey list --json") + "\n\n" + _EXIT_CODES)
 def list_(file: KeyFile = None, prefix: Prefix = None, as_json: Json = False) -> None:
-    """List the keys: id, name, what they are for, until when. Their text is stored nowhere."""
+    """List the keys: id, name, scopes, expiry. Their text is stored nowhere."""
     with told(as_json):
         keys, _ = _keys_of(prefix, file)
         entries = api_keys.people(keys)
@@ -171,7 +173,8 @@ def _keys_of(prefix: Path | None, file: Path | None) -> tuple[Path, Layout | Non
 
 
 def _changed(layout: Layout | None, event: str | None, **facts: Any) -> str | None:
-    """An installation notes the event and tells its gateway. A file alone is read again by whoever serves with it."""
+    """An installation records the event and notifies its gateway. The server that uses a separate file reads it again
+    by itself."""
     if layout is None:
         return None
     if event:
@@ -200,7 +203,7 @@ def _layout(prefix: Path | None) -> Layout:
 
 
 def _write(out: Path, key: api_keys.NewKey, keys: Path) -> None:
-    """A key that cannot be handed over must not stay valid."""
+    """A key that could not be delivered must not stay valid."""
     try:
         fs.write_atomic(out, key.text + "\n", 0o600)
     except OSError:
@@ -223,10 +226,10 @@ def _lifetime(text: str) -> float | None:
             seconds = -1.0
     if not 0 < seconds <= _MOST:
         raise InstallError(
-            t("'{text}' is not a time from now on, within 10 years.", text=text),
+            t("'{text}' is not a time in the next 10 years.", text=text),
             exit_code=ExitCode.USAGE,
             changed=t("No key was made."),
-            hint=t("Say --expires 90d, 12h, 8w, 1y, 2027-01-31, or never."),
+            hint=t("Use --expires 90d, 12h, 8w, 1y, 2027-01-31, or never."),
         )
     return seconds
 
@@ -235,7 +238,7 @@ def _not_a_key(text: str) -> None:
     """A key on the command line is in the shell's history and in the list of processes."""
     if text.startswith("sk-") and len(text) > 20:
         raise InstallError(
-            t("That looks like a key itself, not its id."),
+            t("This looks like a key itself, not like its id."),
             exit_code=ExitCode.USAGE,
             why=t("On a command line other users may have seen it."),
             changed=t("Nothing was changed."),
@@ -253,7 +256,7 @@ def _facts(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _until(entry: dict[str, Any]) -> str:
-    return t("ends {expires}", expires=entry["expires"]) if entry.get("expires") else t("never ends by itself")
+    return t("ends {expires}", expires=entry["expires"]) if entry.get("expires") else t("never expires")
 
 
 def _say_note(note: str | None) -> None:

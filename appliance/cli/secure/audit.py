@@ -1,4 +1,4 @@
-"""`atoll audit show | verify`: who accepted, waived or changed what, and whether the log of it is whole."""
+"""`atoll audit show | verify`: who accepted, waived or changed what, and whether the log is intact."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, told
+from appliance.cli.language.commands import Commands
 from installer.audit import anchor, check, log
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
@@ -13,15 +14,15 @@ from installer.base.layout import Layout
 from installer.operate.lifecycle import history_of
 from installer.support.logs import printable
 
-app = typer.Typer(
-    help="The audit log: who accepted, waived or changed what, and whether the log is whole.",
+app = Commands(
+    help="The audit log: who accepted, waived or changed what, and whether the log is intact.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 _EXIT_CODES = (
-    "Exit codes: 0 the log is whole, 2 usage or nothing installed, 11 it was edited, cut short or rewritten, "
-    "13 it is missing, 30 it cannot be read."
+    "Exit codes: 0 the log is intact, 2 usage or nothing installed, 11 it was edited, cut short or rewritten, 13 it is "
+    "missing, 30 it cannot be read."
 )
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SHOWN = ("at", "event", "who", "prev", "hash")
@@ -30,7 +31,7 @@ _SHOWN = ("at", "event", "who", "prev", "hash")
 @app.command(epilog=examples("atoll audit show", "atoll audit show --since 30d", "atoll audit show --json"))
 def show(
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From then on: 12h, 30d, 8w, or a date such as 2027-01-31 (UTC).")
+        str | None, typer.Option(metavar="TIME", help="Start time: 12h, 30d, 8w, or a date such as 2027-01-31 (UTC).")
     ] = None,
     prefix: Prefix = None,
     as_json: Json = False,
@@ -52,7 +53,7 @@ def show(
             for record in chosen:
                 typer.echo(_line(record))
             say(t("head: {count} entries, {words}", count=head.count, words=_grouped(head.hash)))
-            say(t("to write down: {head}", head=str(head)))
+            say(t("write this down: {head}", head=str(head)))
             if broken:
                 say(broken, err=True)
     if broken:
@@ -67,12 +68,12 @@ def verify(
     head: Annotated[
         list[str] | None,
         typer.Option(metavar="HASH:COUNT", show_default=False,
-                     help="A head that was written down; of the hash 16 digits or more. Repeatable."),
+                     help="A head that you wrote down, with 16 or more digits of the hash. Repeatable."),
     ] = None,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Check the log's chain, and compare it with the heads that journald keeps and with those that you give."""
+    """Check the log's chain, and compare it with the heads that journald keeps and those that you give."""
     with told(as_json):
         layout = _layout(prefix)
         given = [check.parse_head(text) for text in head or ()]
@@ -91,18 +92,18 @@ def _say(verdict: check.Verdict, kept: list[log.Head] | None, given: list[log.He
         say(verdict.message)
         say(verdict.next)
     elif verdict.anchors:
-        say(t("The audit log is whole: {count} entries; {anchors} heads that were kept elsewhere agree.",
+        say(t("The audit log is intact: {count} entries; {anchors} heads that were kept elsewhere agree.",
               count=verdict.entries, anchors=verdict.anchors))
     else:
-        say(t("The chain of the audit log holds: {count} entries. Nothing was there to tell whether it was cut short.",
+        say(t("The hash chain of the audit log is intact: {count} entries. There was nothing to tell whether it was "
+              "cut short.",
               count=verdict.entries))
     if verdict.anchors and verdict.unanchored and not verdict.message:
         say(t("No kept head covers the newest {count} entries.", count=verdict.unanchored))
     if verdict.torn_bytes:
         say(t("Its last line is torn, as a power cut leaves it; the next entry removes it."))
     if kept is None and not given:
-        say(t("The heads in the system's journal cannot be read here; give one that was written down: "
-              "--head HASH:COUNT"))
+        say(t("The heads in the system's journal cannot be read here; give one that you wrote down: --head HASH:COUNT"))
     say(t("head: {head}", head=str(verdict.head)))
 
 
@@ -126,7 +127,7 @@ def _grouped(digits: str) -> str:
 
 
 def _start(text: str) -> str:
-    """The earliest time that `--since` admits, in the form of the log's own times."""
+    """The earliest time that `--since` includes, in the format of the log's times."""
     try:
         if text[-1:] in _UNITS and text[:-1].isdecimal():
             moment = datetime.now(UTC) - timedelta(**{_UNITS[text[-1]]: int(text[:-1])})
@@ -137,5 +138,5 @@ def _start(text: str) -> str:
     except (ValueError, OverflowError):
         raise InstallError(
             t("'{text}' is not a time.", text=text[:80]), exit_code=ExitCode.USAGE, changed=t("Nothing was changed."),
-            hint=t("Say 12h, 30d, 8w, or a date such as 2027-01-31."),
+            hint=t("Use 12h, 30d, 8w, or a date such as 2027-01-31."),
         ) from None

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.language.commands import Commands
 from installer.audit import log
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
@@ -19,23 +20,23 @@ from installer.service.reload import reload_gateway
 from installer.tls import custom as imports
 from installer.tls import endpoint as tls_endpoint
 
-app = typer.Typer(
-    help="The endpoint's certificate: look at it, renew it, use your own, give clients what they must trust.",
+app = Commands(
+    help="The endpoint's certificate: show it, renew it, use your own, export what clients must trust.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
-_EXIT_CODES = "Exit codes: 0 ok, 2 usage or not accepted, 30 a file cannot be used, 75 another command works."
+_EXIT_CODES = "Exit codes: 0 ok, 2 usage or not accepted, 30 a file cannot be used, 75 another command is running."
 Name = Annotated[
     list[str] | None,
-    typer.Option("--name", metavar="NAME", help="A name or address that clients will type; repeatable.",
+    typer.Option("--name", metavar="NAME", help="A name or address that clients will use; repeatable.",
                  show_default=False),
 ]
 
 
 @app.command(epilog=examples("atoll tls show", "atoll tls show --json") + "\n\nExit code 1 if it has expired.")
 def show(prefix: Prefix = None, as_json: Json = False) -> None:
-    """Show the served certificate: for whom, by whom, until when, and its fingerprint."""
+    """Show the served certificate: its names, issuer, expiry and fingerprint."""
     with told(as_json):
         found = _facts(layout_for(prefix))
     if as_json:
@@ -55,12 +56,12 @@ def renew(
         bool, typer.Option("--new-ca", help="Create a new local CA as well; every client must then trust the new one.")
     ] = False,
     local: Annotated[
-        bool, typer.Option("--local", help="Put a certificate made here in place of an imported one.")
+        bool, typer.Option("--local", help="Replace an imported certificate with one made here.")
     ] = False,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Make a new key and certificate by the local authority, for all names of this machine and those given."""
+    """Make a new key and certificate with the local CA, for all names of this machine and those given."""
     with told(as_json):
         layout = _installed(prefix)
         with InstallLock(layout.lock, "tls renew"):
@@ -80,12 +81,12 @@ def renew(
 ) + "\n\n" + _EXIT_CODES)
 def import_(
     cert: Annotated[Path, typer.Option(metavar="FILE", help="PEM: the server's certificate, then its issuers'.")],
-    key: Annotated[Path, typer.Option(metavar="FILE", help="PEM: its private key, not readable by everybody.")],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="PEM: its private key, not readable by other users.")],
     name: Name = None,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Use a certificate of your own issuer. Checked first: its key, dates, the order of the chain, the names."""
+    """Use a certificate of your own issuer. Its key, dates, chain order and names are checked first."""
     with told(as_json):
         layout = _installed(prefix)
         pair = imports.check_import(cert, key, tls_endpoint.required_names(config.standing(layout).host, name or []))
@@ -101,11 +102,11 @@ def import_(
     "atoll tls export-ca > atoll-ca.crt", "atoll tls export-ca --out /media/usb/atoll-ca.crt",
 ) + "\n\n" + _EXIT_CODES)
 def export_ca(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of to stdout.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write to instead of stdout.")] = None,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Give out the certificate that clients must trust (no secret), with its fingerprint to compare."""
+    """Export the certificate that clients must trust (not secret), with its fingerprint to compare."""
     with told(as_json):
         layout = layout_for(prefix)
         found = _facts(layout)
@@ -114,7 +115,7 @@ def export_ca(
                 t("The served certificate was not made here: clients need its issuer's root, not ours."),
                 exit_code=ExitCode.USAGE,
                 why=t("Its issuer is {issuer}.", issuer=found["issuer"]),
-                hint=t("Most clients of your organisation trust that root already; else ask its issuer for it."),
+                hint=t("Most clients in your organisation already trust that root; otherwise ask its issuer for it."),
             )
         text = tls_endpoint.ca_file(layout).read_text()
         if out is not None:
@@ -169,7 +170,7 @@ def _facts(layout: Layout) -> dict[str, Any]:
 
 
 def _apply(layout: Layout) -> str | None:
-    """Have the new certificate served; returns what is left to do."""
+    """Have the new certificate served. Returns what is left to do."""
     if layout.system:
         return reload_gateway(layout)
     text = config.read_text(layout.config)
@@ -188,7 +189,7 @@ def _done(found: dict[str, Any], note: str | None, as_json: bool, *, new_ca: boo
         return
     _print(found)
     if new_ca:
-        say(t("The authority is new: every client must trust it. Give it out: atoll tls export-ca"))
+        say(t("The local CA is new: every client must trust it. Export it: atoll tls export-ca"))
     if note:
         say(note)
 
@@ -199,7 +200,7 @@ def _print(found: dict[str, Any]) -> None:
     if left < 0:
         ends = t("{at}  (EXPIRED)", at=found["not_after"])
     rows = [
-        (t("made"), t("here, by the local authority") if found["source"] == "local" else t("elsewhere, and imported")),
+        (t("made"), t("here, by the local CA") if found["source"] == "local" else t("elsewhere, and imported")),
         (t("issuer"), found["issuer"]),
         (t("names"), ", ".join(found["names"])),
         (t("ends"), ends),

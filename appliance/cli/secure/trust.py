@@ -1,4 +1,4 @@
-"""`atoll trust list | add | remove | revoke`: whose bundles are taken here. (`atoll keys`: making such keys.)"""
+"""`atoll trust list | add | remove | revoke`: whose bundles are accepted here. (`atoll keys`: making such keys.)"""
 
 import os
 import sys
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, print_json, say, say_rows, told
+from appliance.cli.language.commands import Commands
 from appliance.cli.view.fingerprint import grouped, word_lines
 from installer.access import vendor_keys
 from installer.base.errors import ExitCode, InstallError
@@ -17,8 +18,8 @@ from installer.operate.lifecycle import history_of
 from installer.release import release
 from offline_bundle.signing.hash_words import from_words, in_words
 
-app = typer.Typer(
-    help="Vendor keys that this installation trusts: look at them, add one, remove one, revoke one for good.",
+app = Commands(
+    help="Vendor keys that this installation trusts: list, add, remove, or revoke one for good.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -27,23 +28,24 @@ _EXIT_CODES = (
     "Exit codes: 0 ok, 2 usage or nothing installed, 10 not a usable public key or a revoked one, 13 file missing, "
     "30 the list of keys is damaged or cannot be written."
 )
-_LEAST = 32  # digits of a fingerprint: 128 bits, which nobody finds a second key for
+_LEAST = 32  # digits of a fingerprint: 128 bits, for which nobody finds a second key
 Key = Annotated[
     str,
     typer.Argument(
         metavar="KEY", show_default=False,
-        help="8 or more first digits of its fingerprint, 4 or more of its words, or its file name in the list.",
+        help="At least the first 8 digits of its fingerprint, 4 of its words, or its file name in the list.",
     ),
 ]
 
 
 @app.command(name="list", epilog=examples("atoll trust list", "atoll trust list --json") + "\n\n" + _EXIT_CODES)
 def list_(prefix: Prefix = None, as_json: Json = False) -> None:
-    """List the keys: trusted or revoked, by fingerprint and words, and what of the running release each has signed."""
+    """List the keys, trusted or revoked, by fingerprint and words, and which parts of the running release each has
+    signed."""
     with told(as_json):
         layout = layout_for(prefix)
         if not layout.trust.is_dir():
-            history_of(layout)  # says that nothing is installed; else everybody may look
+            history_of(layout)  # raises if nothing is installed; otherwise everybody may look
         rows = _rows(layout)
     if as_json:
         print_json({"keys": rows})
@@ -67,7 +69,7 @@ def add(
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Trust a key from now on. Take it from the vendor, not from a medium, or compare its fingerprint."""
+    """Trust a key from now on. Obtain it from the vendor, not from a medium, or compare its fingerprint."""
     with told(as_json):
         layout = _writable(prefix)
         loaded = vendor_keys.load(key)
@@ -77,7 +79,7 @@ def add(
     if as_json:
         print_json({"fingerprint": loaded.fingerprint, "changed": new})
         return
-    say(t("This key is trusted from now on.") if new else t("This key was trusted already."))
+    say(t("This key is now trusted.") if new else t("This key was trusted already."))
     _show_key(loaded.fingerprint)
     if fingerprint is None:
         say(t("Compare it with the vendor's letter or by phone. If it differs: atoll trust remove {name}",
@@ -88,7 +90,7 @@ def add(
     "sudo atoll trust remove 1f2e3d4c", "sudo atoll trust remove vendor.pub",
 ) + "\n\n" + _EXIT_CODES)
 def remove(key: Key, prefix: Prefix = None, as_json: Json = False) -> None:
-    """Trust a key no longer. It may be added again; for a stolen key use revoke."""
+    """No longer trust a key. It may be added again; for a stolen key use revoke."""
     with told(as_json):
         layout = _writable(prefix)
         gone = vendor_keys.remove(layout, key)
@@ -115,13 +117,13 @@ def revoke(
             help="As in the list, or a public key file, or all 64 digits (32 words) of a key that was never here.",
         ),
     ],
-    why: Annotated[str, typer.Option("--reason", help="Why; it is kept with the key and in the audit log.",
+    why: Annotated[str, typer.Option("--reason", help="The reason; it is kept with the key and in the audit log.",
                                      show_default=False)],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="No question.")] = False,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Refuse a key for good: nothing that it has signed is verified again, whoever brings it. What runs goes on."""
+    """Refuse a key for good: nothing that it signed is accepted again, from any source. What is running continues."""
     with told(as_json):
         layout = _writable(prefix)
         if len(why.strip()) < 3:
@@ -186,27 +188,27 @@ def _signed(layout: Layout, fingerprints: set[str]) -> list[str]:
 
 def _say_consequences(signed: list[str], left: int) -> None:
     if signed:
-        say(t("It has signed what runs now: {names}. The service goes on, but `atoll verify` fails, `atoll status` "
-              "reports it and there is no rollback to it, until you install what another key has signed: atoll install "
-              "MEDIUM --trust-key NEW.pub", names=joined(signed)))  # fmt: skip
+        say(t("It signed what runs now: {names}. The service continues, but `atoll verify` fails, `atoll status` "
+              "reports it and a rollback to it is impossible, until you install what another key has signed: atoll "
+              "install MEDIUM --trust-key NEW.pub", names=joined(signed)))  # fmt: skip
     if not left:
-        say(t("No trusted key is left. The next install has to name one: --trust-key FILE"))
+        say(t("No trusted key is left. The next install must name one: --trust-key FILE"))
 
 
 def _confirm(fingerprint: str, signed: list[str]) -> None:
     refused = _usage(t("Not confirmed."), t("Say --yes."))
     if not sys.stdin.isatty():
         raise refused
-    say(t("This cannot be undone: nothing that the key {fingerprint} has signed will be verified here again.",
+    say(t("This cannot be undone: nothing that the key {fingerprint} signed will be accepted here again.",
           fingerprint=fingerprint))  # fmt: skip
     if signed:
-        say(t("It has signed what runs now: {names}.", names=joined(signed)))
+        say(t("It signed what runs now: {names}.", names=joined(signed)))
     if not agrees(t("Revoke this key?")):
         raise refused
 
 
 def _meant(layout: Layout, named: str) -> str:
-    """The fingerprint of KEY, which may be a public key file too, if it has a path."""
+    """The fingerprint of KEY, which may also be a public key file if it contains a path."""
     path = Path(named).expanduser()
     if ("/" in named or named.endswith(".pub")) and path.is_file():
         return vendor_keys.load(path).fingerprint
@@ -221,7 +223,7 @@ def _compare(said: str, fingerprint: str) -> None:
     except ValueError:
         pass
     if not _LEAST <= len(digits) <= len(fingerprint) or set(digits) - set("0123456789abcdef"):
-        raise _usage(t("That is no fingerprint: it has 64 hex digits (or 32 words); give the first {least} or more.",
+        raise _usage(t("This is not a fingerprint: it has 64 hex digits (or 32 words); give the first {least} or more.",
                        least=_LEAST), t("The vendor sees it with: atoll keys fingerprint vendor.pub"))  # fmt: skip
     if not fingerprint.startswith(digits):
         raise InstallError(

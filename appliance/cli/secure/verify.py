@@ -37,10 +37,10 @@ def command(
         bool, typer.Option("--all", help="Also read again what an interrupted check had finished.")
     ] = False,
     gentle: Annotated[
-        bool, typer.Option("--gentle", help="Take disk and processor only when nobody else wants them.")
+        bool, typer.Option("--gentle", help="Use disk and processor only when nothing else needs them.")
     ] = False,
     rebuild_bytecode: Annotated[
-        bool, typer.Option("--rebuild-bytecode", help="First make bytecode that differs again, from verified sources.")
+        bool, typer.Option("--rebuild-bytecode", help="First rebuild bytecode that differs, from verified sources.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the result.")] = False,
     as_json: Json = False,
@@ -64,7 +64,7 @@ def command(
 def _rebuild(layout: Layout, *, silent: bool) -> None:
     for name, count in rebuild(layout).items():
         if not silent:
-            say(t("{name}: {count} files of bytecode were made again.", name=name, count=count))
+            say(t("{name}: {count} files of bytecode were rebuilt.", name=name, count=count))
 
 
 def _quietly(target: Target) -> None:
@@ -93,11 +93,11 @@ def _sum_up(report: Report) -> None:
     else:
         say(t("All is as it was signed ({done}).", done=done))
     if not report.recorded:
-        say(t("The result was not recorded: that takes the installation's owner (sudo)."))
+        say(t("The result was not recorded: only the installation's owner can do that (sudo)."))
 
 
 def _be_gentle() -> None:
-    """The lowest priority there is for processor and disk; a machine that knows no such thing goes on without."""
+    """The lowest priority for processor and disk. A machine without such priorities continues normally."""
     import contextlib
     import os
 

@@ -1,4 +1,4 @@
-"""Progress of byte-moving work on stderr: a bar on a terminal, plain lines elsewhere, nothing when asked for JSON."""
+"""Progress of copying and hashing on stderr: a bar on a terminal, plain lines elsewhere, nothing with --json."""
 
 import sys
 import time
@@ -57,7 +57,7 @@ def _bar(labels: dict[str, str]) -> Iterator[Progress]:
 
 
 class _Lines:
-    """One line at the start, every few seconds, and at the end of a stage: fit for a log."""
+    """One line at the start, every few seconds, and at the end of a stage: suitable for a log."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self.labels = labels

@@ -21,7 +21,7 @@ _STATUS_STYLES = {"green": "green", "failed": "bold red", "stale": "yellow", "in
 
 
 def print_findings(findings: list[dict[str, Any]], console: Console) -> None:
-    """One line a finding; what blocks says what is needed and what to do."""
+    """One line for each finding; for one that blocks, also what is needed and what to do."""
     with contextlib.suppress(OSError):
         for facts in findings:
             waiver = facts.get("waiver") or {}
@@ -47,7 +47,7 @@ def _word(finding: Finding, waived: bool) -> str:
 
 
 def print_state(state: State, console: Console) -> None:
-    """The checklist: its steps, what stands in the way, and where it goes on."""
+    """The checklist: its steps, what blocks them, and where it continues."""
     with contextlib.suppress(OSError):
         for number, step in enumerate(state.steps, start=1):
             _print_step(number, step, console)

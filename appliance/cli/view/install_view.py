@@ -1,4 +1,4 @@
-"""How the install commands look on a terminal. Plain lines when nobody watches; markup is never read from data."""
+"""The output of the install commands on a terminal. Plain lines if nobody watches; markup is never read from data."""
 
 import contextlib
 import time
@@ -41,7 +41,7 @@ def human_bytes(size: float) -> str:
 
 
 class Terminal:
-    """The installer's front end on a terminal. A terminal that is gone (a dropped SSH session) is no reason to stop."""
+    """The installer's front end on a terminal. If the terminal disappears (a dropped SSH session), work continues."""
 
     def __init__(self, prefix: Path, *, to_stderr: bool) -> None:
         self.console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
@@ -160,7 +160,7 @@ class Terminal:
 
 
 def print_plan(plan: Plan, console: Console, prefix: Path) -> None:
-    """Everything that is new or changes, in full, paths below the prefix; what stays is counted."""
+    """Everything that is new or changes, in full, with paths below the prefix; what stays is only counted."""
     kept = 0
     with contextlib.suppress(OSError):
         where = t("On this server") if prefix == Path("/") else t("Under {prefix}", prefix=prefix)
@@ -197,7 +197,7 @@ _KINDS = {
 
 
 def print_result(result: InstallResult, layout: Layout, as_json: bool) -> None:
-    """What came of an install or a rollback; the key once."""
+    """The result of an install or a rollback, with the key, which is shown only here."""
     if as_json:
         print_json(result.to_json())
         return
@@ -234,7 +234,7 @@ def _facts(result: InstallResult, layout: Layout) -> list[tuple[str, str]]:
     rows += [(t("model"), name) for name in named]
     if result.api_key:
         rows.append((t("key"), result.api_key))
-        rows.append(("", t("Keep it: it is shown this once, and only its hash is stored.")))
+        rows.append(("", t("Keep it: it is shown only once, and only its hash is stored.")))
     else:
         rows.append((t("key"), t("the one shown when it was made (id {names})", names=", ".join(result.key_ids))))
     if result.downtime_s is not None:

@@ -1,5 +1,7 @@
-"""How the preflight looks: a table on a terminal, plain lines elsewhere, Korean or English. Markup is never read from
-data, and a status is always a word, not only a colour."""
+"""The output of the preflight: a table on a terminal, plain lines elsewhere, in Korean or English.
+
+Markup is never read from data, and a status is always a word, not only a colour.
+"""
 
 import contextlib
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ _WORDS = {"pass": "PASS", "warn": "WARN", "fail": "FAIL", "waived": "WAIV"}
 def print_checks(
     records: Sequence[CheckRecord], *, everything: bool, console: Console | None = None, language: str | None = None
 ) -> None:
-    """The checks in their order; without `everything` only what needs attention. Each of these with its remedy."""
+    """The checks in their order; without `everything` only those that need attention. Each of these with its remedy."""
     console = console or Console(highlight=False)
     language = language or language_of()
     shown = [record for record in records if everything or record.status != "pass"]
@@ -37,7 +39,7 @@ def print_checks(
 
 
 def print_verdict(records: Sequence[CheckRecord], seconds: float, console: Console, language: str) -> None:
-    """How many of each, and what that means."""
+    """How many of each status, and what that means."""
     counts = {word: sum(_state(record) == word for record in records) for word in _STYLES}
     numbers = t("{good} passed, {warn} warnings, {fail} failed, {waived} waived, in {seconds} s",
                 seconds=f"{seconds:.1f}", good=counts["pass"], warn=counts["warn"], fail=counts["fail"],
@@ -73,7 +75,7 @@ def _table(records: Sequence[CheckRecord], language: str) -> Table:
 
 
 def _groups(records: Sequence[CheckRecord]) -> list[list[CheckRecord]]:
-    """Neighbours that pass for one and the same reason ("not needed: …") share a row."""
+    """Neighbours that pass for the same reason ("not needed: …") share a row."""
     groups: list[list[CheckRecord]] = []
     for record in records:
         last = groups[-1][-1] if groups else None
@@ -85,7 +87,7 @@ def _groups(records: Sequence[CheckRecord]) -> list[list[CheckRecord]]:
 
 
 def _row(group: list[CheckRecord], language: str) -> list[str]:
-    """One row of the table. What passes is told by its title; what does not also by the id that a waiver needs."""
+    """One row of the table: the check's title and, unless it passed, the id that a waiver needs."""
     first, last, state = group[0], group[-1], _state(group[0])
     title, observed, required = (escape(told(text, language)) for text in (first.title, first.observed, first.required))
     mark = f"[{_STYLES[state]}]{_WORDS[state]}[/]"
@@ -103,7 +105,7 @@ def _line(record: CheckRecord, language: str) -> str:
 
 
 def _remedy(record: CheckRecord, language: str, console: Console) -> None:
-    """Why it matters, what is needed, what to do; or whose word it was to go on."""
+    """Why it matters, what is needed and what to do; or who waived it."""
     state = _state(record)
     console.print(f"\n[{_STYLES[state]}]{_WORDS[state]}[/] {record.id}: {escape(told(record.observed, language))}",
                   soft_wrap=True)  # fmt: skip

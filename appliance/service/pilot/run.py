@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from appliance.series import Recorder, Series, SeriesError, Store, Window
 from appliance.service import cost
+from appliance.service.dashboard.key import KEY as WATCHER_KEY
 from appliance.service.jobs.frontend import JobFrontend
 from appliance.service.jobs.process import Work
 from appliance.service.pilot import records as events
@@ -31,7 +32,7 @@ from installer.release import config
 from installer.service.reload import reload_gateway
 
 KEY_NAME = "atoll pilot"      # of the key that the watcher makes and removes
-_SPARE = (KEY_NAME, VERIFICATION_KEY)
+_SPARE = (KEY_NAME, VERIFICATION_KEY, WATCHER_KEY)
 
 
 class PilotRequest(BaseModel):

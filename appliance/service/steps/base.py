@@ -1,4 +1,4 @@
-"""What a step of the checklist is, and what it is given. One step, one file; register it in steps/__init__.py."""
+"""What a step of the checklist is, and what it is given. One step per file; register it in steps/__init__.py."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ class StepJob:
     survey: Survey
     answers: Answers
     options: InstallOptions
-    waivers: Mapping[str, str]                    # finding → reason, all of those that hold
+    waivers: Mapping[str, str]                    # finding → reason, for all valid waivers
     earlier: Mapping[str, dict[str, Any]]         # step → summary of its last green run
     frontend: JobFrontend
-    accepted: Callable[..., None]                 # records an accepted licence at once: it is not asked for again
-    learned: dict[str, Any] = field(default_factory=dict)  # what was decided here, for the answers file
+    accepted: Callable[..., None]                 # records an accepted licence at once
+    learned: dict[str, Any] = field(default_factory=dict)  # decisions made here, for the answers file
 
     @property
     def facts(self) -> Facts:
@@ -34,7 +34,7 @@ class StepJob:
 
 
 class Step(ABC):
-    """One step. It takes no terminal and prints nothing; run again, it converges."""
+    """One step. It uses no terminal and prints nothing; run again, it converges."""
 
     id: ClassVar[str]
     title: ClassVar[str]          # a Text, for operators
@@ -45,18 +45,18 @@ class Step(ABC):
         return {}
 
     def finding_ids(self) -> set[str]:
-        """Findings that may be waived before they were ever seen."""
+        """Findings that may be waived before they were ever reported."""
         return set()
 
     @abstractmethod
     def inputs(self, facts: Facts, answers: Answers) -> dict[str, Any]:
-        """All that the result depends on, JSON-able and cheap. When it changes, this step and all later ones are stale.
-        """
+        """Everything that the result depends on; JSON-able and cheap. When it changes, this step and all later ones are
+        stale."""
 
     def outdated(self, facts: Facts, summary: Mapping[str, Any]) -> str | None:
-        """Why what a green run left behind no longer holds (a Text); None: it does. Cheap."""
+        """Why the result of a green run no longer holds (a Text); None if it does. Cheap."""
         return None
 
     @abstractmethod
     def run(self, job: StepJob) -> StepResult:
-        """Do it. Raises InstallError where it could not be done; findings say what was done and does not suffice."""
+        """Run it. Raises InstallError if it could not be done; findings say what was done and does not suffice."""

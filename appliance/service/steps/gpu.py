@@ -1,4 +1,4 @@
-"""GPU: can this machine run what was brought? The preflight's checks, each a finding."""
+"""GPU: can this machine run the models on the medium? The preflight's checks, each as a finding."""
 
 import contextlib
 from typing import Any
@@ -40,7 +40,7 @@ class GpuStep(Step):
         )  # fmt: skip
 
     def _context(self, job: StepJob) -> PreflightContext:
-        """Against the models where they are known; else what any install needs."""
+        """Against the models if they are known; else against what any install needs."""
         with contextlib.suppress(Exception):
             if job.survey.context is not None:
                 return preflight_context(job.survey.context)

@@ -1,4 +1,4 @@
-"""Install: the installer's journalled run, as one step. An installation that is whole already is recognised.
+"""Install: the installer's journalled run, as one step. An existing complete installation is recognised.
 
 The models get the settings of the presets that fit them, the GPU and the use (presets/choose.py).
 """
@@ -47,7 +47,7 @@ class InstallStep(Step):
         result = Installer(job.options, job.frontend, layout=job.layout).run()
         job.learned.update(confirm_plan=True)
         summary = without_key(result, job.frontend)
-        for name in ("plan", "preflight"):  # large, and recorded by the steps before
+        for name in ("plan", "preflight"):  # large, and already recorded by earlier steps
             summary.pop(name)
         summary["presets"] = {name: chosen.to_json() for name, chosen in presets.items()}
         models = joined(f"{model['instance']} ({model['name']} {model['version']})" for model in result.models)
@@ -63,7 +63,7 @@ class InstallStep(Step):
 
 
 def _presets(job: StepJob) -> dict[str, "Chosen"]:
-    """Instance -> preset, for each model that shall run; none where the medium is gone and the models are unknown."""
+    """Instance -> preset, for each model that will run; empty if the medium is gone and the models are unknown."""
     from appliance.service.pick import card_of  # loads PyTorch, which a dry run from a medium does without
     from appliance.service.presets.choose import choose
 
@@ -84,7 +84,7 @@ def _presets(job: StepJob) -> dict[str, "Chosen"]:
 
 
 def _standing(job: StepJob, text: str | None, model: Model) -> dict[str, Any]:
-    """The instance's settings: those in the file, and those that this run's answers name."""
+    """The instance's current settings: those in the file, and those that this run's answers name."""
     if text is None:
         table: dict[str, Any] = {}
     elif job.layout.system:
@@ -95,7 +95,7 @@ def _standing(job: StepJob, text: str | None, model: Model) -> dict[str, Any]:
 
 
 def _apply(job: StepJob, presets: Mapping[str, "Chosen"]) -> None:
-    """What the answers name stands above the preset's."""
+    """Settings in the answers win over the preset's."""
     if not any(chosen.settings for chosen in presets.values()):
         return
     job.options.models = [

@@ -1,6 +1,6 @@
-"""Model and licence: the licences of the engine and of each model, apart, and the review of each model.
+"""Model and licence: the licences of the engine and of each model, separately, and the review of each model.
 
-A licence is accepted by its text: a person's yes to what was shown, or an answer that names the text's hash.
+A licence is accepted by its text: a person agrees to the text shown, or an answer names the text's hash.
 """
 
 import time
@@ -54,7 +54,7 @@ class ModelStep(Step):
         text, facts = engine_licence(), job.facts.engine
         if text is None or facts.licence_sha256 is None:
             return made("engine-licence", "strict", False, t("Engine licence"), observed=t("its text is missing"),
-                        required=t("the text that came with the code"), why=t("Nobody can accept what is not there."),
+                        required=t("the text that came with the code"), why=t("A missing text cannot be accepted."),
                         fix=t("Install Atoll again from its medium."))  # fmt: skip
         name = f"atoll {facts.version}"
         request = LicenceRequest(facts.spdx, facts.licence_sha256, text.decode("utf-8", "replace"), None, name)
@@ -78,7 +78,7 @@ class ModelStep(Step):
                                hash=terms.sha256[:12], how=how))  # fmt: skip
 
     def _accept(self, job: StepJob, request: LicenceRequest, kind: str, of: str, *, asked: bool = True) -> str:
-        """How it was accepted. Raises InstallError (20) where it was not."""
+        """How it was accepted. Raises InstallError (20) if it was not."""
         reference = licence.answered(request, job.options.accept_licenses)
         how = "answer"
         if reference is None and not asked:
@@ -107,7 +107,7 @@ class ModelStep(Step):
         )
 
     def _review(self, job: StepJob, model: Model, named: Callable[[str], str]) -> list[Finding]:
-        """The points of one model; a front that is there is asked for what is open."""
+        """The points of one model. If somebody is at the terminal, open points are asked for."""
         manifest = model.manifest
         answers: ReviewAnswers = getattr(job.answers, "review").get(manifest.name) or ReviewAnswers()  # noqa: B009
         today = time.strftime("%Y-%m-%d", time.gmtime())
@@ -123,12 +123,13 @@ class ModelStep(Step):
 
 
 def _named(name: str, *, model: Model, alone: bool) -> str:
-    """A finding's id. With several models it says whose it is, so that a waiver holds for one of them."""
+    """A finding's id. With several models it names the model, so that a waiver holds for one of them."""
     return name if alone else f"{name}@{model.instance}"
 
 
 def _checked(answers: ReviewAnswers, said: dict[str, str]) -> ReviewAnswers:
-    """The answers with what was said. Raises InstallError (usage) for a day that is none, or too long an answer."""
+    """The answers including those just given. Raises InstallError (usage) for an invalid date or an answer that is too
+    long."""
     try:
         return ReviewAnswers.model_validate({**said, **answers.model_dump(exclude_none=True), **said})
     except ValueError as error:

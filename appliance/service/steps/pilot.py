@@ -1,4 +1,4 @@
-"""Pilot: users stage by stage, watched, with a way back; and a person's decision to roll out."""
+"""Pilot: let users in stage by stage, watched, with a way back; then a person decides on the roll-out."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ Person = Annotated[str, StringConstraints(min_length=2, max_length=100)]
 
 
 class PilotAnswers(PilotPlan):
-    """A plan, who signs, and why there is no pilot."""
+    """A plan, who signs, and the reason if there is no pilot."""
 
     signed_by: Person | None = Field(None, description="Who signs the roll-out if every stage passes.")
     skip: Annotated[str, StringConstraints(min_length=3, max_length=500)] | None = Field(
@@ -92,7 +92,7 @@ def _signed(signed: Mapping[str, Any] | None) -> Finding:
 
 def _unplanned() -> Finding:
     return made("pilot-planned", "block", False, t("Pilot"), observed=t("no stage is planned"),
-                required=t("at least one stage"), why=t("Real users find what no test does."),
+                required=t("at least one stage"), why=t("Real users find what no test finds."),
                 fix=t("Plan it in the answers file: [pilot] with [[pilot.stages]], or skip = \"reason\""),
                 command="atoll pilot plan --example")  # fmt: skip
 

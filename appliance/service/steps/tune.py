@@ -19,12 +19,12 @@ Reason = Annotated[str, StringConstraints(min_length=3, max_length=500)]
 
 
 class TuneAnswers(BaseModel):
-    """`confirm`: yes, the service may be restarted for every trial. `skip`: why nothing is tuned."""
+    """`confirm`: the service may be restarted for every trial. `skip`: why nothing is tuned."""
 
     model_config = ConfigDict(extra="forbid")
 
     target: str = Field(default="", max_length=200, description="ttft=500ms,itl=40ms; empty: as much as possible.")
-    budget: str = Field(default="10m", max_length=20, description="How long it may take in all, for each model.")
+    budget: str = Field(default="10m", max_length=20, description="Total time for each model.")
     profile: Text = Field(default="chat", description="chat, long-documents, batch, one-user, or a profile's file.")
     model: Text | None = Field(default=None, description="Only this one of several models.")
     preset: Text | None = Field(default=None, description="The preset that the settings come from.")
@@ -77,7 +77,7 @@ class TuneStep(Step):
         return _result(findings, {"models": results})
 
     def _asked(self, job: StepJob, answers: TuneAnswers) -> TuneAnswers:
-        """A front that is there is asked what the answers leave open."""
+        """If somebody is at the terminal, ask for what the answers leave open."""
         if answers.skip or answers.confirm or answers.settings or not job.frontend.interactive:
             return answers
         said = job.frontend.ask(t("Tune now? Every trial restarts the service. (yes, or why not)"))
@@ -134,21 +134,21 @@ def _result(findings: list[Finding], summary: dict[str, Any]) -> StepResult:
 
 def _unconfirmed() -> Finding:
     return made(
-        "tune-confirmed", "block", False, t("Tuning"), observed=t("nobody has agreed to it"),
-        required=t("a yes, or a reason to leave it out"),
-        why=t("Every trial restarts the service, and requests that are under way are cut off."),
+        "tune-confirmed", "block", False, t("Tuning"), observed=t("nobody has agreed to the restarts"),
+        required=t("a yes, or a reason to skip it"),
+        why=t("Every trial restarts the service and cuts off running requests."),
         fix=t("Say it in the answers file: [tune] confirm = true, or skip = \"reason\""),
     )  # fmt: skip
 
 
 def _findings(result: dict[str, Any]) -> list[Finding]:
-    """What came of one model."""
+    """The findings of one model."""
     from appliance.service.tuning import advice
     from appliance.service.tuning.measure import measured_of
 
     model = result["model"]
     changed = [f"{name} {advice.shown(old)} → {advice.shown(new)}" for name, (old, new) in result["changed"].items()]
-    said = joined(changed) if changed else t("the settings as they stood")
+    said = joined(changed) if changed else t("the current settings")
     found = [
         made("tuned", "info", True, t("Setting"), observed=t("{model}: {said}", model=model, said=said)),
         made("tune-reason", "info", True, t("Reason"), observed=result["reason"]),
@@ -166,7 +166,7 @@ def _findings(result: dict[str, Any]) -> list[Finding]:
         found.append(made(
             "tune-target", "info" if met else "warn", met, t("Target"), observed=numbers,
             required=joined(f"{name} {limit:g} ms" for name, limit in result["target"].items()),
-            why="" if met else t("No setting within reach meets the target; the best one is in force."),
+            why="" if met else t("No setting within reach meets the target; the best one is in use."),
             fix="" if met else t("What would help: {names}.", names=joined(result["helps"], "; ")),
         ))  # fmt: skip
     return found

@@ -1,6 +1,6 @@
-"""Verify: does what is installed keep its promises? Six groups of checks, targets of the operator, a report.
+"""Verify: does the installed service keep its promises? Six groups of checks, the operator's targets, a report.
 
-The checks are imported when they run: they need NumPy, and a dry run from a medium has none.
+The checks are imported when they run: they need NumPy, which a dry run from a medium lacks.
 """
 
 from collections.abc import Mapping
@@ -69,12 +69,12 @@ class VerifyStep(Step):
 
 
 def left_out(plan: VerifyAnswers) -> list[Finding]:
-    """The groups that were not asked for: a warning, for a sign-off must not rest on them."""
+    """The groups that were not requested: a warning, because a sign-off must not rest on them."""
     from appliance.service.verification.run import TITLES
 
     return [
         made(f"{group}-left-out", "warn", False, TITLES[group], observed=t("not verified: the answers leave it out"),
-             fix=t("Verify it too before the roll-out."), why=t("what was not checked is not known to hold"))
+             fix=t("Verify it before the roll-out."), why=t("without a check it is not known to hold"))
         for group in GROUPS if group not in plan.groups
     ]  # fmt: skip
 
@@ -85,7 +85,7 @@ def _report(written: "Written") -> Finding:
 
 
 def _summary(found: "Verification", written: "Written") -> dict[str, Any]:
-    """What later steps need: the measured numbers of each model, and where the report is."""
+    """What later steps need: the measured numbers of each model, and the path of the report."""
     numbers: dict[str, Any] = {}
     for group in found.groups:
         for model, loads in group.data.get("loads", {}).items():

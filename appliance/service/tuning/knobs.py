@@ -1,7 +1,7 @@
-"""Which settings of an engine are tuned, in which steps, and which the memory planner allows.
+"""Which settings of an engine are tuned, in which steps, and which of them the memory planner allows.
 
-On a GPU: sequences at once, tokens of a step, the share of its memory, the precision of the KV cache, and of recurrent
-layers' states where the model has any. On a CPU: sequences and tokens.
+On a GPU: sequences at once, tokens per step, the share of its memory, the precision of the KV cache, and of recurrent
+layers' states if the model has any. On a CPU: sequences and tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ KV, STATES = "kv-cache-dtype", "mamba-ssm-cache-dtype"
 KNOBS = (SEQS, TOKENS, SHARE, KV, STATES)
 KV_BYTES = "kv-cache-memory-bytes"
 
-_SEQS = {"cpu": 256, "cuda": 1024}            # the engine's own, where nobody says and nothing was planned
+_SEQS = {"cpu": 256, "cuda": 1024}            # the engine's defaults, if nobody sets them and nothing was planned
 _TOKENS = {"cpu": 512, "cuda": 8192}
 _TOKENS_RANGE = {"cpu": (64, 4096), "cuda": (512, 32_768)}
 _SHARES = (0.85, 0.9, 0.92, 0.95)
@@ -42,14 +42,15 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What of the load the steps depend on. `clients`: requests under way at most, None for an open loop."""
+    """The part of the load that decides the steps. `clients`: most requests in progress at once, None for an open
+    loop."""
 
     clients: int | None
     longest: int                   # tokens of its longest request
 
 
 def engine_config(layout: Layout, instance: str) -> EngineConfig:
-    """The engine's settings, read as the engine reads them. Raises InstallError (usage)."""
+    """The engine's settings, parsed as the engine parses them. Raises InstallError (usage)."""
     try:
         if layout.system:
             return model_config(instance, layout.config)
@@ -69,8 +70,8 @@ def normal(settings: Mapping[str, Any]) -> dict[str, Any]:
 class Knobs:
     """Finds the search space of one engine.
 
-    `settings`: what stands in the file. `ours`: values that a tuning wrote or a preset has; a value of anybody else is
-    the operator's and stays. `only`: tune exactly these, whoever's they are.
+    `settings`: those in the file. `ours`: values that a tuning wrote or a preset has; any other value is the operator's
+    and stays. `only`: tune exactly these, even the operator's.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class Knobs:
 
     @property
     def is_unplanned(self) -> bool:
-        """A GPU whose memory nobody knows: what does not fit is found by trying."""
+        """A GPU of unknown memory: what does not fit is found by trying."""
         return self.device == "cuda" and self.base is None
 
     def space(self) -> tuple[Space, list[Pinned]]:
-        """Raises InstallError (usage) for knobs that are unknown here, or that exclude one another."""
+        """Raises InstallError (usage) for knobs that are unknown here, or that exclude each other."""
         knobs, pinned = [], []
         known = self._ladders()
         self._check_only(known)
@@ -109,21 +110,21 @@ class Knobs:
                 )
         if SHARE in self.only and KV_BYTES in self.settings:
             raise _usage(
-                t("{one} has no effect beside {other}.", one=SHARE, other=KV_BYTES),
+                t("{one} has no effect together with {other}.", one=SHARE, other=KV_BYTES),
                 t("Remove {other} from the settings, or leave {one} out.", one=SHARE, other=KV_BYTES),
             )
 
     def _why_not(self, name: str) -> str:
         if self.only:
-            return "" if name in self.only else t("not among those that were asked for")
+            return "" if name in self.only else t("not among the requested ones")
         if name == SHARE and KV_BYTES in self.settings:
-            return t("it has no effect beside {other}", other=KV_BYTES)
+            return t("it has no effect together with {other}", other=KV_BYTES)
         if name in self.settings and self.settings[name] not in self.ours.get(name, ()):
             return t("the operator's own value")
         return ""
 
     def _ladders(self) -> dict[str, tuple[list[Any], Any]]:
-        """Knob → (its steps, from little memory to much; what is in force now)."""
+        """Knob → (its steps, from least to most memory; the current value)."""
         found: dict[str, tuple[list[Any], Any]] = {}
         seqs = self.config.max_num_seqs or (self.base["max_num_seqs"] if self.base else _SEQS[self.device])
         found[SEQS] = (sequence_steps(seqs, self.traffic.clients), seqs)
@@ -147,7 +148,7 @@ class Knobs:
             return lambda setting: True
 
         def fits(setting: Setting) -> bool:
-            """As planned, without a shorter context or fewer sequences than it says."""
+            """As planned, without a shorter context or fewer sequences than requested."""
             found = self._plan(replace(self.config, **{
                 name.replace("-", "_"): value for name, value in setting.items() if value is not None
             }))  # fmt: skip
@@ -159,7 +160,7 @@ class Knobs:
         return fits
 
     def _plan(self, config: EngineConfig) -> dict[str, Any] | None:
-        """The planner's numbers; None where it refuses, and where there is nothing to plan with."""
+        """The planner's numbers; None if it refuses, or if there is nothing to plan with."""
         if self.device != "cuda" or self.card is None:
             return None
         planned: PlannedCard = self.card.planned
@@ -170,8 +171,10 @@ class Knobs:
 
 
 def sequence_steps(now: int, clients: int | None) -> list[int]:
-    """How many sequences may run at once. With a known number of clients more than these change nothing; fewer make
-    streams steadier, and requests wait."""
+    """Steps of the number of sequences at once.
+
+    With a known number of clients, more than these change nothing; fewer make streams steadier, but requests wait.
+    """
     if clients is None:
         return sorted({max(1, now // 4), max(1, now // 2), now, now * 2, now * 4})
     below = {max(1, clients // 2), max(1, clients // 4)}
@@ -184,14 +187,14 @@ def sequence_steps(now: int, clients: int | None) -> list[int]:
 
 
 def token_steps(now: int, device: str, most: int) -> list[int]:
-    """Tokens of one step, halved and doubled; more than the load ever brings at once change nothing."""
+    """Tokens of one step, halved and doubled. More than the load ever brings at once would change nothing."""
     low, high = _TOKENS_RANGE[device]
     steps = {step for step in (now // 4, now // 2, now * 2, now * 4) if low <= step <= high}
     return sorted({step for step in steps if step < now or step // 2 < most} | {now})
 
 
 def _knob(name: str, amounts: list[Any], written: Any, now: Any) -> Knob | None:
-    """None where there is nothing to choose from. What stands now keeps its spelling: an absent key stays absent."""
+    """None if there is nothing to choose from. The current value keeps its spelling: an absent key stays absent."""
     if len(amounts) < 2 or now not in amounts:
         return None
     values: tuple[Value, ...] = tuple(written if amount == now else amount for amount in amounts)
@@ -199,7 +202,7 @@ def _knob(name: str, amounts: list[Any], written: Any, now: Any) -> Knob | None:
 
 
 def preset_values(argv: list[str]) -> dict[str, Any]:
-    """Knob → value, of a preset's flags."""
+    """Knob → value, from a preset's flags."""
     found: dict[str, Any] = {}
     for flag, value in pairwise(argv):
         name = flag.removeprefix("--")

@@ -1,4 +1,4 @@
-"""One trial's load, and what it came to as a score."""
+"""The load of one trial, and its score."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from installer.base.errors import InstallError
 from installer.base.i18n import t
 from installer.release.config import Endpoint
 
-FAILED_SHARE = 0.5   # of the requests: above it a trial does not count
+FAILED_SHARE = 0.5   # share of failed requests above which a trial does not count
 LATENCIES = ("ttft", "itl", "tpot", "e2el")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a load came to. Latencies in milliseconds, each {"p50", "p95", "p99"}."""
+    """The result of a load. Latencies in milliseconds, each {"p50", "p95", "p99"}."""
 
     score: Score
     requests: int
@@ -45,12 +45,12 @@ class LoadDriver(Protocol):
     """Puts one trial's load on the endpoint."""
 
     def __call__(self, endpoint: Endpoint, model: str, key: str, on_progress: Callable[[int, int], None]) -> Measured:
-        """`on_progress`: answers, and seconds. Raises InstallError where the endpoint does not answer at all."""
+        """`on_progress` gets answers and seconds. Raises InstallError if the endpoint does not answer at all."""
         ...
 
 
 class ProfileLoad:
-    """The load of a traffic profile for so many seconds."""
+    """The load of a traffic profile for a number of seconds."""
 
     def __init__(self, profile: TrafficProfile, slo: Slo, seconds: float) -> None:
         self.profile, self.slo, self.seconds = profile, slo, seconds
@@ -90,7 +90,7 @@ def judged(result: LoadResult, slo: Slo) -> Measured:
 
 
 def lack_of(measured: Measured | None, clients: int | None) -> Lack:
-    """What the best trial misses, for the order of the next ones."""
+    """What the best trial misses; it decides the order of the next ones."""
     if measured is None:
         return Lack(clients=clients)
     missed = set(measured.missed)
@@ -98,7 +98,7 @@ def lack_of(measured: Measured | None, clients: int | None) -> Lack:
 
 
 def measured_of(facts: dict[str, Any]) -> Measured:
-    """What `Measured.to_json` recorded."""
+    """The result that `Measured.to_json` recorded."""
     return Measured(
         Score.of_json(facts), facts["requests"], facts["failed"], facts["seconds"], facts["latency_ms"],
         tuple(facts["missed"]), facts["within_target"],

@@ -22,7 +22,7 @@ from installer.base.i18n import joined, t
 from installer.base.journal import Journal, Record, repair, replay
 from installer.base.layout import Layout
 
-CUT_OFF = 2   # so many times a trial may be cut off before it counts as failed: it may be what ends the machine
+CUT_OFF = 2   # a trial that was interrupted this often counts as failed: it may be what ends the machine
 
 
 def path_of(layout: Layout) -> Path:
@@ -30,14 +30,14 @@ def path_of(layout: Layout) -> Path:
 
 
 def read(layout: Layout) -> list[Record]:
-    """All events; none where nothing was tuned. Raises InstallError (30) for damage, OSError."""
+    """All events; empty if nothing was tuned. Raises InstallError (30) for damage, OSError."""
     found = replay(path_of(layout))
     if found.damaged_lines:
         raise InstallError(
             t("The record of tunings {path} is damaged at line {names}.", path=path_of(layout),
               names=joined(map(str, found.damaged_lines))),
             exit_code=ExitCode.IO,
-            why=t("A power cut tears only its last line. This is the disk, or somebody's hand."),
+            why=t("A power cut tears only the last line. So the disk is failing, or somebody edited the file."),
             changed=t("Nothing was changed."),
             hint=t("Keep the intact records, and the damaged file beside them: {command}",
                    command="atoll tune --fresh"),
@@ -52,7 +52,7 @@ def mend(layout: Layout) -> None:
 
 @dataclass(slots=True)
 class Session:
-    """One tuning, as its events tell it. `facts`: of its `session` event."""
+    """One tuning according to its events. `facts`: of its `session` event."""
 
     id: str
     facts: dict[str, Any]
@@ -62,11 +62,11 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """What its trials took, those of earlier runs included."""
+        """Seconds that its trials took, including those of earlier runs."""
         return sum(float(record.get("seconds", 0.0)) for record in self.ended)
 
     def cut_off(self, name: str) -> bool:
-        """Whether this trial was begun as often as may be, and never ended."""
+        """Whether this trial was begun as often as allowed and never ended."""
         return self.begun[name] >= CUT_OFF and all(record["trial"] != name for record in self.ended)
 
 
@@ -89,7 +89,7 @@ def sessions(records: Sequence[Record]) -> list[Session]:
 
 
 def resumable(records: Sequence[Record], question: str) -> Session | None:
-    """The last session, if it was cut off and asked the same."""
+    """The last session, if it was interrupted and had the same question."""
     known = sessions(records)
     last = known[-1] if known else None
     return last if last is not None and last.closed is None and last.facts["question"] == question else None
@@ -106,7 +106,7 @@ def ours(records: Sequence[Record], instance: str) -> dict[str, list[Any]]:
 
 
 def original(records: Sequence[Record], instance: str) -> dict[str, Any]:
-    """Knob → what stood before the first tuning since the last reset; None: nothing."""
+    """Knob → its value before the first tuning since the last reset; None: it was not set."""
     found: dict[str, Any] = {}
     for record in records:
         if record["event"] == "reset" and record["model"] == instance:
@@ -117,7 +117,7 @@ def original(records: Sequence[Record], instance: str) -> dict[str, Any]:
 
 
 def last_result(records: Sequence[Record], instance: str | None = None) -> Record | None:
-    """The result of the last tuning that ended, of one model or of any."""
+    """The result of the last finished tuning, of one model or of any."""
     for session in reversed(sessions(records)):
         if session.closed is not None and instance in (None, session.facts["model"]):
             return session.closed
@@ -125,7 +125,7 @@ def last_result(records: Sequence[Record], instance: str | None = None) -> Recor
 
 
 class Records:
-    """The one writer; whoever uses it holds the installer's lock."""
+    """The one writer; its user holds the installer's lock."""
 
     def __init__(self, layout: Layout, run: str) -> None:
         self.layout = layout
@@ -150,7 +150,7 @@ class Records:
         return self._journal.records
 
     def add(self, event: str, **data: Any) -> Record:
-        """On the disk when this returns. Raises InstallError (30) where it cannot be."""
+        """It is on the disk when this returns. Raises InstallError (30) if that fails."""
         before = len(self._journal.records)
         try:
             return self._journal.add(event, **data)
@@ -160,11 +160,11 @@ class Records:
 
 
 def name_of(setting: Mapping[str, Any]) -> str:
-    """A setting as one line, such as "max-num-seqs=64 kv-cache-dtype=fp8"; absent values are "auto"."""
+    """A setting on one line, such as "max-num-seqs=64 kv-cache-dtype=fp8"; absent values are "auto"."""
     return " ".join(f"{name}={'auto' if value is None else value}" for name, value in setting.items())
 
 
 def _lost(error: OSError) -> InstallError:
     failure = io_error(t("record the tuning's progress"), error)
-    failure.changed = t("The trials recorded before it are kept; the settings from before the tuning come back.")
+    failure.changed = t("The trials recorded before it are kept; the settings from before the tuning are restored.")
     return failure

@@ -1,4 +1,4 @@
-"""What a tuning is asked to do, and the bounds of it."""
+"""The request of a tuning, and its bounds."""
 
 import re
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from installer.base.i18n import t
 
 LEAST_BUDGET, MOST_BUDGET = 30.0, 24 * 3600.0   # seconds
 DEFAULT_BUDGET = 600.0
-LEAST_LOAD, MOST_LOAD = 5.0, 120.0              # seconds of load in one trial, where nobody says
+LEAST_LOAD, MOST_LOAD = 5.0, 120.0              # seconds of load in one trial, unless given
 MOST_TRIALS = 40
 
 PROFILES = {"long-documents": "documents", "one-user": "single"}   # other names of built-in profiles
@@ -34,7 +34,7 @@ class TuneRequest(BaseModel):
     only: tuple[Word, ...] = ()
     load_seconds: float | None = Field(None, ge=1, le=3600)
     start_timeout: float = Field(900.0, ge=1, le=86_400)
-    fresh: bool = False             # do not go on with a tuning that was cut off
+    fresh: bool = False             # do not continue an interrupted tuning
     by: Word | None = None
 
     @property
@@ -46,7 +46,7 @@ class TuneRequest(BaseModel):
 
 
 def seconds_of(text: str, flag: str = "--budget") -> float:
-    """Of 90s, 10m, 1.5h or a plain number of seconds. Raises InstallError (usage)."""
+    """Seconds of 90s, 10m, 1.5h or a plain number. Raises InstallError (usage)."""
     found = _DURATION.fullmatch(text.strip().lower())
     if found is None or not LEAST_BUDGET <= (seconds := float(found[1]) * _SECONDS[found[2]]) <= MOST_BUDGET:
         raise InstallError(

@@ -1,4 +1,4 @@
-"""A tuning from its question to its result: trials in their order, the best one kept, the service never left broken."""
+"""A tuning from request to result: run the trials, keep the best one, and never leave the service broken."""
 
 import hashlib
 import json
@@ -25,17 +25,16 @@ from appliance.service.tuning.records import Records, Session, name_of
 from appliance.service.tuning.request import MOST_TRIALS, TuneRequest
 from appliance.service.tuning.score import beats
 from appliance.service.tuning.search import Failure, Position, Space, Trial, best_of, propose
+from engine.errors import KILLED, OUT_OF_MEMORY
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.base.messages import decode, encode
 from installer.operate.settings_trial import SettingsTrial
 
-_OUT_OF_MEMORY = ("out of memory", "does not fit", "OutOfMemory", "SIGKILL")
-
 
 class Tuning:
-    """One run of a session. `driver` None: the load of the request's profile."""
+    """One run of a session. `driver` None: use the load of the request's profile."""
 
     def __init__(
         self, layout: Layout, request: TuneRequest, frontend: JobFrontend, *, driver: LoadDriver | None = None
@@ -59,7 +58,7 @@ class Tuning:
         self.pinned: list[Pinned] = []
 
     def run(self) -> dict[str, Any]:
-        """The result. Raises InstallError, OSError; the settings from before the tuning are in force then."""
+        """Returns the result. Raises InstallError, OSError; the settings from before the tuning are in force then."""
         run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
         request = self.request
         trial = SettingsTrial(self.layout, self.frontend, request.model, start_timeout=request.start_timeout)
@@ -69,9 +68,9 @@ class Tuning:
             with Records(self.layout, run) as self.records:
                 self._prepare()
                 stopped = self._search()
-                return self._decide(stopped)
+                return self._conclude(stopped)
 
-    # -- what is asked
+    # -- the request
 
     def _prepare(self) -> None:
         trial, request = self.trial, self.request
@@ -94,13 +93,13 @@ class Tuning:
             raise InstallError(
                 t("There is nothing to tune: every setting is fixed."), exit_code=ExitCode.USAGE,
                 changed=t("Nothing was changed."),
-                hint=t("Remove your own values from {path}, or name those that may change: --only max-num-seqs",
+                hint=t("Remove your own values from {path}, or name settings that may change: --only max-num-seqs",
                        path=self.layout.config),
             )
         self._open_session()
 
     def _preset(self, card: Card | None) -> dict[str, Any]:
-        """The values of the preset that is named, or that this model has for this traffic."""
+        """The values of the named preset, or of the one that this model has for this traffic."""
         name = self.request.preset
         if name is None:
             model = self.trial.model.manifest.name
@@ -109,7 +108,7 @@ class Tuning:
             name = f"{model}/{self.profile.name}"
             try:
                 return preset_values(find_preset(name, card).argv)
-            except InstallError:  # it does not fit here: then nobody has started from it
+            except InstallError:  # it does not fit here, so nobody has started from it
                 return {}
         return preset_values(find_preset(name, card).argv)
 
@@ -120,7 +119,7 @@ class Tuning:
             self.session = found
             self._spent_before = found.seconds
             self._take_over(found)
-            self.frontend.note(t("Going on with the tuning that was cut off: {count} trials are done already.",
+            self.frontend.note(t("Continuing the interrupted tuning: {count} trials are already done.",
                                  count=len(found.ended)))  # fmt: skip
             return
         name = secrets.token_hex(4)
@@ -133,7 +132,7 @@ class Tuning:
         self.session = Session(name, facts)
 
     def _question(self) -> str:
-        """Hash of all that the trials' results depend on."""
+        """Hash of everything that the trials' results depend on."""
         knobs = [[knob.name, list(knob.values), knob.start] for knob in self.space.knobs]
         model = self.trial.model
         rest = {name: value for name, value in self.trial.settings().items()
@@ -148,12 +147,12 @@ class Tuning:
             if position is None or record.get("confirms"):
                 continue
             measured = measured_of(record["result"]) if record.get("result") else None
-            if measured is not None or position != self.space.start:  # without the start there is nothing to go on from
+            if measured is not None or position != self.space.start:  # all else builds on the start
                 self._take(position, measured, record.get("failure"), decode(record.get("why", "")))
         for name in session.begun:
             position = self._position_called(name)
             if session.cut_off(name) and position not in (None, self.space.start):
-                self._take(position, None, "start", t("it was cut off twice"))
+                self._take(position, None, "start", t("it was interrupted twice"))
 
     def _position_called(self, name: str) -> Position | None:
         for record in self.records.records:
@@ -168,7 +167,7 @@ class Tuning:
         return self._spent_before + time.monotonic() - self._began
 
     def _search(self) -> str:
-        """Try until nothing is left, or the budget; a Text that says why it ended."""
+        """Try until nothing is left, or the budget is used up. Returns the reason for ending, as a Text."""
         while True:
             best = best_of(self.space, self._trials)
             known = self._measured.get(best.position) if best else None
@@ -184,13 +183,13 @@ class Tuning:
                 raise self._start_failed()
 
     def _longest_trial(self) -> float:
-        """Seconds that the next one may take."""
+        """Seconds that the next trial may take."""
         times = [float(record["seconds"]) for record in self.records.records
                  if record["event"] == "ended" and record["session"] == self.session.id]
         return max(times, default=self.request.seconds_of_load)
 
     def _try(self, position: Position, *, confirms: bool = False) -> Measured | None:
-        """Start it, put the load on it, record what came of it."""
+        """Start with this setting, put the load on it, record the result."""
         setting = self.space.setting(position)
         name = name_of(setting)
         number = len(self._trials) + 1
@@ -247,17 +246,17 @@ class Tuning:
             self._measured[position] = measured
 
     def _start_failed(self) -> InstallError:
-        """The settings as they stand were tried first; without them there is nothing to compare with."""
+        """The current settings are tried first; without their result there is nothing to compare with."""
         return InstallError(
-            t("The settings as they stand do not hold this load: {why}.", why=self._why[self.space.start]),
+            t("The current settings cannot handle this load: {why}.", why=self._why[self.space.start]),
             exit_code=ExitCode.UNHEALTHY,
             changed=t("The settings were not changed."),
-            hint=t("Look at the service and at the profile: atoll status, atoll logs"),
+            hint=t("Check the service and the profile: atoll status, atoll logs"),
         )
 
     # -- the end
 
-    def _decide(self, stopped: str) -> dict[str, Any]:
+    def _conclude(self, stopped: str) -> dict[str, Any]:
         best = best_of(self.space, self._trials)
         assert best is not None
         before = self._measured[self.space.start]
@@ -313,6 +312,5 @@ class Tuning:
 
 
 def failure_of(error: InstallError) -> Failure:
-    """Whether more memory would have helped: then nothing that needs more is tried either."""
-    text = " ".join([error.message, error.why, *error.log_tail])
-    return "memory" if any(word in text for word in _OUT_OF_MEMORY) else "start"
+    """"memory" if more memory would have helped: then no setting that needs more is tried either."""
+    return "memory" if error.error_id in (OUT_OF_MEMORY, KILLED) else "start"

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
-MARGIN = 0.05  # a smaller difference than this is noise: two runs of one setting differ by as much
+MARGIN = 0.05  # a smaller difference is noise: two runs of one setting differ by as much
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`goodput`: requests a second that met every limit; without limits, all that were answered. `excess`: by how much
-    the worst limit was missed at the 95th percentile, 0.2 for 20 %; 0 where all were met. `rate`: tokens out a second.
+    """`goodput`: requests per second within all limits; without limits, all that were answered.
+
+    `excess`: how far the worst limit was missed at the 95th percentile, 0.2 for 20 %; 0 if all were met. `rate`: output
+    tokens per second.
     """
 
     goodput: float

@@ -1,11 +1,11 @@
-"""Which setting to try next, from what was tried so far. Pure: no clock, no disk, no service.
+"""Which setting to try next, from the results so far. Pure: no clock, no disk, no service.
 
-Coordinate search: from the best setting known, one knob is moved by one step; what helps is kept and moved on in the
-same direction. Every trial costs a restart of the engine, much more than its load, so each must bring something new:
-successive halving would start the same settings again and again only to measure them longer. And near a preset the
-knobs hardly depend on one another, so a handful of trials finds what a grid would.
+Coordinate search: from the best known setting, one knob is moved by one step; a move that helps is kept and continued
+in the same direction. Every trial costs a restart of the engine, much more than its load, so each must bring something
+new: successive halving would start the same settings again and again only to measure them longer. And near a preset the
+knobs hardly depend on each other, so a handful of trials finds what a grid would find.
 
-`propose` depends on its arguments only. A run that was killed goes on by asking it again with the trials that ended.
+`propose` depends only on its arguments. A run that was killed continues by calling it again with the finished trials.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +22,10 @@ Failure = Literal["memory", "start", "load"]
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One setting and its steps, from the least memory to the most. `start`: where the search begins. `in_force`: the
-    number that the start stands for, where its value leaves it to the engine."""
+    """One setting and its steps, from least to most memory.
+
+    `start`: where the search begins. `in_force`: the number that the start means, if its value leaves it to the engine.
+    """
 
     name: str                        # its key in atoll.toml
     values: tuple[Value, ...]
@@ -61,13 +63,13 @@ class Space:
         return tuple(knob.values.index(setting[knob.name]) for knob in self.knobs)
 
     def changes(self, position: Position) -> int:
-        """Steps away from the start."""
+        """Number of steps away from the start."""
         return sum(abs(at - start) for at, start in zip(position, self.start, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One that has ended: with a score, or with how it failed."""
+    """A finished trial: with a score, or with the way it failed."""
 
     position: Position
     score: Score | None
@@ -76,8 +78,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """What the best trial so far still misses, for the order of the next ones. `ttft`, `itl`: a limit is missed.
-    `clients`: requests that the load has under way at once."""
+    """What the best trial so far misses; it decides the order of the next ones.
+
+    `ttft`, `itl`: a limit is missed. `clients`: requests in progress at once.
+    """
 
     ttft: bool = False
     itl: bool = False
@@ -93,14 +97,14 @@ _SOONER: Order = (("max-num-seqs", 1), ("max-num-batched-tokens", 1), ("kv-cache
 
 
 def propose(space: Space, trials: Sequence[Trial], lack: Lack = Lack(), margin: float = MARGIN) -> Position | None:
-    """The next setting to try; None: nothing that is near the best one is left. The start comes first.
+    """The next setting to try; None if nothing near the best one is left.
 
-    `lack` is what the best trial so far misses.
+    The start comes first. `lack` is what the best trial so far misses.
     """
     if not trials:
         return space.start
     best = best_of(space, trials, margin)
-    if best is None:  # the start itself does not serve: nothing is known that does
+    if best is None:  # the start itself does not serve: no setting is known that does
         return None
     tried = {trial.position for trial in trials}
     return next((position for position in _near(space, best.position, trials, lack, margin)
@@ -108,7 +112,8 @@ def propose(space: Space, trials: Sequence[Trial], lack: Lack = Lack(), margin: 
 
 
 def best_of(space: Space, trials: Sequence[Trial], margin: float = MARGIN) -> Trial | None:
-    """The best one, never worse than the start. Of equals the nearest to the start, then the one with less memory."""
+    """The best one, never worse than the start. Among equals, the nearest to the start, then the one with less
+    memory."""
     ended = [trial for trial in trials if trial.score is not None]
     ended.sort(key=lambda trial: (space.changes(trial.position), sum(trial.position)))
     start = next((trial for trial in ended if trial.position == space.start), None)
@@ -125,7 +130,7 @@ def _better(one: Trial, other: Trial, margin: float) -> bool:
 
 
 def _near(space: Space, best: Position, trials: Sequence[Trial], lack: Lack, margin: float) -> Iterator[Position]:
-    """Neighbours of the best: first on in the direction that led to it, then by what they are likely to bring."""
+    """Neighbours of the best: first further in the direction that led to it, then by their likely gain."""
     names = [knob.name for knob in space.knobs]
     order = [*_steps_to(space, best, trials, margin)]
     order += [(names.index(name), by) for name, by in _order(lack) if name in names]
@@ -139,8 +144,8 @@ def _near(space: Space, best: Position, trials: Sequence[Trial], lack: Lack, mar
 
 
 def _order(lack: Lack) -> Order:
-    """The likeliest first. A prompt delays every stream by its step, so smaller steps make streams even; more sequences
-    and larger steps empty the queue."""
+    """Most promising first. A prompt delays every stream by its step, so smaller steps make streams even; more
+    sequences and larger steps empty the queue."""
     order: Order = ()
     if lack.itl:
         order += _STEADIER
@@ -160,13 +165,13 @@ def _steps_to(space: Space, best: Position, trials: Sequence[Trial], margin: flo
 
 
 def _enough(space: Space, index: int, at: int, clients: int | None) -> bool:
-    """Whether as many sequences may run already as the load ever has under way: more would change nothing."""
+    """Whether as many sequences may already run as the load ever has in progress: more would change nothing."""
     value = space.knobs[at].number(index)
     return clients is not None and isinstance(value, int) and value >= clients
 
 
 def _worth(space: Space, position: Position, trials: Sequence[Trial]) -> bool:
-    """It fits, and nothing that takes less memory has failed for lack of it."""
+    """It fits, and no setting that takes less memory has failed for lack of it."""
     for trial in trials:
         if trial.failure == "memory" and all(a >= b for a, b in zip(position, trial.position, strict=True)):
             return False
@@ -174,7 +179,7 @@ def _worth(space: Space, position: Position, trials: Sequence[Trial]) -> bool:
 
 
 def settings_left(space: Space, trials: Sequence[Trial]) -> int:
-    """An upper bound of the trials that can still come: every setting that was not tried."""
+    """Upper bound of the trials that can follow: every setting that was not tried."""
     total = 1
     for knob in space.knobs:
         total *= len(knob.values)

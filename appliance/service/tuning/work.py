@@ -1,4 +1,4 @@
-"""Tuning as a job: started, watched and cancelled like an install; and the way back to the setting from before."""
+"""Tuning as a job: started, watched and cancelled like an install; and the reset to the settings from before."""
 
 import secrets
 import time
@@ -27,7 +27,7 @@ from installer.operate.settings_trial import SettingsTrial, recover
 def run_tuning(
     layout: Layout, request: TuneRequest, reader: JobReader, *, driver: LoadDriver | None = None
 ) -> dict[str, Any]:
-    """Tune as a job and follow it: its result, with texts. Raises the InstallError that it ended with."""
+    """Tune as a job and follow it. Returns its result, with texts. Raises the InstallError with which it ended."""
     request = checked(request)
     refuse_if_busy(layout.lock)
     work = tune_work(request, layout, driver)
@@ -36,7 +36,7 @@ def run_tuning(
 
 
 def checked(request: TuneRequest) -> TuneRequest:
-    """With an absolute path to a profile's file; a job has a working directory of its own. Raises InstallError."""
+    """With an absolute path to a profile's file, because a job has its own working directory. Raises InstallError."""
     parse_target(request.target)
     profile_called(request.profile)
     path = Path(request.profile).expanduser()
@@ -53,7 +53,7 @@ def tune_work(request: TuneRequest, layout: Layout, driver: LoadDriver | None = 
 def tune(
     request: TuneRequest, layout: Layout, frontend: JobFrontend, driver: LoadDriver | None = None
 ) -> dict[str, Any]:
-    """Tune in this process, which is a job's. Should it be killed, its guard brings the proven settings back."""
+    """Tune in this process, which is a job's. If it is killed, its guard restores the proven settings."""
     start_guard(frontend.job)
     recover(layout, frontend, timeout=request.start_timeout)
     return Tuning(layout, request, frontend, driver=driver).run()
@@ -112,11 +112,11 @@ def set_exactly(
 
 
 def last(layout: Layout, model: str | None = None) -> dict[str, Any] | None:
-    """The result of the last tuning, with texts; None where none has ended. Raises InstallError, OSError."""
+    """The result of the last tuning, with texts; None if none has ended. Raises InstallError, OSError."""
     record = records.last_result(records.read(layout), model)
     return decode({**record["result"], "at": record["at"]}) if record else None
 
 
 def work_of_spec(kind: str, given: dict[str, Any], layout: Layout) -> Work:
-    """For a unit's process."""
+    """The work of a job's process, from its stored request."""
     return reset_work(given, layout) if kind == "tune-reset" else tune_work(TuneRequest.model_validate(given), layout)

@@ -1,4 +1,5 @@
-"""Questions to the endpoint from outside, as any client would ask them; answers whole, nothing interpreted."""
+"""Requests to the endpoint from outside, as any client would send them. Answers are returned complete and
+uninterpreted."""
 
 import asyncio
 import json
@@ -20,7 +21,7 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """None where the body is no JSON."""
+        """None if the body is not JSON."""
         try:
             return json.loads(self.raw)
         except (ValueError, RecursionError):
@@ -69,7 +70,7 @@ class Api:
         return await self._exchange("GET", path, None)
 
     async def post(self, path: str, body: Any, *, seconds: float = _SECONDS) -> Answer:
-        """`body`: bytes as they are, or JSON; `model` is filled in."""
+        """`body`: bytes as they are, or JSON, into which `model` is filled."""
         if not isinstance(body, bytes):
             body = json.dumps({"model": self.model, **body}, ensure_ascii=False).encode()
         return await self._exchange("POST", path, body, seconds)
@@ -79,7 +80,7 @@ class Api:
         return await self.post("/v1/chat/completions", body)
 
     async def abandoned(self, path: str, body: dict[str, Any], *, seconds: float = 60.0) -> bool:
-        """Begin a stream and close the connection after its first text; whether there was any."""
+        """Begin a stream and close the connection after its first text. Returns whether there was any."""
         begun = asyncio.Event()
 
         def seen(data: bytes, now: float) -> None:
@@ -98,7 +99,7 @@ class Api:
         return begun.is_set()
 
     async def metrics(self) -> dict[str, float]:
-        """Gauges and counters of /metrics by name, summed over their labels. Raises ValueError where there are none."""
+        """Gauges and counters of /metrics by name, summed over their labels. Raises ValueError if there are none."""
         answer = await self.get("/metrics")
         if answer.status != 200:
             raise ValueError(f"HTTP {answer.status}")

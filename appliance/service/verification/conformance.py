@@ -1,4 +1,4 @@
-"""Conformance: the API's promises, each asked from outside. One function a promise; `_CHECKS` lists them."""
+"""Conformance: the API's promises, each tested from outside. One function per promise; `_CHECKS` lists them."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from appliance.service.verification.api import Answer, Api
 from appliance.service.verification.context import Verifying
 from installer.base.i18n import plain, t
 
-_FREED_SECONDS = 20.0    # from a client that leaves to its memory being free
+_FREED_SECONDS = 20.0    # from a client's disconnect until its memory is free
 _PROMPT = "Count from one to ten."
 
 
@@ -46,7 +46,7 @@ async def _chat(api: Api, entry: dict[str, Any]) -> str:
         raise Broken(t("the answer has no message of an assistant"))
     usage = _usage(answer.json)
     if usage["completion_tokens"] > 8:
-        raise Broken(t("{count} tokens came, 8 were allowed", count=usage["completion_tokens"]))
+        raise Broken(t("{count} tokens came, but only 8 were allowed", count=usage["completion_tokens"]))
     _finish(choice.get("finish_reason"), usage["completion_tokens"] == 8)
     return t("{count} tokens, ended by {reason}", count=usage["completion_tokens"], reason=choice["finish_reason"])
 
@@ -72,16 +72,16 @@ async def _stream(api: Api, entry: dict[str, Any]) -> str:
         raise Broken(t("the stream broke off before [DONE]"))
     chunks = answer.chunks
     if len(chunks) != len(answer.events) - 1:
-        raise Broken(t("an event is no JSON"))
+        raise Broken(t("an event is not JSON"))
     if any("error" in chunk for chunk in chunks):
         raise Broken(next(str(chunk["error"]) for chunk in chunks if "error" in chunk))
     choices = [choice for chunk in chunks for choice in chunk.get("choices") or []]
     reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
     if len(reasons) != 1:
-        raise Broken(t("{count} finish reasons, one is promised", count=len(reasons)))
+        raise Broken(t("{count} finish reasons instead of one", count=len(reasons)))
     counted = [chunk for chunk in chunks if chunk.get("usage")]
     if len(counted) != 1 or counted[0].get("choices"):
-        raise Broken(t("usage was asked for and is not in one last event"))
+        raise Broken(t("usage was requested but is not in one last event"))
     usage = _usage(counted[0])
     _finish(reasons[0], usage["completion_tokens"] == 12)
     if not any((choice.get("delta") or {}).get("content") for choice in choices):
@@ -94,7 +94,7 @@ async def _logprobs(api: Api, entry: dict[str, Any]) -> str:
     _expect(answer, 200)
     content = (_choice(answer).get("logprobs") or {}).get("content") or []
     tokens = _usage(answer.json)["completion_tokens"]
-    if len(content) not in (tokens, tokens - 1):  # the end token has none in some servers
+    if len(content) not in (tokens, tokens - 1):  # some servers send none for the end token
         raise Broken(t("{count} log-probabilities for {tokens} tokens", count=len(content), tokens=tokens))
     for each in content:
         values = [top["logprob"] for top in each["top_logprobs"]]
@@ -119,7 +119,7 @@ async def _stop(api: Api, entry: dict[str, Any]) -> str:
 
 
 async def _mistakes(api: Api, entry: dict[str, Any]) -> str:
-    """Each mistake of a client gets its own status and OpenAI's shape of an error."""
+    """Each kind of client mistake gets its own status and OpenAI's form of an error."""
     message = [{"role": "user", "content": "x"}]
     longest = int(entry.get("max_model_len") or 0)
     cases: list[tuple[str, str, Any, tuple[int, ...]]] = [
@@ -148,7 +148,8 @@ async def _mistakes(api: Api, entry: dict[str, Any]) -> str:
 
 
 async def _limits(api: Api, entry: dict[str, Any]) -> str:
-    """A body far beyond any request is refused, not read into memory. Some servers hang up while it is sent."""
+    """A body far beyond any request is refused, not read into memory. Some servers close the connection while it is
+    sent."""
     body = json.dumps({"model": api.model, "prompt": "x", "user": "x" * (96 << 20)}).encode()
     try:
         answer = await api.post("/v1/completions", body)
@@ -160,7 +161,7 @@ async def _limits(api: Api, entry: dict[str, Any]) -> str:
 
 
 async def _cancel(api: Api, entry: dict[str, Any]) -> str:
-    """A client that leaves frees its place and its memory, as /metrics tells."""
+    """A client that disconnects frees its place and its memory, as /metrics shows."""
     try:
         before = await api.metrics()
     except ValueError as error:
@@ -188,7 +189,7 @@ _CHECKS: tuple[tuple[str, Severity, str, str, Check], ...] = (
     ("models", "block", t("List of models"), t("clients look there for the model's name"), _models),
     ("chat", "strict", t("Chat"), t("this is what clients use"), _chat),
     ("completions", "block", t("Completions"), t("older clients and batch jobs use it"), _completion),
-    ("stream", "strict", t("Streams"), t("a client waits for ever for an end that does not come"), _stream),
+    ("stream", "strict", t("Streams"), t("a client would wait forever for an end that does not come"), _stream),
     ("logprobs", "warn", t("Log-probabilities"), t("evaluations need them"), _logprobs),
     ("stop-strings", "warn", t("Stop strings"), t("agents cut answers with them"), _stop),
     ("client-mistakes", "block", t("Mistakes of clients"), t("a client must see what it did wrong"), _mistakes),
@@ -224,7 +225,7 @@ def _unexpected(error: Exception) -> str:
         return t("no answer in time")
     if isinstance(error, HttpError | OSError):
         return plain(error) or type(error).__name__
-    return t("the answer has another shape than the API: {name} {what}", name=type(error).__name__, what=str(error))
+    return t("the answer differs from the API: {name} {what}", name=type(error).__name__, what=str(error))
 
 
 def _expect(answer: Answer, status: int) -> None:
@@ -235,7 +236,7 @@ def _expect(answer: Answer, status: int) -> None:
 def _choice(answer: Answer) -> dict[str, Any]:
     choices = (answer.json or {}).get("choices") or []
     if len(choices) != 1:
-        raise Broken(t("{count} choices, one was asked for", count=len(choices)))
+        raise Broken(t("{count} choices instead of one", count=len(choices)))
     return choices[0]
 
 

@@ -10,7 +10,7 @@ from appliance.service.verification.subject import Subject
 from installer.base.i18n import t
 
 Told = Callable[[str, int, int], None]
-"""A label, how much is done, and of how much."""
+"A label, how much is done, and of how much."
 
 
 Numbers = Callable[[str, dict[str, Any]], None]
@@ -37,5 +37,5 @@ class Verifying:
 
 
 def not_checked(id: str, title: str, why: str) -> Finding:
-    """A fact of the report: this was left out, and why."""
+    """A fact for the report: this was left out, and why."""
     return made(id, "info", False, title, observed=t("not checked: {why}", why=why))

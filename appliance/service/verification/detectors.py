@@ -1,4 +1,4 @@
-"""Signs of something wrong: texts that run in circles, probabilities without content, series that grow."""
+"""Signs of something wrong: texts that repeat themselves, meaningless probabilities, series that grow."""
 
 import itertools
 import math
@@ -10,10 +10,10 @@ from typing import Any
 
 from installer.base.i18n import t
 
-_LEAST = 200             # characters below which repetition says nothing
-_LOOP_SHARE = 0.5        # of the text, taken up by one piece that repeats
+_LEAST = 200             # characters; in shorter texts repetition means nothing
+_LOOP_SHARE = 0.5        # share of the text that one repeated piece takes up
 _LOOP_TIMES = 4
-_COMPRESSED = 0.12       # size after compression: English and Korean prose stay above 0.3
+_COMPRESSED = 0.12       # relative size after compression: English and Korean prose stay above 0.3
 _NEARLY = 1e-4
 
 
@@ -32,7 +32,7 @@ class Repetition:
 
 
 def repetition(text: str) -> Repetition:
-    """How much of `text` runs in circles."""
+    """How much of `text` repeats itself."""
     text = " ".join(text.split())
     if len(text) < _LEAST:
         return Repetition()
@@ -53,9 +53,9 @@ def repetition(text: str) -> Repetition:
 
 
 def saturation(entries: Sequence[dict[str, Any]]) -> str:
-    """What is wrong with the log-probabilities of an answer (`logprobs.content` of a chat); empty: nothing.
+    """What is wrong with the log-probabilities of an answer (`logprobs.content` of a chat); empty if nothing is.
 
-    Broken arithmetic shows as numbers that are none, as certainty for each token, or as the same for every candidate.
+    Broken arithmetic shows as invalid numbers, as certainty for each token, or as equal values for every candidate.
     """
     chosen: list[Any] = [entry.get("logprob") for entry in entries]
     if not chosen:
@@ -91,8 +91,7 @@ class Growth:
 
 
 def growth(values: Sequence[float]) -> Growth | None:
-    """None for fewer than 10 values. The first fifth is warming up. Steady: each later fifth is above the one before.
-    """
+    """None for fewer than 10 values. The first fifth is warm-up. Steady: each later fifth is above the one before."""
     if len(values) < 10:
         return None
     fifth = len(values) / 5

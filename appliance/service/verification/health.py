@@ -1,4 +1,4 @@
-"""Health: the service says that it serves, and nothing that Atoll can see is wrong with it."""
+"""Health: the service says that it serves, and Atoll sees nothing wrong with it."""
 
 from appliance.service.findings import Finding, Severity, made
 from appliance.service.verification.api import Api
@@ -14,8 +14,8 @@ async def run(work: Verifying) -> list[Finding]:
         answer = await api.get("/health")
     found.append(made(
         "health", "strict", answer.status == 200, t("Health"), observed=f"HTTP {answer.status} {answer.said}".strip(),
-        required="HTTP 200", why=t("it says 200 only while a token came from the device"),
-        fix=t("Look what it waits for: {command}", command="atoll status"), command="atoll logs",
+        required="HTTP 200", why=t("it only answers 200 while tokens come from the device"),
+        fix=t("Find out what it waits for: {command}", command="atoll status"), command="atoll logs",
     ))  # fmt: skip
     if subject.layout is not None:
         facts = status(subject.layout)

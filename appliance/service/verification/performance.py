@@ -1,4 +1,4 @@
-"""Performance: load like real traffic, closed and open, against the operator's targets."""
+"""Performance: realistic load, closed and open loop, against the operator's targets."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from appliance.service.verification.subject import Served
 from installer.base.i18n import t
 
 _MOST_NUMBERS = 300
-_OPEN_SHARE = 0.7   # of the closed loop's requests a second: busy, and not overloaded
+_OPEN_SHARE = 0.7   # of the closed loop's requests per second: busy, but not overloaded
 _TUNE = t("Tune again, or relax the target.")
 
 
@@ -22,7 +22,7 @@ def load_of(
     target: Target, profile: TrafficProfile, plan: VerifyAnswers, told: Told, label: str, *,
     requests: int | None = None, seconds: float | None = None, numbers: Numbers = lambda topic, facts: None,
 ) -> Load:  # fmt: skip
-    """A load that tells its progress, and its latest latencies about three hundred times at most."""
+    """A load that reports its progress, and its latest latencies at most about three hundred times."""
     last = 0.0
     body = {**profile.sampling.body(), **({"ignore_eos": True} if profile.ignore_eos else {})}
 
@@ -92,10 +92,11 @@ def judged(result: LoadResult, targets: Targets, kind: str, name: Callable[[str]
     )]  # fmt: skip
     if result.without_usage or result.truncated:
         found.append(made(
-            name(f"answers-{kind}"), "block", False, t("Whole answers, {kind}", kind=title),
-            observed=t("{truncated} streams were cut off, {usage} did not count their tokens",
+            name(f"answers-{kind}"), "block", False, t("Complete answers, {kind}", kind=title),
+            observed=t("{truncated} streams were cut off, {usage} did not report their tokens",
                        truncated=result.truncated, usage=result.without_usage),
-            why=t("clients take a cut answer for a whole one"), fix=t("Read why: {command}", command="atoll logs"),
+            why=t("clients take a truncated answer for a complete "
+                  "one"), fix=t("Read why: {command}", command="atoll logs"),
         ))  # fmt: skip
     found.append(_latency(result, targets, kind, title, name(f"latency-{kind}")))
     if kind == "closed":
@@ -131,7 +132,7 @@ def _throughputs(result: LoadResult, targets: Targets, name: Callable[[str], str
         found.append(made(
             name(id), "info" if ok else "block", ok, title, observed=f"{seen:,.2f}",
             required="" if wanted is None else f"{wanted:,.2f}", fix="" if ok else _TUNE,
-            command="" if ok else "atoll tune", why=t("the plan of users and costs counts on it"),
+            command="" if ok else "atoll tune", why=t("the plan for users and costs relies on it"),
         ))  # fmt: skip
     return found
 
@@ -140,7 +141,7 @@ async def _users(work: Verifying, target: Target, profile: TrafficProfile, id: s
     title, wanted = t("Users at once"), work.plan.targets.users or 1
     if not work.plan.targets.slo:
         return not_checked(id, title, t("users are counted against targets such as ttft, and none is given"))
-    # One load at the promised number answers the question; how many more would fit is for `bench serve --find-users`.
+    # One load at the promised number answers the question; `bench serve --find-users` finds how many more would fit.
     load = load_of(target, profile.with_clients(wanted), work.plan, work.told, title, requests=max(8, 3 * wanted))
     result = await load.run()
     work.data["loads"][model]["users"] = result.to_json()
@@ -149,6 +150,6 @@ async def _users(work: Verifying, target: Target, profile: TrafficProfile, id: s
         id, "info" if ok else "block", ok, title,
         observed=t("{users} users: {share} of their requests within the targets", users=wanted,
                    share=f"{result.slo_share or 0:.1%}"),
-        required=t("{users} users", users=wanted), why=t("this many are to be served"), fix="" if ok else _TUNE,
+        required=t("{users} users", users=wanted), why=t("this many users are to be served"), fix="" if ok else _TUNE,
         command="" if ok else "atoll tune",
     )  # fmt: skip

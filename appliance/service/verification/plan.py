@@ -1,4 +1,4 @@
-"""What a verification shall check, and against which targets: the table [verify] of the answers, and flags."""
+"""What a verification checks, and against which targets: the table [verify] of the answers, and flags."""
 
 import re
 from typing import Annotated, Any, Literal, get_args
@@ -20,7 +20,7 @@ class _Strict(BaseModel):
 
 
 class Targets(_Strict):
-    """Milliseconds of each request, the share of requests that must keep them, and what the whole must reach."""
+    """Milliseconds of each request, the share of requests that must meet them, and targets for the whole."""
 
     ttft: float | None = Field(default=None, gt=0)
     tpot: float | None = Field(default=None, gt=0)
@@ -38,8 +38,8 @@ class Targets(_Strict):
 
 
 class VerifyAnswers(_Strict):
-    """`requests` or `seconds` bound the load of `performance`; without both, the profile does. `rate` of the open loop:
-    requests a second; without it 70 % of what the closed loop reached."""
+    """`requests` or `seconds` bound the load of `performance`; without both, the profile does. `rate` of the open loop,
+    in requests per second; by default 70 % of what the closed loop reached."""
 
     groups: list[Group] = list(GROUPS)
     profile: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = "chat"
@@ -51,7 +51,7 @@ class VerifyAnswers(_Strict):
 
 
 def with_targets(targets: Targets, words: list[str]) -> Targets:
-    """`targets` with what `ttft=500ms users=8 share=99%` says on top. Raises InstallError (usage)."""
+    """`targets`, changed by words such as `ttft=500ms users=8 share=99%`. Raises InstallError (usage)."""
     values: dict[str, Any] = targets.model_dump()
     for pair in (part for word in words for part in word.replace(",", " ").split()):
         found = _PAIR.fullmatch(pair.lower())

@@ -1,6 +1,6 @@
-"""Quality: golden questions, texts that do not run in circles, probabilities that mean something, kernels that compute.
+"""Quality: golden questions, texts that do not repeat themselves, meaningful probabilities, correct kernels.
 
-A verification cannot say how good a model is. It says whether the model that was trained is the one that answers.
+A verification cannot say how good a model is. It says whether the model that answers is the one that was trained.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from installer.base.i18n import plain, t
 
 _SELF_TEST = (sys.executable, "-s", "-P", "-m", "engine.selftest", "--json", "--time-limit", "300")
 _PROMPT = "Say something about the sea."
-_THINKING_TOKENS = 2048   # of an answer: models that think first need room before they answer
+_THINKING_TOKENS = 2048   # of an answer: models that think first need room before it
 _TEXT_TOKENS = 300
 _Text = Annotated[str, StringConstraints(min_length=2)]
 
@@ -52,7 +52,7 @@ class Golden(_Strict):
     texts: tuple[LongText, ...]
 
     def of(self, model: Served) -> list[Prompt]:
-        """Those that any healthy model of this family answers."""
+        """The questions that any healthy model of this family answers."""
         names = [model.bundle.lower(), model.family.lower()]
         return [prompt for prompt in self.prompts
                 if any(name and fnmatch.fnmatchcase(name, pattern) for name in names for pattern in prompt.models)]
@@ -98,7 +98,7 @@ async def _of_model(work: Verifying, api: Api, model: Served) -> list[Finding]:
     if prompts:
         found.append(made(
             tag("golden", model), "info" if not wrong else "block", not wrong, t("Golden questions"),
-            observed=wrong[0] if wrong else t("{count} answered as they should be", count=len(prompts)),
+            observed=wrong[0] if wrong else t("{count} answered correctly", count=len(prompts)),
             why=t("any healthy model of this family knows these answers"),
             fix="" if not wrong else t("Compare the weights with what was signed: {command}", command="atoll verify"),
             command="" if not wrong else "atoll verify --all", evidence="; ".join(map(str, wrong)),
@@ -109,7 +109,7 @@ async def _of_model(work: Verifying, api: Api, model: Served) -> list[Finding]:
 
 
 async def _texts(work: Verifying, api: Api, model: Served, *, known: bool) -> Finding:
-    """Longer texts at the server's own sampling. A small model that knows no Korean may run in circles: a warning."""
+    """Longer texts with the server's own sampling. A small model that knows no Korean may repeat itself: a warning."""
     loops = []
     for number, text in enumerate(golden().texts):
         work.told(t("Repetition"), number, len(golden().texts))
@@ -124,7 +124,7 @@ async def _texts(work: Verifying, api: Api, model: Served, *, known: bool) -> Fi
     severity: Severity = "block" if known else "warn"
     return made(
         work.subject.tagged("repetition", model), "info" if not loops else severity, not loops, t("Repetition"),
-        observed=loops[0] if loops else t("{count} texts, none runs in circles", count=len(golden().texts)),
+        observed=loops[0] if loops else t("{count} texts, none of which repeats itself", count=len(golden().texts)),
         why=t("wrong arithmetic or a wrong chat template often shows as text that repeats"),
         fix="" if not loops else t("Look at the sampling defaults and the KV cache's format, then tune again."),
     )
@@ -133,7 +133,7 @@ async def _texts(work: Verifying, api: Api, model: Served, *, known: bool) -> Fi
 async def _text(api: Api, ask: str, tokens: int, temperature: float | None = 0.0) -> str:
     more = {} if temperature is None else {"temperature": temperature}
     answer = await api.chat(ask, max_tokens=tokens, seed=1, **more)
-    if answer.status != 200 and "max" in answer.said:  # a context that is shorter than that
+    if answer.status != 200 and "max" in answer.said:  # its context is shorter than that
         answer = await api.chat(ask, max_tokens=64, seed=1, **more)
     if answer.status != 200:
         raise ValueError(f"HTTP {answer.status}: {answer.said}")
@@ -153,14 +153,14 @@ def _judged_probabilities(entries: list[dict], id: str) -> Finding:
     return made(
         id, "info" if not wrong else "block", not wrong, t("Probabilities"),
         observed=wrong or t("{count} tokens, their probabilities are plausible", count=len(entries)),
-        why=t("numbers that overflow, or weights that are wrong, show here first"),
+        why=t("overflowing numbers or wrong weights show here first"),
         fix="" if not wrong else t("Check the GPU's arithmetic: {command}", command="atoll doctor"),
         command="" if not wrong else "atoll doctor",
     )
 
 
 async def self_test(*, on_gpu: bool, command: tuple[str, ...] = _SELF_TEST) -> Finding:
-    """The engine's own check of each kernel against plain arithmetic, in a process of its own."""
+    """The engine's own check of each kernel against plain arithmetic, in a separate process."""
     title = t("Numeric self-test")
     if not on_gpu:
         return not_checked("self-test", title, t("the models compute on the CPU, whose arithmetic is PyTorch's own"))
@@ -184,11 +184,11 @@ async def self_test(*, on_gpu: bool, command: tuple[str, ...] = _SELF_TEST) -> F
         return made("self-test", "block", False, title, observed=t("it could not start: {why}", why=said[0]),
                     fix=t("Run it by hand: {command}", command="atoll doctor"), command="atoll doctor")  # fmt: skip
     if end["exit_code"] == 2:
-        return not_checked("self-test", title, t("there is no GPU that can be used"))
+        return not_checked("self-test", title, t("there is no usable GPU"))
     ok = end["exit_code"] == 0
     return made(
         "self-test", "info" if ok else "block", ok, title,
         observed=t("{passed} checks passed", passed=end["passed"]) if ok else end.get("message") or "",
-        why=t("a kernel that computes wrongly gives wrong answers without an error"),
+        why=t("a wrong kernel gives wrong answers without an error"),
         fix="" if ok else t("Run it by hand: {command}", command="atoll doctor"), command="" if ok else "atoll doctor",
     )

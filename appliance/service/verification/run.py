@@ -1,7 +1,7 @@
-"""The groups of a verification one after another. A group that fails, or breaks, does not hide the others.
+"""Run the groups of a verification one after another. A group that fails or breaks does not hide the others.
 
-What a group found is on the disk before the next one begins. A run that was cut off resumes behind it, if nothing that
-it depends on has changed; after a run that ended, the next begins anew.
+A group's findings are on the disk before the next one begins. An interrupted run resumes behind it, if nothing that it
+depends on has changed. After a finished run, the next one starts from the beginning.
 """
 
 import hashlib
@@ -77,8 +77,11 @@ def verify(
     subject: Subject, plan: VerifyAnswers, *, told: Told | None = None, state: Path | None = None,
     begin: Callable[[Group], None] = lambda group: None, numbers: Numbers | None = None,
 ) -> Verification:  # fmt: skip
-    """Run the groups of `plan`. `state`: a directory where finished groups are kept until `forget`. Raises OSError
-    where that cannot be written, and KeyboardInterrupt."""
+    """Run the groups of `plan`.
+
+    `state`: a directory where finished groups are kept until `forget`. Raises OSError if it cannot be written, and
+    KeyboardInterrupt.
+    """
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     inputs = _inputs(subject, plan)
     groups = []
@@ -103,7 +106,7 @@ def verify(
 
 
 def forget(state: Path) -> None:
-    """The run has ended and is reported: the next one begins anew."""
+    """The run has ended and its report is written: the next one starts from the beginning."""
     if state.is_dir():
         fs.remove_tree(state.parent, state)
 
@@ -124,7 +127,7 @@ def _broken(group: Group, why: str, evidence: str) -> Finding:
     return made(
         f"{group}-finished", "strict", False, TITLES[group], observed=t("this group could not finish: {why}", why=why),
         required=t("every check of it runs"), why=t("what was not checked is not known to hold"), evidence=evidence,
-        fix=t("Look whether the service runs, then verify again: {command}", command="atoll status"),
+        fix=t("Check that the service runs, then verify again: {command}", command="atoll status"),
         command="atoll status",
     )  # fmt: skip
 
@@ -143,7 +146,7 @@ def _keep(state: Path | None, result: GroupResult, inputs: str) -> None:
 
 
 def _kept(state: Path | None, group: Group, inputs: str) -> GroupResult | None:
-    """What a run that was cut off had found; a group that did not pass is asked again."""
+    """The result of an interrupted run. A group that did not pass is run again."""
     if state is None:
         return None
     path = state / f"{group}.json"

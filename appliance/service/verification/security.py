@@ -1,4 +1,5 @@
-"""Security: nobody without a key, nothing in the clear, no way out, no file that others may read or write."""
+"""Security: no access without a key, no plain text on the network, no way out, no file that others may read or
+write."""
 
 import asyncio
 import ipaddress
@@ -22,9 +23,9 @@ from installer.base.i18n import joined, plain, t
 from installer.base.layout import Layout
 from installer.service import units
 
-_MOST_EXPOSED = 3.0      # of systemd-analyze's scale to 10: "ok" ends at 4
-_DEPTH = 3               # levels of files that are looked at
-_WATCH_SECONDS = 3.0     # sockets that are open for a moment only
+_MOST_EXPOSED = 3.0      # of systemd-analyze's scale to 10, on which "ok" ends at 4
+_DEPTH = 3               # levels of directories that are inspected
+_WATCH_SECONDS = 3.0     # so that sockets that are open only for a moment are seen
 _EXPOSURE = re.compile(r"Overall exposure level for (\S+): (\d+(?:\.\d+)?)")
 
 
@@ -45,7 +46,7 @@ async def run(work: Verifying) -> list[Finding]:
 
 
 async def _keys(subject: Subject) -> Finding:
-    """Without a key, and with a wrong one: 401 with an error, for the API and the figures."""
+    """Without a key, and with a wrong one: 401 with an error, for the API and the metrics."""
     wrong: list[str] = []
     model = subject.models[0].name
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -60,7 +61,7 @@ async def _keys(subject: Subject) -> Finding:
     return made(
         "key-required", "info" if ok else "strict", ok, t("API keys"),
         observed=joined(wrong, "; ") if wrong else t("refused without a key, and with a wrong one"),
-        why=t("anyone on the network could use the model and see its figures"),
+        why=t("anyone on the network could use the model and see its metrics"),
         fix="" if ok else t("Give the endpoint a file of keys: {command}", command="atoll apikey new"),
         command="" if ok else "atoll apikey new",
     )  # fmt: skip
@@ -74,7 +75,8 @@ async def _tls(subject: Subject) -> Finding:
         return made(
             "tls", "info" if ok else "strict", ok, title,
             observed=t("plain HTTP, only this machine can connect") if ok else t("plain HTTP on {host}", host=host),
-            required=t("TLS on any other address than loopback"), why=t("keys and prompts could be read on the way"),
+            required=t("TLS on any other address than loopback"), why=t("keys and prompts could be read on the "
+                                                                        "network"),
             fix="" if ok else t("Give it a certificate: {command}", command="atoll tls renew"),
         )  # fmt: skip
     old = await asyncio.to_thread(_accepts_old, target)
@@ -86,8 +88,8 @@ async def _tls(subject: Subject) -> Finding:
         seen, ok = plain(error) or type(error).__name__, False
     return made(
         "tls", "info" if ok else "strict", ok, title,
-        observed=t("it accepts TLS 1.1") if old else seen, why=t("keys and prompts could be read on the way"),
-        fix="" if ok else t("Look at the certificate: {command}", command="atoll tls show"),
+        observed=t("it accepts TLS 1.1") if old else seen, why=t("keys and prompts could be read on the network"),
+        fix="" if ok else t("Check the certificate: {command}", command="atoll tls show"),
     )  # fmt: skip
 
 
@@ -110,7 +112,7 @@ def _accepts_old(target: Target) -> bool:
 
 
 async def _egress(subject: Subject) -> Finding:
-    """Connections of our processes to other machines, but those that clients opened to the endpoint."""
+    """Connections of our processes to other machines, except those that clients opened to the endpoint."""
     seen: set[str] = set()
     blind = 0
     ports = {subject.target.port}
@@ -133,7 +135,7 @@ async def _egress(subject: Subject) -> Finding:
 
 
 def outgoing(pid: int, own_ports: set[int]) -> list[str] | None:
-    """Of one process: "address:port" of each; None where it cannot be seen."""
+    """The connections of one process, "address:port" each; None if they cannot be seen."""
     try:
         connections = psutil.Process(pid).net_connections(kind="inet")
     except psutil.NoSuchProcess:
@@ -150,7 +152,7 @@ def outgoing(pid: int, own_ports: set[int]) -> list[str] | None:
 
 
 def file_modes(layout: Layout) -> Finding:
-    """Secrets for their owner alone; nothing of ours that others may change."""
+    """Secrets are readable for their owner alone; nothing of ours is writable for others."""
     wrong: list[str] = []
     secret = [layout.credentials, layout.api_keys, layout.server_key, layout.ca_key, layout.state, layout.audit]
     for path in secret:
@@ -169,16 +171,16 @@ def file_modes(layout: Layout) -> Finding:
     return made(
         "file-modes", "info" if ok else "strict", ok, t("Files"),
         observed=joined(wrong[:3], "; ") if wrong else t("secrets are private, nothing may be changed by others"),
-        why=t("who may change them rules the service; who may read them holds its keys"),
-        fix="" if ok else t("Take the rights away, for example: {command}", command="chmod go-rwx FILE"),
+        why=t("whoever may change them controls the service; whoever may read them has its keys"),
+        fix="" if ok else t("Remove these permissions, for example: {command}", command="chmod go-rwx FILE"),
         evidence="\n".join(map(str, wrong)),
     )  # fmt: skip
 
 
 def _entries(root: Path) -> list[Path]:
-    """What lies below, three levels deep: a release's thousands of files have the modes of its installation."""
+    """What is below, three levels deep: a release's thousands of files have the modes of its installation."""
     found: list[Path] = []
-    for directory, folders, files in os.walk(root):  # follows no links
+    for directory, folders, files in os.walk(root):  # does not follow links
         found += [Path(directory, name) for name in (*folders, *files)]
         if len(Path(directory).relative_to(root).parts) >= _DEPTH - 1:
             folders.clear()
@@ -204,14 +206,14 @@ async def _units(models: list[str]) -> Finding:
     return made(
         "unit-exposure", "info" if not wrong else "block", not wrong, title, observed=said,
         required=t("at most {level} of 10, by systemd-analyze security", level=f"{_MOST_EXPOSED:g}"),
-        why=t("a unit's bounds hold an attacker who has broken into it"),
+        why=t("a unit's sandbox confines an attacker who has broken into it"),
         fix="" if not wrong else t("Remove drop-ins that loosen it: {command}",
                                    command=f"systemctl cat {next(iter(wrong))}"),
     )  # fmt: skip
 
 
 def exposure(names: list[str]) -> dict[str, float]:
-    """Unit → its exposure as systemd-analyze says it; those that it does not know are left out."""
+    """Unit → its exposure according to systemd-analyze; units that it does not know are left out."""
     found: dict[str, float] = {}
     for name in names:
         try:

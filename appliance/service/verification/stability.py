@@ -1,4 +1,4 @@
-"""Stability: the same load for longer, while memory, descriptors and pages are watched for leaks."""
+"""Stability: the same load for longer, while memory, file descriptors and pages are watched for leaks."""
 
 import asyncio
 import time
@@ -18,17 +18,17 @@ from appliance.service.verification.performance import load_of
 from appliance.service.verification.subject import Subject
 from installer.base.i18n import t
 
-_SAMPLES = 240             # at most, however long the soak is
+_SAMPLES = 240             # at most, however long the soak test is
 _LEAST_SECONDS = 0.5       # between two samples
-_GROWN_BYTES = 64 << 20    # of memory: caches of allocators fill up to about this
+_GROWN_BYTES = 64 << 20    # of memory: allocator caches fill up to about this
 _GROWN_SHARE = 0.05
 _GROWN_FILES = 16
-_IDLE_SECONDS = 30.0       # after the load, for the last pages to be given back
+_IDLE_SECONDS = 30.0       # after the load, until the last pages are released
 
 
 @dataclass
 class Series:
-    """What the service held, sample by sample: seconds, bytes of memory, open files, pages in use (0 to 1)."""
+    """What the service held, sample by sample: seconds, bytes of memory, open files, share of pages in use (0 to 1)."""
 
     at: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ async def run(work: Verifying) -> list[Finding]:
         observed=t("/metrics cannot be read") if pages is None else t("{share} of the KV cache in use when idle",
                                                                       share=f"{pages:.2%}"),
         required=t("as before the load: {share}", share=f"{idle or 0:.2%}"),
-        why=t("pages that are lost make room for fewer and fewer users"),
+        why=t("lost pages leave room for fewer and fewer users"),
         fix=t("Restart the service, and keep the report for support: {command}", command="atoll restart"),
     ))  # fmt: skip
     return found
@@ -76,7 +76,7 @@ async def _watched(load: Load, subject: Subject, api: Api, series: Series, secon
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=every)
-            if time.monotonic() - begun <= seconds:  # the tail of the load says nothing about growth
+            if time.monotonic() - begun <= seconds:  # the end of the load says nothing about growth
                 await _sample(subject, api, series, time.monotonic() - begun)
         return task.result()
     finally:
@@ -92,7 +92,7 @@ async def _sample(subject: Subject, api: Api, series: Series, at: float) -> None
             memory += process.memory_info().rss
             files += process.num_fds()
         except (psutil.Error, OSError):
-            continue  # it has ended; that is judged by itself
+            continue  # it has ended, which is judged separately
     series.at.append(at)
     series.memory.append(float(memory))
     series.files.append(float(files))
@@ -107,7 +107,7 @@ async def _pages(api: Api) -> float | None:
 
 
 async def _settled(api: Api, idle: float | None) -> float | None:
-    """Pages in use when nothing runs any more, after a while at the latest."""
+    """Pages in use once nothing runs any more, or when the time is up."""
     end = time.monotonic() + _IDLE_SECONDS
     pages = await _pages(api)
     while (pages is None or pages > (idle or 0.0) + 1e-9) and time.monotonic() < end:
@@ -124,7 +124,7 @@ def _answers(result: LoadResult, allowed: float) -> Finding:
         "soak", "info" if ok else "block", ok, t("Soak"),
         observed=t("{sent} requests in {seconds} s, {failed} failed", sent=result.sent, failed=result.failed,
                    seconds=f"{result.duration:.0f}"),
-        required=t("at most {share}", share=f"{allowed:.1%}"), why=t("a service must keep up for longer than a test"),
+        required=t("at most {share}", share=f"{allowed:.1%}"), why=t("a service must hold out for longer than a test"),
         evidence=kinds, fix="" if ok else t("Read why: {command}", command="atoll logs"),
     )  # fmt: skip
 
@@ -135,7 +135,7 @@ def _processes(before: frozenset[int], after: frozenset[int]) -> Finding:
         "processes", "info" if not gone else "block", not gone, t("Processes"),
         observed=t("{count} processes ended during the load", count=len(gone)) if gone
         else t("all {count} are still running", count=len(after)),
-        why=t("a process that ends under load ends in production too"),
+        why=t("a process that ends under load also ends in production"),
         fix="" if not gone else t("Read why: {command}", command="atoll logs"),
     )  # fmt: skip
 
@@ -148,21 +148,23 @@ def judged(series: Series, *, local: bool) -> list[Finding]:
     found = []
     memory, files = growth(series.memory), growth(series.files)
     if memory is None or files is None:
-        why = t("the soak was too short for a series")
+        why = t("the soak test was too short for a series")
         return [not_checked("memory", t("Memory"), why), not_checked("descriptors", t("Open files"), why)]
     leak = memory.steady and memory.grown > max(_GROWN_BYTES, _GROWN_SHARE * memory.before)
     found.append(made(
         "memory", "block" if leak else "info", not leak, t("Memory"),
         observed=t("{before} MiB, then {after} MiB", before=f"{memory.before / (1 << 20):,.0f}",
                    after=f"{memory.after / (1 << 20):,.0f}"),
-        required=t("no steady growth"), why=t("memory that grows without end ends the service one day"),
-        fix="" if not leak else t("Soak for longer to see whether it ends, and keep the report for support."),
+        required=t("no steady growth"), why=t("memory that grows without limit ends the service one day"),
+        fix="" if not leak else t("Run a longer soak test to see whether the growth ends, and keep the report for "
+                                  "support."),
     ))  # fmt: skip
     leak = files.steady and files.grown > _GROWN_FILES
     found.append(made(
         "descriptors", "block" if leak else "info", not leak, t("Open files"),
         observed=t("{before}, then {after}", before=f"{files.before:.0f}", after=f"{files.after:.0f}"),
-        required=t("no steady growth"), why=t("a process that runs out of files accepts nobody any more"),
-        fix="" if not leak else t("Soak for longer to see whether it ends, and keep the report for support."),
+        required=t("no steady growth"), why=t("a process without free file descriptors accepts no more clients"),
+        fix="" if not leak else t("Run a longer soak test to see whether the growth ends, and keep the report for "
+                                  "support."),
     ))  # fmt: skip
     return found

@@ -1,4 +1,4 @@
-"""What is verified: an endpoint, and if it is this installation's, its files and processes too."""
+"""What is verified: an endpoint and, if it is this installation's, its files and processes too."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from installer.service.choice import service_for
 from installer.service.reload import reload_gateway
 
 KEY_NAME = "atoll verification"    # of the key that a run makes and removes
-_KEY_SECONDS = 31 * 86_400         # a run that was killed leaves its key no longer than the longest soak
+_KEY_SECONDS = 31 * 86_400         # a killed run leaves its key no longer than the longest soak test lasts
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Served:
 
     @property
     def family(self) -> str:
-        """The model's type from its config.json; empty where that cannot be read."""
+        """The model's type from its config.json; empty if that cannot be read."""
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             if self.directory is not None:
                 return str(json.loads((self.directory / "config.json").read_text("utf-8")).get("model_type", ""))
@@ -49,7 +49,7 @@ class Served:
 
 @dataclass
 class Subject:
-    """`layout` is None for an endpoint somewhere else: what needs its files and processes is not checked then."""
+    """`layout` is None for an endpoint elsewhere: checks of its files and processes are skipped then."""
 
     target: Target
     models: list[Served]
@@ -58,7 +58,7 @@ class Subject:
     release: str | None = None
 
     def pids(self) -> frozenset[int]:
-        """Live processes of the service; none where they are somewhere else."""
+        """Live processes of the service; empty if they are on another machine."""
         return service_for(self.layout).pids() if self.layout is not None else frozenset()
 
     def of(self, model: Served) -> Target:
@@ -66,7 +66,7 @@ class Subject:
                       pinned=self.target.pinned)  # fmt: skip
 
     def tagged(self, name: str, model: Served) -> str:
-        """A finding's id; with several models, whose it is."""
+        """A finding's id; with several models, it names the model."""
         return name if len(self.models) == 1 else f"{name}@{model.name}"
 
 
@@ -74,7 +74,7 @@ class Subject:
 def of_installation(
     layout: Layout, *, key_name: str = KEY_NAME, scopes: tuple[str, ...] = ("serve", "metrics")
 ) -> Iterator[Subject]:
-    """This installation, with an API key of its own that is removed again. Raises InstallError."""
+    """This installation, with a separate API key that is removed afterwards. Raises InstallError."""
     committed = history_of(layout).committed
     if committed is None:
         raise InstallError(
@@ -97,7 +97,7 @@ def of_installation(
 
 @contextlib.contextmanager
 def _own_key(layout: Layout, name: str, scopes: tuple[str, ...]) -> Iterator[str]:
-    _remove_keys(layout, name)  # of a run that was killed
+    _remove_keys(layout, name)  # left by a run that was killed
     key = api_keys.add(layout.api_keys, name, lifetime=_KEY_SECONDS, scopes=scopes)
     try:
         reload_gateway(layout)

@@ -88,12 +88,12 @@ def http_server(options: ServeOptions, client: EngineClient) -> "HttpServer":
     """Raises ModelError (tokenizer) and ConfigError (key file)."""
     from engine.server.gateway.app import create_app
     from engine.server.gateway.http_server import make_server
-    from engine.server.openai.serving import ServedModel
+    from engine.server.openai.serving import ServedModel, output_settings
 
     config = options.engine
     keys = KeyFile(options.api_key_file) if options.api_key_file else None
     model = ServedModel.load(config.model_name, config.model, client,
-                             vendor_defaults=options.generation_config == "auto")
+                             vendor_defaults=options.generation_config == "auto", **output_settings(config))
     app = create_app(dict.fromkeys(config.served_model_name, model), auth=keys, limits=options.limits,
                      allowed_origins=options.allowed_origins)
     return make_server(app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,

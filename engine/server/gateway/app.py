@@ -28,12 +28,14 @@ from engine.server.http.limits import Limits
 from engine.server.http.metrics import Metrics
 from engine.server.http.middleware import Authentication, RequestContext
 from engine.server.openai import chat, completions, models
+from engine.server.openai.responses import endpoint as responses
 from engine.server.openai.serving import Gateway, ServedModel
 
 # Family of routes -> the scope that a key needs for it; None: open to everybody.
 _FAMILIES: tuple[tuple[APIRouter, str | None], ...] = (
     (chat.router, "serve"),
     (completions.router, "serve"),
+    (responses.router, "serve"),
     (models.models_router, "serve"),
     (models.text_router, "serve"),
     (health.scraped, "metrics"),

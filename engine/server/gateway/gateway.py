@@ -18,7 +18,7 @@ from engine.server.http import credentials
 from engine.server.http.listening import bind_tcp, check_tls, inherited_sockets, is_local, url_of
 from engine.server.ipc.client import EngineClient
 from engine.server.ipc.framing import PeerPolicy
-from engine.server.openai.serving import ServedModel
+from engine.server.openai.serving import ServedModel, output_settings
 from engine.server.process import logs
 from engine.server.process.exit import exit_now
 from engine.server.process.notify import Notifier
@@ -90,7 +90,7 @@ def load_models(options: GatewayOptions) -> tuple[dict[str, ServedModel], dict[s
                                       instance=instance, taken=f"{taken[0]!r}"),
                                   "--served-model-name")
             client = EngineClient(options.engines / instance / "engine.sock", policy=policy)
-            model = ServedModel.load(config.model_name, config.model, client)
+            model = ServedModel.load(config.model_name, config.model, client, **output_settings(config))
         except (ConfigError, ModelError) as error:
             log.error("%s is not served: %s", instance, error)
             broken[instance] = str(error.message)

@@ -47,6 +47,9 @@ class Limits:
     # what a request may ask for
     max_messages: int = _count(4096, "of one chat")
     max_tools: int = _count(128, "of one chat")
+    max_tool_characters: int = _count(512 << 10, "of all tool definitions of one chat, as JSON")
+    max_call_characters: int = _count(1 << 20, "of one tool call of the model; a longer one is content")
+    max_call_depth: int = _count(64, "objects and lists inside one another in the arguments of a call", at_most=200)
     max_prompts: int = _count(1024, "of one completions request")
     max_choices: int = _count(1024, "prompts × `n`")
     max_stop_characters: int = _count(1024, "of one stop string")

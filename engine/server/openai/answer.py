@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from msgspec import UNSET
 
+from engine.server.http.limits import Limits
 from engine.server.openai import replies as r
 from engine.server.openai.generation import ChoiceDelta, Generation
 from engine.server.openai.logprobs import prompt_logprobs
@@ -36,12 +37,12 @@ class Choice:
 
 
 class Answer(ABC, Generic[Body]):
-    """An endpoint says how its events and its whole reply are written, and what a delta adds: `addition` is also where
-    text will become something else, such as a tool call."""
+    """An endpoint says how its events and its whole reply are written, and what a delta adds."""
 
     id_prefix: ClassVar[str]
+    named_events: ClassVar[bool] = False  # `events` yields whole server-sent events, not their data
 
-    def __init__(self, body: Body, model: ServedModel, generation: Generation) -> None:
+    def __init__(self, body: Body, model: ServedModel, generation: Generation, limits: Limits) -> None:
         self.body, self.generation, self.tokenizer = body, generation, model.tokenizer
         self.model = body.model or model.name
         self.id, self.created = f"{self.id_prefix}-{uuid.uuid4().hex}", int(time.time())
@@ -60,6 +61,15 @@ class Answer(ABC, Generic[Body]):
     @abstractmethod
     def text_event(self, index: int, addition: Addition) -> bytes: ...
 
+    def delta_events(self, delta: ChoiceDelta, addition: Addition) -> Iterable[bytes]:
+        """What a delta adds to the stream, its end excepted."""
+        text, logprobs, token_ids = addition
+        if text or logprobs is not None or (self.body.return_token_ids and token_ids):
+            yield self.text_event(delta.index, addition)
+
+    def note(self, delta: ChoiceDelta) -> None:
+        """Called for each delta of a whole answer, after `addition`."""
+
     @abstractmethod
     def end_event(self, delta: ChoiceDelta) -> bytes: ...
 
@@ -73,7 +83,7 @@ class Answer(ABC, Generic[Body]):
 
     async def events(self) -> AsyncIterator[bytes]:
         """For each choice: text, then the finish reason in an event of its own; last the usage, if it was asked for."""
-        wants_ids, begun = self.body.return_token_ids, False
+        begun = False
         deltas = aiter(self.generation)
         try:
             async for delta in deltas:
@@ -81,10 +91,8 @@ class Answer(ABC, Generic[Body]):
                     begun = True
                     for event in self.opening():
                         yield event
-                addition = self.addition(delta)
-                text, logprobs, token_ids = addition
-                if text or logprobs is not None or (wants_ids and token_ids):
-                    yield self.text_event(delta.index, addition)
+                for event in self.delta_events(delta, self.addition(delta)):
+                    yield event
                 if delta.finish_reason is not None:
                     yield self.end_event(delta)
         finally:
@@ -98,6 +106,7 @@ class Answer(ABC, Generic[Body]):
         async for delta in self.generation:
             choice = choices[delta.index]
             text, logprobs, token_ids = self.addition(delta)
+            self.note(delta)
             choice.texts.append(text)
             choice.token_ids += token_ids
             if logprobs is not None:

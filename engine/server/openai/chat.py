@@ -15,13 +15,17 @@ from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai import replies as r
 from engine.server.openai.answer import Addition, Answer, Choice
-from engine.server.openai.generation import ChoiceDelta
+from engine.server.openai.generation import ChoiceDelta, Generation
 from engine.server.openai.logprobs import chat_logprobs
 from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
-from engine.server.openai.sampling import answer_room, check_length_before_encoding, sampling_params
+from engine.server.openai.sampling import answer_room, check_length_before_encoding, constrained, sampling_params
 from engine.server.openai.schema import ChatRequest, Message, TokenizeRequest
 from engine.server.openai.serving import Gateway, ServedModel
+from engine.server.openai.spoken import SpokenChoice
+from engine.server.openai.thinking_budget import thinking_budget
+from engine.server.openai.tool_use import ToolUse, check_tools, grammar_of, tool_use
 from engine.text.conversation import encode_chat
+from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, Parsed, Reasoning, parsed
 from engine.text.template import checked_kwargs
 
 
@@ -48,8 +52,8 @@ def _template_kwargs(body: ChatRequest | TokenizeRequest, model: ServedModel) ->
     given = checked_kwargs(body.chat_template_kwargs)
     reads = model.tokenizer.template.variables if model.tokenizer.template else frozenset(given)
     effort = body.reasoning_effort
-    if effort == "none" and "reasoning_effort" not in reads:
-        given.setdefault("enable_thinking", False)
+    if effort is not None and "reasoning_effort" not in reads and (effort == "none" or "enable_thinking" in reads):
+        given.setdefault("enable_thinking", effort != "none")
     elif effort is not None:
         given.setdefault("reasoning_effort", effort)
     for name in given.keys() - reads:
@@ -63,26 +67,12 @@ def check_chat_size(body: ChatRequest | TokenizeRequest, limits: Limits) -> None
     """Bounds on messages and tools. Raises InvalidRequestError."""
     if len(body.messages or []) > limits.max_messages:
         raise InvalidRequestError(f"At most {limits.max_messages} messages are allowed.", "messages")
-    if len(body.tools or []) > limits.max_tools:
-        raise InvalidRequestError(f"At most {limits.max_tools} tools are allowed.", "tools")
-    for i, tool in enumerate(body.tools or []):
-        function = tool.get("function")
-        named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if tool.get("type") != "function" or not named:
-            raise InvalidRequestError(f'tools.{i} must be {{"type": "function", "function": {{"name": …}}}}.',
-                                      f"tools.{i}")
+    check_tools(body.tools, getattr(body, "tool_choice", None), limits)
 
 
-def _check(body: ChatRequest, limits: Limits) -> None:
+def check(body: ChatRequest, limits: Limits) -> None:
     check_chat_size(body, limits)
     check_content(body.messages)
-    if body.tools and body.tool_choice != "none":
-        raise InvalidRequestError(
-            'tools: this server does not parse tool calls yet; send tool_choice "none" to show the tools to the model '
-            "without calling them.", "tools",
-        )
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequestError("tool_choice: this server does not make tool calls yet.", "tool_choice")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs set to true.", "top_logprobs")
 
@@ -102,21 +92,37 @@ def check_content(messages: list[Message]) -> None:
                                   f"messages.{i}.content")
 
 
-async def _prompts(gateway: Gateway, model: ServedModel, info: EngineInfo, body: ChatRequest) -> list[list[int]]:
+def _tool_use(body: ChatRequest, model: ServedModel) -> ToolUse:
+    return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, model)
+
+
+def options(body: ChatRequest, model: ServedModel, prompts: list[list[int]]) -> dict[str, Any]:
+    """Of the generation: the tokens to tell from text (None where an answer is nothing but text), and the budget."""
+    calls = _tool_use(body, model).calls
+    return {
+        "marks": model.output.watched(calls=calls) if calls or model.output.reasoning is not None else None,
+        "budget": thinking_budget(body.thinking_token_budget, model, prompts[0]),
+    }
+
+
+async def prompts(gateway: Gateway, model: ServedModel, info: EngineInfo, body: ChatRequest) -> list[list[int]]:
+    _tool_use(body, model)  # refuse before the work
     return [await chat_prompt(gateway, model, info, body)]
 
 
-def _sampling(
+def sampling(
     body: ChatRequest, info: EngineInfo, limits: Limits, model: ServedModel, prompts: list[list[int]]
 ) -> SamplingParams:
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     room = answer_room(len(prompts[0]), info.max_model_len, getattr(body, field), field, "messages")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
         raise InvalidRequestError("top_logprobs must be at least 0 and at most 20.", "top_logprobs")
-    return sampling_params(
+    params = sampling_params(
         body, info, limits, model.defaults, max_tokens=room,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs,
     )
+    use = _tool_use(body, model)
+    return constrained(params, grammar_of(use, model, prompts[0]), "tool_choice" if use.forced else "tools")
 
 
 def _characters(message: Message) -> int:
@@ -127,11 +133,36 @@ def _characters(message: Message) -> int:
 
 
 class ChatAnswer(Answer[ChatRequest]):
+    """Where the model reasons or may call tools, each choice is taken apart (`SpokenChoice`); else it is its text."""
+
     id_prefix = "chatcmpl"
+
+    def __init__(self, body: ChatRequest, model: ServedModel, generation: Generation, limits: Limits) -> None:
+        super().__init__(body, model, generation, limits)
+        self._use, form = _tool_use(body, model), model.output
+        self._spoken: list[SpokenChoice] = []
+        self._said: list[list[Event]] = [[] for _ in range(self.num_choices)]  # of a whole answer
+        if self._use.calls or form.reasoning is not None:
+            thinking = form.thinks_after(self.prompt_of(0), self.tokenizer)
+            self._spoken = [
+                SpokenChoice(form, self._use, thinking=thinking, reasoning=body.include_reasoning is not False,
+                             limits=limits) for _ in range(self.num_choices)]
+            generation.reasoning_tokens = 0
 
     def addition(self, delta: ChoiceDelta) -> Addition:
         logprobs = chat_logprobs(delta.logprobs, self.tokenizer) if self.body.logprobs and delta.logprobs else None
         return delta.text, logprobs, delta.token_ids
+
+    def note(self, delta: ChoiceDelta) -> None:
+        if self._spoken:
+            self._said[delta.index] += self._read(delta)
+
+    def _read(self, delta: ChoiceDelta) -> list[Event]:
+        events = self._spoken[delta.index].read(delta)
+        self.generation.reasoning_tokens = sum(choice.reasoning_tokens for choice in self._spoken)
+        return events
+
+    # -- a stream
 
     def opening(self) -> Iterable[bytes]:
         """The role of each choice."""
@@ -139,18 +170,54 @@ class ChatAnswer(Answer[ChatRequest]):
         prompt = self.prompt_of(0) if self.body.return_token_ids else UNSET
         return [self._event(r.ChatChunkChoice(index, role), prompt) for index in range(self.num_choices)]
 
+    def delta_events(self, delta: ChoiceDelta, addition: Addition) -> Iterable[bytes]:
+        """One event for each kind of news. Log-probabilities and ids stand in the first, with news or without."""
+        if not self._spoken:
+            yield from super().delta_events(delta, addition)
+            return
+        _, logprobs, token_ids = addition
+        wants_ids = bool(self.body.return_token_ids and token_ids)
+        news = [added for event in self._read(delta) if (added := self._delta(delta.index, event)) is not None]
+        if not news and (logprobs is not None or wants_ids):
+            news = [r.ChatDelta()]
+        for i, added in enumerate(news):
+            first = i == 0
+            yield self._event(r.ChatChunkChoice(delta.index, added, logprobs if first else None,
+                                                token_ids=token_ids if wants_ids and first else UNSET))
+
+    def _delta(self, index: int, event: Event) -> r.ChatDelta | None:
+        match event:
+            case Content(text):
+                return r.ChatDelta(content=text)
+            case Reasoning(text):
+                return r.ChatDelta(reasoning=text, reasoning_content=text)
+            case CallBegun(call, name):
+                made = r.ToolCallDelta(call, self._spoken[index].call_id(), "function", r.FunctionDelta(name, ""))
+            case CallArguments(call, text):
+                made = r.ToolCallDelta(call, function=r.FunctionDelta(arguments=text))
+            case CallEnded():  # what was sent of a broken call cannot be taken back
+                return None
+        return r.ChatDelta(tool_calls=[made])
+
     def text_event(self, index: int, addition: Addition) -> bytes:
         text, logprobs, token_ids = addition
         return self._event(r.ChatChunkChoice(
             index, r.ChatDelta(content=text), logprobs, token_ids=token_ids if self.body.return_token_ids else UNSET))
 
     def end_event(self, delta: ChoiceDelta) -> bytes:
-        reason: Any = delta.finish_reason.value if delta.finish_reason else None
-        return self._event(r.ChatChunkChoice(delta.index, r.ChatDelta(), None, reason, delta.stop_reason))
+        called = bool(self._spoken) and self._spoken[delta.index].called
+        return self._event(r.ChatChunkChoice(
+            delta.index, r.ChatDelta(), None, self._reason(delta, called), delta.stop_reason))
 
     def usage_event(self) -> bytes:
         return r.to_json(r.ChatCompletionChunk(
             self.id, "chat.completion.chunk", self.created, self.model, [], self.generation.usage))
+
+    def _event(self, choice: r.ChatChunkChoice, prompt: Any = UNSET) -> bytes:
+        return r.to_json(r.ChatCompletionChunk(
+            self.id, "chat.completion.chunk", self.created, self.model, [choice], self.usage_so_far(), prompt))
+
+    # -- a whole answer
 
     def reply(self, choices: list[Choice]) -> r.ChatCompletion:
         wants_ids, of_prompt = self.body.return_token_ids, choices[0].of_prompt
@@ -163,19 +230,28 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def _choice(self, choice: Choice, end: ChoiceDelta) -> r.ChatChoice:
         entries = [entry for logprobs in choice.logprobs for entry in logprobs.content]
-        reason: Any = end.finish_reason.value if end.finish_reason else None
+        said = parsed(self._said[choice.index]) if self._spoken else Parsed(content=choice.text)
         return r.ChatChoice(
-            choice.index, r.ChatMessage("assistant", choice.text),
-            r.ChatLogprobs(entries) if self.body.logprobs else None, reason, end.stop_reason,
+            choice.index, self._message(choice.index, said), r.ChatLogprobs(entries) if self.body.logprobs else None,
+            self._reason(end, bool(said.calls)), end.stop_reason,
             choice.token_ids if self.body.return_token_ids else UNSET,
         )
 
-    def _event(self, choice: r.ChatChunkChoice, prompt: Any = UNSET) -> bytes:
-        return r.to_json(r.ChatCompletionChunk(
-            self.id, "chat.completion.chunk", self.created, self.model, [choice], self.usage_so_far(), prompt))
+    def _message(self, index: int, said: Parsed) -> r.ChatMessage:
+        message = r.ChatMessage("assistant", None if said.calls and not said.content else said.content)
+        if said.reasoning:
+            message.reasoning = message.reasoning_content = said.reasoning
+        if said.calls:
+            message.tool_calls = [
+                r.ToolCall(self._spoken[index].call_id(), "function", r.FunctionCall(call.name, call.arguments))
+                for call in said.calls]
+        return message
+
+    def _reason(self, end: ChoiceDelta, called: bool) -> Any:
+        return self._use.finish_reason(end.finish_reason.value, called) if end.finish_reason else None
 
 
-_PIPELINE = Pipeline(ChatRequest, _prompts, _sampling, ChatAnswer, _check)
+_PIPELINE = Pipeline(ChatRequest, prompts, sampling, ChatAnswer, check, options)
 router = generating_router()
 
 

@@ -95,8 +95,8 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     id_prefix = "cmpl"
 
-    def __init__(self, body: CompletionRequest, model: ServedModel, generation: Generation) -> None:
-        super().__init__(body, model, generation)
+    def __init__(self, body: CompletionRequest, model: ServedModel, generation: Generation, limits: Limits) -> None:
+        super().__init__(body, model, generation, limits)
         self._prompt_only = _prompt_only(body)
         self._echoed: dict[int, int] = {}  # choice -> characters of its prompt
         self._ids_told: set[int] = set()   # choices whose prompt ids have been sent

@@ -79,8 +79,8 @@ async def admission(request: Request) -> AsyncIterator[None]:
         yield
 
 
-async def stream_reply(events: AsyncIterator[bytes], limits: Limits) -> EventStream:
-    stream = EventStream(events, limits)
+async def stream_reply(events: AsyncIterator[bytes], limits: Limits, *, named: bool = False) -> EventStream:
+    stream = EventStream(events, limits, named=named)
     await stream.prime()
     return stream
 

@@ -4,17 +4,21 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from msgspec import UNSET
 
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from engine.errors import AtollError, EngineDeadError
 from engine.server.http.metrics import Metrics
-from engine.server.openai.replies import PromptTokensDetails, Usage
+from engine.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from engine.server.openai.serving import ServedModel
+from engine.server.openai.thinking_budget import ThinkingBudget, within_budget
 from engine.text.detok import Detokenizer
+from engine.text.parsers.source import Part
 
 log = logging.getLogger("atoll.server")
 
@@ -34,6 +38,7 @@ class ChoiceDelta:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None         # STOP or LENGTH
     stop_reason: int | str | None = None
+    parts: list[list[Part]] = field(default_factory=list)  # the text with its marks, see `TextDelta`
 
 
 class Generation:
@@ -43,13 +48,17 @@ class Generation:
     """
 
     def __init__(self, model: ServedModel, metrics: Metrics, prompts: Sequence[list[int]], params: SamplingParams, *,
-                 priority: int = 0, cache_salt: str = "", on_end: Callable[[int], None] = lambda _: None) -> None:
-        """`on_end` gets the tokens of prompts and answers when the iteration ends, however it ends."""
+                 priority: int = 0, cache_salt: str = "", on_end: Callable[[int], None] = lambda _: None,
+                 marks: Mapping[int, str] | None = None, budget: ThinkingBudget | None = None) -> None:
+        """`on_end` gets the tokens of prompts and answers when the iteration ends, however it ends. `marks`: the
+        tokens that the deltas' `parts` tell from text; None for no parts."""
         self.prompts = prompts
         self.params = params
         self._model, self._metrics = model, metrics
         self._priority, self._cache_salt = priority, cache_salt
         self._on_end = on_end
+        self._marks, self._budget = marks, budget
+        self.reasoning_tokens: int | None = None  # counted by who knows which they are
         self._id = uuid.uuid4().hex
         self._completion_tokens = 0
         self._cached = [0] * len(prompts)
@@ -57,7 +66,9 @@ class Generation:
     @property
     def usage(self) -> Usage:
         prompt, completion = sum(map(len, self.prompts)), self._completion_tokens
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(sum(self._cached)))
+        reasoning = self.reasoning_tokens
+        details = UNSET if reasoning is None else CompletionTokensDetails(reasoning)
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(sum(self._cached)), details)
 
     async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
         n = self.params.n
@@ -78,9 +89,10 @@ class Generation:
             f"{self._id}-{index}", prompt_ids, dataclasses.replace(params, n=1, seed=seed, stop=[]),
             self._priority, self._cache_salt,
         )
-        detokenizer = Detokenizer(self._model.tokenizer, params)
+        detokenizer = Detokenizer(self._model.tokenizer, params, self._marks)
         tracker = self._metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
-        outputs = self._model.client.generate(request)
+        client, budget = self._model.client, self._budget
+        outputs = client.generate(request) if budget is None else within_budget(client, request, budget)
         try:
             async for output in outputs:
                 tracker.on_output(output)
@@ -121,6 +133,7 @@ class Generation:
             output.prompt_logprobs,
             FinishReason.STOP if text.stopped else reason,
             text.stop_string if text.stopped else output.stop_reason,
+            text.parts,
         )
 
 

@@ -5,7 +5,7 @@ An endpoint brings the stages that are its own; the order, the admission, the sa
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
@@ -45,17 +45,22 @@ Body = TypeVar("Body", bound=SamplingFields)
 
 @dataclass(frozen=True, slots=True)
 class Pipeline(Generic[Body]):
-    """The stages of one endpoint. Each may refuse, with InvalidRequestError or ApiError, before the engine is asked."""
+    """The stages of one endpoint. Each may refuse, with InvalidRequestError or ApiError, before the engine is asked.
 
-    body: type[Body]
+    `body` is what is sent, and `translate` makes of it what the stages work with.
+    """
+
+    body: type[Any]
     prompts: Callable[[Gateway, ServedModel, EngineInfo, Body], Awaitable[list[list[int]]]]
     sampling: Callable[[Body, EngineInfo, Limits, ServedModel, list[list[int]]], SamplingParams]
     answer: type[Answer[Body]]
     check: Callable[[Body, Limits], None] | None = None
+    options: Callable[[Body, ServedModel, list[list[int]]], dict[str, Any]] = lambda body, model, prompts: {}
+    translate: Callable[[Any], Body] = lambda body: body
 
     async def __call__(self, request: Request) -> Response:
         gateway, caller = gateway_of(request), caller_of(request)
-        body = await read_request(request, self.body, gateway.limits)
+        body = self.translate(await read_request(request, self.body, gateway.limits))
         model = gateway.model(body.model)
         check_common(body, gateway.limits)
         if self.check is not None:
@@ -66,8 +71,8 @@ class Pipeline(Generic[Body]):
         params = self.sampling(body, info, gateway.limits, model, prompts)
         answer = self.answer(body, model, Generation(
             model, gateway.metrics, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
-            on_end=lambda tokens: gateway.spent(caller, tokens),
-        ))
+            on_end=lambda tokens: gateway.spent(caller, tokens), **self.options(body, model, prompts),
+        ), gateway.limits)
         if body.stream:
-            return await stream_reply(answer.events(), gateway.limits)
+            return await stream_reply(answer.events(), gateway.limits, named=answer.named_events)
         return json_reply(await unless_disconnected(request, answer.whole()))

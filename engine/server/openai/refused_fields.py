@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.server.http.errors import ApiError, invalid, shortened
+from engine.server.openai.responses.schema import ResponsesRequest
 from engine.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -29,14 +30,13 @@ HARMLESS = {
     "prompt_cache_options": "how long prompts stay cached; memory decides",
     "prompt_cache_retention": "the same, under its older name",
     "session_id": "routes a conversation to one machine; there is one",
-    "parallel_tool_calls": "whether one answer may hold several tool calls; it holds none",
     "stream_interval": "how many tokens an event of a stream collects; the text is the same",
     "truncation_side": "which end truncate_prompt_tokens cuts; that one is refused",
     "return_mm_kwargs": "about images; requests with images are refused",
     "return_token_offsets": "vLLM ignores it here too",
 }
 
-_THINKING = "thinking cannot be limited; leave it out, or switch thinking off with chat_template_kwargs"
+_THINKING = "send reasoning_effort or thinking_token_budget"
 _CONSTRAINT = "it does not constrain the output"
 _STORE = "it stores no answers"
 _TOOLS = "use tools, with a model and version that support them"
@@ -45,11 +45,15 @@ _TOOLS = "use tools, with a model and version that support them"
 REFUSED = {
     # OpenAI
     "audio": "it produces text only",
+    "background": "it stores no answers; wait for the answer, or stream it",
     "best_of": "ask for n choices and pick one",
+    "conversation": "it stores no conversations; send all items as input",
     "function_call": _TOOLS,
     "functions": _TOOLS,
     "modalities": "it produces text only",
+    "max_tool_calls": "it runs no tools; the client counts its calls",
     "moderation": "it has no moderation model",
+    "previous_response_id": "it stores no answers; send all items as input",
     "service_tier": "it has one tier",
     "store": _STORE,
     "suffix": "it completes at the end only",
@@ -57,16 +61,14 @@ REFUSED = {
     "web_search_options": "it has no Internet",
     # limits and switches of thinking
     "enable_thinking": 'send {"chat_template_kwargs": {"enable_thinking": …}}',
-    "include_reasoning": "reasoning is part of the text",
     "max_thinking_tokens": _THINKING,
     "reasoning": _THINKING,
     "reasoning_budget": _THINKING,
-    "separate_reasoning": "reasoning is part of the text",
+    "separate_reasoning": "reasoning has a field of its own; leave it out of the answer with include_reasoning",
     "think": 'send {"chat_template_kwargs": {"enable_thinking": …}}',
     "thinking": _THINKING,
     "thinking_budget": _THINKING,
     "thinking_budget_tokens": _THINKING,
-    "thinking_token_budget": _THINKING,
     # vLLM
     "allowed_token_ids": "raise or lower tokens with logit_bias",
     "bad_words": "lower tokens with logit_bias",
@@ -118,11 +120,10 @@ _ALSO_NOTHING: dict[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default"),
     "thinking_budget": (-1,),
-    "thinking_token_budget": (-1,),
     "verbosity": ("medium",),
 }
 # Here false switches off what is otherwise on, so only these values ask for nothing.
-_SWITCHES: dict[str, tuple[Any, ...]] = {"enable_thinking": (), "include_reasoning": (True,), "think": ()}
+_SWITCHES: dict[str, tuple[Any, ...]] = {"enable_thinking": (), "separate_reasoning": (True,), "think": ()}
 
 # Of a message, these would change the prompt; what else a message carries (ids, annotations) does not.
 NOT_IN_MESSAGES = {
@@ -134,9 +135,9 @@ NOT_IN_MESSAGES = {
 
 _DECLARED: dict[type, frozenset[str]] = {
     kind: frozenset(field.encode_name for field in msgspec.structs.fields(kind))
-    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
 }
-_GENERATING = (ChatRequest, CompletionRequest)
+_GENERATING = (ChatRequest, CompletionRequest, ResponsesRequest)
 _OF_A_GENERATION = _DECLARED[ChatRequest] | _DECLARED[CompletionRequest]
 
 

@@ -68,6 +68,14 @@ def sampling_params(
     )
 
 
+def constrained(params: SamplingParams, grammar: str | None, param: str) -> SamplingParams:
+    """`params` for an answer that follows a grammar (Lark); None: any answer. Raises InvalidRequestError."""
+    if grammar is None:
+        return params
+    what = "leave strict out" if param == "tools" else 'send "auto" or "none"'
+    raise InvalidRequestError(f"{param}: this server does not constrain the output yet; {what}.", param)
+
+
 def answer_room(
     prompt_tokens: int, max_model_len: int, asked: int | None, asked_as: str, prompt_as: str, default: int | None = None
 ) -> int:

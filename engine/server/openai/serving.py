@@ -13,6 +13,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.config import EngineConfig
 from engine.server.http.auth import KeyFile
 from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
@@ -22,6 +23,7 @@ from engine.server.http.rates import Rates
 from engine.server.ipc.client import EngineClient
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.sampling import sampling_defaults
+from engine.text.parsers.registry import OutputFormat, output_format
 from engine.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
@@ -30,21 +32,35 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class ServedModel:
     """One engine and the text layer of its model. `defaults` are sampling defaults from generation_config.json, used
-    where a request is silent."""
+    where a request is silent. `auto_tools`: the model may call tools on its own account."""
 
     name: str
     client: EngineClient
     tokenizer: TextTokenizer
     defaults: dict[str, float | int] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    auto_tools: bool = True
+    _output: OutputFormat | None = None
 
     @classmethod
     def load(
-        cls, name: str, directory: Path | str, client: EngineClient, *, vendor_defaults: bool = True
+        cls, name: str, directory: Path | str, client: EngineClient, *, vendor_defaults: bool = True, **settings: Any
     ) -> "ServedModel":
-        """Read tokenizer, template and (`vendor_defaults`) sampling defaults. Raises ModelError."""
+        """Read tokenizer, template and (`vendor_defaults`) sampling defaults. Raises ModelError.
+
+        `settings`: the fields of that name.
+        """
         defaults = sampling_defaults(directory) if vendor_defaults else {}
-        return cls(name, client, TextTokenizer.load(directory), defaults)
+        return cls(name, client, TextTokenizer.load(directory), defaults, **settings)
+
+    @property
+    def output(self) -> OutputFormat:
+        """How the model marks reasoning and tool calls."""
+        if self._output is None:
+            self._output = output_format(self.tokenizer, self.tool_call_parser, self.reasoning_parser)
+        return self._output
 
     @property
     def max_model_len(self) -> int | None:
@@ -68,6 +84,12 @@ class ServedModel:
         progress = f" ({shortened(client.progress)})" if client.progress else ""
         what = "The model is still loading" if client.state == "loading" else "This model's engine does not run yet"
         raise overloaded(f"{what}{progress}; try again.", limits.retry_after_seconds, code="model_loading")
+
+
+def output_settings(config: EngineConfig) -> dict[str, Any]:
+    """What `ServedModel.load` takes of a model's settings."""
+    return {"tool_call_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser,
+            "auto_tools": config.enable_auto_tool_choice}
 
 
 class Gateway:

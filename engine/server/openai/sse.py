@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,16 +24,18 @@ KEEP_ALIVE = b": keep-alive\n\n"  # this very comment: some clients take others 
 
 
 class EventStream(Response):
-    """A response that sends each item of `events` (JSON bytes) as one event, then ``[DONE]``.
+    """A response that sends each item of `events` (JSON bytes) as one event, then ``[DONE]``. With `named` the items
+    are whole events that bring their names, and the last of them says that it is the last.
 
     An exception before `first_output_seconds` is raised to the caller, who can still answer with a status; a later one
     becomes an error event, because the status has been sent. When the client goes away, `events` is closed at once,
     which aborts the work behind it.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], limits: Limits) -> None:
+    def __init__(self, events: AsyncIterator[bytes], limits: Limits, *, named: bool = False) -> None:
         self.background = None
         self._events = events
+        self._begin = b"" if named else b"data: "
         self._limits = limits
         self._next: asyncio.Task[bytes] | None = None
         self._clock = asyncio.get_running_loop().time
@@ -75,9 +78,9 @@ class EventStream(Response):
         try:
             if self._next is not None:  # primed
                 task, self._next = self._next, None
-                await self._body(send, b"data: " + await task + b"\n\n")
+                await self._body(send, self._begin + await task + b"\n\n")
             async for event in self._events:
-                await self._body(send, b"data: " + event + b"\n\n")
+                await self._body(send, self._begin + event + b"\n\n")
         except StopAsyncIteration:  # primed, and empty
             pass
         except OSError:  # of send: the connection is gone
@@ -85,10 +88,19 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.warning("stream failed: %s: %s", type(error).__name__, error)
-            await self._body(send, b"data: " + from_exception(error).body() + b"\n\n")
-        await self._body(send, DONE)
+            await self._body(send, self._error(from_exception(error)))
+        if self._begin:
+            await self._body(send, DONE)
         self._over = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _error(self, error: ApiError) -> bytes:
+        if self._begin:
+            return b"data: " + error.body() + b"\n\n"
+        detail = error.detail
+        return b"event: error\ndata: " + msgspec.json.encode({
+            "type": "error", "code": detail.code, "message": detail.message, "param": detail.param,
+            "sequence_number": 0}) + b"\n\n"
 
     async def _body(self, send: Send, body: bytes) -> None:
         self._sending_since = self._clock()

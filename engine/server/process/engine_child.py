@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import engine as engine_package
-from engine.errors import AtollError
+from engine.errors import KILLED, AtollError
 from engine.message import msg
 from engine.server.ipc.client import EngineClient
 from engine.server.process.supervisor import (
@@ -56,9 +56,11 @@ class EngineChild(Supervisor):
         self.client = client
         self._restarts = Restarts(options.max_restarts, first_delay=0.5)
         self._was_ready = False
+        self._stalled = False  # this process is killed because its loop hangs
 
     def spawn(self) -> None:
         super().spawn()
+        self._stalled = False
         log.debug("started the engine", extra={"fields": {"pid": self.pid}})
 
     async def supervise(self) -> None:
@@ -83,6 +85,8 @@ class EngineChild(Supervisor):
     def delay_after(self, status: int, last_words: str) -> float:
         """Seconds until the next start. Raises EngineFailedError."""
         how, delay = how_it_ended(status), self._restarts.delay_after(status)
+        if status == -signal.SIGKILL and not self._stalled:
+            log.error("the engine %s", how, extra={"fields": {"error_id": KILLED}})
         if status in FINAL_STATUSES:
             raise EngineFailedError(msg("The engine could not start: {last_words}", last_words=last_words or how),
                                     status)
@@ -107,6 +111,7 @@ class EngineChild(Supervisor):
                 log.error("the engine's loop has stalled; its stacks follow, then it is killed")
                 self._process.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks
                 await asyncio.sleep(1)
+                self._stalled = True
                 self._process.kill()
 
 

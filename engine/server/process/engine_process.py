@@ -23,7 +23,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
-from engine.errors import AtollError, ConfigError, InvalidRequestError, ModelError, complain
+from engine.errors import AtollError, ConfigError, InvalidRequestError, ModelError, complain, log_fields
 from engine.message import joined, msg, to_json
 from engine.server.ipc import messages as m
 from engine.server.ipc.server import Connected, Connection, Disconnected, Incoming, IpcServer
@@ -313,12 +313,12 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
             loaded()
             service.run()
         except AtollError as error:
-            log.error("%s", error)
+            log.error("%s", error, extra=log_fields(error))
             complain("atoll engine", error, logged=True)
             service.farewell(error.message, error.hint, patience=patience)
             return _status_of(error)
         except Exception as error:
-            log.exception("the engine cannot go on")
+            log.exception("the engine cannot go on", extra=log_fields(error))
             defect = msg("The engine met a defect: {kind}.", kind=type(error).__name__)
             service.farewell(defect, msg("Its log holds the traceback."), patience=patience)
             return 1
@@ -337,7 +337,7 @@ def preload(config: EngineConfig) -> int:
     try:
         prepare_worker(config)
     except AtollError as error:
-        log.error("%s", error)
+        log.error("%s", error, extra=log_fields(error))
         complain("atoll engine", error, logged=True)
         return _status_of(error)
     return 0

@@ -5,7 +5,6 @@ So a unit asks first: device nodes, NVML, and that the kernel's driver and the l
 0 ready, 1 not ready in time, 2 wrong flags.
 """
 
-import argparse
 import ctypes
 import json
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 from engine.errors import told
 from engine.message import msg, reason
 from engine.server.process.notify import Notifier
+from engine.server.settings.help_parser import HelpParser, help_text
 
 POLL_SECONDS = 1.0
 LIBRARY = "libnvidia-ml.so.1"
@@ -109,10 +109,11 @@ def _nvml(library: str) -> list[str] | int:
 
 def main(argv: Sequence[str]) -> int:
     """Entry point of `atoll gpu-ready`; returns the exit status."""
-    parser = argparse.ArgumentParser("atoll gpu-ready", description="Wait until the GPU can be used.", epilog=_HELP,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="how long to wait (120)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = HelpParser(prog="atoll gpu-ready", description="Wait until the GPU can be used.", epilog=_HELP)
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS",
+                        help=help_text("how long to wait (120)"))
+    parser.add_argument("--json", action="store_true", help=help_text("print one JSON object"))
+    parser.add_help_flags()
     options = parser.parse_args(argv)
     notifier, deadline, said = Notifier(), time.monotonic() + options.timeout, ""
     while (found := inspect_gpu()).problem and time.monotonic() < deadline:

@@ -5,9 +5,10 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, told
 from engine.message import msg
 from engine.server.settings import vllm_flags
+from engine.server.settings.help_parser import HelpParser, help_text
 from engine.server.settings.sources import environment_flags, serve_argv_of
 from engine.server.settings.values import reader_of
 from engine.setting import Setting, settings_of, value_type
@@ -52,22 +53,23 @@ class OnlyOne(_Why):
                                   values=values[0], why=self.why), option_string, msg("Use 1."))
 
 
-class FlagParser(argparse.ArgumentParser):
+class FlagParser(HelpParser):
     """argparse, but: flags come from settings, errors are ConfigErrors, `_` is `-` in flags, an unknown flag gets a
     suggestion, and a file and the environment fill in what the line does not say."""
 
     def __init__(self, *settings: type, **kwargs: Any) -> None:
-        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False,
-                         formatter_class=_HelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False, **kwargs)
         self.notes: list[str] = []
+        self._listed: list[str] = []  # flags that --help shows
         self._fields = {name: entry for cls in settings for name, entry in settings_of(cls).items()}
         groups = {entry[1].group: None for entry in self._fields.values()}
         for title in sorted(groups, key=GROUPS.index):
-            group = self.add_argument_group(title)
+            group = self.add_argument_group(told(title))
             for name, (field, declared) in self._fields.items():
                 if declared.group == title:
-                    _add(group, name, field.type, declared, field.default)
-        self.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text")
+                    added = _add(group, name, field.type, declared, field.default)
+                    self._listed += [] if declared.hidden else added.option_strings
+        self.add_help_flags()
 
     def add_vllm_flags(self) -> None:
         """What scripts written for vLLM carry: another name, accepted with a note, or refused with a reason."""
@@ -141,9 +143,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _unknown(self, arg: str) -> NoReturn:
         name = arg.partition("=")[0]
-        known = [option for option, action in self._option_string_actions.items()
-                 if action.help is not argparse.SUPPRESS]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(name, [*self._listed, "--help"], n=1, cutoff=0.6)
         hint = msg("{prog} --help lists the flags.", prog=self.prog)
         if near:
             hint = msg("Did you mean {near}?", near=near[0])
@@ -158,11 +158,6 @@ def _refusal(error: argparse.ArgumentError) -> ConfigError:
     return ConfigError(msg("{flag}: {problem}.", flag=error.argument_name, problem=problem), flag)
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=110)
-
-
 def help_of(declared: Setting, default: Any) -> str:
     """The help text, with the default in it as a person writes it."""
     if isinstance(default, bool):
@@ -170,13 +165,12 @@ def help_of(declared: Setting, default: Any) -> str:
     return declared.help.replace("{default}", f"{default:g}" if isinstance(default, float) else str(default))
 
 
-def _add(group: Any, name: str, annotation: Any, declared: Setting, default: Any, flag: str = "") -> None:
+def _add(group: Any, name: str, annotation: Any, declared: Setting, default: Any, flag: str = "") -> argparse.Action:
     """`flag`: a hidden name in place of the setting's own."""
     kind, words = value_type(annotation)
     flags = (flag,) if flag else declared.flags or ("--" + name.replace("_", "-"), *declared.aliases)
-    options: dict[str, Any] = {"dest": name, "help": help_of(declared, default).replace("%", "%%")}
-    if flag or declared.hidden:
-        options["help"] = argparse.SUPPRESS
+    shown = argparse.SUPPRESS if flag or declared.hidden else help_text(help_of(declared, default))
+    options: dict[str, Any] = {"dest": name, "help": shown}
     if declared.const is not None:
         options |= {"action": "store_const", "const": declared.const}
     elif kind is bool:
@@ -191,7 +185,7 @@ def _add(group: Any, name: str, annotation: Any, declared: Setting, default: Any
         options |= {"type": reader_of(annotation, declared), "metavar": declared.metavar}
         if kind is str and not declared.many:
             del options["type"]
-    group.add_argument(*flags, **options)
+    return group.add_argument(*flags, **options)
 
 
 def _dashes(arg: str) -> str:

@@ -41,7 +41,6 @@ REFUSED_SWITCHES = {
     "trust-remote-code": msg("Atoll never runs code from a model directory; no flag changes that."),
     "enable-lora": msg("adapters are not supported; merge them into the weights."),
     "enable-expert-parallel": msg("a model cannot yet be split over several devices."),
-    "enable-auto-tool-choice": msg("tool calls are not parsed yet; leave the flag out to get them as text."),
 }
 REFUSED_VALUES = {
     "api-key": msg("a key on the command line is visible to every user of the machine; put it into a file of mode 0600 "
@@ -50,8 +49,6 @@ REFUSED_VALUES = {
     "hf-token": _LOCAL,
     "hf-overrides": msg("the model's config.json is taken as it is; change the file in the model directory."),
     "speculative-config": msg("speculative decoding is not available yet; leave the flag out."),
-    "tool-call-parser": msg("tool calls are not parsed yet; leave the flag out to get them as text."),
-    "reasoning-parser": msg("reasoning is not parsed yet; leave the flag out to get it as text."),
     "chat-template": msg("the template comes from the model directory, where the bundle's signature covers it."),
     "middleware": msg("Atoll loads no code from the command line."),
     "logits-processors": msg("Atoll loads no code from the command line."),

@@ -20,7 +20,7 @@ METADATA_MODULES = ("torch/__init__.py", "torch/version.py")
 def install_packages(facts, partial, progress_of, refused):
     """Run pip from its own verified wheel, into lib/, without an index: only files with a hash in the signed list.
 
-    Several pips run at once, each with its share of the packages, because one processor inflates gigabytes slowly.
+    Several pips run at once, each with its share of the packages, because one core decompresses gigabytes slowly.
     """
     incoming, manifest = facts["incoming"], facts["manifest"]
     pip = next(f["path"] for f in manifest["files"] if f["role"] == "tool")

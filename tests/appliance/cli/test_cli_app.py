@@ -107,6 +107,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_reader_that_leaves_is_no_error():
-    """`atoll status | head -1`: click ends such a command quietly, if nobody before it takes the error for ours."""
+    """`atoll status | head -1`: click ends such a command quietly, as long as no code of ours treats it as an error."""
     with pytest.raises(BrokenPipeError), told(False):
         raise BrokenPipeError

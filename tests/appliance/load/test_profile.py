@@ -1,4 +1,4 @@
-"""Traffic profiles: the built-in ones, files of an operator's own, and nonsense in them."""
+"""Traffic profiles: the built-in ones, an operator's own files, and mistakes in them."""
 
 import json
 import random

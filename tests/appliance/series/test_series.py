@@ -1,4 +1,5 @@
-"""The time series survives what a disk and a gateway may do to it, and its numbers are those of plain arithmetic."""
+"""The time series survives everything that a disk and a gateway may do to it, and its numbers match plain
+arithmetic."""
 
 import shutil
 import sqlite3
@@ -130,7 +131,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(
 
 
 def test_every_truncation_leaves_a_file_that_works(path: Path, tmp_path: Path):
-    """Also of the write-ahead log, as a power cut leaves it. What is damaged is set aside, never an obstacle."""
+    """Also for the write-ahead log, as a power cut leaves it. A damaged file is set aside and never blocks."""
     store = Store(path)
     with store:
         for n in range(30):

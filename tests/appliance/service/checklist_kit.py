@@ -1,4 +1,4 @@
-"""An operator of the checklist in a test: answers, a front that remembers, and processes to kill."""
+"""An operator of the checklist in a test: answers, a front end that remembers, and processes to kill."""
 
 import os
 import signal
@@ -104,7 +104,7 @@ def statuses(later: str = "open", **first: str) -> dict[str, str]:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """The wait status of a process that does `work`: how a front dies without taking the test with it."""
+    """The wait status of a forked process that does `work`: so a front end can die without taking the test with it."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -1,4 +1,4 @@
-"""The checklist with a real install under a prefix: killed, cancelled and watched at every step, it goes on."""
+"""The checklist with a real install under a prefix: killed, cancelled and watched at every step, it continues."""
 
 import dataclasses
 import json
@@ -306,7 +306,7 @@ def test_a_question_without_anybody_to_answer_ends_the_job(desk: Desk, monkeypat
 
 
 def test_two_operators_at_once(desk: Desk) -> None:
-    """One writes; the other is told who, and may watch to the same end."""
+    """One writes; the other is told who that is, and may watch until the same end."""
     seen: list[object] = []
 
     def second(step: str, status: str) -> None:

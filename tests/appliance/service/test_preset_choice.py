@@ -1,4 +1,4 @@
-"""The preset of a model that is brought: by its shape, on a GPU, beside what the operator wrote."""
+"""The preset of a model on the medium: chosen by its shape, for a GPU, without touching what the operator wrote."""
 
 import json
 from typing import Any

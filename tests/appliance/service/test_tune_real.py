@@ -25,6 +25,7 @@ from appliance.service.tuning import records
 from appliance.service.tuning.measure import LoadDriver, Measured, ProfileLoad, parse_target, profile_called
 from appliance.service.tuning.records import Records
 from appliance.service.tuning.request import TuneRequest
+from appliance.service.tuning.run import failure_of
 from appliance.service.tuning.score import Score
 from appliance.service.tuning.work import last, run_reset, run_tuning, set_exactly
 from installer.base.errors import ExitCode, InstallError
@@ -34,7 +35,7 @@ from installer.base.lock import holder
 from installer.decide.options import InstallOptions
 from installer.operate.install import Installer
 from installer.operate.lifecycle import start, stop
-from installer.operate.settings_trial import is_open
+from installer.operate.settings_trial import SettingsTrial, is_open
 from installer.release import config
 from installer.service.choice import service_for
 from installer.service.smoke_test import health
@@ -71,7 +72,7 @@ class Place:
         return health(config.standing(self.layout))[0]
 
     def await_settled(self) -> None:
-        """Until nobody works on it and nothing is open: what a guard does after a kill."""
+        """Wait until nobody works on it and nothing is open, as a guard ensures after a kill."""
         end = time.monotonic() + 60
         while holder(self.layout.lock) is not None or is_open(self.layout) or not self.serves():
             assert time.monotonic() < end, intact(self.layout.journal)[-3:]
@@ -136,7 +137,7 @@ def test_the_best_is_kept_shown_and_taken_back(place: Place) -> None:
     request = place.request()
     result = tune(place, request, liking(place, "max-num-seqs = 1"))
     assert (result["outcome"], result["changed"]) == ("changed", {"max-num-seqs": [None, 1]})
-    assert "more requests a second" in result["reason"]
+    assert "more requests per second" in result["reason"]
     assert result["after"]["goodput"] > result["before"]["goodput"]
     assert "max-num-seqs = 1" in place.settings
     assert place.serves()
@@ -253,7 +254,7 @@ def test_cancelled_it_goes_back_and_the_next_run_goes_on(place: Place) -> None:
     place.await_settled()
     front = Front()
     result = run_tuning(place.layout, place.request(), front)  # type: ignore[arg-type]
-    assert any("Going on with the tuning that was cut off: 1 trials" in note for note in front.notes)
+    assert any("Continuing the interrupted tuning: 1 trials" in note for note in front.notes)
     assert ("trial 1", "begin") not in front.steps
     assert len(result["trials"]) == 2
 
@@ -276,7 +277,7 @@ def test_the_operators_own_value_is_not_touched(place: Place) -> None:
 
 
 def test_the_engine_dies_under_load(place: Place) -> None:
-    """Of the second trial: it does not count, and the settings as they stood come back."""
+    """The engine dies in the second trial: that trial does not count, and the settings from before come back."""
     request, before = place.request(), place.settings
     real = ProfileLoad(profile_called(request.profile), parse_target({}), 3.0)
 
@@ -293,6 +294,17 @@ def test_the_engine_dies_under_load(place: Place) -> None:
     assert failed["failure"] == "load"
     assert failed["why"]
     assert place.settings == before
+    assert place.serves()
+
+
+def test_a_lack_of_memory_is_told_from_a_refused_setting(place: Place) -> None:
+    with SettingsTrial(place.layout, Front()) as trial:  # type: ignore[arg-type]
+        with pytest.raises(InstallError) as short:
+            trial.start_with({"kv-cache-memory-bytes": "1k"})
+        with pytest.raises(InstallError) as refused:
+            trial.start_with({"max-model-len": 10_000_000})
+    assert (short.value.error_id, failure_of(short.value)) == ("out-of-memory", "memory")
+    assert (refused.value.error_id, failure_of(refused.value)) == ("settings", "start")
     assert place.serves()
 
 
@@ -347,7 +359,7 @@ def test_a_damaged_record_is_told_and_mended(place: Place) -> None:
 
 
 def test_the_command(place: Place, tmp_path: Path) -> None:
-    """As it is typed: what is refused at once, what it prints, its exit codes."""
+    """The command as it is typed: what is refused at once, what it prints, its exit codes."""
     environment = {**os.environ, "ATOLL_PREFIX": str(place.layout.prefix), "COLUMNS": "120", "ATOLL_LANG": "en",
                    "XDG_RUNTIME_DIR": str(tmp_path)}  # fmt: skip
 

@@ -82,7 +82,7 @@ def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not_been(space: Space, d
 
 @given(spaces(), st.data())
 def test_noise_moves_nothing(space: Space, data: st.DataObject) -> None:
-    """Of results that differ by less than a measurement does, the setting that stands is kept."""
+    """Among results that differ by less than the noise, the current setting is kept."""
     noise = st.floats(0.98, 1.02)
 
     def result(position: Position) -> Trial:
@@ -180,7 +180,7 @@ def test_the_operators_own_values_stay() -> None:
 
 
 @pytest.mark.parametrize(("only", "said"), [
-    (["gpu-memory-utilization"], "has no effect beside kv-cache-memory-bytes"),
+    (["gpu-memory-utilization"], "has no effect together with kv-cache-memory-bytes"),
     (["max-model-len"], "'max-model-len' cannot be tuned here"),
     (["mamba-ssm-cache-dtype"], "'mamba-ssm-cache-dtype' cannot be tuned here"),  # no recurrent layer
 ])  # fmt: skip

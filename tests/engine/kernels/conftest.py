@@ -13,11 +13,6 @@ import torch
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_triton_*.py"]
 os.environ["TRITON_INTERPRET"] = "1"
 
-_DTYPES = {
-    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
-}  # fmt: skip
-_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
@@ -29,23 +24,12 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def exact_conversions():
-    """Narrow numbers as the hardware does. The interpreter's own conversion loses the carry when a mantissa rounds up
-    to the next power of two (127 becomes 64 in e4m3)."""
+def mended_interpreter():
     if collect_ignore_glob:
         yield
         return
-    from triton.runtime import interpreter
-
-    original = interpreter._convert_float
-    nearest = interpreter._ir.ROUNDING_MODE.RTNE
-
-    def convert(data, source, target, rounding):
-        if source.name not in _DTYPES or target.name not in _DTYPES or rounding not in (None, nearest):
-            return original(data, source, target, rounding)
-        numbers = torch.frombuffer(bytearray(data.tobytes()), dtype=_DTYPES[source.name]).to(_DTYPES[target.name])
-        return numbers.view(_BITS[numbers.element_size()]).numpy().reshape(data.shape)
+    from interpreter import mend
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", convert)
+        mend(patch.setattr)
         yield

@@ -1,4 +1,4 @@
-"""Whose bundles an installation takes: a named key and no other, and never again one that was revoked."""
+"""Whose bundles an installation accepts: only a named key's, and never again a revoked one's."""
 
 import contextlib
 import hashlib
@@ -219,7 +219,7 @@ def _add(prefix: Path, key: Path) -> None:
 
 
 def test_two_operators(layout: Layout, renewed: KeyPair) -> None:
-    """Nobody's revocation is lost, and a key that one adds while another revokes it ends revoked."""
+    """No revocation is lost, and a key that one operator adds while another revokes it ends up revoked."""
     start = multiprocessing.get_context("fork").Process
     prints = [hashlib.sha256(bytes([n])).hexdigest() for n in range(6)] + [renewed.fingerprint]
     work = [start(target=_revoke, args=(layout.prefix, name)) for name in prints]

@@ -1,4 +1,5 @@
-"""The audit log against whoever edits, cuts or replaces its file: its chain and the heads kept elsewhere tell."""
+"""The audit log against somebody who edits, cuts or replaces its file: its chain and the heads kept elsewhere expose
+it."""
 
 import json
 import os
@@ -33,7 +34,7 @@ def lines_of(path: Path) -> list[bytes]:
 
 
 def forged(path: Path, start: int, **change: Any) -> None:
-    """A sound chain with another content from line `start` on, as whoever knows the format makes it."""
+    """A sound chain with other content from line `start` on, as somebody who knows the format could make it."""
     records = [json.loads(line) for line in lines_of(path)]
     previous = records[start - 1]["hash"] if start else GENESIS
     for number, record in enumerate(records[start:], start):
@@ -238,7 +239,7 @@ def test_the_command(tmp_path: Path) -> None:
     path, heads = log(state)
     shown = atoll(tmp_path, "show")
     assert shown.returncode == 0, shown.stderr
-    assert "to write down: " + str(heads[-1]) in shown.stdout
+    assert "write this down: " + str(heads[-1]) in shown.stdout
     assert "head: 6 entries" in shown.stdout
     assert len(json.loads(atoll(tmp_path, "show", "--json", "--since", "1h").stdout)["entries"]) == 6
     assert json.loads(atoll(tmp_path, "show", "--json", "--since", "2090-01-01").stdout)["entries"] == []

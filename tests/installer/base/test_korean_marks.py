@@ -1,5 +1,5 @@
-"""Words that a person reads are marked: a literal in these rooms that reads like a sentence is given to t(…), or is of
-a kind that nobody translates, listed here with the reason."""
+"""Texts for people are marked: a literal in these rooms that reads like a sentence is passed to t(…), or is of a kind
+that is never translated, listed here with the reason."""
 
 import ast
 import re
@@ -45,12 +45,11 @@ KEPT = {
     "Accept-Encoding: identity\r\n",
     "it is too short to measure",              # caught again in the same module
     "tune reset", "pilot stop", "pilot sign",  # a job's command
-    "out of memory", "does not fit",           # in an engine's log
     "not required",                            # as approvals.json has it
     "3 days ago",                              # as journalctl reads it
     r"satisfies the requirement torch[^ ]* \(from versions: ([^)]*)\)",  # a pattern
 }
-CONSTANTS = re.compile(r"_?(HELP|EXIT_CODES|EPILOG|INSTALL|UPGRADE|ROLLBACK|UNINSTALL|LANGUAGE_HELP|TEMPLATE|COMMANDS|"
+CONSTANTS = re.compile(r"_?(HELP|EXIT_CODES|EPILOG|INSTALL|UPGRADE|ROLLBACK|UNINSTALL|LANGUAGE_FLAG|TEMPLATE|COMMANDS|"
                        r"GROUPS|HEADER|SERVER_HEADER|PROMPT|START|FIRST|SAID|REASON|ENGINE_SAYS)\Z")
 SHOWN = {  # call → positions and keywords of what it tells a person
     "InstallError": ((0,), ("why", "changed", "hint")), "BundleError": ((0, 1), ("message", "hint")),
@@ -123,7 +122,7 @@ def _harmless(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
 
 
 def _shown(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
-    """Given to a call that tells it, as it is or through a choice."""
+    """Passed to a call that shows it, directly or through a conditional."""
     below = node
     while isinstance(above.get(below), ast.IfExp | ast.BinOp):
         below = above[below]

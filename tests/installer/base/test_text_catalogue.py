@@ -48,7 +48,7 @@ def marked() -> set[str]:
 
 
 def texts() -> set[str]:
-    """All that the catalogue is for: what is marked, and the paragraphs of `--help`."""
+    """Everything in the catalogue: marked texts, and the paragraphs of `--help`."""
     return marked() | updater().help_paragraphs()
 
 
@@ -85,7 +85,7 @@ def test_placeholders_are_the_same() -> None:
 
 
 def test_every_sentence_is_given_its_values() -> None:
-    """A name that is missing would raise while an error is being told."""
+    """A missing name would raise while an error is being shown."""
     for where, node in calls():
         literal = node.args[0]
         if isinstance(literal, ast.Constant) and getattr(node.func, "id", "") in ("t", "msg"):
@@ -132,7 +132,7 @@ def test_a_text_is_english_and_knows_its_korean() -> None:
 
 
 def test_braces_in_values_stay() -> None:
-    assert told(t("'{text}' waives nothing.", text="{x}"), "ko") == "'{x}'(으)로는 아무것도 면제되지 않습니다."
+    assert told(t("'{text}' is not a waiver.", text="{x}"), "ko") == "'{x}'(으)로는 아무것도 면제되지 않습니다."
 
 
 @pytest.mark.parametrize(

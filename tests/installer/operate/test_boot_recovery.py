@@ -119,13 +119,13 @@ def test_a_first_install_has_nothing_to_go_back_to(server: Server, bundle: Bundl
 
 def test_nothing_is_done_beside_an_install_or_a_service_that_runs(server: Server, bundle: Bundles) -> None:
     server.install(bundle(1))
-    assert boot_recovery.settle(server.layout, service=server.service) == "No install was cut off."
+    assert boot_recovery.settle(server.layout, service=server.service) == "No install was interrupted."
     assert killed_at_step("start", "done", lambda: server.install(bundle(2)))
     pids, here = server.service.named_pids(), live(server.layout)
-    assert "runs already" in boot_recovery.settle(server.layout, service=server.service)
+    assert "is already running" in boot_recovery.settle(server.layout, service=server.service)
     cut_power_later = server.service.named_pids()
     with InstallLock(server.layout.lock, "install"):
-        assert "at work" in boot_recovery.settle(server.layout, service=server.service)
+        assert "Another install is running" in boot_recovery.settle(server.layout, service=server.service)
     assert (cut_power_later, live(server.layout)) == (pids, here)
     assert server.history.open_switch is not None
 

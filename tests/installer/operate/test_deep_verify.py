@@ -36,7 +36,7 @@ Bundles = Callable[..., Path]
 
 
 def put(layout: Layout, bundle: Path, signer: KeyPair, *, commit: bool = True) -> dict[str, Any]:
-    """What an install leaves on the disk, without a service: the store, the release, the journal's word."""
+    """What an install leaves on the disk, without a service: the store, the release, the journal's records."""
     for directory, mode in layout.directories():
         fs.make_dir(directory, mode)
     vendor_keys.trust(layout, signer.public_path)
@@ -235,7 +235,7 @@ def test_only_one_at_a_time_and_nothing_installed(layout: Layout, bundle: Bundle
     put(layout, bundle(), signer)
 
     def second(target: Any) -> None:
-        with pytest.raises(InstallError, match="at work") as busy:
+        with pytest.raises(InstallError, match="Another verification is running") as busy:
             verify(layout)
         assert busy.value.exit_code == ExitCode.BUSY
 
@@ -335,13 +335,13 @@ def test_bytecode_that_another_python_made_is_named_and_made_again(
 
 
 def test_a_release_whose_launcher_was_changed(layout: Layout, bundle: Bundles, signer: KeyPair) -> None:
-    """Every command and unit starts by it."""
+    """Every command and unit starts through it."""
     put(layout, bundle(), signer)
     wrapper = layout.current / "bin/atoll"
     wrapper.write_text(wrapper.read_text() + "# planted\n")
     report = verify(layout)
     assert report.targets[0].exit_code == ExitCode.CONTENT_MISMATCH
-    assert "not as it was made" in report.targets[0].error
+    assert "was changed after it was made" in report.targets[0].error
 
 
 def test_the_code_is_held_against_its_list_and_its_signature(layout: Layout, bundle: Bundles, signer: KeyPair) -> None:

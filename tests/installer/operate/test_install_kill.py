@@ -24,7 +24,7 @@ Bundles = Callable[..., Path]
 
 
 def assert_converged(site: Site, bundle: Path) -> None:
-    """The same command again: it serves, it is committed, nothing is left over, and the operator holds a key."""
+    """The same command again: it serves, it is committed, nothing is left over, and the operator has a key."""
     result = site.install(bundle)
     assert result.outcome in ("installed", "already-installed")
     assert site.serving() == {"model": result.model_dir, "mode": "good"}
@@ -84,7 +84,7 @@ def test_first_install_killed_between_any_two_durable_writes(site: Site, bundle:
 
 
 def test_start_goes_back_after_an_upgrade_that_was_killed(site: Site, bundle: Bundles) -> None:
-    """The medium is gone and the machine rebooted: what had proved itself serves again."""
+    """The medium is gone and the machine was rebooted: the proven release serves again."""
     from installer_kit import Witness
 
     one = site.install(bundle(1))
@@ -193,7 +193,7 @@ def test_ctrl_c_while_it_starts_rolls_back(site: Site, bundle: Bundles) -> None:
 
 
 def test_a_dropped_terminal_does_not_stop_it(site: Site, bundle: Bundles) -> None:
-    """SIGHUP in the middle, as from a lost SSH session: the install goes on to its end."""
+    """SIGHUP half-way, as from a lost SSH session: the install continues to its end."""
     from installer.steps import activate
 
     pid = os.fork()

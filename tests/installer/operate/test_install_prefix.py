@@ -1,4 +1,4 @@
-"""The whole path: a first install, a second one, upgrades, and the ways back."""
+"""The whole path: a first install, a second one, upgrades, and rollbacks."""
 
 import json
 import stat

@@ -172,7 +172,7 @@ def test_what_is_wrong_is_said_with_its_exit_code(atoll: Atoll, tmp_path: Path) 
         (["stop"], 2, "no Atoll installation"),
         (["uninstall", "--yes"], 2, "no Atoll installation"),
         (["logs"], 2, "no log"),
-        (["preflight", "--waive", "port"], 2, "waives nothing"),
+        (["preflight", "--waive", "port"], 2, "is not a waiver"),
         (["preflight", "--host", "192.0.2.9"], 3, "192.0.2.9"),
     ]:
         result = atoll(*arguments)

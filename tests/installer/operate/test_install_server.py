@@ -1,4 +1,4 @@
-"""The system form: units, users, certificate, several models, upgrades, the way back, and leaving without a trace."""
+"""The system form: units, users, certificate, several models, upgrades, rollback, and removal without a trace."""
 
 import shutil
 import stat
@@ -196,7 +196,7 @@ def test_a_bad_second_model_does_not_interrupt_the_first(server: Server, bundle:
 def test_what_a_failed_switch_did_not_reach_serves_on(
     server: Server, bundle: Bundles, monkeypatch: pytest.MonkeyPatch, reached: set[str]
 ) -> None:
-    """An engine whose successor could not be prepared has never stopped: the way back must not stop it either."""
+    """An engine whose successor could not be prepared has never stopped; going back must not stop it either."""
     one = server.install(bundle(1))
     before, text = server.service.named_pids(), server.layout.config.read_text()
     reloads = []
@@ -205,11 +205,11 @@ def test_what_a_failed_switch_did_not_reach_serves_on(
         assert names == {"tiny", "gateway"}
         assert release.live(self.layout) != one.release
         self.stop(reached)
-        raise InstallError("The new engine could not make itself ready.", exit_code=ExitCode.UNHEALTHY)
+        raise InstallError("The new engine could not prepare.", exit_code=ExitCode.UNHEALTHY)
 
     monkeypatch.setattr(SystemdService, "switch", switch)
     monkeypatch.setattr(SystemdService, "reload_keys", lambda self: reloads.append(server.service.named_pids()))
-    with pytest.raises(InstallError, match="could not make itself ready") as caught:
+    with pytest.raises(InstallError, match="could not prepare") as caught:
         server.install(bundle(2))
     after = server.service.named_pids()
     assert {name for name in before if before[name] != after[name]} == reached
@@ -335,7 +335,7 @@ def test_a_stranger_s_command_is_left_alone(server: Server, bundle: Bundles) -> 
 def test_engines_that_trade_memory_end_before_the_others_begin(
     server: Server, bundle: Bundles, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], apart: bool
 ) -> None:
-    """One model may claim what it likes anew; of several, one may need what another still holds."""
+    """A single model may change its claims freely; of several, one may need memory that another still holds."""
     asked = []
     real = SystemdService.switch
 

@@ -75,7 +75,7 @@ def test_rollback(server: Server, bundle: Bundles, step: str, event: str) -> Non
 
 @pytest.mark.parametrize("again", ["rollback", "install", "start"])
 def test_an_upgrade_cut_off_after_it_started_the_new_engine(server: Server, bundle: Bundles, again: str) -> None:
-    """What runs then is the new model under settings that say so; the way back has to start the old one anew."""
+    """The new model then runs with settings that name it; going back has to start the old one again."""
     one = server.install(bundle(1))
     assert killed_at_step("start", "done", lambda: server.install(bundle(2)))
     before = server.service.named_pids()
@@ -93,7 +93,7 @@ def test_an_upgrade_cut_off_after_it_started_the_new_engine(server: Server, bund
 def test_an_upgrade_cut_off_before_it_started_anything_interrupts_nobody(
     server: Server, bundle: Bundles, again: str
 ) -> None:
-    """`current` and the settings are the new release's already, and what serves is still the old one."""
+    """`current` and the settings are already those of the new release, but the old one still serves."""
     one = server.install(bundle(1))
     before = server.service.named_pids()
     assert killed_at_step("switch", "done", lambda: server.install(bundle(2)))

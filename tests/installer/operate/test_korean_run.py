@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 from appliance.cli.app import app
 from appliance.cli.common import print_error, say_rows
 from appliance.cli.install import install as install_command
-from appliance.cli.language.own_parsers import wrapped
 from appliance.cli.view.install_view import Terminal, print_plan, print_result
+from engine.server.settings.help_parser import WIDTH, wrapped
 from installer.base.errors import InstallError
 from installer.base.i18n import language_of, t
 from installer.decide.plan import Plan
@@ -183,14 +183,15 @@ def test_wrong_words_are_told_in_korean(atoll: Callable[..., str], tmp_path: Pat
         assert [line for line in english(screen) if not line.startswith(("Usage:", "╭", " Usage"))] == [], screen
 
 
-@pytest.mark.parametrize("name", ["install", "rollback", "status", "tls", "apikey", "keys", "bundle", "verify", "logs"])
+@pytest.mark.parametrize("name", ["install", "rollback", "status", "tls", "apikey", "keys", "bundle", "verify", "logs",
+                                  "settle"])
 def test_help_is_korean(atoll: Callable[..., str], name: str) -> None:
     screen = atoll(name, "--help")
     assert len(re.findall("[가-힣]", screen)) > 60
     assert english(re.sub(r"^.*Usage:.*$|[│╭╰╮╯─]|\[[^\]]*\]", " ", screen, flags=re.MULTILINE)) == [], screen
 
 
-@pytest.mark.parametrize("name", ["serve", "engine", "gateway", "gpu-ready", "settle"])
+@pytest.mark.parametrize("name", ["serve", "engine", "gateway", "gpu-ready"])
 @pytest.mark.parametrize("asked", [["--help"], ["-h", "--lang", "ko"]])
 def test_help_of_a_command_with_its_own_parser_is_korean(name: str, asked: list[str]) -> None:
     """As its own program: `serve` begins before the command tree is imported."""
@@ -202,8 +203,7 @@ def test_help_of_a_command_with_its_own_parser_is_korean(name: str, asked: list[
     assert english(to_type.sub(" ", done.stdout)) == [], done.stdout
     assert done.stdout.startswith("사용법: ")
     assert "\n  --lang [ko|en]" in done.stdout
-    width = 110 if name in ("serve", "engine", "gateway") else int(KOREAN["COLUMNS"])
-    assert all(cell_len(line) <= width for line in done.stdout.splitlines() if line.startswith("   ")), done.stdout
+    assert all(cell_len(line) <= WIDTH for line in done.stdout.splitlines() if line.startswith("   ")), done.stdout
 
 
 def test_their_help_is_english_elsewhere(atoll: Callable[..., str]) -> None:
@@ -218,7 +218,7 @@ def test_their_help_is_english_elsewhere(atoll: Callable[..., str]) -> None:
     ("extraordinary it is", ["extraordinary", "it is"]),
 ])  # fmt: skip
 def test_lines_are_broken_by_cells(text: str, lines: list[str]) -> None:
-    assert wrapped(text, 8) == lines
+    assert wrapped(text, 8).splitlines() == lines
 
 
 def test_the_system_form_in_korean(

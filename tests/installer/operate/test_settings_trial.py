@@ -1,4 +1,4 @@
-"""Other settings tried on what runs: kept, or taken back, however the process that tries them ends."""
+"""Settings tried on the running release: kept, or undone, however the process that tries them ends."""
 
 import signal
 import time
@@ -149,9 +149,9 @@ def test_a_power_cut_on_a_server(server: Server, bundle: Bundles) -> None:
     assert mark_of(server.layout).exists()
     facts = status(server.layout, service=server.service)
     assert facts["state"] == "interrupted"
-    assert any("A tuning was cut off" in problem["what"] for problem in facts["problems"])
+    assert any("A tuning was interrupted" in problem["what"] for problem in facts["problems"])
     cut_power(server)
-    assert "tuning was cut off" in boot_recovery.settle(server.layout, service=server.service)
+    assert "tuning was interrupted" in boot_recovery.settle(server.layout, service=server.service)
     assert files(server) == before
     assert not mark_of(server.layout).exists()
     assert start(server.layout, Unattended(), service=server.service, timeout=20).url

@@ -1,4 +1,4 @@
-"""Leaving: what stays by default, what a purge takes, and what neither ever touches."""
+"""Uninstall: what stays by default, what a purge removes, and what neither ever touches."""
 
 from collections.abc import Callable
 from pathlib import Path

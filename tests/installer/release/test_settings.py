@@ -1,4 +1,4 @@
-"""atoll.toml over the years: older forms are brought up, newer ones refused, and nothing of the operator's is lost."""
+"""atoll.toml over the years: older formats are converted, newer ones refused, and nothing of the operator's is lost."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -187,7 +187,7 @@ def test_an_engine_that_runs_hands_over_and_the_gateway_starts_anew_meanwhile(la
 def test_a_successor_that_cannot_be_prepared_is_an_error_and_nothing_is_stopped(layout: Layout):
     SystemdService(layout).apply_units(["chat"])
     runner = Changing(running(OLD), running(OLD), running(OLD, "reloading", Job="7"), running(OLD))
-    with pytest.raises(InstallError, match="could not make itself ready") as failed:
+    with pytest.raises(InstallError, match="could not prepare") as failed:
         booted(layout, runner).switch({"chat", "gateway"}, 10.0)
     assert failed.value.exit_code == 40
     assert not any(" stop " in words for words in runner.asked)
@@ -207,7 +207,7 @@ def test_a_successor_that_takes_too_long_is_ended_before_the_way_back_begins(lay
 
     runner = Patient(running(OLD), running(OLD), running(OLD, "reloading", Job="7"))
     service = booted(layout, runner)
-    with pytest.raises(InstallError, match="could not make itself ready"):
+    with pytest.raises(InstallError, match="could not prepare"):
         service.switch({"chat"}, 0.2)
     assert f"systemctl kill --kill-who=control --signal=KILL {CHAT}" in runner.asked
     assert runner.looks == [running(OLD)], "it waited until systemd had heard of it"

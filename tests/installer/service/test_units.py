@@ -1,4 +1,5 @@
-"""The unit templates, filled in: what they say, that systemd reads them without a word, and how exposed they are."""
+"""The unit templates, filled in: their content, that systemd accepts them without a warning, and how exposed they
+are."""
 
 import re
 import shutil
@@ -123,7 +124,7 @@ def test_systemd_reads_them_without_a_word(server: Path):
 
 
 def verify(root: Path, *names: str) -> list[str]:
-    """What systemd-analyze has to say of these units or of anything of ours."""
+    """What systemd-analyze reports about these units or anything else of ours."""
     done = subprocess.run(["systemd-analyze", "verify", f"--root={root}", *names], capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if "atoll" in line]
     assert done.returncode == 0 or said, done.stderr

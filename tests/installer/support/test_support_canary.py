@@ -198,7 +198,7 @@ def test_the_manifest_says_what_was_taken_and_why(serving: tuple[Site, str], tmp
         assert listed[name]["bytes"] == len(text.encode())
         assert listed[name]["why"]
     assert "there is none" in listed["verify.json"]["not_taken"]
-    with pytest.raises(InstallError, match="there already") as caught:
+    with pytest.raises(InstallError, match="already exists") as caught:
         support_bundle.make(site.layout, made.path)
     assert caught.value.exit_code == ExitCode.USAGE
 

@@ -1,4 +1,4 @@
-"""A customer's certificate: taken when a client will accept it, else refused with the words that help."""
+"""A customer's certificate: accepted if clients will accept it, else refused with a message that helps."""
 
 import os
 import shutil
@@ -75,7 +75,7 @@ def test_kinds_of_keys(files: Files, key: object) -> None:
 
 
 def test_weak_keys_are_refused(files: Files) -> None:
-    refused(files.good(key=rsa.generate_private_key(65537, 1024)), "kind that is not accepted")
+    refused(files.good(key=rsa.generate_private_key(65537, 1024)), "type that is not accepted")
 
 
 def test_the_root_may_be_in_the_file(files: Files) -> None:

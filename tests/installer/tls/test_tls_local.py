@@ -204,8 +204,8 @@ while True:
 
 
 def test_killed_at_any_moment_a_whole_pair_is_there(layout: Layout) -> None:
-    """Renewals without end, each with a new authority, killed at odd moments: what stands is always a pair that serves,
-    and the next run makes all of it right."""
+    """Endless renewals, each with a new authority, killed at random moments: there is always a pair that serves, and
+    the next run puts everything right."""
     tls_endpoint.ensure(layout, NAMES)
     source = _LOOP.format(names=NAMES)
     for turn in range(8):

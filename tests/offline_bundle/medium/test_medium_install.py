@@ -139,7 +139,7 @@ def test_changes_of_a_tree_are_found(tree: Path) -> None:
 
 
 def test_a_changed_list_does_not_hide_a_changed_file(tree: Path) -> None:
-    """Whoever changes code can change files.json with it; the vendor's own list still tells."""
+    """Whoever changes code can change files.json with it; the vendor's own list still exposes it."""
     flip(tree / "lib/installer/operate/install.py")
     (tree / "lib/evil.py").write_text("")
     replace(tree / "share/docs/en/install.md", b"Use no key.")
@@ -158,7 +158,7 @@ def test_a_changed_list_does_not_hide_a_changed_file(tree: Path) -> None:
 
 
 def planted(tree: Path, module: str, text: str) -> Path:
-    """Bytecode of other code in the place of a module's, in every way as the import system wants it; also listed."""
+    """Bytecode of other code in place of a module's, in every form that the import system accepts; also listed."""
     source = tree / "lib" / module
     cached = Path(importlib.util.cache_from_source(str(source)))
     head = cached.read_bytes()[:16]  # the hash of the unchanged source stands in it
@@ -214,7 +214,7 @@ def test_bytecode_is_made_again_from_verified_sources(tree: Path) -> None:
 
 
 def test_bytecode_does_not_depend_on_the_process_that_makes_it(installed: Path) -> None:
-    """Other hash seeds, other modules and strings in memory: the same bytes, and not one differs in the whole tree."""
+    """Other hash seeds, other modules and strings in memory: the same bytes, and no difference in the whole tree."""
     show = (
         "import sys, hashlib, decimal, asyncio, email; from offline_bundle.medium.code_tree.bytecode import bytecode;"
         "[sys.intern(chr(c)) for c in range(256)];"
@@ -233,7 +233,7 @@ def test_bytecode_does_not_depend_on_the_process_that_makes_it(installed: Path) 
 def test_installing_again_replaces_a_tree_that_differs(
     tree: Path, medium: Path, bare: Path, vendor: KeyPair, small_prefix: Path
 ) -> None:
-    """What checks is the medium's own code, so it does not matter what the changed tree says of itself."""
+    """The medium's own code checks, so it does not matter what the changed tree claims about itself."""
     planted(tree, "installer/base/lock.py", "print('planted')")
     (tree / "lib/evil.py").write_text("")
     done = install(medium, bare, "--prefix", small_prefix, "--trust-key", vendor.public_path)
@@ -268,7 +268,7 @@ def test_any_shell_will_do(shell: str, medium: Path, bare: Path, vendor: KeyPair
 
 
 def test_install_sh_may_come_from_elsewhere(medium: Path, bare: Path, vendor: KeyPair, tmp_path: Path) -> None:
-    """The strongest form: the script by another way than the disk."""
+    """The strongest form: the script comes through another channel than the disk."""
     mine = tmp_path / "mine"
     mine.mkdir()
     shutil.copyfile(medium / "install.sh", mine / "install.sh")
@@ -350,7 +350,7 @@ def test_a_killed_install_is_finished_by_the_next(
 
 
 def test_what_a_killed_install_left_is_not_trusted(medium: Path, bare: Path, vendor: KeyPair, tmp_path: Path) -> None:
-    """Half-copied and spoilt files in the private copy are made again."""
+    """Half-copied and damaged files in the private copy are made again."""
     incoming = tmp_path / f"p/opt/atoll/code/.incoming-{read_version(medium)}-{digest12(medium)}"
     shutil.copytree(medium / "runtime", incoming)
     for path in incoming.glob("wheels/tomlkit-*.whl"):

@@ -1,4 +1,4 @@
-"""Whatever was done to a medium is found before anything of it runs, and with the same exit code by both verifiers."""
+"""Any change to a medium is found before anything from it runs, and with the same exit code by both verifiers."""
 
 import base64
 import itertools

@@ -1,4 +1,4 @@
-"""Whom install.sh believes: the key that is named and no other, never a revoked one, nothing from the medium's disk."""
+"""Whom install.sh trusts: the named key and no other, never a revoked one, nothing from the medium's disk."""
 
 import ast
 import hashlib

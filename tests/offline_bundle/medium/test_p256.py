@@ -1,4 +1,4 @@
-"""The verifier in whole numbers agrees with `cryptography` about what is a signature, however odd the input."""
+"""The verifier in plain Python agrees with `cryptography` about what is a signature, however odd the input."""
 
 import hashlib
 import random
@@ -36,7 +36,7 @@ def theirs(key: ec.EllipticCurvePrivateKey, signature: bytes, message: bytes) ->
 
 
 def both(signature: bytes, message: bytes = MESSAGE, key: ec.EllipticCurvePrivateKey = KEY) -> bool:
-    """What both say; they must say the same."""
+    """What both say, which must be the same."""
     ours = p256.verify(point_of(key), signature, message)
     assert ours == theirs(key, signature, message), signature.hex()
     return ours

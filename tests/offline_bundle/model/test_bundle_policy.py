@@ -1,6 +1,6 @@
 """What even a trusted signature does not excuse: code, pickles, hostile names, broken manifests and weights.
 
-Every bundle here is validly signed by the trusted key, so each refusal is the content rule's own.
+Every bundle here is validly signed by the trusted key, so each refusal comes from the content rules.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Writes the files of a report, each whole or not at all, and their hashes into the audit log."""
+"""Writes the files of a report, each completely or not at all, and records their hashes in the audit log."""
 
 import hashlib
 import json
@@ -26,7 +26,8 @@ class Written:
 
 
 def write(found: Verification, directory: Path, *, layout: Layout | None = None, mode: int = 0o600) -> Written:
-    """Raises OSError; then none of the files that were written is half. `layout`: whose audit log records them."""
+    """Raises OSError; none of the written files is incomplete then. `layout`: the installation whose audit log records
+    them."""
     name = "verification-" + found.at.replace(":", "").replace("-", "")
     texts = {
         f"{name}.json": json.dumps({"passed": found.passed, **found.model_dump(mode="json")}, ensure_ascii=False,

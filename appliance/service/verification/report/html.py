@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: both languages in it, switched without a script."""
+"""The report as one self-contained HTML page, in both languages, switched without a script."""
 
 from collections.abc import Iterator
 from html import escape
@@ -77,7 +77,7 @@ def _charts(group: GroupResult, language: str) -> Iterator[str]:
 
 
 def _tokens(result: LoadResult, language: str) -> str:
-    """Tokens a second over the run. A short run has slots of less than a second: they are put together."""
+    """Tokens per second over the run. A short run has slots of less than a second: they are combined."""
     rows = result.timeline
     if len(rows) < 3:
         return ""

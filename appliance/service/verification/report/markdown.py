@@ -36,7 +36,7 @@ def _lines(found: Verification, language: str) -> Iterator[str]:
 
 
 def _remarks(found: list[Finding], language: str) -> Iterator[str]:
-    """Of what did not pass: why it matters, and what to do."""
+    """For everything that did not pass: why it matters, and what to do."""
     wrong = [finding for finding in found if not finding.ok and finding.severity != "info"]
     if wrong:
         yield ""
@@ -76,7 +76,7 @@ def table(head: Iterable[str], rows: Iterable[list[str]]) -> Iterator[str]:
 
 
 def safe(text: str) -> str:
-    """One line that no table and no markup breaks: models and clients write into it."""
+    """One line that breaks no table and no markup: models and clients write into it."""
     text = " ".join(text.split())[:600].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     for mark in "\\|`*_[]":
         text = text.replace(mark, "\\" + mark)

@@ -46,7 +46,7 @@ GIB = 1 << 30
 
 
 def read_in_korean(error: AtollError) -> str:
-    """As `complain` says it; what crosses a process border is told alike."""
+    """As `complain` prints it; messages that cross a process border are translated alike."""
     said = f"{told(error.message, 'ko')} {told(error.hint, 'ko')}".strip()
     arrived = from_json(json.loads(json.dumps(to_json(joined(filter(None, (error.message, error.hint)), " ")))))
     assert arrived == str(error)
@@ -55,7 +55,7 @@ def read_in_korean(error: AtollError) -> str:
 
 
 def assert_korean(text: str) -> None:
-    """No run of English words but what is to be typed or stands in a file."""
+    """Contains no run of English words, except commands, paths and names."""
     assert re.search("[가-힣]", text), text
     kept = re.sub(r"'[^']*'|\batoll(?: [\w./-]+)+|[\w./-]*[/_][\w./-]*", "@", text)
     assert not SENTENCE.search(kept), text
@@ -148,7 +148,8 @@ def test_what_was_logged_is_not_said_twice(tmp_path: Path) -> None:
     "/m --port", "/m --max-model-len 0", "/m --max-model-len 1.5", "/m --max-num-seqs many",
     "/m --gpu-memory-utilization 1.5", "/m --gpu-memory-utilization much", "/m --dtype int8", "/m --ssl-certfile x",
     "/m --api-key-file /nonexistent/keys", "/m --api-key-file /", "/m --config /nonexistent.toml",
-    "/m --tool-call-parser hermes", "/m --lora-modules x", "/m --hf-token x", "/m --allowed-origins *",
+    "/m --tool-call-parser hermit", "/m --reasoning-parser qwen", "/m --lora-modules x", "/m --hf-token x",
+    "/m --allowed-origins *",
     "/m --generation-config /x", "/m --served-model-name", "/m --enforce-eager=1", "/m /n", "--port 80",
     "/m --shutdown-timeout -1", "/m --max-restarts -1", "/m --per-layer-embeddings gpu --device cpu",
     "/m --config pyproject.toml", "/m --config README.md",

@@ -1,5 +1,6 @@
 """A pilot of the demonstration's model under a prefix: real requests, stages of seconds, killed, stopped, signed."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,7 +34,7 @@ from installer.base.layout import Layout
 from installer.base.lock import holder
 from installer.decide.options import InstallOptions
 from installer.operate.install import Installer
-from installer.operate.lifecycle import stop
+from installer.operate.lifecycle import start, stop
 from installer.release import config
 from offline_bundle import inspect_bundle
 from offline_bundle.model.build import build_bundle
@@ -78,7 +79,8 @@ class Users:
 
     def _ask_on(self) -> None:
         while not self._stop.is_set():
-            self.status(self.one)
+            with contextlib.suppress(httpx.HTTPError):  # a test stops the service
+                self.status(self.one)
             time.sleep(0.02)
 
     def __enter__(self) -> "Users":
@@ -163,6 +165,29 @@ def test_a_stop_condition_goes_back_to_the_users_before(users: Users):
         report.sign(users.layout, users.layout.checklist / "reports", "go", "Kim", "")
     abort(users.layout, "Kim")
     assert users.status(users.team) == 200
+
+
+def test_a_service_that_is_down_stops_the_stage(users: Users):
+    layout = users.layout
+
+    def break_it() -> None:
+        while len(stages := records.read(layout).stages) < 2 or stages[1].status != "running":
+            time.sleep(0.05)
+        stop(layout)
+
+    breaker = threading.Thread(target=break_it, daemon=True)
+    breaker.start()
+    try:
+        slow = {"duration": 30, "stop": {"window": 1, "requests": 1, "down": 1}}
+        result = pilot(layout, plan(users, second=slow))
+        breaker.join(timeout=30)
+        stage = result["stages"][1]
+        assert (result["outcome"], stage["status"]) == ("stopped", "stopped")
+        assert any("has not answered" in str(why) for why in stage["why"])
+    finally:
+        start(layout, Front())  # type: ignore[arg-type]
+    assert users.status(users.team) == 403
+    assert users.status(users.one) == 200
 
 
 def test_a_goal_that_cannot_be_reached_is_missed_and_nobody_stays(users: Users):

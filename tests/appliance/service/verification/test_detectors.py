@@ -1,4 +1,4 @@
-"""Each detector fires at what it is for, and not at what is merely unusual."""
+"""Each detector fires on the fault that it is for, and not on texts that are merely unusual."""
 
 import json
 import math

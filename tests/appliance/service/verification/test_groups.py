@@ -266,7 +266,7 @@ def test_the_self_test_is_judged_by_its_own_words(tmp_path: Path):
 
     assert asyncio.run(judge(said({"kind": "check"}, end))).ok
     assert asyncio.run(judge(said({**end, "exit_code": 1, "message": "rms_norm is off"}))).blocks
-    assert "no GPU" in asyncio.run(judge(said({**end, "exit_code": 2}))).observed
+    assert "no usable GPU" in asyncio.run(judge(said({**end, "exit_code": 2}))).observed
     assert asyncio.run(judge(said())).blocks
     assert "not checked" in asyncio.run(self_test(on_gpu=False)).observed
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -64,6 +65,19 @@ def test_a_flag_that_cannot_be_honoured_ends_the_process_with_a_clear_last_line(
     last = engine.log.read_text().strip().splitlines()[-1]
     assert words in last
     assert "Traceback" not in engine.log.read_text()
+
+
+@pytest.mark.parametrize("flags, error_id", [
+    (["--max-model-len=512", "--kv-cache-memory-bytes=1k"], "out-of-memory"),
+    (["--max-model-len=100000"], "settings"),
+])
+def test_the_log_record_of_a_fatal_error_has_an_id(
+    tiny_llama_dir: Callable[..., Path], tmp_path: Path, flags: list[str], error_id: str
+) -> None:
+    engine = Engine(tiny_llama_dir(), tmp_path / "s", *flags)
+    assert engine.process.wait(READY_SECONDS) == 2
+    records = [json.loads(line) for line in engine.log.read_text().splitlines() if line.startswith("{")]
+    assert [record["error_id"] for record in records if "error_id" in record] == [error_id]
 
 
 def test_a_damaged_model_ends_the_process_with_its_own_status(
@@ -136,7 +150,8 @@ def test_systemd_hears_of_loading_readiness_life_and_the_end(
 
 
 async def test_a_stalled_engine_is_replaced(
-    tiny_llama_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("engine.server.ipc.client.PING_SECONDS", 0.2)
     monkeypatch.setattr("engine.server.process.engine_child.STALL_KILL_SECONDS", 1.0)
@@ -156,6 +171,11 @@ async def test_a_stalled_engine_is_replaced(
         await until(lambda: child.pid not in (first, None), 10)
         await until(client.healthy, READY_SECONDS)
         assert len((await tokens_of(client, EngineRequest("r", [1], greedy(2))))[0]) == 2
+        second = child.pid
+        assert second is not None
+        os.kill(second, signal.SIGKILL)  # as the kernel does when memory runs out
+        await until(lambda: child.pid not in (second, None), 10)
+        assert [getattr(record, "fields", {}).get("error_id") for record in caplog.records].count("killed") == 1
         assert not await child.stop()
         await supervisor
     finally:

@@ -1,0 +1,39 @@
+"""What an operator may do with the service from the dashboard: the same as the commands of these names."""
+
+from typing import Literal
+
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from installer.decide.frontend import Unattended
+from installer.decide.options import InstallOptions
+from installer.operate.lifecycle import restart, start, stop
+from installer.operate.rollback import Rollback
+from installer.support import logs
+
+Action = Literal["start", "stop", "restart", "rollback"]
+ACTIONS: dict[Action, str] = {
+    "start": t("Start the service"),
+    "stop": t("Stop the service: running requests may end first, new ones are refused"),
+    "restart": t("Restart the service: changed settings apply"),
+    "rollback": t("Go back to the release before"),
+}
+TIMEOUT = 900.0   # seconds until it must be ready
+
+
+def do(layout: Layout, action: Action) -> str:
+    """Do it, and say what was done. Raises InstallError."""
+    match action:
+        case "start":
+            return start(layout, Unattended(), timeout=TIMEOUT).detail
+        case "stop":
+            return stop(layout).detail
+        case "restart":
+            return restart(layout, Unattended(), timeout=TIMEOUT).detail
+        case "rollback":
+            options = InstallOptions(prefix=layout.prefix, start_timeout=TIMEOUT)
+            return t("release {release} serves", release=Rollback(options, Unattended(), layout=layout).run().release)
+
+
+def log_lines(layout: Layout, count: int) -> list[str]:
+    """The last lines of the service's log, for people. Raises InstallError."""
+    return [line.readable() for line in logs.read(layout, lines=count)]

@@ -1,0 +1,144 @@
+"""What one look at the service sees. Rates are of the last seconds, latencies of the last minute, from /metrics."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from appliance.series import Window
+
+_TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One model. Tokens a second; latencies in milliseconds, None without traffic; `kv` and `prefix` are shares."""
+
+    name: str
+    up: bool
+    progress: str = ""             # of one that is loading
+    running: int = 0
+    waiting: int = 0
+    slots: int | None = None       # requests that may run at once
+    tokens_out: float = 0.0
+    tokens_in: float = 0.0
+    ttft_p50: float | None = None
+    ttft_p95: float | None = None
+    itl_p50: float | None = None
+    itl_p95: float | None = None
+    kv: float | None = None
+    pages_in_use: int | None = None
+    pages: int | None = None
+    prefix: float | None = None
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    """One GPU, as its driver tells: bytes, °C, counts since the driver was loaded."""
+
+    index: int | None
+    name: str
+    memory_used: int | None
+    memory_total: int | None
+    temperature: int | None
+    power_limit: float | None
+    ecc_corrected: int | None
+    ecc_uncorrected: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """An API key; never its text."""
+
+    id: str
+    name: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something to act on. `next` is a command or a sentence."""
+
+    id: str
+    severity: Literal["error", "warning"]
+    what: str
+    next: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`age`: seconds since /metrics answered, None if it never did; `why_not`: why it cannot be asked at all."""
+
+    at: float
+    state: str
+    uptime: float | None
+    release: str
+    endpoint: str
+    models: tuple[ModelRow, ...] = ()
+    gpus: tuple[GpuRow, ...] = ()
+    alerts: tuple[Alert, ...] = ()
+    keys: tuple[KeyRow, ...] = ()
+    requests: Mapping[str, float] = field(default_factory=dict)   # of the last minute, by status class: 2xx, 4xx, 5xx
+    age: float | None = None
+    stale: bool = False
+    why_not: str = ""
+    throughput: tuple[tuple[float, float], ...] = ()              # (time, tokens a second), for a chart
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def model_row(name: str, now: Window, minute: Window, engine: Mapping[str, Any]) -> ModelRow:
+    """`now` covers the last seconds, `minute` the last minute; `engine` is what the engine says of itself."""
+    queries = minute.increase("prefix_cache_queries", model_name=name)
+    return ModelRow(
+        name=name,
+        up=bool(now.last("atoll:engine_up", model_name=name)),
+        progress=str(engine.get("progress") or ""),
+        running=_count(now.last("num_requests_running", model_name=name)) or 0,
+        waiting=_count(now.last("num_requests_waiting", model_name=name)) or 0,
+        slots=engine.get("max_num_seqs"),
+        tokens_out=now.rate("generation_tokens", model_name=name),
+        tokens_in=now.rate("prompt_tokens", model_name=name),
+        ttft_p50=_ms(minute.quantile(_TTFT, 0.5, model_name=name)),
+        ttft_p95=_ms(minute.quantile(_TTFT, 0.95, model_name=name)),
+        itl_p50=_ms(minute.quantile(_ITL, 0.5, model_name=name)),
+        itl_p95=_ms(minute.quantile(_ITL, 0.95, model_name=name)),
+        kv=now.last("kv_cache_usage_perc", model_name=name),
+        pages_in_use=_count(now.last("atoll:kv_pages_in_use", model_name=name)),
+        pages=_count(now.last("atoll:kv_pages_total", model_name=name)),
+        prefix=minute.increase("prefix_cache_hits", model_name=name) / queries if queries else None,
+        preemptions=int(minute.increase("num_preemptions", model_name=name)),
+    )
+
+
+def gpu_rows(facts: Mapping[str, Any] | None) -> tuple[GpuRow, ...]:
+    """From the GPUs of `installer.operate.status`."""
+    return tuple(
+        GpuRow(gpu.get("index"), str(gpu.get("name") or gpu.get("uuid") or "?"), gpu.get("memory_used"),
+               gpu.get("memory_total"), gpu.get("temperature"), gpu.get("power_limit"), gpu.get("ecc_corrected"),
+               gpu.get("ecc_uncorrected"))
+        for gpu in (facts or {}).get("gpus", ())
+    )  # fmt: skip
+
+
+def key_rows(keys: Sequence[Mapping[str, Any]]) -> tuple[KeyRow, ...]:
+    return tuple(KeyRow(str(key["id"]), str(key.get("name") or ""), str(key.get("state") or "")) for key in keys)
+
+
+def by_status(minute: Window) -> dict[str, float]:
+    """Requests to the models in the window, by class of status."""
+    found: dict[str, float] = {}
+    for handler in ("/v1/chat/completions", "/v1/completions"):
+        for status, count in minute.by_label("http_requests", "status", method="POST", handler=handler).items():
+            if count:
+                found[status] = found.get(status, 0.0) + count
+    return found
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000
+
+
+def _count(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,223 @@
+"""The dashboard over a real service: its numbers are those of the traffic, by keyboard alone, whatever breaks."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from checklist_kit import Front
+from screens import seen, until, widths
+
+from appliance.service.dashboard.alerts import alerts
+from appliance.service.dashboard.snapshot import GpuRow, ModelRow
+from appliance.service.dashboard.watcher import KEY, Watcher
+from installer.access import api_keys
+from installer.base.layout import Layout
+from installer.decide.options import InstallOptions
+from installer.operate.install import Installer
+from installer.operate.lifecycle import start, stop
+from installer.release import config
+from installer.service.choice import service_for
+from offline_bundle import inspect_bundle
+from offline_bundle.model.build import build_bundle
+from tui.app import Wizard
+from tui.dashboard.columns import columns
+from tui.dialogs.ask import Ask, Read
+from tui.dialogs.form import Pick
+
+pytestmark = pytest.mark.timeout(600)
+MODEL = "smollm2-135m-instruct"
+MARKER = "Sphinx-of-black-quartz"
+REQUESTS, TOKENS = 5, 6
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, signer: Any) -> Iterator[Layout]:
+    root = tmp_path_factory.mktemp("watched")
+    licence = next(path for path in smollm2_dir.iterdir() if path.name.upper().startswith("LICENSE"))
+    bundle = build_bundle(
+        smollm2_dir, root, name=MODEL, version="1.0.0", sequence=1, license_id="Apache-2.0", license_file=licence,
+        source_repo="HuggingFaceTB/SmolLM2-135M-Instruct", source_revision="0" * 40, private_key=signer.private_path,
+    )  # fmt: skip
+    terms = inspect_bundle(bundle).manifest.license
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    layout = Layout.at(root / "prefix")
+    options = InstallOptions(bundle, layout.prefix, trust_keys=[signer.public_path], port=port, device="cpu",
+                             confirmed=True, accept_licenses=[f"{terms.spdx}@{terms.sha256}"])  # fmt: skip
+    Installer(options, Front(), layout=layout).run()  # type: ignore[arg-type]
+    yield layout
+    stop(layout)
+
+
+@pytest.fixture(scope="module")
+def key(installed: Layout) -> str:
+    return api_keys.add(installed.api_keys, "hr-portal").text
+
+
+def ask(layout: Layout, key: str, count: int = REQUESTS) -> None:
+    for _ in range(count):
+        body = {"model": MODEL, "prompt": MARKER, "max_tokens": TOKENS, "ignore_eos": True}
+        reply = httpx.post(f"{config.standing(layout).url}/v1/completions", json=body, timeout=60,
+                           headers={"Authorization": f"Bearer {key}"})  # fmt: skip
+        assert reply.status_code == 200
+
+
+def command(layout: Layout, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "appliance.cli", "top", *words], capture_output=True, text=True, timeout=60,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "ATOLL_PREFIX": str(layout.prefix), "ATOLL_LANG": "en", **environment},
+    )  # fmt: skip
+
+
+def test_the_numbers_are_those_of_the_traffic_and_no_text_is_among_them(installed: Layout, key: str) -> None:
+    with Watcher(installed, 1.0) as watcher:
+        first = watcher.look()
+        assert first.models[0].ttft_p95 is None, "no traffic yet"
+        ask(installed, key)
+        last = watcher.look()
+        names = {entry["name"] for entry in api_keys.read(installed.api_keys)}
+        assert KEY in names
+    model = last.models[0]
+    assert (model.name, model.up, model.running, model.waiting) == (MODEL, True, 0, 0)
+    assert last.requests == {"2xx": REQUESTS}
+    assert model.tokens_out * (last.at - first.at) == pytest.approx(REQUESTS * TOKENS, rel=0.05)
+    assert model.ttft_p95 is not None
+    assert model.itl_p95 is not None
+    assert model.pages
+    assert last.state == "serving"
+    assert [row.name for row in last.keys if row.name == KEY] == []
+    assert "hr-portal" in [row.name for row in last.keys]
+    assert last.alerts == (), "the watcher's own key is no news"
+    text = json.dumps(last.to_json())
+    assert MARKER not in text
+    assert key not in text
+    assert KEY not in {entry["name"] for entry in api_keys.read(installed.api_keys)}, "the key went with the watcher"
+
+
+@pytest.mark.parametrize("language", ["en", "ko"])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("plain", [False, True])
+async def test_it_fits_every_terminal(installed: Layout, language: str, size: tuple[int, int], plain: bool) -> None:
+    if plain and language == "ko":
+        pytest.skip("consoles that cannot draw Hangul are English")
+    app = Wizard(installed, language, plain=plain, dashboard=True)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: MODEL in seen(app))
+        assert widths(app) == {size[0]}
+        assert ("SERVING" if language == "en" else "서비스 중") in seen(app)
+        if plain:
+            assert [row for row in seen(app).splitlines() if not row.isascii()] == []
+
+
+async def test_by_keyboard_alone(installed: Layout, key: str) -> None:
+    app = Wizard(installed, "en", dashboard=True)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: MODEL in seen(app))
+        ask(installed, key, 1)
+        await pilot.press("3")
+        await until(pilot, lambda: isinstance(app.screen, Read))
+        assert "KV pages in use" in seen(app)
+        assert "hr-portal" in seen(app)
+        await pilot.press("escape")
+        await pilot.press("slash")
+        await until(pilot, lambda: isinstance(app.screen, Ask))
+        await pilot.press(*"no-such-word", "enter")
+        await until(pilot, lambda: "0 lines with 'no-such-word'" in seen(app))
+        await pilot.press("escape")
+        assert "no-such-word" not in seen(app)
+        await pilot.press("space")
+        await until(pilot, lambda: "HELD" in seen(app))
+        await pilot.press("space")
+        await pilot.press("f1")
+        await until(pilot, lambda: "BETWEEN the time" in seen(app))
+        await pilot.press("escape", "escape")
+        await until(pilot, lambda: app.screen is app.checklist)
+        await pilot.press("f12")
+        await until(pilot, lambda: MODEL in seen(app))
+
+
+async def test_the_service_is_stopped_and_started_behind_a_question(installed: Layout) -> None:
+    app = Wizard(installed, "en", dashboard=True)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: MODEL in seen(app))
+        await pilot.press("f9")
+        await until(pilot, lambda: isinstance(app.screen, Pick))
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        await pilot.press("escape")
+        await pilot.pause(0.5)
+        assert service_for(installed).state().up, "Esc leaves it"
+        await pilot.press("f9")
+        await until(pilot, lambda: isinstance(app.screen, Pick))
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        await pilot.pause(0.3)
+        await pilot.press("enter")
+        await until(pilot, lambda: "STOPPED" in seen(app), 60)
+        assert "next: atoll start" in seen(app)
+        await pilot.press("f9")
+        await until(pilot, lambda: isinstance(app.screen, Pick))
+        await pilot.press("enter")
+        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        await pilot.pause(0.3)
+        await pilot.press("enter")
+        await until(pilot, lambda: "SERVING" in seen(app), 120)
+
+
+def test_a_service_that_has_died_is_told(installed: Layout) -> None:
+    with Watcher(installed, 0.1) as watcher:
+        watcher.look()
+        stop(installed)
+        try:
+            watcher._facts_at = 0.0
+            seen = watcher.look()
+            assert (seen.state, seen.stale) == ("stopped", True)
+            assert seen.alerts[0].id == "stopped"
+        finally:
+            start(installed, Front())  # type: ignore[arg-type]
+
+
+def test_one_look_for_scripts(installed: Layout) -> None:
+    shown = json.loads(command(installed, "--json", TERM="dumb").stdout)
+    assert shown["models"][0]["name"] == MODEL
+    assert shown["models"][0]["up"] is True
+    printed = command(installed, "--once").stdout
+    assert "SERVING" in printed
+    assert "KV pages in use" in printed
+    refused = command(installed, TERM="dumb")
+    assert refused.returncode == 2
+    assert "atoll top --once" in refused.stderr
+
+
+async def test_nothing_is_installed(tmp_path: Path) -> None:
+    app = Wizard(Layout.at(tmp_path / "empty"), "en", dashboard=True)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: "Nothing is installed here" in seen(app))
+    assert "NOT-INSTALLED" in command(Layout.at(tmp_path / "empty"), "--once").stdout
+
+
+def test_alerts_say_what_the_numbers_mean() -> None:
+    full = ModelRow("chat", True, running=8, waiting=9, slots=8, kv=0.99, preemptions=3)
+    hot = GpuRow(0, "H100", 1, 2, 91, None, 0, 0)
+    ends = {"severity": "warning", "what": "The certificate ends in 13 days.", "next": "atoll tls renew"}
+    facts = {"problems": [ends]}
+    found = alerts(facts, [full], [hot], {"2xx": 90.0, "5xx": 10.0}, stale=False)
+    assert [alert.id for alert in found] == ["errors", "status-0", "kv-chat", "queue-chat", "hot-0"]
+    assert all(alert.next for alert in found)
+    calm = ModelRow("chat", True, running=8, waiting=8, slots=8, kv=0.99)
+    assert alerts({}, [calm], [GpuRow(0, "H100", 1, 2, 60, None, 0, 0)], {"2xx": 90.0, "5xx": 1.0}, stale=False) == ()
+
+
+def test_columns_that_do_not_fit_are_left_out() -> None:
+    shown = columns(["MODEL", "상태"], [["chat", "준비"], ["code", "준비"], ["more", "준비"]], 9, 2).plain
+    assert shown == "MODEL\nchat\ncode\n+ 1"
+    assert columns(["MODEL", "상태"], [["chat", "준비"]], 11, 2).plain == "MODEL  상태\nchat   준비"

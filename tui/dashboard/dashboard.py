@@ -1,0 +1,306 @@
+"""Reads the service in a thread of its own and shows the newest look: models, speed, GPUs, alerts, end of the log."""
+
+import threading
+from typing import ClassVar
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.reactive import reactive
+from textual.screen import Screen
+from textual.widgets import Static
+
+from appliance.service.dashboard import control, lines
+from appliance.service.dashboard.snapshot import Alert, Snapshot
+from appliance.service.dashboard.watcher import Watcher
+from appliance.service.desk import InstallError
+from appliance.service.words import t
+from tui.dashboard.columns import columns
+from tui.dialogs.ask import Ask, Read
+from tui.dialogs.form import Pick
+from tui.frame.front import Front, Key, Told
+from tui.frame.header import Header
+from tui.frame.key_bar import KeyBar, NoteLine
+from tui.look import HEIGHT, WIDTH
+from tui.parts.plot import Plot
+
+LOOK_SECONDS, PLAIN_SECONDS = 2.0, 5.0
+LOG_LINES = 400
+MOST_ALERTS = 3
+
+HELP = t(
+    "Each line is a model: USERS are answered now, WAIT stand in the queue. FIRST is the time to the first token and\n"
+    "BETWEEN the time between two tokens: 95 of 100 requests of the last minute were faster. KV is how full the\n"
+    "memory for contexts is, PREFIX the share of prompts that was known already. A dash: no traffic.\n\n"
+    "F5   look again now          Space   hold the screen, and go on\n"
+    "F8   the whole log           /   show only lines of the log with this word\n"
+    "F9   start, stop, restart, go back to the release before (asks first)\n"
+    "3   what the table has no room for: medians, pages, API keys\n"
+    "Esc   back to the checklist  F10   leave"
+)
+
+
+class Dashboard(Told, Screen[None]):
+    """`seen` is the newest look; `held` keeps the screen as it is."""
+
+    BINDINGS: ClassVar = [
+        Binding("escape", "close"), Binding("f1,question_mark", "help"), Binding("f5", "look"), Binding("f8", "log"),
+        Binding("slash", "filter"), Binding("f9", "control"), Binding("space", "hold"), Binding("3", "details"),
+        Binding("enter", "look"), *(Binding(key, "nothing") for key in "0124567"), Binding("left,right", "nothing"),
+    ]  # fmt: skip
+    CSS = """
+    #headline { height: 1; margin: 1 1 0 1; text-style: bold; }
+    #models { height: auto; max-height: 8; margin: 1 1 0 1; }
+    #middle { height: auto; margin: 0 1; }
+    #middle Plot { height: 7; width: 1fr; }
+    #gpus { height: auto; max-height: 9; width: auto; margin: 1 0 0 2; display: none; }
+    #alerts { height: auto; max-height: 6; margin: 1 1 0 1; }
+    #log { height: 1fr; margin: 1 1 0 1; text-wrap: nowrap; }
+    .wide #gpus { display: block; }
+    .small #headline, .small #models, .small #middle, .small #alerts, .small #log { display: none; }
+    """
+    AUTO_FOCUS: ClassVar[str | None] = None
+
+    seen: reactive[Snapshot | None] = reactive(None, init=False)
+    held = reactive(False, init=False)
+
+    def __init__(self, front: Front) -> None:
+        super().__init__()
+        self._layout_of_service = front.desk.layout
+        self._seconds = PLAIN_SECONDS if front.plain else LOOK_SECONDS
+        self._left, self._look_now = threading.Event(), threading.Event()
+        self._log: list[str] = []
+        self._word = ""
+        self._note = ""
+
+    def compose(self) -> ComposeResult:
+        yield Header()
+        yield Static("", id="headline", markup=False)
+        yield Static("", id="models", markup=False)
+        with Horizontal(id="middle"):
+            yield Plot()
+            yield Static("", id="gpus", markup=False)
+        yield Static("", id="alerts", markup=False)
+        yield Static("", id="log", markup=False)
+        yield NoteLine()
+        yield KeyBar()
+        yield Static("", id="small", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(Header).title = self._layout_of_service.name
+        self.query_one(Plot).title = t("tokens a second, 15 minutes")
+        self.watch(self.app, "language", self._speaks)
+        threading.Thread(target=self._read, name="dashboard", daemon=True).start()
+        self.draw()
+
+    def on_unmount(self) -> None:
+        self._left.set()
+        self._look_now.set()
+
+    # -- reading, in the thread
+
+    def _read(self) -> None:
+        with Watcher(self._layout_of_service, self._seconds) as watcher:
+            while not self._left.is_set():
+                self._look_now.clear()
+                try:
+                    seen, log = watcher.look(), self._read_log()
+                except InstallError as error:
+                    self._hand_over(None, [], error.message)
+                else:
+                    self._hand_over(seen, log, "")
+                self._look_now.wait(self._seconds)
+
+    def _read_log(self) -> list[str]:
+        try:
+            return control.log_lines(self._layout_of_service, LOG_LINES)
+        except InstallError:
+            return []
+
+    def _hand_over(self, seen: Snapshot | None, log: list[str], note: str) -> None:
+        if not self._left.is_set():
+            self.app.call_from_thread(self._take, seen, log, note)
+
+    def _take(self, seen: Snapshot | None, log: list[str], note: str) -> None:
+        if self.held or not self.is_mounted:
+            return
+        self._log, self._note = log, note or self._note
+        self.seen = seen or self.seen
+
+    # -- drawing
+
+    def watch_seen(self) -> None:
+        self.draw()
+
+    def watch_held(self) -> None:
+        self.draw()
+
+    def _speaks(self, language: str) -> None:
+        for widget in (self.query_one(Header), self.query_one(NoteLine), self.query_one(KeyBar)):
+            widget.language = language
+        self.draw()
+
+    def on_resize(self) -> None:
+        self.draw()
+
+    def draw(self) -> None:
+        if not self.is_mounted:
+            return
+        small = self.size.width < WIDTH or self.size.height < HEIGHT
+        self.set_class(small, "small")
+        need = t("This terminal is too small: it needs {width} columns and {height} lines.", width=WIDTH, height=HEIGHT)
+        self._put("small", Text(self.say(need)))
+        self.query_one(KeyBar).keys = self._keys()
+        self.query_one(NoteLine).note = self._note
+        seen = self.seen
+        if seen is None:
+            self._put("headline", Text(self.say(t("Looking at the service ..."))))
+            return
+        room = self.size.width - 2
+        headline = self.say(lines.headline(seen))
+        self._put("headline", Text(f"{headline}  {self.say(t('HELD'))}" if self.held else headline))
+        self._put("models", self._models(seen, room))
+        self._gpus(seen)
+        self._put("alerts", self._alerts(seen))
+        plot = self.query_one(Plot)
+        plot.display = len(seen.throughput) > 1
+        plot.points = tuple((at - seen.at, rate) for at, rate in seen.throughput)
+        self._put("log", self._log_text())
+
+    def _put(self, name: str, text: Text) -> None:
+        self.query_one(f"#{name}", Static).update(text)
+
+    def _models(self, seen: Snapshot, room: int) -> Text:
+        if not seen.models:
+            return Text(self.say(t("Nothing is installed here. Esc opens the checklist, which installs it.")))
+        heads = [self.say(head) for head in lines.MODEL_HEADS]
+        rows = [[self.say(cell) for cell in lines.model_cells(model)] for model in seen.models]
+        return columns(heads, rows, room, 6)
+
+    def _gpus(self, seen: Snapshot) -> None:
+        heads = [self.say(head) for head in lines.GPU_HEADS]
+        rows = [[self.say(cell) for cell in lines.gpu_cells(gpu)] for gpu in seen.gpus]
+        wide = bool(rows) and self.size.width >= 100
+        self.set_class(wide, "wide")
+        if wide:
+            self._put("gpus", columns(heads, rows, self.size.width // 2, 7))
+
+    def _alerts(self, seen: Snapshot) -> Text:
+        text = Text(end="")
+        if seen.why_not:
+            text.append(self.say(seen.why_not), "yellow")
+        for alert in seen.alerts[:MOST_ALERTS]:
+            text.append("\n" if text else "").append_text(self._alert(alert))
+        if len(seen.alerts) > MOST_ALERTS:
+            text.append("\n" + self.say(t("{count} more: 3", count=len(seen.alerts) - MOST_ALERTS)), "dim")
+        if not text:
+            text.append(self.say(t("No alerts.")), "dim")
+            if not self.has_class("wide"):
+                for gpu in seen.gpus[:4]:
+                    text.append("\nGPU " + "  ".join(self.say(cell) for cell in lines.gpu_cells(gpu)))
+        return text
+
+    def _alert(self, alert: Alert) -> Text:
+        text = Text().append("! ", "red" if alert.severity == "error" else "yellow").append(self.say(alert.what))
+        return text.append(f"  {self.say(t('next: {command}', command=alert.next))}", "dim") if alert.next else text
+
+    def _log_text(self) -> Text:
+        wanted = [line for line in self._log if self._word.lower() in line.lower()]
+        height = max(1, self.query_one("#log", Static).size.height)
+        shown = wanted[-height:]
+        if self._word:
+            found = t("{count} lines with '{word}'", count=len(wanted), word=self._word)
+            shown = [self.say(found), *shown[-(height - 1):]] if height > 1 else shown
+        room = self.size.width - 2
+        text = "\n".join(set_cell_size(line, room) if cell_len(line) > room else line for line in shown)
+        if self.front.plain:  # a log may say anything
+            text = text.encode("ascii", "replace").decode()
+        return Text(text, "dim", no_wrap=True, end="")
+
+    def _keys(self) -> tuple[Key, ...]:
+        hold = t("Go on") if self.held else t("Hold")
+        return (Key("Esc", t("Back"), "screen.close"), Key("F1", t("Help"), "screen.help"),
+                Key("3", t("Details"), "screen.details"), Key("F8", t("Log"), "screen.log"),
+                Key("/", t("Filter"), "screen.filter"), Key("F9", t("Service"), "screen.control"),
+                Key("Space", hold, "screen.hold"), Key("F10", t("Leave"), "app.leave"))  # fmt: skip
+
+    # -- keys
+
+    def action_nothing(self) -> None:
+        """A key of the checklist behind it."""
+
+    def action_close(self) -> None:
+        if self._word:
+            self._word = ""
+            self.draw()
+        else:
+            self.dismiss(None)
+
+    def action_help(self) -> None:
+        self.app.push_screen(Read(self.say, t("Help"), self.say(HELP)))
+
+    def action_look(self) -> None:
+        self._look_now.set()
+
+    def action_hold(self) -> None:
+        self.held = not self.held
+
+    def action_log(self) -> None:
+        text = "\n".join(self._log) or self.say(t("There are no messages."))
+        self.app.push_screen(Read(self.say, t("The end of the log"), text))
+
+    def action_filter(self) -> None:
+        def take(word: str | None) -> None:
+            if word is not None:
+                self._word = word
+                self.draw()
+
+        self.app.push_screen(Ask(self.say, t("Show only lines of the log with this word:")), take)
+
+    def action_details(self) -> None:
+        seen = self.seen
+        if seen is None:
+            return
+        told = [self.say(line) for model in seen.models for line in lines.model_details(model)]
+        told += [self.say(lines.requests_line(seen))]
+        told += ["GPU " + "  ".join(self.say(cell) for cell in lines.gpu_cells(gpu)) for gpu in seen.gpus]
+        told += [self.say(t("API key {id}  {name}  {state}", id=key.id, name=key.name, state=key.state))
+                 for key in seen.keys]  # fmt: skip
+        told += [self._alert(alert).plain for alert in seen.alerts]
+        self.app.push_screen(Read(self.say, t("Details"), "\n".join(told)))
+
+    def action_control(self) -> None:
+        def take(chosen: str | None) -> None:
+            for action in control.ACTIONS:
+                if action == chosen:
+                    self._confirm(action)
+
+        choices = {str(action): text for action, text in control.ACTIONS.items()}
+        self.app.push_screen(Pick(self.say, t("What shall be done with the service?"), choices), take)
+
+    def _confirm(self, action: control.Action) -> None:
+        def take(agreed: bool | None) -> None:
+            if agreed:
+                self._note = t("At work: {what}", what=control.ACTIONS[action])
+                self.draw()
+                threading.Thread(target=self._do, args=(action,), name=f"dashboard-{action}", daemon=True).start()
+
+        about = t("{what}.\nEverybody who uses it notices. Go on?", what=control.ACTIONS[action])
+        agree = t("Enter does it. Esc leaves it.")
+        self.app.push_screen(Read(self.say, t("Are you sure?"), self.say(about), agree), take)
+
+    def _do(self, action: control.Action) -> None:
+        """In a thread: the screen goes on being drawn, and a command that is under way is not stopped by Esc."""
+        try:
+            said = control.do(self._layout_of_service, action)
+        except InstallError as error:
+            said = error.message
+        self._look_now.set()
+        if not self._left.is_set():
+            self.app.call_from_thread(self._done, said)
+
+    def _done(self, said: str) -> None:
+        self._note = said
+        self.draw()
