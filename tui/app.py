@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import signal
 from collections.abc import Iterable
@@ -109,14 +110,14 @@ class Wizard(App[None]):
         for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):
                 asyncio.get_running_loop().add_signal_handler(name, self.action_leave)
-        loop = asyncio.get_running_loop()
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
 
         def asked(person: Person | None) -> None:
-            loop.call_soon_threadsafe(self._somebody_asks, person)
+            loop.call_soon_threadsafe(self._somebody_asks, person, context=context)
 
         def changed() -> None:
             self._give_way()
-            loop.call_soon_threadsafe(self._seat_changed)
+            loop.call_soon_threadsafe(self._seat_changed, context=context)
 
         self.desk.sit_down(asked, changed)
         self._look(True)
