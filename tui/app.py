@@ -112,14 +112,14 @@ class Wizard(App[None]):
                 asyncio.get_running_loop().add_signal_handler(name, self.action_leave)
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
 
-        def asked(person: Person | None) -> None:
+        def somebody_asks(person: Person | None) -> None:
             loop.call_soon_threadsafe(self._somebody_asks, person, context=context)
 
         def changed() -> None:
             self._give_way()
             loop.call_soon_threadsafe(self._seat_changed, context=context)
 
-        self.desk.sit_down(asked, changed)
+        self.desk.sit_down(somebody_asks, changed)
         self._look(True)
         if self._opens_dashboard:
             self.action_dashboard()
