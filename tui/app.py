@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import signal
 from collections.abc import Iterable
@@ -14,10 +15,12 @@ from textual.command import CommandPalette
 from textual.reactive import reactive
 from textual.screen import Screen
 
-from appliance.service.desk import Desk, InstallError, Layout, MachineFacts
+from appliance.service.desk import Desk, InstallError, Layout, MachineFacts, Person
 from appliance.service.state import State, StepState
+from appliance.service.trouble import Trouble
 from appliance.service.words import CHOSEN, t, told
 from tui.dialogs.ask import Ask, Read
+from tui.dialogs.seat import GiveWay, TakeOver
 from tui.following import Following, Question
 from tui.frame import places
 from tui.frame.checklist import Checklist
@@ -25,6 +28,7 @@ from tui.frame.front import Front, Key
 from tui.look import PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
+from tui.trouble import TroubleScreen
 
 FOLLOW_SECONDS = 0.1       # between two looks at what the job has said
 DRAW_SECONDS = 0.2         # between two drawings of it; on a serial line PLAIN_SECONDS
@@ -54,6 +58,7 @@ class Wizard(App[None]):
         Binding("f1,question_mark", "help"), Binding("f2", "language"), Binding("f4", "colours"),
         Binding("f5", "again"), Binding("f6", "export"), Binding("f7", "report"), Binding("f8", "messages"),
         Binding("f9", "waive"), Binding("f12", "dashboard"), Binding("7", "dashboard"), Binding("ctrl+l", "redraw"),
+        Binding("f11", "seat"),
         Binding("f10,ctrl+q", "leave", priority=True), Binding("ctrl+c", "leave", priority=True),
         Binding("left", "move(-1)"), Binding("right", "move(1)"),
         *(Binding(str(number), f"open({number})") for number in range(7)),
@@ -66,6 +71,7 @@ class Wizard(App[None]):
     following: reactive[Following | None] = reactive(None, init=False)
     position = reactive(0, init=False)
     note = reactive("", init=False)
+    watched: reactive[Person | None] = reactive(None, init=False)   # who works here, if somebody else
     pulse = reactive(0, init=False)   # counts what the job has said; screens that show work watch it
 
     def __init__(self, layout: Layout, language: str, *, plain: bool = False, dashboard: bool = False) -> None:
@@ -104,11 +110,24 @@ class Wizard(App[None]):
         for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):
                 asyncio.get_running_loop().add_signal_handler(name, self.action_leave)
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+
+        def somebody_asks(person: Person | None) -> None:
+            loop.call_soon_threadsafe(self._somebody_asks, person, context=context)
+
+        def changed() -> None:
+            self._give_way()
+            loop.call_soon_threadsafe(self._seat_changed, context=context)
+
+        self.desk.sit_down(somebody_asks, changed)
         self._look(True)
         if self._opens_dashboard:
             self.action_dashboard()
         self.set_interval(FOLLOW_SECONDS, self._follow)
         self.set_interval(PLAIN_SECONDS if self.plain else 1.0, self._watch)
+
+    def on_unmount(self) -> None:
+        self.desk.leave()
 
     def say(self, text: Any) -> str:
         said = str(told(text, self.language))
@@ -127,11 +146,14 @@ class Wizard(App[None]):
         except InstallError as error:
             state, trouble = None, error
         machine = self.machine or self.desk.machine()
+        if first:
+            self.desk.look_for_trouble()
         self._signature = self.desk.signature()
         self.call_from_thread(self._looked, state, trouble, machine, first)
 
     def _looked(self, state: State | None, trouble: InstallError | None, machine: MachineFacts, first: bool) -> None:
         self.machine, self.trouble = machine, trouble or self.trouble
+        self.watched = self.desk.somebody_else()
         self.standing = state or self.standing
         job = self.desk.job() if self.following is None else None
         if job is not None:
@@ -158,10 +180,63 @@ class Wizard(App[None]):
         """The open pane."""
         return self.checklist.pane.current
 
+    # -- two operators
+
+    def _somebody_asks(self, person: Person | None) -> None:
+        if person is not None:
+            self.push_screen(GiveWay(self.say, person), self._answer_seat)
+        else:
+            for screen in [each for each in self.screen_stack if isinstance(each, GiveWay)]:
+                screen.dismiss(None)
+
+    def _answer_seat(self, yes: bool | None) -> None:
+        if yes is not None and self.desk.seat is not None:
+            self.desk.seat.answer(yes)
+
+    def _give_way(self) -> None:
+        """In the seat's thread: a terminal that hangs must not keep the job from its next front."""
+        following, seat = self.following, self.desk.seat
+        lost = seat is not None and not seat.held and not seat.refused
+        if lost and following is not None and not following.is_watcher:
+            following.hand_over()
+
+    def _seat_changed(self) -> None:
+        """Won, lost, or refused."""
+        seat = self.desk.seat
+        if seat is None:
+            return
+        self.watched = self.desk.somebody_else()
+        if seat.refused:
+            self.note, seat.refused = t("The other operator goes on working, and did not give way."), False
+        elif seat.held:
+            self.note = t("You work here now.")
+            if self.following is not None and self.following.is_watcher:
+                self.following.abandoned, self.following = True, None  # and be the front of the same job
+        else:
+            self.note = t("Another operator works here now. You see everything.")
+            for screen in [each for each in self.screen_stack[1:] if isinstance(each, Ask | Read)]:
+                screen.dismiss(None)
+        self._look(False)
+
+    def action_seat(self) -> None:
+        other = self.desk.somebody_else()
+        if other is None:
+            self.note = t("Nobody else works here.")
+            return
+
+        def asked(yes: bool | None) -> None:
+            if yes and self.desk.seat is not None:
+                self.desk.seat.ask()
+                self.note = t("Asked. If nobody answers for 60 seconds, you work here.")
+
+        self.push_screen(TakeOver(self.say, other), asked)
+
     # -- the running job
 
     def run_step(self, name: str) -> None:
-        if self.following is None:
+        if self.desk.somebody_else() is not None:
+            self.action_seat()
+        elif self.following is None:
             self.trouble, self.note = None, ""
             self.following = Following(lambda reader: self.desk.run(name, reader), name).start()
 
@@ -296,6 +371,17 @@ class Wizard(App[None]):
                      check=self.say(finding.title))  # fmt: skip
         self.push_screen(Ask(self.say, question, 3), waived)
 
+    @work(thread=True, exclusive=True, group="trouble", exit_on_error=False)
+    def action_trouble(self) -> None:
+        found = self.desk.look_for_trouble()
+        self.call_from_thread(self._tell_trouble, found)
+
+    def _tell_trouble(self, found: list[Trouble]) -> None:
+        if found:
+            self.push_screen(TroubleScreen(found))
+        else:
+            self.note = t("Nothing is wrong.")
+
     def action_dashboard(self) -> None:
         if places.has_dashboard():
             self.push_screen(places.dashboard(self.front))
@@ -328,7 +414,10 @@ class Wizard(App[None]):
         yield Key("F4", t("Other colours"), "colours")
         yield Key("F6", t("Write the answers to a file"), "export")
         yield Key("F7", t("Write the report of all steps"), "report")
+        yield Key("", t("What is wrong, and what to do"), "trouble")
         yield Key("F8", t("Messages of the work"), "messages")
+        if self.watched is not None:
+            yield Key("F11", t("Ask to work here"), "seat")
         yield Key("Ctrl-L", t("Draw the screen again"), "redraw")
         yield Key("F1", t("Help"), "help")
         yield Key("F10", t("Leave; work that was begun goes on"), "leave")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from appliance.service.desk import InstallError
+from appliance.service.desk import InstallError, LetGo
 from appliance.service.findings import Finding
 from appliance.service.words import t
 
@@ -54,6 +54,9 @@ class Following:
         self._latest: tuple[str, int, int] | None = None
         self.at_step = step
         self.is_watcher = False
+        self.let_go = False   # the job's reader looks at it: another front takes over
+        self.abandoned = False
+        self._open: Question | None = None
         self.news = 0
         self.tasks: dict[str, Task] = {}
         self.lines: deque[str] = deque(maxlen=MOST_LINES)
@@ -154,7 +157,7 @@ class Following:
     # -- what the job says, in the thread
 
     def step(self, name: str, status: str, detail: str = "") -> None:
-        self._come.put(("task", (name, status, detail)))
+        self._put(("task", (name, status, detail)))
 
     def progress(self, label: str, done: int, total: int) -> None:
         self._latest = (label, done, total)
@@ -163,24 +166,36 @@ class Following:
         self._notes.append(text)
 
     def preflight(self, records: list[Any]) -> None:
-        self._come.put(("found", [Finding.of_check(record) for record in records]))
+        self._put(("found", [Finding.of_check(record) for record in records]))
 
     def plan(self, plan: Any) -> None:
-        self._come.put(("plan", plan))
+        self._put(("plan", plan))
 
     def checklist_step(self, name: str, title: str, status: str) -> None:
-        self._come.put(("checklist", (name, status)))
+        self._put(("checklist", (name, status)))
 
     def findings(self, findings: list[dict[str, Any]]) -> None:
-        self._come.put(("found", [Finding.of_json(facts) for facts in findings]))
+        self._put(("found", [Finding.of_json(facts) for facts in findings]))
 
     def numbers(self, topic: str, facts: dict[str, Any]) -> None:
         """Numbers of a running sweep, verification or pilot."""
-        self._come.put(("live", (topic, facts)))
+        self._put(("live", (topic, facts)))
 
     def watching(self) -> None:
         """Another terminal is the front of this job: nothing can be answered from here."""
-        self._come.put(("watching", None))
+        self._put(("watching", None))
+
+    def _put(self, said: tuple[str, Any]) -> None:
+        if self.abandoned:
+            raise LetGo  # nobody reads this any more
+        self._come.put(said)
+
+    def hand_over(self) -> None:
+        """Another operator answers from now on; a question that is open here goes to them."""
+        self.let_go = True
+        self.watching()
+        if self._open is not None:
+            self._open.answered.set()
 
     # -- what it asks
 
@@ -198,7 +213,10 @@ class Following:
         return str(self._ask("text", question) or "")
 
     def _ask(self, kind: str, about: Any) -> Any:
-        question = Question(kind, about)
-        self._come.put(("ask", question))
+        question = self._open = Question(kind, about)
+        self._put(("ask", question))
         question.answered.wait()
+        self._open = None
+        if self.let_go:
+            raise LetGo
         return question.answer

@@ -74,6 +74,10 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.operate.status", "register",
             "Show what is installed, whether it serves, and its endpoint.",
         ),
+        "trouble": (
+            "appliance.cli.operate.trouble", "register",
+            "Show what is wrong, why, what was not changed and what to do.",
+        ),
         "top": ("tui.top", "register", "Watch the running service: speed, queue, memory, GPUs, alerts."),
         "start": ("appliance.cli.operate.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.operate.lifecycle", "register", "Stop the service; everything stays installed."),
@@ -158,8 +162,10 @@ class LazyGroup(Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
-        if not rest and sys.stdin.isatty() and sys.stdout.isatty():
+        if not rest:
             rest = ["setup"]
+        elif rest[0] == "tui":  # what people type who do not remember `setup`
+            rest = ["setup", *rest[1:]]
         with speaking(language), libraries_in(language_of()):
             translate(self, language_of())
             return super().main(rest, *more, **settings)

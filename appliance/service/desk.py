@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,20 +12,28 @@ from appliance.service import answers as answers_of
 from appliance.service import checklist, events, jobs
 from appliance.service.facts import MachineFacts, machine_facts
 from appliance.service.jobs import Job
-from appliance.service.jobs.attach import JobReader
+from appliance.service.jobs.attach import JobReader, LetGo
+from appliance.service.jobs.seat import Person, Seat
 from appliance.service.run_request import RunRequest
 from appliance.service.state import State
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.operate.install import key_was_shown
+from installer.service.log_file import readable, tail
 
 if TYPE_CHECKING:
     from appliance.service.offers import Offer
     from appliance.service.pilot.board import PilotBoard
+    from appliance.service.trouble import Trouble
     from appliance.service.tuning.board import Board
 
-__all__ = ["Desk", "InstallError", "Job", "Layout", "MachineFacts"]
+__all__ = ["Desk", "InstallError", "Job", "Layout", "LetGo", "MachineFacts", "Person"]
+
+
+_LOG_LINES = 200
+_HAND_OVER_SECONDS = 3.0
 
 
 class Desk:
@@ -34,12 +43,59 @@ class Desk:
         self.layout = layout
         self.answers = checklist.last_answers(layout)
         self.by = getpass.getuser()
+        self.seat: Seat | None = None
+        self.troubles: list[Trouble] = []  # as of the last look
+
+    def sit_down(self, asked: Callable[[Person | None], None], changed: Callable[[], None]) -> None:
+        """Be the operator who works here, or the one who looks on while another does; see jobs/seat.py."""
+        with contextlib.suppress(OSError, InstallError):  # where there can be no seat, there can be no job either
+            self.seat = Seat(self.layout, asked, changed).open()
+
+    def leave(self) -> None:
+        if self.seat is not None:
+            self.seat.close()
+
+    def somebody_else(self) -> Person | None:
+        """Who works here, if that is not the operator of this desk."""
+        return self.seat.holder() if self.seat is not None else None
+
+    def _may_work(self) -> None:
+        other = self.somebody_else()
+        if other is not None:
+            raise InstallError(
+                t("{user} ({origin}) works here.", user=other.user, origin=other.origin),
+                exit_code=ExitCode.BUSY, changed=t("Nothing was changed."), hint=t("Ask to take over: F11."),
+            )  # fmt: skip
 
     def state(self) -> State:
         return checklist.show(self.layout, self.answers)
 
     def machine(self) -> MachineFacts:
         return machine_facts(self.layout)
+
+    def look_for_trouble(self) -> list["Trouble"]:
+        """What is wrong now; about a second where there is a GPU. Kept in `troubles`."""
+        from appliance.service.trouble import troubles
+
+        try:
+            self.troubles = troubles(self.layout, self.answers.medium)
+        except (InstallError, OSError):  # the state cannot be read: `state` says why
+            self.troubles = []
+        return self.troubles
+
+    def trouble_of(self, error: InstallError) -> "Trouble | None":
+        """What is behind an error that work ended with; None where the error says it all."""
+        from appliance.service.trouble import of_error
+
+        return of_error(error)
+
+    def log_tail(self) -> list[str]:
+        """The last lines of the service's log, for people."""
+        from appliance.service.trouble import gather
+
+        if not self.layout.system:
+            return [readable(line) for line in tail(self.layout.log, _LOG_LINES)]
+        return list(gather(self.layout).log_tail)
 
     def signature(self) -> tuple[object, ...]:
         """Changes when the state may have changed. Cheap enough to be called every second."""
@@ -98,17 +154,20 @@ class Desk:
         """Let the pilot's next stage begin; what was done, in words. Raises InstallError."""
         from appliance.service.pilot.run import advance
 
+        self._may_work()
         return advance(self.layout, self.by)
 
     def stop_pilot(self) -> str:
         from appliance.service.pilot.run import abort
 
+        self._may_work()
         return abort(self.layout, self.by)
 
     def sign_pilot(self, by: str, *, go: bool, reason: str = "") -> Path:
         """Raises InstallError, OSError; the directory of the signed report."""
         from appliance.service.pilot.report import sign
 
+        self._may_work()
         directory = self.layout.checklist / "reports"
         return sign(self.layout, directory, "go" if go else "no-go", by, reason).directory
 
@@ -117,17 +176,24 @@ class Desk:
 
     def run(self, step: str, reader: JobReader) -> tuple[dict, dict[str, str]]:
         """Run one step to its end as a job. Returns its result and what it handed over. Raises InstallError."""
+        self._may_work()
         request = RunRequest(answers=answers_of.to_json(self.answers), steps=(step,), by=self.by, interactive=True)
         return self._learned(lambda: checklist.run(self.layout, request, reader, fresh=True))
 
     def attach(self, job: Job, reader: JobReader) -> tuple[dict, dict[str, str]]:
         """Answer the questions of a running job, or only watch it if another terminal does that. Raises
         InstallError."""
-        try:
-            return self._learned(lambda: jobs.attach(job, reader))
-        except InstallError as error:
-            if error.exit_code != ExitCode.BUSY or job.state() == "ended":
-                raise
+        end = time.monotonic() + _HAND_OVER_SECONDS
+        while True:
+            try:
+                self._may_work()
+                return self._learned(lambda: jobs.attach(job, reader))
+            except InstallError as error:
+                if error.exit_code != ExitCode.BUSY or job.state() == "ended":
+                    raise
+            if self.somebody_else() is not None or time.monotonic() > end:
+                break
+            time.sleep(0.05)  # the front before this one lets go of the job
         if (watching := getattr(reader, "watching", None)) is not None:
             watching()
         return jobs.watch(job, reader), {}

@@ -181,9 +181,29 @@ def test_the_real_program_starts_and_restores_the_terminal(tmp_path: Path, term:
     assert not (tmp_path / "prefix").exists()  # looking writes nothing
 
 
-@pytest.mark.parametrize("argv", [[], ["setup"]])
-def test_without_a_terminal_the_command_line_is_named(tmp_path: Path, argv: list[str]) -> None:
+@pytest.mark.parametrize("language", ["en", "ko"])
+@pytest.mark.parametrize("argv", [[], ["setup"], ["tui"]])
+def test_without_a_terminal_the_command_line_is_named(tmp_path: Path, argv: list[str], language: str) -> None:
     done = subprocess.run([sys.executable, "-m", "appliance", *argv], stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True, cwd=REPOSITORY, env={**os.environ, "ATOLL_PREFIX": str(tmp_path)})  # fmt: skip
-    assert "checklist" in done.stdout + done.stderr
-    assert "\x1b[?1049h" not in done.stdout
+                          text=True, cwd=REPOSITORY, env={**os.environ, "ATOLL_PREFIX": str(tmp_path / "prefix"),
+                                                          "ATOLL_LANG": language, "PYTHONUTF8": "1"})  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "atoll checklist" in done.stderr
+    assert ("terminal" in done.stderr) == (language == "en")
+    assert not (tmp_path / "prefix").exists()
+
+
+def test_a_dumb_terminal_is_told_too(tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    try:
+        done = subprocess.run([sys.executable, "-m", "appliance"], stdin=slave, stdout=slave, stderr=subprocess.PIPE,
+                              text=True, cwd=REPOSITORY, env={**os.environ, "TERM": "dumb", "ATOLL_LANG": "en",
+                                                              "ATOLL_PREFIX": str(tmp_path)})  # fmt: skip
+        assert done.returncode == 2
+        assert "TERM is 'dumb'" in done.stderr
+        assert "atoll checklist" in done.stderr
+        assert not select.select([master], [], [], 0)[0]
+    finally:
+        os.close(master)
+        os.close(slave)

@@ -39,6 +39,7 @@ class Checklist(Told, Screen[None]):
         self.watch(self.app, "language", self._speaks)
         self.watch(self.app, "position", self._opens, init=False)
         self.watch(self.app, "note", self._notes)
+        self.watch(self.app, "watched", self._watched)
         await self.pane.open(self.front.position)
 
     @property
@@ -59,6 +60,12 @@ class Checklist(Told, Screen[None]):
         self.query_one(Rail).position = position
         await self.pane.open(position)
 
+    def _watched(self) -> None:
+        other = self.front.watched
+        self.query_one(Header).mark = (
+            t("{user} ({origin}) works here", user=other.user, origin=other.origin) if other is not None else "")
+        self._tell_keys()
+
     def _notes(self) -> None:
         self._tell_keys()
 
@@ -73,11 +80,12 @@ class Checklist(Told, Screen[None]):
         self.query_one(NoteLine).note = self.front.note or forward.why_not
         enter = [Key("Enter", forward.text, "app.forward")] if forward.text else []
         back = [Key("Esc", t("Back"), "app.back")] if self.front.position else []
+        seat = [Key("F11", t("Ask to work here"), "app.seat")] if self.front.watched is not None else []
         log = [Key("F8", t("Log"), "app.messages")] if self.front.following is not None else []
         always = [Key("F1", t("Help"), "app.help"), Key("F3", t("Menu"), "app.command_palette"),
                   Key("F10", t("Leave"), "app.leave"), Key("F6", t("Answers"), "app.export"),
                   Key("F7", t("Report"), "app.report"), Key("F4", t("Colours"), "app.colours")]  # fmt: skip
-        self.query_one(KeyBar).keys = (*enter, *body.keys(), *back, *log, *always)
+        self.query_one(KeyBar).keys = (*seat, *enter, *body.keys(), *back, *log, *always)
 
     def on_resize(self, event: events.Resize) -> None:
         self._fits()

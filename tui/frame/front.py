@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from textual.dom import DOMNode
 
-from appliance.service.desk import Desk, InstallError, MachineFacts
+from appliance.service.desk import Desk, InstallError, MachineFacts, Person
 from appliance.service.state import State, StepState
 from tui.following import Following
 
@@ -38,6 +38,7 @@ class Front(Protocol):
     position: int                      # 0: the start; then the steps, from 1 on
     following: Following | None        # the job that runs
     trouble: InstallError | None       # what the last work ended with
+    watched: Person | None             # who works here, if somebody else: this program only shows it then
     note: str                          # one line (a Text) above the keys
 
     def say(self, text: Any) -> str: ...

@@ -12,10 +12,12 @@ from tui.frame.front import Told
 class Header(Told, Widget):
     language = reactive("en")
     title = reactive("")
+    mark = reactive("")   # a Text: who else works here
 
     def render(self) -> RenderResult:
         left = f" Atoll  {self.title}"
-        right = f"F2 {'EN' if self.language == 'en' else '한국어'} "
+        mark = f"[{self.say(self.mark)}]  " if self.mark else ""
+        right = f"{mark}F2 {'EN' if self.language == 'en' else '한국어'} "
         room = max(0, self.size.width - cell_len(right))
         if cell_len(left) > room:
             left = " Atoll  ..." + self.title[-max(0, room - 12) :]

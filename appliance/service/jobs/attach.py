@@ -40,6 +40,10 @@ class NumbersReader(Protocol):
     def numbers(self, topic: str, facts: dict[str, Any]) -> None: ...
 
 
+class LetGo(Exception):
+    """A reader raises it from a question that its operator shall no longer answer: another front takes over."""
+
+
 class _Line:
     """The FIFOs of one attached front. A job has one front at a time; further ones may watch."""
 
@@ -60,6 +64,13 @@ class _Line:
         self._answers = -1
         self.open_answers()
 
+    def let_go(self) -> None:
+        """Another front may answer from now on."""
+        for fd in (self._answers, self._secrets, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._answers = self._secrets = self._lock = -1
+
     def open_answers(self) -> None:
         if self._answers < 0:
             with contextlib.suppress(OSError):  # the job reads its answers no more, or not yet
@@ -72,6 +83,8 @@ class _Line:
     def secrets(self) -> dict[str, str]:
         """What the job has handed over."""
         found: dict[str, str] = {}
+        if self._secrets < 0:
+            return found
         with contextlib.suppress(OSError):
             for line in os.read(self._secrets, 65536).splitlines():
                 with contextlib.suppress(ValueError):
@@ -84,9 +97,7 @@ class _Line:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for fd in (self._answers, self._secrets, self._lock):
-            if fd >= 0:
-                os.close(fd)
+        self.let_go()
 
 
 def run(
@@ -117,7 +128,11 @@ def _attached(job: Job, reader: JobReader, line: _Line) -> tuple[dict[str, Any],
     follower = _Follower(job, reader, line)
     while True:
         try:
-            return result_of(job, follower.to_the_end()), line.secrets()
+            end = follower.to_the_end()
+            return result_of(job, end), line.secrets()
+        except LetGo:
+            line.let_go()
+            follower.line = None
         except KeyboardInterrupt:
             job.cancel()
         except InstallError:
@@ -164,6 +179,8 @@ class _Follower:
         while True:
             state = self.job.state()  # before reading: nothing is written behind an end
             self._show()
+            if self.line is not None and getattr(self.reader, "let_go", False):
+                raise LetGo
             if state in ("ended", "killed"):
                 return self.job.end
             time.sleep(_POLL_SECONDS)

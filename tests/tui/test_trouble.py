@@ -1,0 +1,113 @@
+"""The screen of troubles, and two operators at the screens of one installation."""
+
+import os
+from pathlib import Path
+
+import pytest
+from checklist_kit import Desk
+from screens import seen, until, widths
+
+from appliance.service import answers as answers_of
+from appliance.service.trouble import Action, Trouble, of_error
+from appliance.service.trouble.derive import loading
+from installer.base.errors import ExitCode, InstallError
+from installer.base.i18n import t
+from installer.base.layout import Layout
+from tui.app import Wizard
+from tui.dialogs.ask import Read
+from tui.dialogs.seat import GiveWay, TakeOver
+from tui.trouble import TroubleScreen
+
+FAILED = of_error(InstallError(
+    t("The service has ended (exit status {code}).", code=1), exit_code=ExitCode.UNHEALTHY,
+    log_tail=["error: Cannot listen on 127.0.0.1:8443: Address already in use."],
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("language", ["en", "ko"])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_a_trouble_fills_its_cells_and_says_what_to_do(
+    tmp_path: Path, language: str, size: tuple[int, int], plain: bool
+) -> None:
+    assert FAILED is not None
+    app = Wizard(Layout.at(tmp_path / "prefix"), language, plain=plain)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.standing is not None and app.machine is not None)
+        for trouble in (FAILED, loading("chat weights 12.10/60.30 GB")):
+            await app.push_screen(TroubleScreen([trouble]))
+            await pilot.pause(0.2)
+            assert widths(app) == {size[0]}
+            assert all(action.command in seen(app) for action in trouble.actions[:1])
+            assert ("What happened" in seen(app)) == (language == "en")
+            if plain and language == "en":
+                assert seen(app).isascii(), seen(app)
+            assert ("20 %" in seen(app)) == (trouble.progress is not None)
+            await pilot.press("escape")
+            await until(pilot, lambda: app.screen is app.checklist)
+
+
+async def test_the_menu_finds_what_is_wrong_and_keys_work(tmp_path: Path) -> None:
+    app = Wizard(Layout.at(tmp_path / "prefix"), "en")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.standing is not None and app.machine is not None)
+        await app.run_action("trouble")
+        await until(pilot, lambda: isinstance(app.screen, TroubleScreen))
+        assert "No release is installed here." in seen(app)
+        assert "atoll setup" in seen(app)
+        for key in ("f1", "f8"):
+            await pilot.press(key)
+            await until(pilot, lambda: isinstance(app.screen, Read))
+            await pilot.press("escape")
+            await until(pilot, lambda: isinstance(app.screen, TroubleScreen))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is app.checklist)
+
+
+async def test_several_troubles_are_turned_like_pages(tmp_path: Path) -> None:
+    app = Wizard(Layout.at(tmp_path / "prefix"), "en")
+    pages = [Trouble(f"page-{n}", f"title {n}", f"happened {n}", actions=(Action("do", "ls"),)) for n in (1, 2)]
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.push_screen(TroubleScreen(pages))
+        await until(pilot, lambda: "happened 1" in seen(app))
+        await pilot.press("right")
+        await until(pilot, lambda: "happened 2" in seen(app) and "2 of 2" in seen(app))
+        await pilot.press("left")
+        await until(pilot, lambda: "happened 1" in seen(app))
+
+
+def wizard(desk: Desk) -> Wizard:
+    app = Wizard(desk.layout, "en")
+    app.desk.answers = answers_of.from_json(desk.answers(accept_licenses=[]))
+    return app
+
+
+async def test_a_second_operator_takes_over_an_open_question_with_consent(desk: Desk) -> None:
+    first = wizard(desk)
+    async with first.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: first.standing is not None and first.machine is not None)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: first.standing.step("gpu").status == "green" and first.following is None)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: isinstance(first.screen, Read))  # the licence waits for an answer
+        second = wizard(desk)
+        async with second.run_test(size=(100, 24)) as other:
+            await until(other, lambda: second.following is not None and second.following.is_watcher)
+            assert "works here" in seen(second).splitlines()[0]
+            await other.press("f11")
+            await until(other, lambda: isinstance(second.screen, TakeOver))
+            assert "You see the same screens" in seen(second)
+            await other.press("enter")
+            await until(pilot, lambda: isinstance(first.screen, GiveWay))
+            await pilot.press("enter")  # meant for the licence below: no consent
+            assert isinstance(first.screen, GiveWay)
+            await pilot.press("f9")
+            await until(other, lambda: isinstance(second.screen, Read))  # the same question, here now
+            await until(pilot, lambda: first.watched is not None and first.following.is_watcher)
+            assert "works here" in seen(first).splitlines()[0]
+            assert not isinstance(first.screen, Read)
+            await other.press("escape")
+            await until(other, lambda: second.following is None)
+            await until(pilot, lambda: first.following is None)
+            assert not os.path.exists(desk.layout.journal)
+    assert desk.statuses()["model"] == "failed"
