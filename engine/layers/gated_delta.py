@@ -115,7 +115,7 @@ class GatedDeltaNet(nn.Module):
         self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch, *, early: bool
     ) -> torch.Tensor | QuantizedRows:
         """`early`: all but `ba` is there when the kernel after it starts."""
-        from engine.kernels.pointwise import gated_norm
+        from engine.kernels.pointwise import norm
         from engine.kernels.recurrent import gated_delta
 
         out = torch.empty(qkv.shape[0], self.value_heads, self.value_dim, dtype=qkv.dtype, device=qkv.device)
@@ -125,9 +125,9 @@ class GatedDeltaNet(nn.Module):
             gated_delta.prefill(*arguments, q_starts=batch.q_starts, counts=batch.counts, chunks=batch.chunks)
         gated_delta.decode(*arguments, q_starts=batch.q_starts, counts=batch.counts, early=early)
         if self.out_proj.wants_fp8(out.shape[0]):
-            quantized = gated_norm.gated_rms_norm_to_fp8(out, z, self.norm_weight, self.eps)
+            quantized = norm.gated_rms_norm_to_fp8(out, z, self.norm_weight, self.eps)
             return QuantizedRows(*quantized, out.dtype)
-        return gated_norm.gated_rms_norm(out, z, self.norm_weight, self.eps)
+        return norm.gated_rms_norm(out, z, self.norm_weight, self.eps)
 
     def kernel_arguments(
         self, qkv: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch, out: torch.Tensor

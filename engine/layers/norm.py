@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """norm(x), or norm(x + residual) with the sum left in `residual`."""
         if x.is_cuda and x.ndim == 2:
-            from engine.kernels.pointwise.fused import rms_norm
+            from engine.kernels.pointwise.norm import rms_norm
 
             return rms_norm(x, self.weight, self.eps, residual, wide_offset=self.wide_offset)
         if residual is not None:
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
                 return UnnormedRows(x, self.weight, self.eps, self.wide_offset), x
         kept = x if residual is None else residual
         if consumer.wants_fp8(x.shape[0]):
-            from engine.kernels.pointwise.fused import rms_norm
+            from engine.kernels.pointwise.norm import rms_norm
 
             plain = None
             if not all(product.wants_fp8(x.shape[0]) for product in others):
@@ -115,7 +115,7 @@ class WideRMSNorm(RMSNorm):
         branch: tuple["WideRMSNorm", torch.Tensor, "WideRMSNorm"] | None,
         scalar: torch.Tensor | None,
     ) -> list[Activations]:
-        from engine.kernels.pointwise.post_norm import post_norm
+        from engine.kernels.pointwise.norm import post_norm
 
         weights = None if branch is None else (branch[0].weight, branch[1], branch[2].weight)
         first, others = post_norm(

@@ -45,7 +45,7 @@ class Side:
     quant: ModuleType = pointwise_reference
     moe: ModuleType = moe_reference
     heads: ModuleType = attention_reference
-    post: ModuleType = pointwise_reference
+    norm: ModuleType = pointwise_reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
     numbers: list[torch.Tensor] = field(default_factory=list)
@@ -102,13 +102,13 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.moe import experts as moe_experts
     from engine.kernels.pointwise import fused as pointwise_fused
     from engine.kernels.pointwise import inputs as pointwise_inputs
-    from engine.kernels.pointwise import post_norm as pointwise_post_norm
+    from engine.kernels.pointwise import norm as pointwise_norm
     from engine.kernels.pointwise import quantize as pointwise_quantize
 
     return Side(
         device, dtype, attention_chunks, attention_decode, pointwise_fused, small_batch, pointwise_inputs,
         pointwise_quantize,
-        moe_experts, attention_heads, pointwise_post_norm, dry,
+        moe_experts, attention_heads, pointwise_norm, dry,
     )  # fmt: skip
 
 
@@ -266,7 +266,7 @@ def norm(side: Side, *, size: int, residual: bool, quantize: bool) -> list[Resul
     x, weight = side.strided(9, size), 1 + side.randn(size) * 0.1
     kept = side.randn(9, size) if residual else None
     with side.clock():
-        y = side.fused.rms_norm(x, weight, 1e-5, kept, quantize=quantize)
+        y = side.norm.rms_norm(x, weight, 1e-5, kept, quantize=quantize)
     results = fp8_rows(y) if quantize else [numbers(y, 2)]
     return results if kept is None else [*results, numbers(kept)]
 
@@ -277,7 +277,7 @@ def post_norm(side: Side, *, size: int, quantize: bool) -> list[Result]:
     x, y, residual = side.strided(9, size), side.strided(9, size), side.randn(9, size)
     branch, scalar = (weights[0], y, weights[1]), 1 + side.randn(1) * 0.1
     with side.clock():
-        first, others = side.post.post_norm(
+        first, others = side.norm.post_norm(
             x, weights[2], residual, weights[3:], 1e-5, 0.0, branch=branch, scalar=scalar, quantize=quantize
         )
     results = fp8_rows(first) if quantize else [numbers(first, 5)]

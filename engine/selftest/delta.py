@@ -134,11 +134,11 @@ def gated_norm(side: Side, *, quantize: bool) -> list[Result]:
         if side.is_reference:
             y = recurrent_reference.gated_rms_norm(x, z.unflatten(-1, (heads, _DIM)), weight, 1e-6).flatten(1)
             return fp8_rows(pointwise_reference.quantize_rows(y)) if quantize else [numbers(y, 4)]
-        from engine.kernels.pointwise import gated_norm as pointwise_gated_norm
+        from engine.kernels.pointwise import norm as pointwise_norm
 
         if quantize:
-            return fp8_rows(pointwise_gated_norm.gated_rms_norm_to_fp8(x, z, weight, 1e-6))
-        return [numbers(pointwise_gated_norm.gated_rms_norm(x, z, weight, 1e-6), 4)]
+            return fp8_rows(pointwise_norm.gated_rms_norm_to_fp8(x, z, weight, 1e-6))
+        return [numbers(pointwise_norm.gated_rms_norm(x, z, weight, 1e-6), 4)]
 
 
 _ONE_TOKEN = [(0, 1), (1, 1), (2, 1), (3, 1), (500, 1)]

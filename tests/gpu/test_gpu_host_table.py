@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.pointwise.fused import rms_norm
 from engine.kernels.pointwise.host_rows import gather_rows
+from engine.kernels.pointwise.norm import rms_norm
 from engine.kernels.runtime import host_memory
 from engine.kernels.runtime.host_memory import HostMemoryError
 

@@ -12,8 +12,8 @@ from engine.kernels.gemm import small_batch
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.decode import DenseBranch, Norm, sparse_block
-from engine.kernels.pointwise import fused
 from engine.kernels.pointwise import reference as pointwise_reference
+from engine.kernels.pointwise.norm import rms_norm
 from engine.kernels.runtime.compile_ahead import compile_ahead
 from engine.kernels.runtime.launcher import Kernel, recording
 
@@ -120,7 +120,7 @@ def test_any_routing(skew: str) -> None:
 def link(residual: torch.Tensor, norm: torch.Tensor, layer: Layer, pause: Callable[[], None]) -> None:
     """A layer onto the residual stream; its router's scores are its first features."""
     num_experts, top_k, _, _, gate = SHAPES[LONG]
-    x = fused.rms_norm(residual, norm, 1e-6)
+    x = rms_norm(residual, norm, 1e-6)
     pause()
     routing = moe_experts.choose_experts(x[:, :num_experts], top_k)
     pause()
@@ -196,7 +196,7 @@ def in_parts(
 ) -> Pair:
     """The same by kernels that do less at a time, and round where the block does: experts take x normed and rounded,
     all other products norm it in passing."""
-    normed = fused.rms_norm(x, norm, 1e-6, wide_offset=1.0)
+    normed = rms_norm(x, norm, 1e-6, wide_offset=1.0)
     scores = small_batch.gemv(x, router, norm=(norm, 1e-6), wide_offset=1.0)
     parts = routed(shape, normed, scores, layer)[2].float()
     if beside is None:
@@ -239,7 +239,7 @@ def next_block(
     """The residual stream behind a block, in place."""
     _, apart = in_one_block(shape, residual, router, layer, beside, norm, None, residual)
     if apart is not None:
-        residual = fused.rms_norm(apart, norm, 1e-6, residual)
+        residual = rms_norm(apart, norm, 1e-6, residual)
     return residual
 
 

@@ -232,7 +232,7 @@ def gemv(
     """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
     [M, N] in x's dtype.
 
-    norm: (weight [K], eps) of an RMS norm of x before the product; `wide_offset` as in pointwise.fused.rms_norm.
+    norm: (weight [K], eps) of an RMS norm of x before the product; `wide_offset` as in pointwise.norm.rms_norm.
     gate: this activation of the first half of the outputs times the second, [M, N / 2].
     residual: [M, N], to which the product is added in place; it is the result.
     in_order: the next kernel is not started before all older results are there, and may read those without waiting.

@@ -44,7 +44,7 @@ class DenseBranch(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMS norm that is still to come; `offset` as in pointwise.fused.rms_norm."""
+    """An RMS norm that is still to come; `offset` as in pointwise.norm.rms_norm."""
 
     weight: torch.Tensor  # [H]
     eps: float

@@ -1,7 +1,7 @@
-"""The small steps between GEMMs, each one pass over its data: norm + residual, gate, RoPE + KV write.
+"""The small steps between GEMMs, each one pass over its data: gate, softcap, RoPE + KV write (norms: norm.py).
 
-The first two can return fp8, for an fp8 GEMM. Results are rounded to the activations' dtype first, so that fp8 is made
-of the same numbers that they would return otherwise.
+The gate can return fp8, for an fp8 GEMM. Results are rounded to the activations' dtype first, so that fp8 is made of
+the same numbers that it would return otherwise.
 """
 
 from typing import Literal, overload
@@ -12,97 +12,8 @@ import triton.language as tl
 
 from engine.kernels.pointwise.e4m3 import narrowed
 from engine.kernels.pointwise.gate import activated
-from engine.kernels.pointwise.quantize import blocks_for, empty_rows, load_row, store_row, store_row_as_fp8
+from engine.kernels.pointwise.quantize import blocks_for, empty_rows, load_row, store_row_as_fp8
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
-
-
-@triton.jit
-def add_rows(x, y):
-    """x + y, two rows of blocks, in float32 and rounded to x's dtype."""
-    result = ()
-    for i in tl.static_range(len(x)):
-        result = result + ((x[i].to(tl.float32) + y[i].to(tl.float32)).to(x[i].dtype),)  # noqa: RUF005
-    return result
-
-
-@triton.jit
-def normed_row(x, weight, eps, offset, N: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """The norm of a row of blocks, as rms_norm has it."""
-    squares = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(len(x)):
-        squares += x[i].to(tl.float32) * x[i].to(tl.float32)
-    scale = tl.rsqrt(tl.sum(squares, 0) / N + eps)
-    result = ()
-    for i in tl.static_range(len(x)):
-        scaled = x[i].to(tl.float32) * scale
-        if WIDE:
-            result = result + ((scaled * (weight[i].to(tl.float32) + offset)).to(x[i].dtype),)  # noqa: RUF005
-        else:
-            result = result + (scaled.to(x[i].dtype) * weight[i],)  # noqa: RUF005
-    return result
-
-
-@kernel
-def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, plain_ptr, x_stride, eps, offset,
-    N: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    weight = load_row(weight_ptr, N, BLOCK)
-    wait_for_previous(PDL)
-    x = load_row(x_ptr + row * x_stride, N, BLOCK)
-    if residual_ptr is not None:
-        # The sum is rounded to the residual's dtype before the statistics, as it is stored.
-        x = add_rows(x, load_row(residual_ptr + row * N, N, BLOCK))
-        store_row(x, residual_ptr + row * N, N, BLOCK)
-    y = normed_row(x, weight, eps, offset, N, BLOCK, WIDE)
-    if scale_ptr is not None:
-        store_row_as_fp8(y, out_ptr + row * N, scale_ptr + row, N, BLOCK)
-        if plain_ptr is not None:
-            store_row(y, plain_ptr + row * N, N, BLOCK)
-    else:
-        store_row(y, out_ptr + row * N, N, BLOCK)
-
-
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
-    *, wide_offset: float | None = None, quantize: Literal[False] = False,
-) -> torch.Tensor: ...  # fmt: skip
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
-    *, wide_offset: float | None = None, quantize: Literal[True], plain: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    *,
-    wide_offset: float | None = None,
-    quantize: bool = False,
-    plain: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H].
-
-    With `wide_offset`: (offset + w) * norm(x), in float32 and rounded once. With `quantize`: (e4m3 [T, H], scale [T]),
-    see pointwise.quantize; `plain` [T, H] then takes what was quantised.
-    """
-    rows, size = x.shape
-    block, warps = blocks_for(size)
-    scale = None
-    if quantize:
-        out, scale = empty_rows(rows, size, x.device)
-    else:
-        out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    _rms_norm_kernel(
-        (rows,), x, residual, weight, out, scale, plain, x.stride(0), eps, wide_offset or 0.0,
-        N=size, BLOCK=block, WIDE=wide_offset is not None, num_warps=warps,
-    )  # fmt: skip
-    return out if scale is None else (out, scale)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ def rms_norm(
     quantize: bool = False,
     plain: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """pointwise.fused.rms_norm."""
+    """pointwise.norm.rms_norm."""
     if residual is not None:
         x = residual.copy_(x.float() + residual.float())
     if wide_offset is None:
@@ -46,7 +46,7 @@ def post_norm(
     scalar: torch.Tensor | None = None,
     quantize: bool = False,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, list[torch.Tensor]]:
-    """pointwise.post_norm.post_norm."""
+    """pointwise.norm.post_norm."""
     if branch is not None:
         x_weight, y, y_weight = branch
         x = wide_normed(x, x_weight, offset, eps) + wide_normed(y, y_weight, offset, eps)

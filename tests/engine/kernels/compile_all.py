@@ -31,8 +31,7 @@ from engine.kernels.attention import heads as attention_heads
 from engine.kernels.gemm import batch_invariant, scaled_kernel, small_batch
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
-from engine.kernels.pointwise import fused, gated_norm, host_rows, quantize
-from engine.kernels.pointwise import post_norm as pointwise_post_norm
+from engine.kernels.pointwise import fused, host_rows, norm, quantize
 from engine.kernels.recurrent import gated_delta
 from engine.kernels.runtime import compile_ahead, launcher
 from engine.kernels.runtime.gpu_target import Target
@@ -68,9 +67,9 @@ def attend(dim, group, cache, *, batch=4, **options):
     )
 
 
-def rope(dim, cache, norm):
+def rope(dim, cache, normed):
     kv, angle = zeros(2, 16, 2, dim, dtype=cache), torch.zeros(32, 1, dim // 2)
-    weight = zeros(dim) if norm else None
+    weight = zeros(dim) if normed else None
     fused.rope_and_write_kv(
         zeros(3, 8 * dim), angle, angle, numbers(3).long(), numbers(3).long(), kv, kv, 4, q_norm=weight, k_norm=weight
     )
@@ -87,7 +86,7 @@ def heads(dim, cache, pairs, distance, **options):
 def post_norm(size, following, **options):
     x, weight = zeros(3, size), zeros(size)
     branch = (weight, x, weight) if following > 1 else None
-    pointwise_post_norm.post_norm(
+    norm.post_norm(
         x, weight, x, [weight] * following, 1e-6, 0.0, branch=branch, scalar=zeros(1), **options
     )
 
@@ -126,7 +125,7 @@ def delta():
     mixed = {"q_starts": i[:2], "counts": i[:2]}
     gated_delta.decode(*arguments, **mixed, block_v=64)
     gated_delta.prefill(*arguments, **mixed, chunks=gated_delta.plan_chunks(i[:2], 2))
-    gated_norm.gated_rms_norm(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
+    norm.gated_rms_norm(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
 
 
 def run_all(gpu):
@@ -138,8 +137,8 @@ def run_all(gpu):
     attend(256, 2, BF16)
     attend(256, 2, BF16, batch=64)
     attend(512, 8, BF16)
-    rope(128, BF16, norm=True)
-    rope(96, BF16, norm=False)
+    rope(128, BF16, normed=True)
+    rope(96, BF16, normed=False)
     heads(256, BF16, 32, 32, offset=1.0)
     heads(512, BF16, 64, 256, v_norm=True, k_eq_v=True, keep=True)
     heads(512, BF16, 64, 256, own_kv=False)
@@ -153,8 +152,8 @@ def run_all(gpu):
     batch_invariant.product(zeros(40, 960), zeros(100, 960), zeros(100))
     batch_invariant.product(zeros(40, 960, dtype=torch.float32), zeros(100, 960, dtype=torch.float32))
     small_batch.few_rows(zeros(128, 4096), zeros(4096, 4096))
-    fused.rms_norm(zeros(3, 960), zeros(960), 1e-6)
-    fused.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
+    norm.rms_norm(zeros(3, 960), zeros(960), 1e-6)
+    norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
     fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu")
     fused.softcap(zeros(3, 262144), 30.0)
     host_rows.gather_rows(zeros(4, 8960), numbers(3).long(), 16.0)
@@ -182,11 +181,11 @@ def with_fp8_weights(units):
     attend(128, 4, FP8, batch=64)
     attend(256, 7, FP8, window=100)
     attend(512, 8, FP8)
-    rope(80, FP8, norm=True)
+    rope(80, FP8, normed=True)
     heads(256, FP8, 128, 128, v_norm=True, keep=True)
     small_batch.gemv(zeros(4, 1024), zeros(100, 1024, dtype=FP8), torch.zeros(100))
-    norm = zeros(4096), 1e-6
-    small_batch.gemv(zeros(1, 4096), zeros(24576, 4096, dtype=FP8), torch.zeros(24576), norm=norm, gate="silu")
+    weight = zeros(24576, 4096, dtype=FP8)
+    small_batch.gemv(zeros(1, 4096), weight, torch.zeros(24576), norm=(zeros(4096), 1e-6), gate="silu")
     weight, scale = zeros(4096, 4096, dtype=FP8), torch.zeros(4096)
     for rows in (8, 32, 64, 4096):
         if units:
@@ -208,12 +207,11 @@ def with_fp8_activations():
     post_norm(5376, 1, quantize=True)
     post_norm(1536, 0, quantize=True)
     post_norm(2816, 3, quantize=True)
-    fused.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
+    norm.rms_norm(zeros(3, 5120), zeros(5120), 1e-6, wide_offset=1.0, quantize=True, plain=zeros(3, 5120))
     fused.gate_mul(zeros(3, 21504), zeros(3, 21504), "gelu_tanh", quantize=True)
     fused.gate_mul(zeros(3, 6144), zeros(3, 6144), "sigmoid", quantize=True)
-    gated_norm.gated_rms_norm_to_fp8(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
-    norm = zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096)
-    fused.rms_norm(*norm, quantize=True)
+    norm.gated_rms_norm_to_fp8(zeros(3, 48, 128), zeros(3, 16384)[:, 10240:], zeros(128), 1e-6)
+    norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096), quantize=True)
     fused.gate_mul(*zeros(3, 24576).chunk(2, -1), "silu", quantize=True)
 
 

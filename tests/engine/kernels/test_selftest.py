@@ -15,7 +15,7 @@ from engine.kernels.attention import heads
 from engine.kernels.gemm import small_batch
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts
-from engine.kernels.pointwise import fused, gated_norm, host_rows, inputs, post_norm, quantize
+from engine.kernels.pointwise import fused, host_rows, inputs, norm, quantize
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.recurrent import gated_delta
 from engine.kernels.sampling import edits, logprobs, sampler
@@ -145,11 +145,11 @@ def spoil(monkeypatch, module, name, which=None):
         ("experts, 3 tokens", experts, "routed_experts", None),
         ("experts, 20 tokens", experts, "routed_experts", None),
         ("experts, 150 tokens fp8", experts, "routed_experts", None),
-        ("norm", fused, "rms_norm", None),
-        ("norm residual", fused, "rms_norm", 3),       # the result is right, the residual is not
-        ("norm residual to fp8", fused, "rms_norm", None),
-        ("norm, residual, norm", post_norm, "post_norm", 2),
-        ("norm, residual, norm to fp8", post_norm, "post_norm", 2),
+        ("norm", norm, "rms_norm", None),
+        ("norm residual", norm, "rms_norm", 3),       # the result is right, the residual is not
+        ("norm residual to fp8", norm, "rms_norm", None),
+        ("norm, residual, norm", norm, "post_norm", 2),
+        ("norm, residual, norm to fp8", norm, "post_norm", 2),
         ("gate", fused, "gate_mul", None),
         ("gate to fp8", fused, "gate_mul", None),
         ("softcap", fused, "softcap", None),
@@ -169,8 +169,8 @@ def spoil(monkeypatch, module, name, which=None):
         ("sparse block", moe_decode, "_experts", 5),
         ("sparse block fp8", moe_decode, "_experts", 5),
         ("rows out of host memory", host_rows, "gather_rows", None),
-        ("gated norm", gated_norm, "gated_rms_norm", None),
-        ("gated norm to fp8", gated_norm, "gated_rms_norm_to_fp8", None),
+        ("gated norm", norm, "gated_rms_norm", None),
+        ("gated norm to fp8", norm, "gated_rms_norm_to_fp8", None),
         ("sampling greedy", sampler, "sample_rows", 4),
         ("sampling filtered", sampler, "sample_rows", 4),
         ("sampling log-probabilities", logprobs, "logprobs", 3),

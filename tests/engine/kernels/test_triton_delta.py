@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from engine.kernels.pointwise import gated_norm
+from engine.kernels.pointwise import norm as pointwise_norm
 from engine.kernels.recurrent import gated_delta
 from engine.kernels.recurrent import reference as recurrent_reference
 from engine.kernels.recurrent.chunk_solve import inverse_64
@@ -231,7 +231,7 @@ def test_a_step_that_is_filled_up_is_the_same_step():
 def test_gated_norm(tokens):
     x, z, weight = torch.randn(tokens, 5, 32), strided(tokens, 160), torch.randn(32)
     expected = recurrent_reference.gated_rms_norm(x, z.unflatten(-1, (5, 32)), weight, 1e-3)
-    close([gated_norm.gated_rms_norm(x, z, weight, 1e-3)], [expected.flatten(1)], 1e-5)
+    close([pointwise_norm.gated_rms_norm(x, z, weight, 1e-3)], [expected.flatten(1)], 1e-5)
 
 
 def test_the_layer_is_the_same_on_both_devices():

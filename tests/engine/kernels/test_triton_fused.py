@@ -9,6 +9,7 @@ from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.pointwise import fused, quantize
 from engine.kernels.pointwise import reference as pointwise_reference
+from engine.kernels.pointwise.norm import rms_norm
 from engine.layers.norm import WideRMSNorm
 
 FP8 = torch.float8_e4m3fn
@@ -41,7 +42,7 @@ def close_fp8(ours, reference):
 @pytest.mark.parametrize("size", [8, 576, 960, 2816, 5376])
 def test_rms_norm(size, dtype):
     x, weight = strided(5, size, dtype), torch.randn(size).to(dtype)
-    close(fused.rms_norm(x, weight, 1e-5), pointwise_reference.rms_norm(x, weight, 1e-5), CLOSE[dtype])
+    close(rms_norm(x, weight, 1e-5), pointwise_reference.rms_norm(x, weight, 1e-5), CLOSE[dtype])
     close(
         pointwise_reference.rms_norm(x, weight, 1e-5),
         torch.nn.functional.rms_norm(x, (size,), weight, 1e-5), CLOSE[dtype]
@@ -52,7 +53,7 @@ def test_rms_norm(size, dtype):
 def test_rms_norm_adds_to_the_residual_in_place(dtype):
     x, weight, residual = strided(5, 576, dtype), torch.randn(576).to(dtype), torch.randn(5, 576).to(dtype)
     kept = residual.clone()
-    ours = fused.rms_norm(x, weight, 1e-5, residual)
+    ours = rms_norm(x, weight, 1e-5, residual)
     assert torch.equal(residual, (kept.float() + x.float()).to(dtype))
     close(ours, pointwise_reference.rms_norm(x, weight, 1e-5, kept), CLOSE[dtype])
 
@@ -63,23 +64,23 @@ def test_wide_rms_norm_is_rounded_once(dtype, offset):
     x, residual = strided(5, 576, dtype), torch.randn(5, 576).to(dtype)
     norm = WideRMSNorm(576, 1e-5, offset=offset)
     norm.weight = torch.nn.Parameter(torch.randn(576).to(dtype), requires_grad=False)
-    close(fused.rms_norm(x, norm.weight, 1e-5, wide_offset=offset), norm(x), 1e-6)
+    close(rms_norm(x, norm.weight, 1e-5, wide_offset=offset), norm(x), 1e-6)
     kept = residual.clone()
-    close(fused.rms_norm(x, norm.weight, 1e-5, residual, wide_offset=offset), norm(x, kept), 1e-6)
+    close(rms_norm(x, norm.weight, 1e-5, residual, wide_offset=offset), norm(x, kept), 1e-6)
     assert torch.equal(residual, kept)
 
 
 def test_rms_norm_epsilon_counts():
     x, weight = torch.full((1, 64), 1e-3), torch.ones(64)
-    close(fused.rms_norm(x, weight, 1e-2), pointwise_reference.rms_norm(x, weight, 1e-2), 1e-6)
-    assert fused.rms_norm(x, weight, 1e-2).max() < 0.1
+    close(rms_norm(x, weight, 1e-2), pointwise_reference.rms_norm(x, weight, 1e-2), 1e-6)
+    assert rms_norm(x, weight, 1e-2).max() < 0.1
 
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_rms_norm_quantised(residual):
     x, weight = strided(5, 576), torch.randn(576)
     ours_residual, reference_residual = (torch.ones(5, 576) if residual else None for _ in range(2))
-    ours = fused.rms_norm(x, weight, 1e-5, ours_residual, quantize=True)
+    ours = rms_norm(x, weight, 1e-5, ours_residual, quantize=True)
     close_fp8(ours, pointwise_reference.rms_norm(x, weight, 1e-5, reference_residual, quantize=True))
     if ours_residual is not None:
         assert torch.equal(ours_residual, reference_residual)
@@ -87,7 +88,7 @@ def test_rms_norm_quantised(residual):
 
 def test_rms_norm_quantised_and_plain():
     x, weight, plain = strided(5, 2816), torch.randn(2816), torch.empty(5, 2816)
-    ours = fused.rms_norm(x, weight, 1e-5, quantize=True, plain=plain, wide_offset=1.0)
+    ours = rms_norm(x, weight, 1e-5, quantize=True, plain=plain, wide_offset=1.0)
     close(plain, pointwise_reference.rms_norm(x, weight, 1e-5, wide_offset=1.0), 1e-5)
     close_fp8(ours, pointwise_reference.quantize_rows(plain))
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.kernels.pointwise import reference as pointwise_reference
-from engine.kernels.pointwise.gated_norm import gated_rms_norm_to_fp8
+from engine.kernels.pointwise.norm import gated_rms_norm_to_fp8
 from engine.kernels.recurrent.reference import gated_rms_norm
 
 

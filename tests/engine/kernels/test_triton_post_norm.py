@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels.pointwise import post_norm
+from engine.kernels.pointwise import norm as pointwise_norm
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.norm import WideRMSNorm
 
@@ -46,7 +46,7 @@ def test_like_separate_norms(following, with_branch, with_scalar, offset, dtype)
         y = torch.randn(5, size + 16).to(dtype)[:, :size]
         branch = make_norm(size, dtype, offset), y, make_norm(size, dtype, offset)
     kept, reference_residual = residual.clone(), residual.clone()
-    first, others = run(post_norm, norm, x, residual, norms, branch, scalar=scalar)
+    first, others = run(pointwise_norm, norm, x, residual, norms, branch, scalar=scalar)
     expected = norm.onto(kept, x, norms, None, branch=branch, scalar=scalar)
     reference_first, reference_others = run(
         pointwise_reference, norm, x, reference_residual, norms, branch, scalar=scalar
@@ -65,7 +65,7 @@ def test_quantised(following):
     norm, norms = make_norm(640, torch.float32), [make_norm(640, torch.float32)] * following
     x, residual = torch.randn(5, 640), torch.randn(5, 640)
     kept = residual.clone()
-    (values, scale), _ = run(post_norm, norm, x, residual, norms, quantize=True)
+    (values, scale), _ = run(pointwise_norm, norm, x, residual, norms, quantize=True)
     (expected,) = norm.onto(kept, x, norms, None)
     torch.testing.assert_close(residual, kept, rtol=1e-5, atol=1e-5)
     reference_values, reference_scale = pointwise_reference.quantize_rows(expected)
