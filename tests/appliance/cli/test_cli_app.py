@@ -47,9 +47,10 @@ def test_help_imports_nothing_heavy():
     assert result.stdout.strip() == f"[] {words}", result.stdout + result.stderr
 
 
-def test_no_arguments_show_the_help():
+def test_no_arguments_and_no_terminal_name_the_command_line():
     result = atoll()
-    assert "Operate" in result.stdout + result.stderr
+    assert result.returncode == 2
+    assert "atoll checklist" in result.stderr
 
 
 def test_an_unknown_command_is_a_usage_error():
