@@ -117,6 +117,9 @@ class Site:
         return response.status
 
 
+SAMPLES = "var/lib/atoll/series"  # whose files come and go while the service runs
+
+
 def tree(root: Path) -> set[str]:
     """Every path below a directory, relative; empty if it is not there."""
     return {str(path.relative_to(root)) for path in root.rglob("*")} if root.exists() else set()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -277,6 +278,19 @@ class Service:
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
+    def hold_engine(self) -> Future[psutil.Process]:
+        """Suspend the engine as soon as its process is there."""
+        def hold() -> psutil.Process:
+            while True:
+                for child in psutil.Process(self.process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        if any("engine_process" in word for word in child.cmdline()):
+                            child.suspend()
+                            return child
+                time.sleep(0.005)
+
+        return ThreadPoolExecutor(1).submit(hold)
+
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.terminate()
@@ -329,7 +343,8 @@ def test_life_of_a_service(tiny_llama_dir: Callable[..., Path], tmp_path: Path, 
     """Answers while it loads, serves, survives kill -9 of its engine, drains on Ctrl-C."""
     with (running(tiny_llama_dir(), tmp_path, f"--port={port}") as service,
           httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http):
-        # loading
+        # loading; the engine is held there: on a busy machine it may be done before the first request gets through
+        held = service.hold_engine()
         deadline = time.monotonic() + 20
         early = None
         while early is None and time.monotonic() < deadline:
@@ -340,6 +355,7 @@ def test_life_of_a_service(tiny_llama_dir: Callable[..., Path], tmp_path: Path, 
         assert early.json()["error"]["code"] == "model_loading"
         assert int(early.headers["retry-after"]) > 0
         assert http.get("/health").status_code == 503
+        held.result(timeout=20).resume()
 
         # ready
         ready = service.wait_for("ready")
