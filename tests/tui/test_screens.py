@@ -238,9 +238,10 @@ async def test_leaving_loses_nothing_and_coming_back_lands_on_the_open_step(desk
         await pilot.press("enter", "enter")
         await until(pilot, lambda: app.standing.step("gpu").status == "green" and app.following is None)
         await pilot.press("enter", "enter")
-        await until(pilot, lambda: app.following is not None)
+        await until(pilot, lambda: app.following is not None or app.standing.step("model").status == "green")
+        left_at_work = app.following is not None  # a short step may be done before anybody can leave it
         await pilot.press("ctrl+c")
-    assert "goes on" in app.parting
+    assert ("goes on" in app.parting) == left_at_work
     desk.wait()
     assert desk.statuses()["model"] == "green"
     again = Wizard(desk.layout, "en")
