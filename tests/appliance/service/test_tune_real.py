@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,6 +176,7 @@ def test_what_a_person_chose_is_kept_if_it_serves(place: Place) -> None:
     assert place.settings == before
 
 
+@pytest.mark.timeout(900)  # two starts of the service for each of a dozen kills
 def test_killed_at_every_recorded_point_it_goes_on_and_the_service_stays(place: Place, tmp_path: Path) -> None:
     """Each run dies after the first event that no run before it has reached, until one comes to the end."""
     before, request = place.settings, place.request()
@@ -282,11 +282,18 @@ def test_the_engine_dies_under_load(place: Place) -> None:
     real = ProfileLoad(profile_called(request.profile), parse_target({}), 3.0)
 
     def drive(endpoint: Any, model: str, key: str, on_progress: Callable[[int, int], None]) -> Measured:
-        if "max-num-seqs" in place.settings:
-            pids = service_for(place.layout).pids()
-            killer = threading.Timer(1.0, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids - {min(pids)}])
-            killer.start()
-        return real(endpoint, model, key, on_progress)
+        alive = "max-num-seqs" in place.settings
+
+        def progress(done: int, seconds: int) -> None:
+            nonlocal alive
+            if alive and done:  # earlier, it would be an endpoint that never answered
+                alive = False
+                pids = service_for(place.layout).pids()
+                for pid in pids - {min(pids)}:
+                    os.kill(pid, signal.SIGKILL)
+            on_progress(done, seconds)
+
+        return real(endpoint, model, key, progress)
 
     result = tune(place, request, drive)
     assert result["outcome"] == "unchanged"
