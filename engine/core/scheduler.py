@@ -56,6 +56,7 @@ class Scheduler:
         self._flights: dict[int, list[Sequence]] = {}       # step -> its sequences, in the order of the plan
         self._stalled: dict[Sequence, int] = {}             # lack pages -> for how many steps so far
         self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
+        self.preempted: list[str] = []                      # request ids since the loop last told of them
         self.num_preemptions = 0
         self.num_prompt_tokens = 0       # of sequences that have produced their first token
         self.num_generated_tokens = 0
@@ -332,6 +333,7 @@ class Scheduler:
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1
+        self.preempted.append(seq.request_id)
         self.waiting.push(seq)
 
     def _let_go(self, seq: Sequence) -> None:

@@ -131,6 +131,11 @@ class EngineClient:
             if not finished:
                 self._send(m.Abort([key]))
 
+    def stage(self, request_id: str) -> str:
+        """"waiting" or "running", as the engine said last; "" if it said nothing yet."""
+        stream = self._streams.get(request_id)
+        return stream.stage if stream is not None else ""
+
     # -- below: the connection
 
     async def _run(self) -> None:
@@ -160,7 +165,7 @@ class EngineClient:
             self._writer = writer
             self._asked = 0.0
             self.last_error = ""
-            self._send(m.Hello(m.PROTOCOL, self._name))
+            self._send(m.Hello(m.PROTOCOL, self._name, follows=True))
             frames = FrameReader(m.MAX_EVENT_BYTES)
             pinger = asyncio.create_task(self._ping())
             try:
@@ -195,6 +200,11 @@ class EngineClient:
                         stream.put(output)
                 if slow := self._backlog.cut():
                     self._send(m.Abort(slow))
+            case m.Moved():
+                for ids, stage in ((event.waiting, "waiting"), (event.running, "running")):
+                    for request_id in ids:
+                        if stream := self._streams.get(request_id):
+                            stream.stage = stage
             case m.Pong():
                 self._advance(event.stats)
             case m.Rejected():
@@ -261,10 +271,11 @@ class SlowReaderError(AtollError):
 class _Stream:
     """Outputs of one request on their way to its coroutine."""
 
-    __slots__ = ("_backlog", "_error", "_items", "_waiter", "bytes")
+    __slots__ = ("_backlog", "_error", "_items", "_waiter", "bytes", "stage")
 
     def __init__(self, backlog: "_Backlog") -> None:
         self.bytes = 0  # of the outputs that wait
+        self.stage = ""
         self._backlog = backlog
         self._items: deque[tuple[StepOutput, int]] = deque()
         self._error: Exception | None = None

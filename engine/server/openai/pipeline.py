@@ -70,7 +70,7 @@ class Pipeline(Generic[Body]):
         prompts = await self.prompts(gateway, model, info, body)
         params = self.sampling(body, info, gateway.limits, model, prompts)
         answer = self.answer(body, model, Generation(
-            model, gateway.metrics, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
+            model, gateway, caller, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
             on_end=lambda tokens: gateway.spent(caller, tokens), **self.options(body, model, prompts),
         ), gateway.limits)
         if body.stream:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.config import EngineConfig
+from engine.server.http.active import ActiveRequests
 from engine.server.http.auth import KeyFile
 from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
@@ -102,6 +103,7 @@ class Gateway:
         self.models = models
         self.limits = limits
         self.metrics = metrics
+        self.active = ActiveRequests()
         self.keys = keys
         self.version = version
         self.broken = dict(broken or {})  # names that are configured and cannot be served, and why
