@@ -147,6 +147,9 @@ class Gateway:
                 f"This key may have {limits.max_in_flight_per_key} requests in flight; wait for one to end.",
                 limits.retry_after_seconds, status=429, code="rate_limit_exceeded",
             )
+        if key and self._in_flight[key] >= limits.max_in_flight - limits.max_in_flight // 8:
+            raise overloaded("This key has as many requests in flight as one key may; the rest is for other keys. Wait "
+                             "for one to end.", limits.retry_after_seconds, status=429, code="rate_limit_exceeded")
         if key and (wait := ceil(self._rates.admit(key))):
             raise overloaded(f"This key is above its requests or tokens per minute. Retry in {wait} seconds.", wait,
                              status=429, code="rate_limit_exceeded")

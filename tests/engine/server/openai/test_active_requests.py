@@ -1,4 +1,4 @@
-"""The list of active requests: who waits and who runs, by the engine's own word, and never what was asked."""
+"""Active requests: who waits and who runs by the engine's own word, never what was asked; and keys take turns."""
 
 import hashlib
 import json
@@ -91,6 +91,16 @@ def test_a_client_that_leaves_is_no_longer_listed(server: RunningServer) -> None
         next(received)
         assert server.gateway.active.listing(100).total == 1
     until(server, lambda rows: not rows)
+
+
+def test_one_key_with_500_requests_does_not_starve_anothers_first(server: RunningServer) -> None:
+    many = ask(server, "alice", "many", 4, prompt=[[i % 300 + 5] * 4 for i in range(500)])
+    until(server, lambda rows: (len(rows) > 50 and rows[0].output_tokens > 0) or len(rows) > 400)
+    ask(server, "bob", "one", 4).join()
+    left = server.gateway.active.listing(0).total
+    assert left > 300, f"alice has {left} of 500 left when bob is served"
+    many.join()
+    server.wait_idle()
 
 
 async def test_the_sockets_and_their_rights(
