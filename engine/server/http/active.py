@@ -5,6 +5,7 @@ A request is entered when it goes to its engine and leaves when it ends. Its tok
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +14,8 @@ from engine.core.request import EngineRequest
 from engine.server.http.caller import Caller
 from engine.server.http.metrics import RequestTracker
 from engine.server.ipc.client import EngineClient
+
+_NEWEST = 0.05  # weight of the newest answer in the mean length
 
 
 class ActiveRow(msgspec.Struct):
@@ -42,25 +45,42 @@ class _Entry:
     client: EngineClient
     tracker: RequestTracker
 
+    @property
+    def state(self) -> str:
+        told = self.client.stage(self.request.request_id)
+        return told or ("running" if self.tracker.generated else "waiting")
+
     def row(self, now: float) -> ActiveRow:
-        tokens = self.tracker.generated
-        state = self.client.stage(self.request.request_id) or ("running" if tokens else "waiting")
+        request, tracker = self.request, self.tracker
         return ActiveRow(
-            self.request.request_id, self.caller.request_id, self.model, self.caller.key_id, state,
-            round(now - self.tracker.started, 3), len(self.request.prompt_token_ids), tokens, self.request.priority)
+            request.request_id, self.caller.request_id, self.model, self.caller.key_id, self.state,
+            round(now - tracker.started, 3), len(request.prompt_token_ids), tracker.generated, request.priority)
 
 
 class ActiveRequests:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}  # in the order of their arrival
+        self._usual: dict[str, float] = {}     # model -> tokens of its answers, a mean of the last ones
 
     def enter(self, model: str, caller: Caller, request: EngineRequest, client: EngineClient,
               tracker: RequestTracker) -> None:
         self._entries[request.request_id] = _Entry(model, caller, request, client, tracker)
 
     def leave(self, request: EngineRequest) -> None:
-        self._entries.pop(request.request_id, None)
+        if (entry := self._entries.pop(request.request_id, None)) is not None:
+            usual, tokens = self._usual.get(entry.model, 0.0), entry.tracker.generated
+            self._usual[entry.model] = usual + _NEWEST * (tokens - usual) if usual else tokens
 
     def listing(self, most: int) -> ActiveReply:
         now, entries = time.monotonic(), list(self._entries.values())
         return ActiveReply([entry.row(now) for entry in entries[:most]], len(entries))
+
+    def waiting_tokens(self, model: str) -> Counter[str]:
+        """Key -> the tokens of its requests that wait in the engine's queue: prompts, and answers as long as usual."""
+        usual, found = round(self._usual.get(model, 0.0)), Counter[str]()
+        for entry in self._entries.values():
+            if entry.model == model and entry.state == "waiting":
+                most = entry.request.params.max_tokens
+                answer = usual if most is None else min(usual, most)
+                found[entry.caller.key_id] += len(entry.request.prompt_token_ids) + answer
+        return found

@@ -1,32 +1,22 @@
 """Active requests: who waits and who runs by the engine's own word, never what was asked; and keys take turns."""
 
-import hashlib
-import json
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from gateways import RunningServer, engine_process
+from gateways import RunningServer, ask, engine_process, keys_of
 
 from engine.server.gateway.serving import listen_locally
 from engine.server.http import local_socket
 from engine.server.http.active import ActiveRow
-from engine.server.http.auth import KeyFile
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
 from engine.server.openai.serving import ServedModel
 
 MARKER = "Sphinx-of-black-quartz"
-
-
-def keys_of(path: Path, *names: str) -> KeyFile:
-    entries = [{"id": name, "sha256": hashlib.sha256(f"sk-{name}".encode()).hexdigest()} for name in names]
-    path.write_text(json.dumps({"keys": entries}))
-    return KeyFile(path)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +32,6 @@ def server(tiny_llama_dir: Callable[..., Path], tmp_path_factory: pytest.TempPat
         server.stop()
 
 
-def ask(server: RunningServer, key: str, request_id: str, tokens: int, **fields: object) -> threading.Thread:
-    body = {"prompt": MARKER, "max_tokens": tokens, "ignore_eos": True, **fields}
-    headers = {"Authorization": f"Bearer sk-{key}", "X-Request-Id": request_id}
-    thread = threading.Thread(
-        target=lambda: httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120))
-    thread.start()
-    return thread
-
-
 def until(server: RunningServer, true: Callable[[list[ActiveRow]], bool]) -> list[ActiveRow]:
     deadline = time.monotonic() + 30
     while not true(rows := server.gateway.active.listing(100).requests):
@@ -60,9 +41,9 @@ def until(server: RunningServer, true: Callable[[list[ActiveRow]], bool]) -> lis
 
 
 def test_who_runs_and_who_waits(server: RunningServer) -> None:
-    first = ask(server, "alice", "the-first", 400)
+    first = ask(server, "alice", "the-first", 400, prompt=MARKER)
     until(server, lambda rows: bool(rows) and rows[0].output_tokens > 3)
-    second = ask(server, "bob", "the-second", 20, n=2)
+    second = ask(server, "bob", "the-second", 20, prompt=MARKER, n=2)
     rows = until(server, lambda rows: len(rows) == 3)
     assert [(row.request_id, row.key, row.state, row.model) for row in rows] == [
         ("the-first", "alice", "running", "tiny"), ("the-second", "bob", "waiting", "tiny"),
