@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
-from engine.errors import AtollError, EngineDeadError
+from engine.errors import AtollError, EngineDeadError, QuarantinedError
 from engine.server.http.caller import Caller
 from engine.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from engine.server.openai.serving import Gateway, ServedModel
@@ -107,7 +107,7 @@ class Generation:
                 if delta.finish_reason is not None:
                     return
             raise EngineDeadError("The engine ended the answer without a reason.")
-        except EngineDeadError:
+        except (EngineDeadError, QuarantinedError):
             tracker.finish(FinishReason.ERROR)
             raise
         finally:

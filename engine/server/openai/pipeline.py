@@ -32,7 +32,7 @@ from engine.server.openai.generation import Generation
 from engine.server.openai.schema import SamplingFields
 from engine.server.openai.serving import Gateway, ServedModel
 
-GENERATING_ERRORS = (404, *READ, 429, 500, 503)
+GENERATING_ERRORS = (404, *READ, 422, 429, 500, 503)
 
 
 def generating_router() -> APIRouter:
