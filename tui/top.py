@@ -22,7 +22,8 @@ _SETTLE = 2.0  # seconds between the two looks that a rate needs
 
 
 def register(app: typer.Typer) -> None:
-    lines = ("sudo atoll top", "sudo atoll top --once", "sudo atoll top --json | jq '.models[].tokens_out'")
+    lines = ("sudo atoll top", "sudo atoll top --once", "sudo atoll top --json | jq '.models[].tokens_out'",
+             "sudo atoll top --json | jq '.active[] | select(.state == \"waiting\") | .request_id'")
     app.command(name="top", help=_HELP, epilog=examples(*lines))(command)
 
 
@@ -66,6 +67,11 @@ def _print(seen: Snapshot) -> None:
             for line in lines.model_details(model):
                 say(line)
         say(lines.requests_line(seen))
+    if said := lines.active_line(seen):
+        typer.echo()
+        say(said)
+        if seen.active:
+            _table(lines.ACTIVE_HEADS, [lines.active_cells(active) for active in seen.active])
     if seen.gpus:
         typer.echo()
         _table(lines.GPU_HEADS, [lines.gpu_cells(gpu) for gpu in seen.gpus])

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
@@ -86,6 +86,8 @@ class EngineCore:
             policy=config.scheduling_policy,
         )
         self.depth = depth
+        # Called with request ids (that went back to the queue, that left it) before the step that computes them starts.
+        self.on_moved: Callable[[list[str], list[str]], None] | None = None
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self._pending: list[StepOutput] = []   # aborts since the last step
         self._order = 0
@@ -131,6 +133,8 @@ class EngineCore:
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule()
         if plan is not None:
+            if plan.row_inits or self.scheduler.preempted:
+                self._tell_moved(plan)
             try:
                 self._in_flight.append((plan, self.runner.sample(self.runner.forward(plan))))
             except Exception as error:
@@ -204,6 +208,13 @@ class EngineCore:
                 f"Token id {out_of_range[0]} is not in the vocabulary of {self.vocab_size} tokens.",
                 "logit_bias" if out_of_range[0] in params.logit_bias else "stop_token_ids",
             )
+
+    def _tell_moved(self, plan: StepPlan) -> None:
+        rows = {init.row for init in plan.row_inits}
+        back, self.scheduler.preempted = self.scheduler.preempted, []
+        if self.on_moved is not None:
+            self.on_moved(back, [seq.request_id for seq in plan.seqs if seq.row in rows])
+
     def _collect_oldest(self) -> list[StepOutput]:
         plan, handle = self._in_flight.popleft()
         try:

@@ -23,6 +23,7 @@ class EngineRequest:
     priority: int = 0        # lower runs first (vLLM's order)
     cache_salt: str = ""     # prefix-cache hits happen only between equal salts (tenants)
     arrival_time: float = 0  # time.monotonic() of the submitter; set by the engine when 0
+    owner: str = ""          # owners take turns in the queue; a digest or an id, never a secret
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
 from engine.core.request import FinishReason, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status
-from engine.core.waiting import WaitingQueue, order_of
+from engine.core.waiting import WaitingQueue
 
 # Steps in which a sequence may lack pages before others are preempted for it. Waiting longer costs more tokens a step
 # than it saves in recomputation (measurements: docs/performance.md, "Scheduling").
@@ -56,6 +56,7 @@ class Scheduler:
         self._flights: dict[int, list[Sequence]] = {}       # step -> its sequences, in the order of the plan
         self._stalled: dict[Sequence, int] = {}             # lack pages -> for how many steps so far
         self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
+        self.preempted: list[str] = []                      # request ids since the loop last told of them
         self.num_preemptions = 0
         self.num_prompt_tokens = 0       # of sequences that have produced their first token
         self.num_generated_tokens = 0
@@ -83,7 +84,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
         if self.policy == "priority":
-            self.running.sort(key=lambda s: order_of(s, self.policy))
+            self.running.sort(key=lambda seq: seq.order)
         plan = self._plan(_PATIENCE)
         if plan is None and self._stalled and not self.kv.num_deferred:
             plan = self._plan(0)  # no sequence can continue: waiting would not help
@@ -332,7 +333,8 @@ class Scheduler:
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.push(seq)
+        self.preempted.append(seq.request_id)
+        self.waiting.put_back(seq)
 
     def _let_go(self, seq: Sequence) -> None:
         self.kv.release(seq)

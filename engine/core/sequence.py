@@ -41,6 +41,7 @@ class Sequence:
     cache_salt: str
     times: RequestTimes
     arrival_order: int = 0             # ties in arrival are broken by order of submission
+    owner: str = ""                    # owners take turns in the queue
 
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -80,6 +81,7 @@ class Sequence:
             cache_salt=request.cache_salt,
             times=RequestTimes(arrival=request.arrival_time),
             arrival_order=order,
+            owner=request.owner,
         )
 
     @property

@@ -1,6 +1,6 @@
 """Who sent a request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.server.http.auth import ApiKey
 
@@ -11,6 +11,7 @@ class Caller:
 
     request_id: str
     key: ApiKey | None = None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # of the answer, whatever it will be
 
     @property
     def key_id(self) -> str:

@@ -5,7 +5,7 @@ import re
 import msgspec
 from starlette.responses import Response
 
-from engine.errors import AtollError, EngineDeadError, InvalidRequestError
+from engine.errors import AtollError, EngineDeadError, InvalidRequestError, QuarantinedError
 from engine.server.http.limits import MAX_ECHO_CHARACTERS
 
 
@@ -70,6 +70,8 @@ def from_exception(error: Exception) -> ApiError:
         return error
     if isinstance(error, InvalidRequestError):
         return invalid(str(error), error.param, error.code)
+    if isinstance(error, QuarantinedError):  # no client repeats a 422 by itself
+        return ApiError(422, str(error), code="request_quarantined")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), type="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
     if isinstance(error, AtollError):

@@ -66,6 +66,8 @@ class Limits:
         0, "of prompts and answers of one key, 0 for no bound; what comes above it gets 429", at_least=0,
         at_most=1_000_000_000)
     max_waiting: int = _count(2048, "sequences that may wait in one engine; beyond, requests get 503")
+    max_wait_seconds: float = _seconds(  # as long as OpenAI's clients wait for an answer
+        600.0, "that a request may be expected to wait in the queue, 0 for no bound; beyond, it gets 503", 0)
     isolate_prefix_cache: bool = setting(True, "false has all keys share cached prompts")
     text_threads: int = _count(2, "threads that tokenise and render templates", at_most=256)
 

@@ -127,14 +127,14 @@ class RequestTracker:
     `finish` may be called more than once; the first call counts, so it can sit in a `finally`.
     """
 
-    __slots__ = ("_done", "_first", "_generated", "_label", "_last", "_metrics", "_params", "_prompt", "_start",
-                 "_times")
+    __slots__ = ("_done", "_first", "_label", "_last", "_metrics", "_params", "_prompt", "_times", "generated",
+                 "started")
 
     def __init__(self, metrics: Metrics, label: str, prompt_tokens: int, params: SamplingParams) -> None:
         self._metrics, self._label, self._prompt, self._params = metrics, label, prompt_tokens, params
-        self._start = time.monotonic()
+        self.started = time.monotonic()
         self._first = self._last = 0.0
-        self._generated = 0
+        self.generated = 0
         self._times = None
         self._done = False
 
@@ -145,12 +145,12 @@ class RequestTracker:
             now = time.monotonic()
             if not self._first:
                 self._first = now
-                self._metrics.ttft.labels(self._label, "0").observe(now - self._start)
+                self._metrics.ttft.labels(self._label, "0").observe(now - self.started)
                 self._metrics.cached.labels(self._label, "0").inc(output.num_cached_tokens)
             else:
                 self._metrics.itl.labels(self._label, "0").observe(now - self._last)
             self._last = now
-            self._generated += count
+            self.generated += count
         if output.finish_reason is not None:
             self._times = output.times
             self.finish(output.finish_reason)
@@ -163,14 +163,14 @@ class RequestTracker:
         m, label, now = self._metrics, (self._label, "0"), time.monotonic()
         reason = str(reason)
         m.success.labels(*label, reason if reason in FINISH_REASONS else FinishReason.ERROR.value).inc()
-        m.e2e.labels(*label).observe(now - self._start)
+        m.e2e.labels(*label).observe(now - self.started)
         m.prompt_length.labels(*label).observe(self._prompt)
-        m.generation_length.labels(*label).observe(self._generated)
+        m.generation_length.labels(*label).observe(self.generated)
         m.params_n.labels(*label).observe(self._params.n)
         if self._params.max_tokens is not None:
             m.params_max_tokens.labels(*label).observe(self._params.max_tokens)
-        if self._generated > 1:
-            m.tpot.labels(*label).observe((self._last - self._first) / (self._generated - 1))
+        if self.generated > 1:
+            m.tpot.labels(*label).observe((self._last - self._first) / (self.generated - 1))
         if (t := self._times) and t.scheduled:
             m.queue.labels(*label).observe(max(0.0, t.scheduled - t.arrival))
             if t.first_token:

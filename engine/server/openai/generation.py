@@ -12,10 +12,10 @@ from msgspec import UNSET
 
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
-from engine.errors import AtollError, EngineDeadError
-from engine.server.http.metrics import Metrics
+from engine.errors import AtollError, EngineDeadError, QuarantinedError
+from engine.server.http.caller import Caller
 from engine.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
-from engine.server.openai.serving import ServedModel
+from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.thinking_budget import ThinkingBudget, within_budget
 from engine.text.detok import Detokenizer
 from engine.text.parsers.source import Part
@@ -47,14 +47,15 @@ class Generation:
     Choice `i` of prompt `p` has index ``p * n + i`` and, with a seed, the seed ``seed + i``.
     """
 
-    def __init__(self, model: ServedModel, metrics: Metrics, prompts: Sequence[list[int]], params: SamplingParams, *,
-                 priority: int = 0, cache_salt: str = "", on_end: Callable[[int], None] = lambda _: None,
-                 marks: Mapping[int, str] | None = None, budget: ThinkingBudget | None = None) -> None:
+    def __init__(self, model: ServedModel, gateway: Gateway, caller: Caller, prompts: Sequence[list[int]],
+                 params: SamplingParams, *, priority: int = 0, cache_salt: str = "",
+                 on_end: Callable[[int], None] = lambda _: None, marks: Mapping[int, str] | None = None,
+                 budget: ThinkingBudget | None = None) -> None:
         """`on_end` gets the tokens of prompts and answers when the iteration ends, however it ends. `marks`: the
         tokens that the deltas' `parts` tell from text; None for no parts."""
         self.prompts = prompts
         self.params = params
-        self._model, self._metrics = model, metrics
+        self._model, self._gateway, self._caller = model, gateway, caller
         self._priority, self._cache_salt = priority, cache_salt
         self._on_end = on_end
         self._marks, self._budget = marks, budget
@@ -87,11 +88,12 @@ class Generation:
         seed = None if params.seed is None else _child_seed(params.seed, child)
         request = EngineRequest(  # stop strings are found here; the engine never sees text
             f"{self._id}-{index}", prompt_ids, dataclasses.replace(params, n=1, seed=seed, stop=[]),
-            self._priority, self._cache_salt,
+            self._priority, self._cache_salt, owner=self._caller.key_id,
         )
         detokenizer = Detokenizer(self._model.tokenizer, params, self._marks)
-        tracker = self._metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
+        tracker = self._gateway.metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
         client, budget = self._model.client, self._budget
+        self._gateway.active.enter(self._model.name, self._caller, request, client, tracker)
         outputs = client.generate(request) if budget is None else within_budget(client, request, budget)
         try:
             async for output in outputs:
@@ -105,11 +107,12 @@ class Generation:
                 if delta.finish_reason is not None:
                     return
             raise EngineDeadError("The engine ended the answer without a reason.")
-        except EngineDeadError:
+        except (EngineDeadError, QuarantinedError):
             tracker.finish(FinishReason.ERROR)
             raise
         finally:
             tracker.finish(FinishReason.ABORT)
+            self._gateway.active.leave(request)
             await outputs.aclose()  # type: ignore[attr-defined]
 
     def _delta(self, index: int, output: StepOutput, detokenizer: Detokenizer) -> ChoiceDelta:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -86,3 +88,20 @@ def engine_process(model: Path, *flags: str) -> Iterator[Path]:
             finally:
                 process.terminate()
                 process.wait(timeout=20)
+
+
+def keys_of(path: Path, *names: str) -> KeyFile:
+    """A file of API keys: the key of each name is `sk-NAME`."""
+    entries = [{"id": name, "sha256": hashlib.sha256(f"sk-{name}".encode()).hexdigest()} for name in names]
+    path.write_text(json.dumps({"keys": entries}))
+    return KeyFile(path)
+
+
+def ask(server: RunningServer, key: str, request_id: str, tokens: int, **fields: object) -> threading.Thread:
+    """Send a request in a thread; its end is the answer's."""
+    body = {"prompt": "a", "max_tokens": tokens, "ignore_eos": True, **fields}
+    headers = {"Authorization": f"Bearer sk-{key}", "X-Request-Id": request_id}
+    thread = threading.Thread(
+        target=lambda: httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120))
+    thread.start()
+    return thread
