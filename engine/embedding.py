@@ -1,18 +1,17 @@
-"""An embedding as a client gets it: cut to the dimensions asked for, then brought to length 1."""
+"""An embedding as a client gets it: cut to the dimensions asked for, then brought to length 1.
 
-from typing import TYPE_CHECKING
+In plain Python: the gateway, which does this, holds no tensor library. 4096 dimensions take half as long as their JSON.
+"""
 
-if TYPE_CHECKING:
-    import numpy as np
+import math
+from array import array
 
 
-def finished(embedding: bytes, dimensions: int | None = None, *, normalize: bool = True) -> "np.ndarray":
+def finished(embedding: bytes, dimensions: int | None = None, *, normalize: bool = True) -> array:
     """What the engine sends (`StepOutput.embedding`) as float32 [dimensions]. `dimensions` None: all.
 
     A vector of zeros has no direction and stays as it is.
     """
-    import numpy as np  # the gateway starts without it
-
-    vector = np.frombuffer(embedding, "<f4")[:dimensions]
-    length = float(np.linalg.norm(vector.astype(np.float64))) if normalize else 0.0
-    return (vector / length).astype(np.float32) if length else vector.astype(np.float32)
+    vector = array("f", embedding)[:dimensions]
+    length = math.hypot(*vector) if normalize else 0.0
+    return array("f", [x / length for x in vector]) if length else vector

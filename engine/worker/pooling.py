@@ -25,8 +25,8 @@ class Pooler:
         self._sums: dict[int, torch.Tensor] = {}
 
     def pool(self, plan: StepPlan, last: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor | None:
-        """`last` [P, H]: hidden states of the last tokens of the chunks that end; `whole` [T, H]: of all tokens, which a
-        mean needs. Returns the vectors of the chunks that end [P, H], float32, in the order of the plan; None for none.
+        """`last` [P, H]: hidden states of the last tokens of the chunks that end; `whole` [T, H]: of all tokens, for a
+        mean. Returns the vectors of the chunks that end [P, H], float32, in the order of the plan; None for none.
         """
         pooled = last.float()
         place = q_start = 0

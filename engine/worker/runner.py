@@ -118,7 +118,8 @@ class Runner:
                 found = handle.sampled.logprobs
                 logprobs = dict(zip(found.rows.tolist(), found.unpack(), strict=True))
         embeddings = unpack(handle.plan, handle.pooled)
-        failed = [s.row for s, token in zip((s for s in handle.plan.seqs if s.samples), tokens, strict=True) if token < 0]
+        sampling = (s.row for s in handle.plan.seqs if s.samples)
+        failed = [row for row, token in zip(sampling, tokens, strict=True) if token < 0]
         failed += [handle.plan.seqs[place].row for place, vector in embeddings.items() if vector is None]
         for row in failed:
             for group, table in enumerate(self.table.block_tables):

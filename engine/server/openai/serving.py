@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.config import EngineConfig
+from engine.core.request import Pooling
 from engine.server.http.auth import KeyFile
 from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
@@ -32,7 +33,8 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class ServedModel:
     """One engine and the text layer of its model. `defaults` are sampling defaults from generation_config.json, used
-    where a request is silent. `auto_tools`: the model may call tools on its own account."""
+    where a request is silent. `auto_tools`: the model may call tools on its own account. `pooling`: what makes an
+    embedding."""
 
     name: str
     client: EngineClient
@@ -42,6 +44,7 @@ class ServedModel:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     auto_tools: bool = True
+    pooling: Pooling = "last"
     _output: OutputFormat | None = None
 
     @classmethod
@@ -89,7 +92,7 @@ class ServedModel:
 def output_settings(config: EngineConfig) -> dict[str, Any]:
     """What `ServedModel.load` takes of a model's settings."""
     return {"tool_call_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser,
-            "auto_tools": config.enable_auto_tool_choice}
+            "auto_tools": config.enable_auto_tool_choice, "pooling": config.pooling}
 
 
 class Gateway:
