@@ -193,7 +193,14 @@ class EngineCore:
             raise InvalidRequestError(
                 f"Token ids must lie between 0 and {self.vocab_size - 1}, the model's vocabulary.", "prompt"
             )
-        if len(prompt) + 1 > self.max_model_len:
+        if request.pooling is not None and len(prompt) > self.max_model_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the input holds "
+                f"{len(prompt)} tokens (context_length_exceeded).",
+                "input",
+                "context_length_exceeded",
+            )
+        if request.pooling is None and len(prompt) + 1 > self.max_model_len:
             raise InvalidRequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt holds "
                 f"{len(prompt)} tokens and at least one is needed for the answer (context_length_exceeded).",

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
+from engine.core.batch import PageUpdate, PooledChunk, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
 from engine.core.request import FinishReason, StepOutput
@@ -131,7 +131,9 @@ class Scheduler:
         if draft.mixed:
             draft.put_singles_first()
         saves, moved = self.kv.take_state_saves(), self.kv.take_moved_slabs()
-        plan = StepPlan(self._next_step, draft.items, draft.row_inits, draft.page_updates, saves, moved)
+        plan = StepPlan(
+            self._next_step, draft.items, draft.row_inits, draft.page_updates, saves, moved, draft.pooled
+        )
         self._flights[self._next_step] = draft.seqs
         self._next_step += 1
         return plan
@@ -294,18 +296,22 @@ class Scheduler:
             )
         )
 
-    def _commit(self, draft: "_Draft", seq: Sequence, num_tokens: int, samples: bool) -> None:
-        """Add `num_tokens` of `seq` to the step. `samples`: they reach the last known token."""
+    def _commit(self, draft: "_Draft", seq: Sequence, num_tokens: int, ends: bool) -> None:
+        """Add `num_tokens` of `seq` to the step. `ends`: they reach the last known token, so a token is sampled."""
         start = seq.num_computed_tokens
         params = seq.params
+        samples = ends
+        if seq.pooling is not None:
+            draft.pooled[seq.row] = PooledChunk(seq.pooling, ends)
+            samples = False
         seq.num_computed_tokens = end = start + num_tokens
-        seq.num_placeholders += samples
+        seq.num_placeholders += ends
         seq.last_step = self._next_step
         if len(seq.tables[0]) > seq.num_pages_sent:
             self.kv.describe_changes(seq, draft.page_updates)
         if end // self._page_size > seq.num_registered_pages:
             self.kv.register_full_pages(seq)
-        if not samples and seq.checkpoints and end == seq.checkpoints[0]:
+        if not ends and seq.checkpoints and end == seq.checkpoints[0]:
             self.kv.save_state(seq)
         prompt_logprobs = params.prompt_logprobs
         if prompt_logprobs is not None and (start >= seq.prompt_len or seq.num_output_tokens):
@@ -372,7 +378,7 @@ class Scheduler:
             assert item.start < len(known), "prompt logprobs have a gap"
             known += answer.prompt_logprobs[len(known) - 1 - item.start :]
         if not item.samples:
-            return None
+            return None if answer.embedding is None else self._take_embedding(seq, answer.embedding)
         assert answer.token_id is not None
         seq.num_placeholders -= 1
         seq.token_ids.append(answer.token_id)
@@ -395,6 +401,14 @@ class Scheduler:
                 output.stop_reason = answer.token_id
         return output
 
+    def _take_embedding(self, seq: Sequence, embedding: bytes) -> StepOutput:
+        self.num_prompt_tokens += seq.prompt_len
+        seq.times.first_token = time.monotonic()
+        seq.num_placeholders = 0
+        self.finish(seq, FinishReason.STOP)
+        return StepOutput(seq.request_id, finish_reason=FinishReason.STOP, num_cached_tokens=seq.num_cached_tokens,
+                          times=seq.times, embedding=embedding)
+
 
 @dataclass(slots=True)
 class _Draft:
@@ -405,6 +419,7 @@ class _Draft:
     seqs: list[Sequence] = field(default_factory=list)   # parallel to `items`
     row_inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
+    pooled: dict[int, PooledChunk] = field(default_factory=dict)
     mixed: bool = False      # some have more than one token
     preempted: bool = False  # somebody was
 

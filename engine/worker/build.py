@@ -331,5 +331,6 @@ def _describe(
         "dtype": str(dtype).removeprefix("torch."),
         "compute_dtype": str(compute).removeprefix("torch."),
         "device": str(device),
+        "hidden_size": config.hidden_size,
         "memory_plan": plan.table(),
     }

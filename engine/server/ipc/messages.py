@@ -34,6 +34,7 @@ class EngineInfo(msgspec.Struct, omit_defaults=True):
     num_pages: int
     page_size: int
     max_num_seqs: int
+    hidden_size: int = 0       # of embeddings
     scheduling_policy: str = "fcfs"
     memory_plan: str = ""      # the table a person reads
     load_seconds: float = 0.0  # process start to the first real token

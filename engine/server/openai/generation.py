@@ -116,13 +116,8 @@ class Generation:
             await outputs.aclose()  # type: ignore[attr-defined]
 
     def _delta(self, index: int, output: StepOutput, detokenizer: Detokenizer) -> ChoiceDelta:
+        raise_if_failed(output)
         reason = output.finish_reason
-        if reason is FinishReason.ERROR:
-            # What went wrong is the whole step's, and so may speak of others' requests: it is for the operator only.
-            log.error("the engine failed on %s: %s", output.request_id, output.error)
-            raise AtollError("The engine failed on this request; the server's log says why.")
-        if reason is FinishReason.ABORT:
-            raise EngineDeadError("The engine gave this request up; it is stopping or restarting.")
         text = detokenizer.push(
             output.new_token_ids, reason is not None, stop_token=reason is FinishReason.STOP
         )
@@ -138,6 +133,16 @@ class Generation:
             text.stop_string if text.stopped else output.stop_reason,
             text.parts,
         )
+
+
+def raise_if_failed(output: StepOutput) -> None:
+    """Raises AtollError or EngineDeadError if `output` ends its request without an answer."""
+    if output.finish_reason is FinishReason.ERROR:
+        # What went wrong is the whole step's, and so may speak of others' requests: it is for the operator only.
+        log.error("the engine failed on %s: %s", output.request_id, output.error)
+        raise AtollError("The engine failed on this request; the server's log says why.")
+    if output.finish_reason is FinishReason.ABORT:
+        raise EngineDeadError("The engine gave this request up; it is stopping or restarting.")
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:

@@ -174,6 +174,31 @@ class Completion(msgspec.Struct):
     system_fingerprint: str | None = None
 
 
+# -- embeddings
+
+
+class Embedding(msgspec.Struct):
+    """`embedding`: numbers, or little-endian float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
 # -- the rest
 
 
