@@ -5,6 +5,10 @@
 
 With overlap the host plans step N+1 while the device runs step N; the token that step N samples is a placeholder on the
 host and already in the request table on the device.
+
+A grammar needs step N's token to say which tokens step N+1 may sample. It is read while the device computes:
+
+    overlap with a grammar   plan 2 | forward 2 | read 1 | masks 2 | sample 2 | plan 3 | forward 3 | read 2 ...
 """
 
 import logging
@@ -16,6 +20,7 @@ from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.core.batch import StepPlan, StepResult
+from engine.core.grammar import Grammars, TokenMasks
 from engine.core.kv.manager import KVManager
 from engine.core.kv.spec import CacheMemory
 from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
@@ -36,7 +41,7 @@ class Runner(Protocol):
     def forward(self, plan: StepPlan, /) -> Any:
         """Start a step: up to the hidden states of the tokens that sample."""
 
-    def sample(self, forwarded: Any, /) -> Any:
+    def sample(self, forwarded: Any, masks: TokenMasks | None = None, /) -> Any:
         """Start the rest of the step that `forward` returned."""
 
     def collect(self, sampled: Any, /) -> StepResult:
@@ -65,6 +70,7 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         depth: int = 1,
+        grammars: Grammars | None = None,
         description: dict[str, Any] | None = None,
     ) -> None:
         if memory.slabs_for(max_model_len, max_num_batched_tokens) > memory.num_slabs:
@@ -86,6 +92,7 @@ class EngineCore:
             policy=config.scheduling_policy,
         )
         self.depth = depth
+        self.grammars = grammars
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self._pending: list[StepOutput] = []   # aborts since the last step
         self._order = 0
@@ -110,8 +117,18 @@ class EngineCore:
             seed=seed & (2**64 - 1),
             order=self._order,
         )
+        if request.params.grammar is not None:
+            seq.matcher = self._grammars().matcher(request.params.grammar)
         self._order += 1
         self.scheduler.add(seq)
+
+    def grammar_is_compiled(self, grammar: str) -> bool:
+        """Whether `add_request` spends no time on it. Raises InvalidRequestError."""
+        return self._grammars().compiled(grammar)
+
+    def compile_grammar(self, grammar: str) -> None:
+        """Get a grammar ready for `add_request`; from any thread. Raises InvalidRequestError."""
+        self._grammars().compile(grammar)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests now. Unknown ids are ignored: the request may have ended while the abort was on its way."""
@@ -132,7 +149,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan is not None:
             try:
-                self._in_flight.append((plan, self.runner.sample(self.runner.forward(plan))))
+                self._launch(plan, outputs)
             except Exception as error:
                 while self._in_flight:  # steps launched earlier are not affected: finish them first
                     outputs += self._collect_oldest()
@@ -204,6 +221,38 @@ class EngineCore:
                 f"Token id {out_of_range[0]} is not in the vocabulary of {self.vocab_size} tokens.",
                 "logit_bias" if out_of_range[0] in params.logit_bias else "stop_token_ids",
             )
+    def _launch(self, plan: StepPlan, outputs: list[StepOutput]) -> None:
+        forwarded = self.runner.forward(plan)
+        if not self.scheduler.num_with_grammar or not self.scheduler.with_grammar(plan):
+            self._in_flight.append((plan, self.runner.sample(forwarded)))
+            return
+        self._in_flight.append((plan, None))  # if an earlier step fails, this one fails with it
+        while len(self._in_flight) > 1:
+            outputs += self._collect_oldest()
+        if self._in_flight:
+            self._in_flight.clear()
+            masks = self._masks(plan, outputs)
+            self._in_flight.append((plan, self.runner.sample(forwarded, masks)))
+
+    def _masks(self, plan: StepPlan, outputs: list[StepOutput]) -> TokenMasks | None:
+        """What the grammars of the step's sequences allow, whose tokens are all known. A sequence whose grammar takes
+        too much work ends here."""
+        under = self.scheduler.with_grammar(plan)
+        if not under:
+            return None
+        masks = self._grammars().masks([place for place, _ in under], [seq.matcher for _, seq in under])
+        for _, seq in under:
+            if seq.matcher.error:
+                self.scheduler.finish(seq, FinishReason.ERROR)
+                outputs.append(StepOutput(seq.request_id, finish_reason=FinishReason.ERROR, times=seq.times,
+                                          error=f"The answer's grammar takes too much work: {seq.matcher.error}"[:500]))
+        return masks
+
+    def _grammars(self) -> Grammars:
+        if self.grammars is None:
+            raise InvalidRequestError("This engine has no tokenizer, so answers cannot follow a grammar.", "grammar")
+        return self.grammars
+
     def _collect_oldest(self) -> list[StepOutput]:
         plan, handle = self._in_flight.popleft()
         try:

@@ -56,6 +56,7 @@ class Scheduler:
         self._flights: dict[int, list[Sequence]] = {}       # step -> its sequences, in the order of the plan
         self._stalled: dict[Sequence, int] = {}             # lack pages -> for how many steps so far
         self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
+        self.num_with_grammar = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0       # of sequences that have produced their first token
         self.num_generated_tokens = 0
@@ -64,6 +65,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.seqs[seq.request_id] = seq
+        self.num_with_grammar += seq.matcher is not None
         self.waiting.push(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -77,6 +79,7 @@ class Scheduler:
         seq.finish_reason = reason
         seq.times.finished = time.monotonic()
         del self.seqs[seq.request_id]
+        self.num_with_grammar -= seq.matcher is not None
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -134,6 +137,15 @@ class Scheduler:
         self._flights[self._next_step] = draft.seqs
         self._next_step += 1
         return plan
+
+    def with_grammar(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
+        """Of a step in flight: the live sequences that sample under a grammar, with their places among all that sample.
+        """
+        if not self.num_with_grammar:
+            return []
+        sampling = (s for s, item in zip(self._flights[plan.step_id], plan.seqs, strict=True) if item.samples)
+        return [(place, seq) for place, seq in enumerate(sampling)
+                if seq.matcher is not None and seq.status is not Status.FINISHED]
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Apply the result of a step: append tokens, end sequences, free what was in flight."""
@@ -287,7 +299,8 @@ class Scheduler:
                 prompt_len=seq.prompt_len,
                 params=seq.params,
                 seed=seq.seed,
-                stop_ids=tuple(seq.stop_ids | seq.eos_ids) if seq.params.min_tokens else (),
+                # A grammar knows when the answer may end; with both, no token might be left.
+                stop_ids=tuple(seq.stop_ids | seq.eos_ids) if seq.params.min_tokens and seq.matcher is None else (),
                 slot=seq.slot,
                 state_from=hit.checkpoint,
             )
@@ -375,6 +388,8 @@ class Scheduler:
         seq.num_placeholders -= 1
         seq.token_ids.append(answer.token_id)
         self.num_generated_tokens += 1
+        if seq.matcher is not None:
+            seq.matcher.accept(answer.token_id)
         output = StepOutput(seq.request_id, [answer.token_id])
         if answer.logprobs is not None:
             output.logprobs = [answer.logprobs]

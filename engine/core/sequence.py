@@ -14,6 +14,7 @@ samples one more. Prefill, decode, chunking, prefix hits and resumption are all 
 import enum
 from dataclasses import dataclass, field
 
+from engine.core.grammar import Matcher
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, RequestTimes, TokenLogprobs
 
@@ -59,6 +60,7 @@ class Sequence:
     num_pages_sent: int = 0            # how many pages the worker's block tables already hold
     last_step: int = -1                # id of the newest step that touches this sequence's row and pages
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    matcher: Matcher | None = None     # knows the output so far; None without a grammar
 
     @classmethod
     def from_request(
@@ -104,6 +106,8 @@ class Sequence:
 
     def finish_reason_for(self, token_id: int) -> FinishReason | None:
         """Why the sequence ends with `token_id`, its newest token (already appended); None to go on."""
+        if self.matcher is not None and self.matcher.finished:
+            return FinishReason.STOP
         if self.num_output_tokens >= self.params.min_tokens and (token_id in self.eos_ids or token_id in self.stop_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None

@@ -37,6 +37,7 @@ from engine.models.batch_invariant import make_batch_invariant
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import compute_in, fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
+from engine.text.grammar.compiler import GrammarCompiler
 from engine.worker.cache import Cache
 from engine.worker.embedding_offload import keep_tables, lock_tables
 from engine.worker.memory import (
@@ -163,6 +164,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         depth=depth,
+        grammars=None if config.skip_tokenizer_init else GrammarCompiler(
+            config.model, model_config.vocab_size, model_config.eos_token_ids),
         description=_describe(plan, model_config, dtype, compute, device),
     )
 
