@@ -1,7 +1,7 @@
 """What the engine needs of grammars that answers must follow. Who reads grammars is engine.text.grammar.
 
-    SamplingParams.grammar ─► Grammars.matcher ─► Matcher, a sequence's own ─► accept(token) after each token
-                                                        └► Grammars.masks ─► TokenMasks, for the sampler
+    SamplingParams.grammar ─► Grammars.begin ─► Pending.poll ─► Matcher, of one sequence ─► accept(each token)
+                                                                   └► Grammars.masks ─► TokenMasks, for the sampler
 """
 
 from collections.abc import Sequence
@@ -30,26 +30,28 @@ class Matcher(Protocol):
 class TokenMasks:
     """Which tokens may come next, for some of the sequences that sample.
 
-    places: of each mask the index among the sequences that sample. words: NumPy int32 [M, ceil(V / 32)], bit i of word w
-    is token 32 w + i.
+    places: of each mask the index among the sequences that sample. words: NumPy int32 [M, ceil(V / 32)], bit i of word
+    w is token 32 w + i.
     """
 
     places: list[int]
     words: Any
 
 
+class Pending(Protocol):
+    """A grammar that is being compiled."""
+
+    def poll(self) -> Matcher | None:
+        """A matcher at the beginning of the grammar, once it is ready. Raises InvalidRequestError for a grammar that
+        cannot be used."""
+        ...
+
+
 class Grammars(Protocol):
     """Grammars of one model's vocabulary."""
 
-    def compiled(self, grammar: str) -> bool:
-        """Whether `matcher` will answer at once."""
-        ...
-
-    def compile(self, grammar: str) -> None:
-        """Read a grammar; from any thread. Raises InvalidRequestError for one that cannot be used."""
-
-    def matcher(self, grammar: str) -> Matcher:
-        """At the beginning of a grammar, which is compiled if it is not. Raises InvalidRequestError."""
+    def begin(self, grammar: str) -> Pending:
+        """Start to compile a grammar in another thread, if it is not at hand."""
         ...
 
     def masks(self, places: list[int], matchers: Sequence[Matcher]) -> TokenMasks: ...

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.core.batch import StepPlan, StepResult
-from engine.core.grammar import Grammars, TokenMasks
+from engine.core.grammar import Grammars, Pending, TokenMasks
 from engine.core.kv.manager import KVManager
 from engine.core.kv.spec import CacheMemory
-from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
+from engine.core.request import EngineRequest, EngineStats, FinishReason, Refusal, StepOutput
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.errors import InvalidRequestError, log_fields
@@ -92,7 +92,8 @@ class EngineCore:
             policy=config.scheduling_policy,
         )
         self.depth = depth
-        self.grammars = grammars
+        self._grammars = grammars
+        self._compiling: dict[str, tuple[Sequence, Pending]] = {}  # not in the queue before its grammar is compiled
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self._pending: list[StepOutput] = []   # aborts since the last step
         self._order = 0
@@ -117,18 +118,11 @@ class EngineCore:
             seed=seed & (2**64 - 1),
             order=self._order,
         )
-        if request.params.grammar is not None:
-            seq.matcher = self._grammars().matcher(request.params.grammar)
         self._order += 1
-        self.scheduler.add(seq)
-
-    def grammar_is_compiled(self, grammar: str) -> bool:
-        """Whether `add_request` spends no time on it. Raises InvalidRequestError."""
-        return self._grammars().compiled(grammar)
-
-    def compile_grammar(self, grammar: str) -> None:
-        """Get a grammar ready for `add_request`; from any thread. Raises InvalidRequestError."""
-        self._grammars().compile(grammar)
+        if request.params.grammar is None or self._grammars is None:
+            self.scheduler.add(seq)
+        else:
+            self._compiling[seq.request_id] = seq, self._grammars.begin(request.params.grammar)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests now. Unknown ids are ignored: the request may have ended while the abort was on its way."""
@@ -137,15 +131,20 @@ class EngineCore:
             if seq is not None:
                 self.scheduler.finish(seq, FinishReason.ABORT)
                 self._pending.append(StepOutput(request_id, finish_reason=FinishReason.ABORT, times=seq.times))
+            elif (compiling := self._compiling.pop(request_id, None)) is not None:  # others may wait for the grammar
+                self._pending.append(
+                    StepOutput(request_id, finish_reason=FinishReason.ABORT, times=compiling[0].times))
 
     def has_work(self) -> bool:
-        return bool(self.scheduler.seqs or self._in_flight or self._pending)
+        return bool(self.scheduler.seqs or self._in_flight or self._pending or self._compiling)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
         """Launch the next step, read the oldest one; returns new tokens and ended requests."""
         outputs, self._pending = self._pending, []
+        if self._compiling:
+            outputs += self._queue_compiled()
         plan = self.scheduler.schedule()
         if plan is not None:
             try:
@@ -161,7 +160,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         stats, pool = self._stats, self.kv.pool
         stats.num_running = len(self.scheduler.running)
-        stats.num_waiting = len(self.scheduler.waiting)
+        stats.num_waiting = len(self.scheduler.waiting) + len(self._compiling)
         stats.kv_usage = self.kv.usage
         stats.pages_in_use = round(stats.kv_usage * pool.capacity)
         stats.prefix_queries = self.kv.prefix_queries
@@ -182,6 +181,7 @@ class EngineCore:
             "page_size": self.kv.page_size,
             "max_num_seqs": self.max_num_seqs,
             "scheduling_policy": self.config.scheduling_policy,
+            "grammars": self._grammars is not None,
             **self._description,
         }
 
@@ -198,7 +198,7 @@ class EngineCore:
 
     def _verify(self, request: EngineRequest) -> None:
         prompt = request.prompt_token_ids
-        if request.request_id in self.scheduler.seqs:
+        if request.request_id in self.scheduler.seqs or request.request_id in self._compiling:
             raise InvalidRequestError(f"A request with id {request.request_id!r} is already running.", "request_id")
         if not prompt:
             raise InvalidRequestError("The prompt is empty: at least one token is needed.", "prompt")
@@ -214,6 +214,8 @@ class EngineCore:
                 "context_length_exceeded",
             )
         params = request.params
+        if params.grammar is not None and self._grammars is None:
+            raise InvalidRequestError("This engine has no tokenizer, so answers cannot follow a grammar.", "grammar")
         out_of_range = [t for t in (*params.logit_bias, *params.stop_token_ids, *params.bad_token_ids)
                         if not 0 <= t < self.vocab_size]
         if out_of_range:
@@ -221,9 +223,29 @@ class EngineCore:
                 f"Token id {out_of_range[0]} is not in the vocabulary of {self.vocab_size} tokens.",
                 "logit_bias" if out_of_range[0] in params.logit_bias else "stop_token_ids",
             )
+
+    def _queue_compiled(self) -> list[StepOutput]:
+        """Queue the sequences whose grammars are ready, each where its arrival puts it."""
+        outputs = []
+        for request_id, (seq, pending) in list(self._compiling.items()):
+            try:
+                seq.matcher = pending.poll()
+            except InvalidRequestError as error:
+                outputs.append(StepOutput(
+                    request_id, finish_reason=FinishReason.ERROR, times=seq.times,
+                    refusal=Refusal(str(error.message), error.param, error.code)))
+            else:
+                if seq.matcher is None:
+                    continue
+                self.scheduler.add(seq)
+                outputs.append(StepOutput(request_id))
+            del self._compiling[request_id]
+        return outputs
+
     def _launch(self, plan: StepPlan, outputs: list[StepOutput]) -> None:
         forwarded = self.runner.forward(plan)
-        if not self.scheduler.num_with_grammar or not self.scheduler.with_grammar(plan):
+        under = self.scheduler.with_grammar(plan)
+        if not under:
             self._in_flight.append((plan, self.runner.sample(forwarded)))
             return
         self._in_flight.append((plan, None))  # if an earlier step fails, this one fails with it
@@ -238,20 +260,14 @@ class EngineCore:
         """What the grammars of the step's sequences allow, whose tokens are all known. A sequence whose grammar takes
         too much work ends here."""
         under = self.scheduler.with_grammar(plan)
-        if not under:
+        if not under or self._grammars is None:
             return None
-        masks = self._grammars().masks([place for place, _ in under], [seq.matcher for _, seq in under])
+        masks = self._grammars.masks([place for place, _ in under], [seq.matcher for _, seq in under])
         for _, seq in under:
             if seq.matcher.error:
-                self.scheduler.finish(seq, FinishReason.ERROR)
-                outputs.append(StepOutput(seq.request_id, finish_reason=FinishReason.ERROR, times=seq.times,
-                                          error=f"The answer's grammar takes too much work: {seq.matcher.error}"[:500]))
+                outputs.append(self.scheduler.refuse(
+                    seq, f"The answer's grammar takes too much work at this point: {seq.matcher.error}"))
         return masks
-
-    def _grammars(self) -> Grammars:
-        if self.grammars is None:
-            raise InvalidRequestError("This engine has no tokenizer, so answers cannot follow a grammar.", "grammar")
-        return self.grammars
 
     def _collect_oldest(self) -> list[StepOutput]:
         plan, handle = self._in_flight.popleft()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
-from engine.core.request import FinishReason, StepOutput
+from engine.core.request import FinishReason, Refusal, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status
 from engine.core.waiting import WaitingQueue, order_of
 
@@ -159,6 +159,12 @@ class Scheduler:
                 if output:
                     outputs.append(output)
         return outputs
+
+    def refuse(self, seq: Sequence, why: str) -> StepOutput:
+        """End a sequence through its own fault."""
+        self.finish(seq, FinishReason.ERROR)
+        return StepOutput(
+            seq.request_id, finish_reason=FinishReason.ERROR, refusal=Refusal(why, "grammar"), times=seq.times)
 
     def fail(self, plans: Iterable[StepPlan], error: str) -> list[StepOutput]:
         """A step raised: end the sequences of this step and of the steps launched after it, and no others.
@@ -388,9 +394,10 @@ class Scheduler:
         seq.num_placeholders -= 1
         seq.token_ids.append(answer.token_id)
         self.num_generated_tokens += 1
+        output = StepOutput(seq.request_id, [answer.token_id])
         if seq.matcher is not None:
             seq.matcher.accept(answer.token_id)
-        output = StepOutput(seq.request_id, [answer.token_id])
+            output.complete = seq.matcher.finished and not seq.ends_at(answer.token_id)
         if answer.logprobs is not None:
             output.logprobs = [answer.logprobs]
         if seq.num_output_tokens == 1:

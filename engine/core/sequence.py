@@ -104,10 +104,14 @@ class Sequence:
         """Sort key: who is served first, and (reversed) who is preempted first, under the priority policy."""
         return (self.priority, self.times.arrival, self.arrival_order)
 
+    def ends_at(self, token_id: int) -> bool:
+        """Whether `token_id`, its newest token, is an end or stop token that counts."""
+        # Under a grammar min_tokens does not hold back the end: no other token might be allowed.
+        enough = self.matcher is not None or self.num_output_tokens >= self.params.min_tokens
+        return enough and (token_id in self.eos_ids or token_id in self.stop_ids)
+
     def finish_reason_for(self, token_id: int) -> FinishReason | None:
         """Why the sequence ends with `token_id`, its newest token (already appended); None to go on."""
-        if self.matcher is not None and self.matcher.finished:
-            return FinishReason.STOP
-        if self.num_output_tokens >= self.params.min_tokens and (token_id in self.eos_ids or token_id in self.stop_ids):
+        if self.ends_at(token_id) or (self.matcher is not None and self.matcher.finished):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None

@@ -164,10 +164,16 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         depth=depth,
-        grammars=None if config.skip_tokenizer_init else GrammarCompiler(
-            config.model, model_config.vocab_size, model_config.eos_token_ids),
+        grammars=_grammars(config, model_config),
         description=_describe(plan, model_config, dtype, compute, device),
     )
+
+
+def _grammars(config: EngineConfig, model_config: ModelConfig) -> GrammarCompiler | None:
+    """What answers can follow; None where the vocabulary is not known."""
+    if config.skip_tokenizer_init or not (config.model / "tokenizer.json").is_file():
+        return None
+    return GrammarCompiler(config.model, model_config.vocab_size, model_config.eos_token_ids)
 
 
 def gpu_defaults(

@@ -127,8 +127,8 @@ def penalise(
 
 
 def mask_tokens(z: torch.Tensor, mask_of: torch.Tensor, masks: torch.Tensor) -> None:
-    """z[i, t] = -inf for each token t whose bit in masks[mask_of[i]] is 0. z [N, V] float32; masks int32 [M, W], bit b of
-    word w is token 32 w + b; mask_of int32 [>= N], -1 for a row that has no mask."""
+    """z[i, t] = -inf for each token t whose bit in masks[mask_of[i]] is 0. z [N, V] float32; masks int32 [M, W], bit b
+    of word w is token 32 w + b; mask_of int32 [>= N], -1 for a row that has no mask."""
     rows, vocab = z.shape
     block = min(BLOCK, triton.next_power_of_2(vocab))
     _mask_kernel((rows, triton.cdiv(vocab, block)), z, mask_of, masks, vocab, masks.stride(0), BLOCK=block)

@@ -4,7 +4,7 @@
                                                     │                                    │ (the step's one copy)
     device    logits ─► race ─► merge ─► out, token table            ◄───────────────────┘
                          └► filter            rows with min-p, top-k, top-p
-                         └► copy, edit, again rows with bias, bans, penalties or a grammar: their results replace the first
+                         └► copy, edit, again rows with bias, bans, penalties or a grammar; their results count
                          └► log-probabilities of the logits as they came
 
 Rows are independent of each other bit for bit, so a row in a step with special ones gives what it gives alone.
