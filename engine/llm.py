@@ -177,7 +177,7 @@ class LLM:
                     child = children.get(step.request_id)
                     if child is None:
                         continue
-                    if not child.output.token_ids:
+                    if not child.output.token_ids and step.new_token_ids:
                         prompt_tokens += len(child.job.output.prompt_token_ids)
                     done_tokens += len(step.new_token_ids)
                     child.take(step)
@@ -226,6 +226,8 @@ class _Child:
         out = self.output
         if out.finish_reason is not None:
             return
+        if step.refusal is not None:
+            raise InvalidRequestError(step.refusal.message, step.refusal.param, step.refusal.code)
         if step.error is not None:
             raise AtollError(f"Request {self.request_id} failed: {step.error}")
         count = len(step.new_token_ids)
@@ -233,7 +235,7 @@ class _Child:
             delta = self._detok.push(
                 step.new_token_ids,
                 step.finish_reason is not None,
-                stop_token=step.finish_reason is FinishReason.STOP,
+                stop_token=step.finish_reason is FinishReason.STOP and not step.complete,
             )
             out.text += delta.text
             count = delta.num_tokens

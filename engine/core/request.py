@@ -50,9 +50,19 @@ class RequestTimes:
     finished: float = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An `InvalidRequestError` as data, of a request that was found wrong after it had been accepted."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
 @dataclass(slots=True)
 class StepOutput:
-    """What one step produced for one request. Sent when there is a new token or the request ended."""
+    """What one step produced for one request. Sent when there is a new token or the request ended, and once, without
+    either, when its grammar has been compiled."""
 
     request_id: str
     new_token_ids: list[int] = field(default_factory=list)
@@ -61,7 +71,9 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None      # the stop token that ended it; None for the model's own end token
     num_cached_tokens: int = 0          # prompt tokens that came from the prefix cache
+    complete: bool = False              # STOP because the grammar ended: the last token is part of the answer
     error: str | None = None
+    refusal: Refusal | None = None      # with ERROR: the fault is the request's own
     times: RequestTimes | None = None   # with the last output
     embedding: bytes | None = None      # little-endian float32, as the model's last norm left it; see `pooling`
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from engine.core.batch import PageUpdate, PooledChunk, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
-from engine.core.request import FinishReason, StepOutput
+from engine.core.request import FinishReason, Refusal, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status
 from engine.core.waiting import WaitingQueue
 
@@ -57,6 +57,7 @@ class Scheduler:
         self._stalled: dict[Sequence, int] = {}             # lack pages -> for how many steps so far
         self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
         self.preempted: list[str] = []                      # request ids since the loop last told of them
+        self.num_with_grammar = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0       # of sequences that have produced their first token
         self.num_generated_tokens = 0
@@ -65,6 +66,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.seqs[seq.request_id] = seq
+        self.num_with_grammar += seq.matcher is not None
         self.waiting.push(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -78,6 +80,7 @@ class Scheduler:
         seq.finish_reason = reason
         seq.times.finished = time.monotonic()
         del self.seqs[seq.request_id]
+        self.num_with_grammar -= seq.matcher is not None
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -138,6 +141,15 @@ class Scheduler:
         self._next_step += 1
         return plan
 
+    def with_grammar(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
+        """Of a step in flight: the live sequences that sample under a grammar, with their places among all that sample.
+        """
+        if not self.num_with_grammar:
+            return []
+        sampling = (s for s, item in zip(self._flights[plan.step_id], plan.seqs, strict=True) if item.samples)
+        return [(place, seq) for place, seq in enumerate(sampling)
+                if seq.matcher is not None and seq.status is not Status.FINISHED]
+
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Apply the result of a step: append tokens, end sequences, free what was in flight."""
         self._complete(plan.step_id)
@@ -150,6 +162,12 @@ class Scheduler:
                 if output:
                     outputs.append(output)
         return outputs
+
+    def refuse(self, seq: Sequence, why: str) -> StepOutput:
+        """End a sequence through its own fault."""
+        self.finish(seq, FinishReason.ERROR)
+        return StepOutput(
+            seq.request_id, finish_reason=FinishReason.ERROR, refusal=Refusal(why, "grammar"), times=seq.times)
 
     def fail(self, plans: Iterable[StepPlan], error: str) -> list[StepOutput]:
         """A step raised: end the sequences of this step and of the steps launched after it, and no others.
@@ -290,7 +308,8 @@ class Scheduler:
                 prompt_len=seq.prompt_len,
                 params=seq.params,
                 seed=seq.seed,
-                stop_ids=tuple(seq.stop_ids | seq.eos_ids) if seq.params.min_tokens else (),
+                # A grammar knows when the answer may end; with both, no token might be left.
+                stop_ids=tuple(seq.stop_ids | seq.eos_ids) if seq.params.min_tokens and seq.matcher is None else (),
                 slot=seq.slot,
                 state_from=hit.checkpoint,
             )
@@ -384,6 +403,9 @@ class Scheduler:
         seq.token_ids.append(answer.token_id)
         self.num_generated_tokens += 1
         output = StepOutput(seq.request_id, [answer.token_id])
+        if seq.matcher is not None:
+            seq.matcher.accept(answer.token_id)
+            output.complete = seq.matcher.finished and not seq.ends_at(answer.token_id)
         if answer.logprobs is not None:
             output.logprobs = [answer.logprobs]
         if seq.num_output_tokens == 1:

@@ -37,6 +37,7 @@ from engine.models.batch_invariant import make_batch_invariant
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import compute_in, fill_randomly, load_weights, quantize
 from engine.models.registry import model_class
+from engine.text.grammar.compiler import GrammarCompiler
 from engine.worker.cache import Cache
 from engine.worker.embedding_offload import keep_tables, lock_tables
 from engine.worker.memory import (
@@ -163,8 +164,16 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         depth=depth,
+        grammars=_grammars(config, model_config),
         description=_describe(plan, model_config, dtype, compute, device),
     )
+
+
+def _grammars(config: EngineConfig, model_config: ModelConfig) -> GrammarCompiler | None:
+    """What answers can follow; None where the vocabulary is not known."""
+    if config.skip_tokenizer_init or not (config.model / "tokenizer.json").is_file():
+        return None
+    return GrammarCompiler(config.model, model_config.vocab_size, model_config.eos_token_ids)
 
 
 def gpu_defaults(

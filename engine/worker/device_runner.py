@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.core.batch import StepPlan, StepResult
+from engine.core.grammar import TokenMasks
 from engine.core.kv.spec import CacheSpec, table_widths
 from engine.core.request import TokenLogprobs
 from engine.kernels.gemm.small_batch import PRODUCT_ROWS
@@ -181,14 +182,14 @@ class DeviceRunner:
         return ForwardedStep(plan, rows[sampling], starts[sampling] + counts, hidden, columns, sampling, whole, pooled)
 
     @torch.inference_mode()
-    def sample(self, forwarded: ForwardedStep) -> SampledStep:
+    def sample(self, forwarded: ForwardedStep, masks: TokenMasks | None = None) -> SampledStep:
         """Sample, and start copying the results to the host."""
         self._turn = (self._turn + 1) % _RING
         pinned, done = self._pinned[self._turn], self._events[self._turn]
         count = len(forwarded.sampling)
         logprobs = None
         if count:
-            plan = self.sampler.plan(forwarded.rows, forwarded.positions)
+            plan = self.sampler.plan(forwarded.rows, forwarded.positions, masks)
             logits = self.model.logits(forwarded.hidden)
             # The kernels write to the host's memory themselves: a copy of so few bytes would take longer.
             out = pinned[:count] if plan.logprobs is None else self._out[:count]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.core.batch import StepPlan, StepResult
+from engine.core.grammar import TokenMasks
 from engine.core.kv.pages import NULL_PAGE
 from engine.core.kv.spec import CacheSpec
 from engine.core.request import TokenLogprobs
@@ -99,10 +100,10 @@ class Runner:
             return ForwardedStep(plan, inputs, sampling, hidden if whole else None, pooled)
 
     @torch.inference_mode()
-    def sample(self, forwarded: ForwardedStep) -> SampledStep:
+    def sample(self, forwarded: ForwardedStep, masks: TokenMasks | None = None) -> SampledStep:
         plan, inputs, whole = forwarded.plan, forwarded.inputs, forwarded.whole
         with self._threads_for(plan):
-            sampled = self._sample(inputs, forwarded.sampling)
+            sampled = self._sample(inputs, forwarded.sampling, masks)
             prompts = {} if whole is None else self._prompt_logprobs(plan, whole)
             return SampledStep(plan, inputs, sampled, prompts, forwarded.pooled)
 
@@ -174,12 +175,15 @@ class Runner:
             for cache in self.cache.kv[layer]:
                 cache[pages] = torch.nan_to_num(cache[pages], 0.0, 0.0, 0.0)
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> SampleResult | None:
+    def _sample(
+        self, inputs: StepInputs, hidden: torch.Tensor, masks: TokenMasks | None
+    ) -> SampleResult | None:
         """hidden: of the tokens that sample."""
         if not inputs.sample_rows:
             return None
         logits = self.model.logits(hidden)
-        result = self.sampler.sample(logits, inputs.sample_rows, inputs.sample_positions, self.table.token_ids)
+        result = self.sampler.sample(
+            logits, inputs.sample_rows, inputs.sample_positions, self.table.token_ids, masks)
         self.table.append(inputs.sample_rows, inputs.sample_positions, result.token_ids)
         return result
 

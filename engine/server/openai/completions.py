@@ -16,10 +16,12 @@ from engine.server.openai.generation import ChoiceDelta, Generation
 from engine.server.openai.logprobs import completion_logprobs
 from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
 from engine.server.openai.prompts import encoded
-from engine.server.openai.sampling import answer_room, sampling_params
+from engine.server.openai.sampling import answer_room, constrained, sampling_params
 from engine.server.openai.schema import CompletionRequest
 from engine.server.openai.serving import Gateway, ServedModel
+from engine.server.openai.structured import answer_field, answer_form
 from engine.text.detok import Detokenizer
+from engine.text.grammar import forms
 from engine.text.tokenizer import TextTokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
@@ -47,7 +49,8 @@ def _sampling(
         raise InvalidRequestError(
             f"{len(prompts)} prompts × n={params.n} is more than {limits.max_choices} choices.", "n"
         )
-    return params
+    form = answer_form(body)
+    return constrained(params, None if form is None else (forms.whole(form[0]), form[1]), info)
 
 
 def _prompt_only(body: CompletionRequest) -> bool:
@@ -162,7 +165,9 @@ def joined(first: r.CompletionLogprobs, second: r.CompletionLogprobs) -> r.Compl
     return first
 
 
-_PIPELINE = Pipeline(CompletionRequest, _prompts, _sampling, CompletionAnswer)
+_PIPELINE = Pipeline(
+    CompletionRequest, _prompts, _sampling, CompletionAnswer,
+    options=lambda body, model, prompts: {"grammar_field": answer_field(body)})
 router = generating_router()
 
 

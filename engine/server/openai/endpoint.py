@@ -17,6 +17,7 @@ from engine.server.openai.replies import to_json
 from engine.server.openai.schema import EmbeddingRequest, SamplingFields
 from engine.server.openai.serving import Gateway
 from engine.server.openai.sse import EventStream
+from engine.text.grammar.limits import COMPILE_SECONDS
 
 T = TypeVar("T")
 
@@ -31,14 +32,6 @@ def json_reply(reply: Any) -> Response:
 
 def check_common(request: SamplingFields, limits: Limits) -> None:
     """Refuse what no generating endpoint does. Raises InvalidRequestError."""
-    form = request.response_format
-    if form is not None and form.type == "json_schema" and form.json_schema is None:
-        raise InvalidRequestError("response_format.json_schema is required.", "response_format.json_schema")
-    if form is not None and form.type != "text":
-        raise InvalidRequestError(
-            f"response_format {form.type!r} is not supported by this server yet; ask for JSON in the prompt and use "
-            "type 'text'.", "response_format",
-        )
     if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
         raise InvalidRequestError("spaces_between_special_tokens: special tokens are joined as the tokenizer joins "
                                   "them; leave it out.", "spaces_between_special_tokens")
@@ -83,9 +76,12 @@ async def admission(request: Request) -> AsyncIterator[None]:
         yield
 
 
-async def stream_reply(events: AsyncIterator[bytes], limits: Limits, *, named: bool = False) -> EventStream:
+async def stream_reply(
+    events: AsyncIterator[bytes], limits: Limits, *, named: bool = False, compiles: bool = False
+) -> EventStream:
+    """`compiles`: a grammar, which may prove unusable, is compiled first."""
     stream = EventStream(events, limits, named=named)
-    await stream.prime()
+    await stream.prime(COMPILE_SECONDS if compiles else 0.0)
     return stream
 
 

@@ -23,6 +23,7 @@ from engine.server.openai.schema import (
 
 # Accepted with any value: none of them has a say in the answer.
 HARMLESS = {
+    "guided_decoding_backend": "which library follows grammars; there is one",
     "user": "a name of the end user, for the provider's own records",
     "safety_identifier": "the same, under its newer name",
     "metadata": "labels of stored answers; nothing is stored",
@@ -38,7 +39,7 @@ HARMLESS = {
 }
 
 _THINKING = "send reasoning_effort or thinking_token_budget"
-_CONSTRAINT = "it does not constrain the output"
+_CONSTRAINT = "send response_format or structured_outputs"
 _STORE = "it stores no answers"
 _TOOLS = "use tools, with a model and version that support them"
 
@@ -78,12 +79,7 @@ REFUSED = {
     "ec_transfer_params": "its cache is not shared between machines",
     "embed_dtype": "embeddings are float32",
     "endianness": "embeddings are little-endian",
-    "guided_choice": _CONSTRAINT,
-    "guided_decoding_backend": _CONSTRAINT,
-    "guided_grammar": _CONSTRAINT,
-    "guided_json": _CONSTRAINT,
-    "guided_regex": _CONSTRAINT,
-    "guided_whitespace_pattern": _CONSTRAINT,
+    "guided_whitespace_pattern": "it writes JSON on one line",
     "kv_transfer_params": "its cache is not shared between machines",
     "length_penalty": "it is for beam search, which this server does not have",
     "logprob_token_ids": "use top_logprobs",
@@ -95,7 +91,6 @@ REFUSED = {
     "return_prompt_text": "use return_token_ids and /detokenize",
     "return_tokens_as_token_ids": "use return_token_ids",
     "routed_experts_prompt_start": "it does not report experts",
-    "structured_outputs": _CONSTRAINT,
     "truncate_prompt_tokens": "shorten the prompt before sending it",
     "use_beam_search": "it samples",
     "vllm_xargs": "it loads no extensions",

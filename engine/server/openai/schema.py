@@ -33,6 +33,16 @@ class ResponseFormat(msgspec.Struct):
     json_schema: dict[str, Any] | None = None
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's. One of them says what the answer must follow."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Message(msgspec.Struct, omit_defaults=True):
     role: Role
     content: str | list[dict[str, Any]] | None = None
@@ -70,6 +80,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     return_token_ids: bool | None = None
     priority: Priority | None = None
     cache_salt: str | None = None

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.config import EngineConfig
-from engine.server.http.active import ActiveRequests
 from engine.core.request import Pooling
+from engine.server.http.active import ActiveRequests
 from engine.server.http.auth import KeyFile
 from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
