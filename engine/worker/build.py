@@ -35,6 +35,7 @@ from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.batch_invariant import make_batch_invariant
 from engine.models.config.model import ModelConfig
+from engine.models.config.quantization import read_quantization
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import compute_in, fill_randomly, load_weights, quantize
 from engine.models.loading.quantized import use_stored_formats
@@ -191,6 +192,7 @@ def prepare(config: EngineConfig) -> None:
     check_capabilities(config, kind)
     model_config = ModelConfig.load(config.model)
     model_class(model_config)
+    read_quantization(model_config, config.model)
     resolve_dtype(config, model_config)
     wanted_context(config, model_config)
     if kind == "cuda":
