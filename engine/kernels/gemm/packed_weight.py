@@ -15,6 +15,7 @@ import torch
 Kind = Literal["int4", "int8", "fp4", "fp8"]
 
 _CHUNK_ELEMENTS = 16 << 20
+_FARTHEST = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDDLE = {"int4": 8, "int8": 128}  # the code that stands for zero in a symmetric format
 
@@ -23,7 +24,7 @@ MIDDLE = {"int4": 8, "int8": 128}  # the code that stands for zero in a symmetri
 class Packed:
     """A weight [N, K].
 
-    values   int4, fp4: uint8 [N, K / 2], the number of the even column in the low half
+    values   int4, fp4: uint8 [N, K / 2], two columns of a group in a byte (`pack_pairs`)
              int8: uint8 [N, K], 128 stands for zero;   fp8: e4m3 [N, K]
     scale    float [N, groups]
     zero     uint8 [N, groups] in an asymmetric integer format
@@ -85,14 +86,26 @@ def _above_one_another(parts: list[Packed]) -> Packed:
     return replace(first, values=values, scale=torch.cat([part.scale for part in parts]), zero=zeros)
 
 
-def pack_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 codes below 16 [N, K] -> two in a byte [N, K / 2]."""
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+def pair_distance(group: int) -> int:
+    """How many columns lie between the two in a byte: as many as a kernel then reads side by side, of x and of W, and
+    so few that both belong to one group."""
+    distance = _FARTHEST
+    while group % (2 * distance):
+        distance //= 2
+    return distance
 
 
-def unpack_pairs(values: torch.Tensor) -> torch.Tensor:
+def pack_pairs(codes: torch.Tensor, group: int) -> torch.Tensor:
+    """uint8 codes below 16 [N, K] -> two in a byte [N, K / 2]: column k in the low half, k + `pair_distance` in the
+    other."""
+    low, high = codes.unflatten(1, (-1, 2, pair_distance(group))).unbind(2)
+    return (low | (high << 4)).flatten(1)
+
+
+def unpack_pairs(values: torch.Tensor, group: int) -> torch.Tensor:
     """The inverse of `pack_pairs`."""
-    return torch.stack((values & 15, values >> 4), -1).flatten(1)
+    apart = values.unflatten(1, (-1, pair_distance(group)))
+    return torch.stack((apart & 15, apart >> 4), 2).flatten(1)
 
 
 def dequantize(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
@@ -112,11 +125,11 @@ def _numbers(packed: Packed, rows: slice, inner: int) -> torch.Tensor:
     if packed.kind == "fp8":
         numbers = values.float()
     elif packed.kind == "fp4":
-        codes = unpack_pairs(values)
+        codes = unpack_pairs(values, packed.group)
         table = torch.tensor((*_E2M1, *(-x for x in _E2M1)), device=values.device)
         numbers = table[codes.int()]
     else:
-        numbers = (unpack_pairs(values) if packed.kind == "int4" else values).float()
+        numbers = (unpack_pairs(values, packed.group) if packed.kind == "int4" else values).float()
         zero = MIDDLE[packed.kind] if packed.zero is None else _spread(packed.zero[rows], packed.group, inner)
         numbers = numbers - zero
     return numbers * _spread(packed.scale[rows], packed.group, inner)
@@ -126,3 +139,16 @@ def _spread(of_groups: torch.Tensor, group: int, inner: int) -> torch.Tensor:
     """[N, groups] -> float32 [N, K] or, with one group, [N, 1]."""
     wide = of_groups.float()
     return wide if of_groups.shape[1] == 1 else wide.repeat_interleave(group, 1)[:, :inner]
+
+
+# -- references of the kernels in packed.py ----------------------------------------------------------------------------
+
+
+def few_rows(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """packed.few_rows."""
+    return (x.float() @ unpacked(packed, x.dtype).float().T).to(x.dtype)
+
+
+def unpacked(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """packed.unpacked."""
+    return dequantize(replace(packed, columns=None), dtype)

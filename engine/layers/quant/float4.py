@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.gemm.packed_weight import Packed
+from engine.kernels.gemm.packed_weight import Packed, pack_pairs
 from engine.layers.quant.stored import Found, Inputs, Spec, StoredFormat, bad_values, check_scale, scalar_spec
 from engine.message import msg
 
@@ -47,10 +47,15 @@ class Nvfp4(StoredFormat):
             raise bad_values(name, self.global_scale, msg("it is zero, and scales are divided by it"))
         else:
             scale = scale / factor
-        return Packed("fp4", 16, stored[self.main], scale)
+        return Packed("fp4", 16, _in_pairs(stored[self.main], 16), scale)
 
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         return out * inner // 2 + out * inner // 16 * 4
+
+
+def _in_pairs(values: torch.Tensor, group: int) -> torch.Tensor:
+    """From neighbours in a byte to the pairs of the packed form."""
+    return pack_pairs(torch.stack((values & 15, values >> 4), -1).flatten(1), group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class Mxfp4(StoredFormat):
         if (exponent == _NAN).any():
             raise bad_values(name, "weight_scale", msg("it holds infinite values or NaN"))
         scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent.int() - 127)
-        return Packed("fp4", 32, stored["weight_packed"], scale.to(torch.bfloat16))
+        return Packed("fp4", 32, _in_pairs(stored["weight_packed"], 32), scale.to(torch.bfloat16))
 
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         return out * inner // 2 + out * inner // 32 * 2

@@ -50,7 +50,7 @@ def as_packed(
     middle = 1 << (bits - 1)
     if zero is None and bits < 4:
         zero = torch.full(scale.shape, middle, dtype=torch.uint8, device=scale.device)
-    values = codes if bits == 8 else pack_pairs(codes)
+    values = codes if bits == 8 else pack_pairs(codes, group)
     return Packed(kind, group, values, scale.contiguous(), None if zero is None else zero.contiguous(), columns)
 
 

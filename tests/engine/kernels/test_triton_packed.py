@@ -19,7 +19,7 @@ def make(kind, outputs, inner, group, *, zero=False, scale_dtype=torch.float32):
         values = torch.randn(outputs, inner).mul_(50).to(FP8)
     else:
         codes = torch.randint(0, 256 if kind == "int8" else 16, (outputs, inner), dtype=torch.uint8)
-        values = codes if kind == "int8" else pack_pairs(codes)
+        values = codes if kind == "int8" else pack_pairs(codes, group)
     zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if zero else None
     return Packed(kind, group, values, torch.rand(outputs, groups).add_(0.1).to(scale_dtype), zeros)
 
