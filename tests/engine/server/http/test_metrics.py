@@ -72,7 +72,8 @@ def test_a_request_is_counted_once_under_its_models_first_name(metrics: Metrics)
     assert got["vllm:request_prefill_time_seconds_sum", ""] == 2
     assert got["vllm:request_decode_time_seconds_sum", ""] == 4
     assert got["vllm:request_inference_time_seconds_sum", ""] == 6
-    assert set(re.findall(r'model_name="([^"]*)"', metrics.render()[0].decode())) == {"llama", "unknown"}, "refused before its model was known"
+    names = set(re.findall(r'model_name="([^"]*)"', metrics.render()[0].decode()))
+    assert names == {"llama", "unknown"}, "unknown: refused before its model was known"
 
 
 def test_a_stop_string_found_by_the_gateway_counts_as_stop(metrics: Metrics) -> None:
