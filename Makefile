@@ -11,7 +11,7 @@ LOCK   := offline_bundle/lock.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup lock demo demo-stop test test-installations test-compile test-cpus lint format bench test-gpu test-runtime test-runtime-cuda \
-        test-appliance clean
+        test-appliance test-prometheus clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -64,6 +64,12 @@ test-runtime-cuda: $(VENV)/.dev  ## The same for GPU servers (2.7 GB of packages
 	@if [ "$$(id -u)" = 0 ]; then \
 	ATOLL_BOOT_CUDA=1 $(BIN)/python -m pytest -m boot -rs -s --timeout=2400 tests/boot/test_boot_cuda.py; \
 	else echo 'The machine that boots needs root: sudo make test-runtime-cuda'; fi
+
+PROMETHEUS = .cache/prometheus
+test-prometheus: $(VENV)/.dev  ## The alert rules and the Grafana dashboard in a real Prometheus (Debian's package) that scrapes a live service
+	@mkdir -p $(PROMETHEUS)
+	@test -x $(PROMETHEUS)/usr/bin/promtool || { cd $(PROMETHEUS) && apt-get download prometheus && dpkg -x prometheus_*.deb .; }
+	@ATOLL_PROMETHEUS="$(CURDIR)/$(PROMETHEUS)/usr/bin" $(BIN)/python -m pytest -v tests/engine/server/http/test_prometheus.py
 
 test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on machines that boot without a network
 	@$(BIN)/python -m appliance.demo.model >/dev/null

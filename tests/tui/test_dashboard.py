@@ -120,7 +120,7 @@ async def test_active_requests_are_a_table_without_what_they_say(installed: Layo
         assert row["output_tokens"] > 0
         assert MARKER not in json.dumps(told)
         printed = command(installed, "--once").stdout
-        assert "1 active requests, of which 0 wait:" in printed
+        assert "Active requests: 1, 0 of them waiting." in printed
         assert "payroll-17" in printed
         async with app.run_test(size=(120, 40)) as pilot:
             await until(pilot, lambda: "payroll-17" in seen(app))

@@ -6,11 +6,23 @@ from engine.server.http.auth import ApiKey
 
 
 @dataclass(slots=True)
+class Work:
+    """Of all choices of one request."""
+
+    model: str
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    first_token_at: float | None = None   # monotonic time
+    between: float | None = None          # mean seconds between two tokens of a choice
+
+
+@dataclass(slots=True)
 class Caller:
     """Set by the middleware, read by the endpoints."""
 
     request_id: str
     key: ApiKey | None = None
+    work: "Work | None" = None  # what a generating request took, once it has ended
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # of the answer, whatever it will be
 
     @property

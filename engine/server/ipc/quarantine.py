@@ -55,6 +55,7 @@ class Quarantine:
         self._holder: bytes | None = None  # the suspect that runs
         self._holders = 0                  # its requests: equal ones may run together
         self._free = asyncio.Event()
+        self.held = 0                      # suspects that wait for another one
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
@@ -102,7 +103,11 @@ class Quarantine:
                 self._holder, self._holders = key, self._holders + 1
                 return Trial(self, key, suspect.tokens)
             self._free.clear()
-            await self._free.wait()
+            self.held += 1
+            try:
+                await self._free.wait()
+            finally:
+                self.held -= 1
         return None
 
     def leave(self, key: bytes, *, cleared: bool) -> None:

@@ -13,7 +13,8 @@ from msgspec import UNSET
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from engine.errors import AtollError, EngineDeadError, InvalidRequestError, QuarantinedError
-from engine.server.http.caller import Caller
+from engine.server.http.caller import Caller, Work
+from engine.server.http.metrics import RequestTracker
 from engine.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.thinking_budget import ThinkingBudget, within_budget
@@ -62,6 +63,7 @@ class Generation:
         self._marks, self._budget, self._grammar_field = marks, budget, grammar_field
         self.reasoning_tokens: int | None = None  # counted by who knows which they are
         self._id = uuid.uuid4().hex
+        self._trackers: list[RequestTracker] = []
         self._completion_tokens = 0
         self._cached = [0] * len(prompts)
 
@@ -82,7 +84,16 @@ class Generation:
                 yield delta
         finally:
             self._on_end(self.usage.total_tokens)
+            self._caller.work = self._work()
             await stream.aclose()
+
+    def _work(self) -> Work:
+        usage, firsts = self.usage, [t.first for t in self._trackers if t.first]
+        gaps = sum(max(0, t.generated - 1) for t in self._trackers)
+        return Work(
+            self._model.name, usage.prompt_tokens, usage.completion_tokens,
+            min(firsts, default=None),
+            sum(t.last - t.first for t in self._trackers) / gaps if gaps else None)
 
     async def _choice(self, index: int, prompt: int, child: int) -> AsyncIterator[ChoiceDelta]:
         params, prompt_ids = self.params, self.prompts[prompt]
@@ -93,6 +104,7 @@ class Generation:
         )
         detokenizer = Detokenizer(self._model.tokenizer, params, self._marks)
         tracker = self._gateway.metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
+        self._trackers.append(tracker)
         client, budget = self._model.client, self._budget
         self._gateway.active.enter(self._model.name, self._caller, request, client, tracker)
         outputs = client.generate(request) if budget is None else within_budget(client, request, budget)
@@ -108,7 +120,9 @@ class Generation:
                 if delta.finish_reason is not None:
                     return
             raise EngineDeadError("The engine ended the answer without a reason.")
-        except (EngineDeadError, QuarantinedError):
+        except (EngineDeadError, QuarantinedError) as error:
+            if isinstance(error, QuarantinedError):
+                self._gateway.metrics.refused("quarantined", self._model.name)
             tracker.finish(FinishReason.ERROR)
             raise
         except InvalidRequestError as error:

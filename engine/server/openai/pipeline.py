@@ -65,7 +65,7 @@ class Pipeline(Generic[Body]):
         check_common(body, gateway.limits)
         if self.check is not None:
             self.check(body, gateway.limits)
-        info = model.ready(gateway.limits, caller.key_id)
+        info = gateway.ready(model, caller.key_id)
         priority = priority_of(body, caller, info)
         prompts = await self.prompts(gateway, model, info, body)
         params = self.sampling(body, info, gateway.limits, model, prompts)

@@ -82,7 +82,8 @@ class ServedModel:
                              code="engine_unavailable")
         if client.info is not None and client.state == "ready":
             if client.stats.num_waiting >= limits.max_waiting:
-                raise overloaded("Too many requests are waiting for this model; try again.", limits.retry_after_seconds)
+                raise overloaded("Too many requests are waiting for this model; try again.", limits.retry_after_seconds,
+                                 refusal="queue_full")
             wait, most = 0.0, limits.max_wait_seconds
             if key is not None and client.stats.num_waiting:
                 wait = self.wait.seconds(key)
@@ -90,7 +91,7 @@ class ServedModel:
                 retry = max(limits.retry_after_seconds, min(MOST_RETRY_SECONDS, ceil(wait - most)))
                 raise overloaded(
                     f"A request would wait about {wait:.0f} seconds for this model, longer than the {most:g} seconds "
-                    f"that this server lets requests wait. Retry in {retry} seconds.", retry)
+                    f"that this server lets requests wait. Retry in {retry} seconds.", retry, refusal="expected_wait")
             return client.info
         if client.state == "dead":
             raise overloaded(
@@ -150,25 +151,38 @@ class Gateway:
             )
         return model
 
+    def ready(self, model: ServedModel, key: str) -> EngineInfo:
+        """As `ServedModel.ready`; a refusal is counted."""
+        try:
+            return model.ready(self.limits, key)
+        except ApiError as error:
+            self.metrics.refused(error.refusal or "engine_unavailable", model.name)
+            raise
+
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[None]:
         """Count a generating request while it lasts. Raises ApiError 503 (server full) or 429 (the key's
         share or rate is used up)."""
         limits, key = self.limits, caller.key_id
+        refused = self.metrics.refused
         if self._in_flight.total() >= limits.max_in_flight:
+            refused("server_full")
             raise overloaded(f"The server is at its request limit. Retry in {limits.retry_after_seconds} seconds.",
                              limits.retry_after_seconds)
         if key and limits.max_in_flight_per_key and self._in_flight[key] >= limits.max_in_flight_per_key:
+            refused("key_concurrency")
             raise overloaded(
                 f"This key may have {limits.max_in_flight_per_key} requests in flight; wait for one to end.",
                 limits.retry_after_seconds, status=429, code="rate_limit_exceeded",
             )
         if key and self._in_flight[key] >= limits.max_in_flight - limits.max_in_flight // 8:
+            refused("key_concurrency")
             raise overloaded("This key has as many requests in flight as one key may; the rest is for other keys. Wait "
                              "for one to end.", limits.retry_after_seconds, status=429, code="rate_limit_exceeded")
         wait = ceil(self._rates.admit(key)) if key else 0
         caller.headers += self._rates.headers(key)
         if wait:
+            refused("key_rate")
             raise overloaded(f"This key is above its requests or tokens per minute. Retry in {wait} seconds.", wait,
                              status=429, code="rate_limit_exceeded")
         self._in_flight[key] += 1

@@ -16,6 +16,7 @@ import httpx
 import uvicorn
 
 from engine.server.gateway.app import create_app
+from engine.server.http.access_log import AccessLog
 from engine.server.http.auth import KeyFile
 from engine.server.http.limits import Limits
 from engine.server.http.protocol import BoundedHttpProtocol
@@ -30,7 +31,7 @@ class RunningServer:
         self.gateway: Gateway = self.app.state.gateway
         self.client = next(iter(models.values())).client
         config = uvicorn.Config(
-            self.app,
+            AccessLog(self.app),
             port=0,
             http=BoundedHttpProtocol.with_limits(limits),
             ws="none",
