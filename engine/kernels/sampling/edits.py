@@ -90,7 +90,10 @@ def _mask_kernel(z_ptr, mask_of_ptr, masks_ptr, V, masks_stride, BLOCK: tl.const
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < V
     word = tl.load(masks_ptr + mask * masks_stride + (ids >> 5), mask=inside, other=-1)
-    tl.store(z_ptr + i * V + ids, float("-inf"), mask=inside & (((word >> (ids & 31)) & 1) == 0))
+    banned = inside & (((word >> (ids & 31)) & 1) == 0)
+    # A sum, so that NaN and +inf stay visible: a row that holds them is bad, whatever its grammar allows.
+    z = tl.load(z_ptr + i * V + ids, mask=banned, other=0.0)
+    tl.store(z_ptr + i * V + ids, z + float("-inf"), mask=banned)
 
 
 def copy_rows(logits: torch.Tensor, index: torch.Tensor, z: torch.Tensor) -> None:
@@ -127,7 +130,7 @@ def penalise(
 
 
 def mask_tokens(z: torch.Tensor, mask_of: torch.Tensor, masks: torch.Tensor) -> None:
-    """z[i, t] = -inf for each token t whose bit in masks[mask_of[i]] is 0. z [N, V] float32; masks int32 [M, W], bit b
+    """z[i, t] += -inf for each token t whose bit in masks[mask_of[i]] is 0. z [N, V] float32; masks int32 [M, W], bit b
     of word w is token 32 w + b; mask_of int32 [>= N], -1 for a row that has no mask."""
     rows, vocab = z.shape
     block = min(BLOCK, triton.next_power_of_2(vocab))

@@ -36,7 +36,10 @@ def json_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
 
 
 def regex(pattern: str, param: str) -> dict[str, Any]:
-    """Of a regular expression that the whole answer matches; \\d, \\w and \\s are ASCII's. Raises InvalidRequestError."""
+    """Of a regular expression that the whole answer matches; its classes (\\d, \\w, \\s) are ASCII's.
+
+    Raises InvalidRequestError.
+    """
     from llguidance import regex_to_lark
 
     check_size(pattern, param, limits.MAX_REGEX_BYTES)

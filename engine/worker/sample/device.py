@@ -204,7 +204,8 @@ class DeviceSampler:
             self.add(0, everything, 0, 0, ())
             self.fill(words, [0], [self.max_model_len])
             columns[:, :1].copy_(torch.from_numpy(words))
-            self.sample(logits, columns, token_ids, out, self.plan([0], [self.max_model_len]))
+            free = TokenMasks([0], np.full((1, -(-self.vocab_size // 32)), -1, dtype=np.int32))
+            self.sample(logits, columns, token_ids, out, self.plan([0], [self.max_model_len], free))
             self.prompt_logprobs(logits, out, 1)
         finally:
             self.remove(0)

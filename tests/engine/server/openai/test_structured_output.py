@@ -63,7 +63,7 @@ def test_an_answer_is_an_instance_of_its_schema(client: OpenAI, name: str) -> No
         assert choice.finish_reason == "stop"
         jsonschema_rs.validate(schema, read(choice.message.content))
     free = chat(client, max_tokens=50)
-    with pytest.raises(ValueError, match="JSON|Expecting|Extra|Invalid"):
+    with pytest.raises(ValueError, match=r"JSON|Expecting|Extra|Invalid"):
         json.loads(free.choices[0].message.content)
 
 
@@ -172,8 +172,8 @@ def test_a_grammar_that_cannot_be_used_is_a_400_that_names_the_field(
     server: RunningServer, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     for path, body in (("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "x"})):
-        reply = httpx.post(server.url + path, json={"model": "tiny", "max_tokens": 5, "stream": stream, **body, **fields},
-                           timeout=30)
+        asked = {"model": "tiny", "max_tokens": 5, "stream": stream, **body, **fields}
+        reply = httpx.post(server.url + path, json=asked, timeout=30)
         assert reply.status_code == 400, reply.text
         error = reply.json()["error"]
         assert (error["param"] or "").startswith(param), error
