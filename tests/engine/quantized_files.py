@@ -179,11 +179,13 @@ def float4(kind: str) -> Writer:
 
 
 def save(
-    source: Path, directory: Path, config: dict, writer_of: Callable[[str], Writer | None], *, with_text: bool = False
-) -> Path:
+    source: Path, directory: Path, config: dict, writer_of: Callable[[str], Writer | None], *,
+    change: Callable[[Tensors], Tensors] = dict,
+) -> Path:  # fmt: skip
     """Quantise the checkpoint in `source`: a writer for each module, or None. Returns `directory`/packed; beside it,
-    in `directory`/plain, is the same model with the numbers that the packed ones stand for."""
-    tensors = load_file(source / "model.safetensors")
+    in `directory`/plain, is the same model with the numbers that the packed ones stand for. `change`: of the
+    checkpoint, before it is quantised."""
+    tensors = change(load_file(source / "model.safetensors"))
     packed: Tensors = {}
     plain: Tensors = {}
     for name, tensor in tensors.items():

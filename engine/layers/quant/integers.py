@@ -55,7 +55,10 @@ def as_packed(
 
 
 def columns_of(g_idx: torch.Tensor, group: int, name: str, tensor: str) -> torch.Tensor | None:
-    """From the group of each column: the order in which groups stand side by side; None if they do already."""
+    """From the group of each column: the order in which groups stand side by side; None if they do already. Some
+    writers leave zeros where columns are in order."""
+    if not g_idx.any():
+        return None
     order = torch.argsort(g_idx, stable=True)
     expected = torch.arange(len(g_idx), device=g_idx.device) // group
     if not torch.equal(g_idx[order].long(), expected):

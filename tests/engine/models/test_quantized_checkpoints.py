@@ -186,7 +186,7 @@ def nan_in(name):
     ("ct w4a16 g32", also(weight_zero_point=torch.ones(1, dtype=torch.int32)), f"{DOWN}.weight_zero_point"),
     ("ct w4a16 g32", also(weight_shape=torch.tensor([320, 192])), f"{DOWN}.weight_shape is wrong"),
     ("ct w4a16 g32", also(weight_packed=torch.ones(192, 40)), f"{DOWN}.weight_packed is F32.*I32"),
-    ("ct w4a16 g_idx", also(weight_g_idx=torch.zeros(320, dtype=torch.int32)), f"{DOWN}.weight_g_idx is wrong"),
+    ("ct w4a16 g_idx", also(weight_g_idx=torch.ones(320, dtype=torch.int32)), f"{DOWN}.weight_g_idx is wrong"),
     ("gptq", without(f"{DOWN}.qzeros"), f"{DOWN}.qzeros"),
     ("gptq", also(qzeros=torch.full((10, 24), 0x11111111, dtype=torch.int32)), f"{DOWN}.qzeros is wrong.*symmetric"),
     ("gptq", nan_in(f"{DOWN}.scales"), f"{DOWN}.scales is wrong"),
