@@ -1,8 +1,14 @@
 """JSON schemas as applications write them. Texts in them are bounded, so that a model without any sense ends them."""
 
+import json
 from typing import Any
 
 NAME = {"type": "string", "maxLength": 12}
+
+
+def read(text: str) -> Any:
+    """JSON, in which a number may be too large for a float."""
+    return json.loads(text, parse_float=lambda number: min(max(float(number), -1e300), 1e300))
 
 
 def record(required: bool = True, **properties: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import openai
 import pytest
 from gateways import RunningServer, engine_process
 from openai import OpenAI
-from schemas import SCHEMAS, record
+from schemas import SCHEMAS, read, record
 
 from engine.server.http.limits import Limits
 from engine.server.ipc.client import EngineClient
@@ -48,11 +48,6 @@ def chat(client: OpenAI, seed: int = 0, *, max_tokens: int = 3000, **fields: Any
 
 def json_schema(schema: Any, *, strict: bool = True) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": strict}}
-
-
-def read(text: str) -> Any:
-    """JSON, in which a number may be too large for a float."""
-    return json.loads(text, parse_float=lambda number: min(max(float(number), -1e300), 1e300))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
