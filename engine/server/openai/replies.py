@@ -208,7 +208,9 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     root: str
+    parent: None
     max_model_len: int | None
+    context_length: int | None  # the same, under the name that other clients read
 
 
 class ModelList(msgspec.Struct):
@@ -227,6 +229,7 @@ class TokenizerInfo(msgspec.Struct):
     """vLLM's names; `model_max_length` is the context in tokens. A token that the model does not have is null."""
 
     model: str
+    tokenizer_class: str
     vocab_size: int
     model_max_length: int | None
     bos_token: str | None
