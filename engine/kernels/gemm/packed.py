@@ -175,11 +175,16 @@ def _unpack_kernel(
 @triton.jit
 def _eight_products(w, x_ptr, at, live, PAIR: tl.constexpr):
     """Of words w [BLOCK_N, BLOCK_W] whose first columns are `at` [BLOCK_W]: sum of q x [BLOCK_N, BLOCK_W], and of x
-    [BLOCK_W]. PAIR is 4 at least."""
+    [BLOCK_W]. PAIR is 4 at least, so four columns of x, of 16 bits each, lie side by side and are read as one number:
+    what is read has to be handed to the threads that hold the words, once for four columns."""
     held = tl.zeros(w.shape, tl.float32)
     total = tl.zeros([w.shape[1]], tl.float32)
+    fours = x_ptr.to(tl.pointer_type(tl.int64))
+    low = tl.load(fours + at // 4, mask=live, other=0)
+    high = tl.load(fours + (at + PAIR) // 4, mask=live, other=0)
     for j in tl.static_range(8):
-        x = tl.load(x_ptr + at + (j // 2 + j % 2 * PAIR), mask=live, other=0.0).to(tl.float32)
+        four = low if j % 2 == 0 else high
+        x = (four >> (j // 2 * 16)).to(tl.int16).to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
         if j < 4:
             moved = w << (16 - 4 * j)
         else:
@@ -248,7 +253,7 @@ def packed_tiles(rows: int, outputs: int, multiprocessors: int, shared: int) -> 
 def few_rows(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = None) -> torch.Tensor:
     """Up to FEW_ROWS rows: x [M, K] in the order of the packed columns (rows may be strided) -> [M, N] in x's dtype."""
     rows, (outputs, inner) = x.shape[0], packed.shape
-    if tiles is None and rows <= VECTOR_ROWS and in_words(packed):
+    if tiles is None and rows <= VECTOR_ROWS and in_words(packed, x):
         return vector_rows(x, packed)
     if tiles is None:
         tiles = packed_tiles(rows, outputs, target_of(x.device).multiprocessors, shared_memory(x.device))
@@ -263,8 +268,10 @@ def few_rows(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = None) 
     return y
 
 
-def in_words(packed: Packed) -> bool:
-    """Whether there is a vector form of this weight's products."""
+def in_words(packed: Packed, x: torch.Tensor) -> bool:
+    """Whether there is a vector form of this product."""
+    if x.dtype.itemsize != 2 or x.stride(0) % 4 or x.data_ptr() % 8:
+        return False
     return packed.kind == "int4" and packed.shape[1] % 8 == 0 and pair_distance(packed.group) >= 4
 
 
