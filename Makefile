@@ -10,8 +10,8 @@ LOCK   := offline_bundle/lock.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock demo demo-stop test test-compile test-cpus lint format bench test-gpu test-runtime test-runtime-cuda \
-        test-appliance test-prometheus clean
+.PHONY: help setup lock demo demo-stop test test-installations test-terminal test-compile test-cpus lint format bench test-gpu \
+        test-runtime test-runtime-cuda test-appliance test-prometheus clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -32,6 +32,14 @@ ifeq ($(strip $(PYTEST)),)
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif
+
+test-installations: $(VENV)/.dev  ## Real installations, tuned, verified and piloted, by command and in a terminal, killed in between
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python tests/side_by_side.py installations
+
+test-terminal: $(VENV)/.dev  ## The screens from an empty prefix to a signed pilot, in tmux and as consoles show them: minutes
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python -m pytest -m slow -rs -v tests/tui/terminal
 
 test-compile: $(VENV)/.dev  ## Compile every GPU kernel for every supported GPU; a later run only what has changed
 	@$(BIN)/python -m pytest -m slow tests/engine/kernels/test_triton_compile.py

@@ -1,6 +1,5 @@
 """`atoll top`: the dashboard, or one look at it for scripts and for terminals without screens."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ from rich.cells import cell_len
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, spoken, told
 from appliance.service.dashboard.snapshot import Snapshot
 from appliance.service.words import t
-from tui.command import can_show, open_screens
+from tui.command import open_screens
+from tui.terminal import why_not
 
 _HELP = """The running service on one screen: models, speed, waiting requests, KV cache, GPUs, and what to act on.
 
@@ -47,9 +47,8 @@ def command(
             else:
                 _print(seen)
             return
-        if not can_show():
-            say(t("The screens need a terminal that can move its cursor (TERM is '{term}'). Use: {command}",
-                  term=os.environ.get("TERM", ""), command="atoll top --once"), err=True)  # fmt: skip
+        if said := why_not("atoll top --once"):
+            say(said, err=True)
             raise typer.Exit(2)
         open_screens(layout, ascii_only=ascii_only, dashboard=True)
 

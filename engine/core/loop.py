@@ -5,6 +5,10 @@
 
 With overlap the host plans step N+1 while the device runs step N; the token that step N samples is a placeholder on the
 host and already in the request table on the device.
+
+A grammar needs step N's token to say which tokens step N+1 may sample. It is read while the device computes:
+
+    overlap with a grammar   plan 2 | forward 2 | read 1 | masks 2 | sample 2 | plan 3 | forward 3 | read 2 ...
 """
 
 import logging
@@ -16,9 +20,10 @@ from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.core.batch import StepPlan, StepResult
+from engine.core.grammar import Grammars, Pending, TokenMasks
 from engine.core.kv.manager import KVManager
 from engine.core.kv.spec import CacheMemory
-from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
+from engine.core.request import EngineRequest, EngineStats, FinishReason, Refusal, StepOutput
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.errors import InvalidRequestError, log_fields
@@ -36,7 +41,7 @@ class Runner(Protocol):
     def forward(self, plan: StepPlan, /) -> Any:
         """Start a step: up to the hidden states of the tokens that sample."""
 
-    def sample(self, forwarded: Any, /) -> Any:
+    def sample(self, forwarded: Any, masks: TokenMasks | None = None, /) -> Any:
         """Start the rest of the step that `forward` returned."""
 
     def collect(self, sampled: Any, /) -> StepResult:
@@ -65,6 +70,7 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         depth: int = 1,
+        grammars: Grammars | None = None,
         description: dict[str, Any] | None = None,
     ) -> None:
         if memory.slabs_for(max_model_len, max_num_batched_tokens) > memory.num_slabs:
@@ -88,6 +94,8 @@ class EngineCore:
         self.depth = depth
         # Called with request ids (that went back to the queue, that left it) before the step that computes them starts.
         self.on_moved: Callable[[list[str], list[str]], None] | None = None
+        self._grammars = grammars
+        self._compiling: dict[str, tuple[Sequence, Pending]] = {}  # not in the queue before its grammar is compiled
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self._pending: list[StepOutput] = []   # aborts since the last step
         self._order = 0
@@ -113,7 +121,10 @@ class EngineCore:
             order=self._order,
         )
         self._order += 1
-        self.scheduler.add(seq)
+        if request.params.grammar is None or self._grammars is None:
+            self.scheduler.add(seq)
+        else:
+            self._compiling[seq.request_id] = seq, self._grammars.begin(request.params.grammar)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests now. Unknown ids are ignored: the request may have ended while the abort was on its way."""
@@ -122,21 +133,26 @@ class EngineCore:
             if seq is not None:
                 self.scheduler.finish(seq, FinishReason.ABORT)
                 self._pending.append(StepOutput(request_id, finish_reason=FinishReason.ABORT, times=seq.times))
+            elif (compiling := self._compiling.pop(request_id, None)) is not None:  # others may wait for the grammar
+                self._pending.append(
+                    StepOutput(request_id, finish_reason=FinishReason.ABORT, times=compiling[0].times))
 
     def has_work(self) -> bool:
-        return bool(self.scheduler.seqs or self._in_flight or self._pending)
+        return bool(self.scheduler.seqs or self._in_flight or self._pending or self._compiling)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
         """Launch the next step, read the oldest one; returns new tokens and ended requests."""
         outputs, self._pending = self._pending, []
+        if self._compiling:
+            outputs += self._queue_compiled()
         plan = self.scheduler.schedule()
         if plan is not None:
             if plan.row_inits or self.scheduler.preempted:
                 self._tell_moved(plan)
             try:
-                self._in_flight.append((plan, self.runner.sample(self.runner.forward(plan))))
+                self._launch(plan, outputs)
             except Exception as error:
                 while self._in_flight:  # steps launched earlier are not affected: finish them first
                     outputs += self._collect_oldest()
@@ -148,7 +164,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         stats, pool = self._stats, self.kv.pool
         stats.num_running = len(self.scheduler.running)
-        stats.num_waiting = len(self.scheduler.waiting)
+        stats.num_waiting = len(self.scheduler.waiting) + len(self._compiling)
         stats.kv_usage = self.kv.usage
         stats.pages_in_use = round(stats.kv_usage * pool.capacity)
         stats.prefix_queries = self.kv.prefix_queries
@@ -169,6 +185,7 @@ class EngineCore:
             "page_size": self.kv.page_size,
             "max_num_seqs": self.max_num_seqs,
             "scheduling_policy": self.config.scheduling_policy,
+            "grammars": self._grammars is not None,
             **self._description,
         }
 
@@ -185,7 +202,7 @@ class EngineCore:
 
     def _verify(self, request: EngineRequest) -> None:
         prompt = request.prompt_token_ids
-        if request.request_id in self.scheduler.seqs:
+        if request.request_id in self.scheduler.seqs or request.request_id in self._compiling:
             raise InvalidRequestError(f"A request with id {request.request_id!r} is already running.", "request_id")
         if not prompt:
             raise InvalidRequestError("The prompt is empty: at least one token is needed.", "prompt")
@@ -193,7 +210,14 @@ class EngineCore:
             raise InvalidRequestError(
                 f"Token ids must lie between 0 and {self.vocab_size - 1}, the model's vocabulary.", "prompt"
             )
-        if len(prompt) + 1 > self.max_model_len:
+        if request.pooling is not None and len(prompt) > self.max_model_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the input holds "
+                f"{len(prompt)} tokens (context_length_exceeded).",
+                "input",
+                "context_length_exceeded",
+            )
+        if request.pooling is None and len(prompt) + 1 > self.max_model_len:
             raise InvalidRequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt holds "
                 f"{len(prompt)} tokens and at least one is needed for the answer (context_length_exceeded).",
@@ -201,6 +225,8 @@ class EngineCore:
                 "context_length_exceeded",
             )
         params = request.params
+        if params.grammar is not None and self._grammars is None:
+            raise InvalidRequestError("This engine has no tokenizer, so answers cannot follow a grammar.", "grammar")
         out_of_range = [t for t in (*params.logit_bias, *params.stop_token_ids, *params.bad_token_ids)
                         if not 0 <= t < self.vocab_size]
         if out_of_range:
@@ -214,6 +240,51 @@ class EngineCore:
         back, self.scheduler.preempted = self.scheduler.preempted, []
         if self.on_moved is not None:
             self.on_moved(back, [seq.request_id for seq in plan.seqs if seq.row in rows])
+
+    def _queue_compiled(self) -> list[StepOutput]:
+        """Queue the sequences whose grammars are ready, each where its arrival puts it."""
+        outputs = []
+        for request_id, (seq, pending) in list(self._compiling.items()):
+            try:
+                seq.matcher = pending.poll()
+            except InvalidRequestError as error:
+                outputs.append(StepOutput(
+                    request_id, finish_reason=FinishReason.ERROR, times=seq.times,
+                    refusal=Refusal(str(error.message), error.param, error.code)))
+            else:
+                if seq.matcher is None:
+                    continue
+                self.scheduler.add(seq)
+                outputs.append(StepOutput(request_id))
+            del self._compiling[request_id]
+        return outputs
+
+    def _launch(self, plan: StepPlan, outputs: list[StepOutput]) -> None:
+        forwarded = self.runner.forward(plan)
+        under = self.scheduler.with_grammar(plan)
+        if not under:
+            self._in_flight.append((plan, self.runner.sample(forwarded)))
+            return
+        self._in_flight.append((plan, None))  # if an earlier step fails, this one fails with it
+        while len(self._in_flight) > 1:
+            outputs += self._collect_oldest()
+        if self._in_flight:
+            self._in_flight.clear()
+            masks = self._masks(plan, outputs)
+            self._in_flight.append((plan, self.runner.sample(forwarded, masks)))
+
+    def _masks(self, plan: StepPlan, outputs: list[StepOutput]) -> TokenMasks | None:
+        """What the grammars of the step's sequences allow, whose tokens are all known. A sequence whose grammar takes
+        too much work ends here."""
+        under = self.scheduler.with_grammar(plan)
+        if not under or self._grammars is None:
+            return None
+        masks = self._grammars.masks([place for place, _ in under], [seq.matcher for _, seq in under])
+        for _, seq in under:
+            if seq.matcher.error:
+                outputs.append(self.scheduler.refuse(
+                    seq, f"The answer's grammar takes too much work at this point: {seq.matcher.error}"))
+        return masks
 
     def _collect_oldest(self) -> list[StepOutput]:
         plan, handle = self._in_flight.popleft()

@@ -21,6 +21,7 @@ class SamplingParams:
     depends only on (seed, position, logits) and never on what else is in the batch. `stop` strings end the text before
     the string (or after it with `include_stop_str_in_output`); `stop_token_ids` and the model's end tokens end it at
     the token. `logprobs`/`prompt_logprobs` ask for that many alternatives a position (0: only the token itself).
+    `grammar` is what the answer must follow, in llguidance's form (engine.text.grammar.forms makes it).
     """
 
     n: int = 1
@@ -41,6 +42,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
     bad_token_ids: list[int] = field(default_factory=list)
+    grammar: str | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False

@@ -2,12 +2,15 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.core.params import SamplingParams
 
+Pooling = Literal["last", "mean"]  # which hidden states make an embedding: the last token's, or the mean of all
+
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"      # an end token, a stop token or a stop string
+    STOP = "stop"      # an end token, a stop token or a stop string; or the embedding is done
     LENGTH = "length"  # max_tokens or the context is full
     ABORT = "abort"    # the client went away
     ERROR = "error"    # a step failed; `StepOutput.error` says how
@@ -24,6 +27,7 @@ class EngineRequest:
     cache_salt: str = ""     # prefix-cache hits happen only between equal salts (tenants)
     arrival_time: float = 0  # time.monotonic() of the submitter; set by the engine when 0
     owner: str = ""          # owners take turns in the queue; a digest or an id, never a secret
+    pooling: Pooling | None = None  # the answer is an embedding of the prompt, and no token is sampled
 
 
 @dataclass(slots=True)
@@ -46,9 +50,19 @@ class RequestTimes:
     finished: float = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An `InvalidRequestError` as data, of a request that was found wrong after it had been accepted."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
 @dataclass(slots=True)
 class StepOutput:
-    """What one step produced for one request. Sent when there is a new token or the request ended."""
+    """What one step produced for one request. Sent when there is a new token or the request ended, and once, without
+    either, when its grammar has been compiled."""
 
     request_id: str
     new_token_ids: list[int] = field(default_factory=list)
@@ -57,8 +71,11 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None      # the stop token that ended it; None for the model's own end token
     num_cached_tokens: int = 0          # prompt tokens that came from the prefix cache
+    complete: bool = False              # STOP because the grammar ended: the last token is part of the answer
     error: str | None = None
+    refusal: Refusal | None = None      # with ERROR: the fault is the request's own
     times: RequestTimes | None = None   # with the last output
+    embedding: bytes | None = None      # little-endian float32, as the model's last norm left it; see `pooling`
 
 
 @dataclass(slots=True)

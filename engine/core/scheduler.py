@@ -17,10 +17,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
+from engine.core.batch import PageUpdate, PooledChunk, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
-from engine.core.request import FinishReason, StepOutput
+from engine.core.request import FinishReason, Refusal, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status
 from engine.core.waiting import WaitingQueue
 
@@ -57,6 +57,7 @@ class Scheduler:
         self._stalled: dict[Sequence, int] = {}             # lack pages -> for how many steps so far
         self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
         self.preempted: list[str] = []                      # request ids since the loop last told of them
+        self.num_with_grammar = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0       # of sequences that have produced their first token
         self.num_generated_tokens = 0
@@ -65,6 +66,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.seqs[seq.request_id] = seq
+        self.num_with_grammar += seq.matcher is not None
         self.waiting.push(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -78,6 +80,7 @@ class Scheduler:
         seq.finish_reason = reason
         seq.times.finished = time.monotonic()
         del self.seqs[seq.request_id]
+        self.num_with_grammar -= seq.matcher is not None
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -131,10 +134,21 @@ class Scheduler:
         if draft.mixed:
             draft.put_singles_first()
         saves, moved = self.kv.take_state_saves(), self.kv.take_moved_slabs()
-        plan = StepPlan(self._next_step, draft.items, draft.row_inits, draft.page_updates, saves, moved)
+        plan = StepPlan(
+            self._next_step, draft.items, draft.row_inits, draft.page_updates, saves, moved, draft.pooled
+        )
         self._flights[self._next_step] = draft.seqs
         self._next_step += 1
         return plan
+
+    def with_grammar(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
+        """Of a step in flight: the live sequences that sample under a grammar, with their places among all that sample.
+        """
+        if not self.num_with_grammar:
+            return []
+        sampling = (s for s, item in zip(self._flights[plan.step_id], plan.seqs, strict=True) if item.samples)
+        return [(place, seq) for place, seq in enumerate(sampling)
+                if seq.matcher is not None and seq.status is not Status.FINISHED]
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Apply the result of a step: append tokens, end sequences, free what was in flight."""
@@ -148,6 +162,12 @@ class Scheduler:
                 if output:
                     outputs.append(output)
         return outputs
+
+    def refuse(self, seq: Sequence, why: str) -> StepOutput:
+        """End a sequence through its own fault."""
+        self.finish(seq, FinishReason.ERROR)
+        return StepOutput(
+            seq.request_id, finish_reason=FinishReason.ERROR, refusal=Refusal(why, "grammar"), times=seq.times)
 
     def fail(self, plans: Iterable[StepPlan], error: str) -> list[StepOutput]:
         """A step raised: end the sequences of this step and of the steps launched after it, and no others.
@@ -288,24 +308,29 @@ class Scheduler:
                 prompt_len=seq.prompt_len,
                 params=seq.params,
                 seed=seq.seed,
-                stop_ids=tuple(seq.stop_ids | seq.eos_ids) if seq.params.min_tokens else (),
+                # A grammar knows when the answer may end; with both, no token might be left.
+                stop_ids=tuple(seq.stop_ids | seq.eos_ids) if seq.params.min_tokens and seq.matcher is None else (),
                 slot=seq.slot,
                 state_from=hit.checkpoint,
             )
         )
 
-    def _commit(self, draft: "_Draft", seq: Sequence, num_tokens: int, samples: bool) -> None:
-        """Add `num_tokens` of `seq` to the step. `samples`: they reach the last known token."""
+    def _commit(self, draft: "_Draft", seq: Sequence, num_tokens: int, ends: bool) -> None:
+        """Add `num_tokens` of `seq` to the step. `ends`: they reach the last known token, so a token is sampled."""
         start = seq.num_computed_tokens
         params = seq.params
+        samples = ends
+        if seq.pooling is not None:
+            draft.pooled[seq.row] = PooledChunk(seq.pooling, ends)
+            samples = False
         seq.num_computed_tokens = end = start + num_tokens
-        seq.num_placeholders += samples
+        seq.num_placeholders += ends
         seq.last_step = self._next_step
         if len(seq.tables[0]) > seq.num_pages_sent:
             self.kv.describe_changes(seq, draft.page_updates)
         if end // self._page_size > seq.num_registered_pages:
             self.kv.register_full_pages(seq)
-        if not samples and seq.checkpoints and end == seq.checkpoints[0]:
+        if not ends and seq.checkpoints and end == seq.checkpoints[0]:
             self.kv.save_state(seq)
         prompt_logprobs = params.prompt_logprobs
         if prompt_logprobs is not None and (start >= seq.prompt_len or seq.num_output_tokens):
@@ -372,12 +397,15 @@ class Scheduler:
             assert item.start < len(known), "prompt logprobs have a gap"
             known += answer.prompt_logprobs[len(known) - 1 - item.start :]
         if not item.samples:
-            return None
+            return None if answer.embedding is None else self._take_embedding(seq, answer.embedding)
         assert answer.token_id is not None
         seq.num_placeholders -= 1
         seq.token_ids.append(answer.token_id)
         self.num_generated_tokens += 1
         output = StepOutput(seq.request_id, [answer.token_id])
+        if seq.matcher is not None:
+            seq.matcher.accept(answer.token_id)
+            output.complete = seq.matcher.finished and not seq.ends_at(answer.token_id)
         if answer.logprobs is not None:
             output.logprobs = [answer.logprobs]
         if seq.num_output_tokens == 1:
@@ -395,6 +423,14 @@ class Scheduler:
                 output.stop_reason = answer.token_id
         return output
 
+    def _take_embedding(self, seq: Sequence, embedding: bytes) -> StepOutput:
+        self.num_prompt_tokens += seq.prompt_len
+        seq.times.first_token = time.monotonic()
+        seq.num_placeholders = 0
+        self.finish(seq, FinishReason.STOP)
+        return StepOutput(seq.request_id, finish_reason=FinishReason.STOP, num_cached_tokens=seq.num_cached_tokens,
+                          times=seq.times, embedding=embedding)
+
 
 @dataclass(slots=True)
 class _Draft:
@@ -405,6 +441,7 @@ class _Draft:
     seqs: list[Sequence] = field(default_factory=list)   # parallel to `items`
     row_inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
+    pooled: dict[int, PooledChunk] = field(default_factory=dict)
     mixed: bool = False      # some have more than one token
     preempted: bool = False  # somebody was
 

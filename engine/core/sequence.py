@@ -8,14 +8,16 @@
         |------------------ known ------------------------|--placeholder-|
 
 A step computes some of the tokens between `num_computed_tokens` and known + placeholders; when it reaches the end, it
-samples one more. Prefill, decode, chunking, prefix hits and resumption are all this one rule.
+samples one more. Prefill, decode, chunking, prefix hits and resumption are all this one rule. A sequence with `pooling`
+samples nothing: its placeholder stands for the embedding, which ends it.
 """
 
 import enum
 from dataclasses import dataclass, field
 
+from engine.core.grammar import Matcher
 from engine.core.params import SamplingParams
-from engine.core.request import EngineRequest, FinishReason, RequestTimes, TokenLogprobs
+from engine.core.request import EngineRequest, FinishReason, Pooling, RequestTimes, TokenLogprobs
 
 NO_ROW = -1
 NO_SLOT = -1
@@ -42,6 +44,7 @@ class Sequence:
     times: RequestTimes
     arrival_order: int = 0             # ties in arrival are broken by order of submission
     owner: str = ""                    # owners take turns in the queue
+    pooling: Pooling | None = None
 
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -60,6 +63,7 @@ class Sequence:
     num_pages_sent: int = 0            # how many pages the worker's block tables already hold
     last_step: int = -1                # id of the newest step that touches this sequence's row and pages
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    matcher: Matcher | None = None     # knows the output so far; None without a grammar
 
     @classmethod
     def from_request(
@@ -68,6 +72,8 @@ class Sequence:
         params = request.params
         prompt_len = len(request.prompt_token_ids)
         wanted = max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
+        if request.pooling is not None:
+            wanted = prompt_len
         return cls(
             request_id=request.request_id,
             params=params,
@@ -82,6 +88,7 @@ class Sequence:
             times=RequestTimes(arrival=request.arrival_time),
             arrival_order=order,
             owner=request.owner,
+            pooling=request.pooling,
         )
 
     @property
@@ -104,8 +111,14 @@ class Sequence:
         """Sort key: who is served first, and (reversed) who is preempted first, under the priority policy."""
         return (self.priority, self.times.arrival, self.arrival_order)
 
+    def ends_at(self, token_id: int) -> bool:
+        """Whether `token_id`, its newest token, is an end or stop token that counts."""
+        # Under a grammar min_tokens does not hold back the end: no other token might be allowed.
+        enough = self.matcher is not None or self.num_output_tokens >= self.params.min_tokens
+        return enough and (token_id in self.eos_ids or token_id in self.stop_ids)
+
     def finish_reason_for(self, token_id: int) -> FinishReason | None:
         """Why the sequence ends with `token_id`, its newest token (already appended); None to go on."""
-        if self.num_output_tokens >= self.params.min_tokens and (token_id in self.eos_ids or token_id in self.stop_ids):
+        if self.ends_at(token_id) or (self.matcher is not None and self.matcher.finished):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None

@@ -74,7 +74,7 @@ def test_what_is_compiled_early_is_what_this_card_needs() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
     assert nvml.compute_capability() == capability
-    if capability not in jobs.CARDS:
+    if capability not in jobs.GPUS:
         pytest.skip(f"nothing is listed for compute capability {capability}")
     with recording() as needed:
         for check in EVERY:

@@ -66,7 +66,7 @@ class Dashboard(Told, Screen[None]):
     .wide #gpus { display: block; }
     .small #headline, .small #models, .small #middle, .small #alerts, .small #log { display: none; }
     """
-    AUTO_FOCUS: ClassVar[str | None] = None
+    AUTO_FOCUS: ClassVar[str | None] = ""
 
     seen: reactive[Snapshot | None] = reactive(None, init=False)
     held = reactive(False, init=False)

@@ -85,8 +85,8 @@ def active_line(seen: Snapshot) -> str:
         return t("No active requests.")
     waiting = sum(row.state == "waiting" for row in seen.active)
     if seen.active_total > len(seen.active):
-        return t("Active requests: {total:,}. The oldest {shown:,}, {waiting:,} of them waiting:", total=seen.active_total,
-                 shown=len(seen.active), waiting=waiting)  # fmt: skip
+        return t("Active requests: {total:,}. The oldest {shown:,}, {waiting:,} of them waiting:",
+                 total=seen.active_total, shown=len(seen.active), waiting=waiting)  # fmt: skip
     return t("Active requests: {total:,}, {waiting:,} of them waiting.", total=seen.active_total, waiting=waiting)
 
 

@@ -29,7 +29,9 @@ from engine.kernels.moe.tiles import (
     max_blocks,
     tiles_for,
 )
+from engine.kernels.moe.top_k import MOST_EXPERTS, all_experts
 from engine.kernels.pointwise.e4m3 import widened
+from engine.kernels.pointwise.gate import activated
 from engine.kernels.pointwise.quantize import quantize_rows
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
@@ -40,28 +42,12 @@ _STEP = tl.constexpr(16)  # pairs, or blocks, that grouping handles at a time
 def _choose_kernel(
     logits_ptr, scale_ptr, weights_ptr, experts_ptr, logits_stride,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALIZE: tl.constexpr,
-    SCALED: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, EP)
     j = tl.arange(0, KP)
-    x = tl.load(logits_ptr + token * logits_stride + e, mask=e < E, other=float("-inf")).to(tl.float32)
-    x = tl.exp(x - tl.max(x, 0))
-    p = x / tl.sum(x, 0)
-    # A row of NaN chooses experts that exist, with weights of NaN.
-    left = tl.where(e < E, tl.where(p == p, p, 0.0), -1.0)
-    weights = tl.zeros([KP], tl.float32)
-    experts = tl.zeros([KP], tl.int32)
-    for i in tl.static_range(K):
-        best = tl.argmax(left, 0)
-        weights = tl.where(j == i, tl.sum(tl.where(e == best, p, 0.0), 0), weights)
-        experts = tl.where(j == i, best, experts)
-        left = tl.where(e == best, -2.0, left)
-    if RENORMALIZE:
-        weights = weights / tl.sum(weights, 0)
-    if SCALED:
-        weights = weights * tl.load(scale_ptr + experts).to(tl.float32)
+    experts, weights = all_experts(logits_ptr + token * logits_stride, scale_ptr, E, EP, K, KP, RENORMALIZE)
     tl.store(weights_ptr + token * K + j, weights, mask=j < K)
     tl.store(experts_ptr + token * K + j, experts, mask=j < K)
 
@@ -74,12 +60,13 @@ def choose_experts(
     Of equal ones the first counts. Then divided by their sum (`renormalize`), then times `expert_scale` [E].
     """
     tokens, num_experts = logits.shape
+    assert num_experts <= MOST_EXPERTS
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     _choose_kernel(
         (tokens,), logits, expert_scale, weights, experts, logits.stride(0),
         E=num_experts, EP=triton.next_power_of_2(num_experts), K=top_k, KP=triton.next_power_of_2(top_k),
-        RENORMALIZE=renormalize, SCALED=expert_scale is not None, num_warps=1,
+        RENORMALIZE=renormalize, num_warps=1,
     )  # fmt: skip
     return weights, experts
 
@@ -182,15 +169,6 @@ def group(experts: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Ten
 
 
 @triton.jit
-def _gated(gate, up, GELU: tl.constexpr):
-    """act(gate) * up in float32: silu, or gelu by its tanh approximation (x · sigmoid(2u) = x/2 · (1 + tanh u))."""
-    if GELU:
-        return gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
-    else:
-        return gate / (1 + tl.exp(-gate)) * up
-
-
-@triton.jit
 def _store(at, y, mask, ADD: tl.constexpr):
     """y, or what stands there and y: rounded where an addition of its own would round."""
     y = y.to(at.dtype.element_ty)
@@ -203,8 +181,7 @@ def _store(at, y, mask, ADD: tl.constexpr):
 def _grouped_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, order_ptr, blocks_ptr, y_ptr, x_stride,
     N: tl.constexpr, K: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, FP8: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, FP8: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     block = blocks_ptr + 3 * tl.program_id(1)
@@ -217,7 +194,7 @@ def _grouped_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     n_mask = (n < N)[:, None]
-    w_at = w_ptr + expert * ((2 if GATE else 1) * N * K) + n[:, None] * K + k[None, :]
+    w_at = w_ptr + expert * ((1 if GATE is None else 2) * N * K) + n[:, None] * K + k[None, :]
     # SHARE pairs have a row of x in common. Rows beyond the block's read pair 0's, and are not stored.
     x_at = x_ptr + (pair // SHARE)[None, :] * x_stride + k[:, None]
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -227,35 +204,35 @@ def _grouped_kernel(
             k_live = k < K - at
             x = tl.load(x_at + at, mask=k_live[:, None], other=0.0)
             w = tl.load(w_at + at, mask=n_mask & k_live[None, :], other=0.0)
-            if GATE:
+            if GATE is not None:
                 u = tl.load(w_at + N * K + at, mask=n_mask & k_live[None, :], other=0.0)
         else:
             x = tl.load(x_at + at)
             if N % BLOCK_N == 0:
                 w = tl.load(w_at + at)
-                if GATE:
+                if GATE is not None:
                     u = tl.load(w_at + N * K + at)
             else:
                 w = tl.load(w_at + at, mask=n_mask, other=0.0)
-                if GATE:
+                if GATE is not None:
                     u = tl.load(w_at + N * K + at, mask=n_mask, other=0.0)
         if FP8 and x_scale_ptr is None:
             w = widened(w, x.dtype)
-            if GATE:
+            if GATE is not None:
                 u = widened(u, x.dtype)
         acc = tl.dot(w, x, acc)
-        if GATE:
+        if GATE is not None:
             up = tl.dot(u, x, up)
     if FP8:
         x_scale = 1.0
         if x_scale_ptr is not None:
             x_scale = tl.load(x_scale_ptr + pair // SHARE)[None, :]
-        scale_at = scale_ptr + expert * ((2 if GATE else 1) * N) + n
+        scale_at = scale_ptr + expert * ((1 if GATE is None else 2) * N) + n
         acc = acc * tl.load(scale_at, mask=n < N, other=0.0)[:, None] * x_scale
-        if GATE:
+        if GATE is not None:
             up = up * tl.load(scale_at + N, mask=n < N, other=0.0)[:, None] * x_scale
-    if GATE:
-        acc = _gated(acc, up, GELU)
+    if GATE is not None:
+        acc = activated(acc, GATE) * up
     tl.store(
         y_ptr + pair[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=n_mask & (m < rows)[None, :]
     )
@@ -306,7 +283,7 @@ def routed_experts(
         shape = Shape(num_experts, experts.shape[1], hidden, inner, size, size == 1 and not gpu.fp8_units)
         tiles = tiles_for(shape, x.shape[0], gpu.shared_memory, gpu)
     assert isinstance(tiles, Tiles)
-    _grouped(x, weights, experts, w13, w2, scale13, scale2, gate == "gelu_tanh", out, residual is not None, tiles)
+    _grouped(x, weights, experts, w13, w2, scale13, scale2, gate, out, residual is not None, tiles)
     return out
 
 
@@ -318,7 +295,7 @@ def _grouped(
     w2: torch.Tensor,
     scale13: torch.Tensor | None,
     scale2: torch.Tensor | None,
-    gelu: bool,
+    gate: str,
     out: torch.Tensor,
     add: bool,
     tiles: Tiles,
@@ -329,8 +306,8 @@ def _grouped(
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     first, second = tiles.gate_up, tiles.down
-    _product(x, w13, scale13, order, blocks, h, top_k, tiles.rows, first, gate=True, gelu=gelu)
-    _product(h, w2, scale2, order, blocks, y, 1, tiles.rows, second, gate=False, gelu=False)
+    _product(x, w13, scale13, order, blocks, h, top_k, tiles.rows, first, gate=gate)
+    _product(h, w2, scale2, order, blocks, y, 1, tiles.rows, second, gate=None)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel(
         (tokens, triton.cdiv(hidden, block)), y, weights, out, hidden, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
@@ -348,8 +325,7 @@ def _product(
     rows: int,
     tiles: MatrixTiles,
     *,
-    gate: bool,
-    gelu: bool,
+    gate: str | None,
 ) -> None:
     """out [pairs, N] = each pair's row of x (number pair // share) times its expert's weight, with the gate applied."""
     x_scale = None
@@ -359,6 +335,6 @@ def _product(
     _grouped_kernel(
         (triton.cdiv(outputs, tiles.block_n), blocks.shape[0]), x, weight, x_scale, scale, order, blocks, out,
         x.stride(0), N=outputs, K=inner, SHARE=share, ROWS=rows, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        FP8=scale is not None, GATE=gate, GELU=gelu, STAGES=tiles.stages, num_warps=tiles.warps,
+        FP8=scale is not None, GATE=gate, STAGES=tiles.stages, num_warps=tiles.warps,
         num_stages=tiles.stages,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The choice of one token's experts from the router's logits, within one program that others wait for.
+"""The choice of one token's experts from the router's logits: of many tokens a program each (experts.py), of a few the
+router's last program, which others wait for (router.py).
 
 Experts are told apart, and put in order, by keys:
 
@@ -61,7 +62,7 @@ def all_experts(
     """The TOP_K experts with the largest of logits [E], and their weights, as moe.experts.choose_experts gives them:
     two [KP], int32 and float32, of which those behind TOP_K mean nothing.
 
-    Logits are read past the first-level cache: other programs of this launch wrote them."""
+    Logits are read past the first-level cache: other programs of this launch may have written them."""
     e = tl.arange(0, EP)
     j = tl.arange(0, KP)
     logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")

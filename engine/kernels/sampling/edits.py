@@ -1,4 +1,4 @@
-"""Logit bias, bans and penalties on the GPU, on a float32 copy of the logits of the rows that have some."""
+"""Logit bias, bans, penalties and grammars on the GPU, on a float32 copy of the logits of the rows that have some."""
 
 import torch
 import triton
@@ -81,6 +81,21 @@ def _penalise_kernel(z_ptr, count_ptr, penalties_ptr, V, penalties_stride, BLOCK
     tl.store(z_ptr + i * V + ids, z, mask=seen)
 
 
+@kernel
+def _mask_kernel(z_ptr, mask_of_ptr, masks_ptr, V, masks_stride, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    mask = tl.load(mask_of_ptr + i).to(tl.int64)
+    if mask < 0:
+        return
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < V
+    word = tl.load(masks_ptr + mask * masks_stride + (ids >> 5), mask=inside, other=-1)
+    banned = inside & (((word >> (ids & 31)) & 1) == 0)
+    # A sum, so that NaN and +inf stay visible: a row that holds them is bad, whatever its grammar allows.
+    z = tl.load(z_ptr + i * V + ids, mask=banned, other=0.0)
+    tl.store(z_ptr + i * V + ids, z + float("-inf"), mask=banned)
+
+
 def copy_rows(logits: torch.Tensor, index: torch.Tensor, z: torch.Tensor) -> None:
     """z [N, V] float32 = logits[index]."""
     rows, vocab = z.shape
@@ -112,3 +127,11 @@ def penalise(
     block = min(BLOCK, triton.next_power_of_2(vocab))
     _penalise_kernel(
         (rows, triton.cdiv(vocab, block)), z, count, penalties, vocab, penalties.stride(0), BLOCK=block)
+
+
+def mask_tokens(z: torch.Tensor, mask_of: torch.Tensor, masks: torch.Tensor) -> None:
+    """z[i, t] += -inf for each token t whose bit in masks[mask_of[i]] is 0. z [N, V] float32; masks int32 [M, W], bit b
+    of word w is token 32 w + b; mask_of int32 [>= N], -1 for a row that has no mask."""
+    rows, vocab = z.shape
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    _mask_kernel((rows, triton.cdiv(vocab, block)), z, mask_of, masks, vocab, masks.stride(0), BLOCK=block)

@@ -165,6 +165,8 @@ class RequestTracker:
                 self._metrics.itl.labels(self._label, "0").observe(now - self.last)
             self.last = now
             self.generated += count
+        if output.embedding is not None:
+            self._metrics.cached.labels(self._label, "0").inc(output.num_cached_tokens)
         if output.finish_reason is not None:
             self._times = output.times
             self.finish(output.finish_reason)

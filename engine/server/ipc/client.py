@@ -383,7 +383,7 @@ class _Backlog:
 
 def _size(output: StepOutput) -> int:
     """Approximate bytes of memory."""
-    size = 500 + 32 * len(output.new_token_ids)
+    size = 500 + 32 * len(output.new_token_ids) + len(output.embedding or b"")
     for position in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
         size += 200 + 100 * len(position.top) if position is not None else 16
     return size

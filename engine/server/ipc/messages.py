@@ -1,7 +1,8 @@
 """What gateway and engine say to each other: typed msgspec messages, tagged unions, msgpack on the wire.
 
-One union a direction, so that a peer can only ever decode what the other side may say. Token ids, numbers and request
-ids cross this border; text of prompts and answers never does. `PROTOCOL` changes when a field changes its meaning.
+One union a direction, so that a peer can only ever decode what the other side may say. Token ids, numbers, request
+ids and grammars cross this border; text of prompts and answers never does. `PROTOCOL` changes when a field changes its
+meaning.
 
     client -> engine   Hello, Submit, Abort, Ping
     engine -> client   Welcome, Progress, Ready, Moved, Outputs, Rejected, Pong, Goodbye
@@ -34,7 +35,9 @@ class EngineInfo(msgspec.Struct, omit_defaults=True):
     num_pages: int
     page_size: int
     max_num_seqs: int
+    hidden_size: int = 0       # of embeddings
     scheduling_policy: str = "fcfs"
+    grammars: bool = False     # answers can follow them
     memory_plan: str = ""      # the table a person reads
     load_seconds: float = 0.0  # process start to the first real token
     pid: int = 0

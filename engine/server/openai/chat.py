@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai import replies as r
 from engine.server.openai.answer import Addition, Answer, Choice
+from engine.server.openai.chat_grammar import chat_grammar, grammar_field
 from engine.server.openai.generation import ChoiceDelta, Generation
 from engine.server.openai.logprobs import chat_logprobs
 from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
@@ -23,7 +25,7 @@ from engine.server.openai.schema import ChatRequest, Message, TokenizeRequest
 from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.spoken import SpokenChoice
 from engine.server.openai.thinking_budget import thinking_budget
-from engine.server.openai.tool_use import ToolUse, check_tools, grammar_of, tool_use
+from engine.server.openai.tool_use import ToolUse, check_tools, tool_use
 from engine.text.conversation import encode_chat
 from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, Parsed, Reasoning, parsed
 from engine.text.template import checked_kwargs
@@ -98,10 +100,15 @@ def _tool_use(body: ChatRequest, model: ServedModel) -> ToolUse:
 
 def options(body: ChatRequest, model: ServedModel, prompts: list[list[int]]) -> dict[str, Any]:
     """Of the generation: the tokens to tell from text (None where an answer is nothing but text), and the budget."""
-    calls = _tool_use(body, model).calls
+    use = _tool_use(body, model)
+    budget, after = thinking_budget(body.thinking_token_budget, model, prompts[0]), None
+    if budget is not None:
+        after = chat_grammar(body, use, model, prompts[0], reasons=False)
+        budget = replace(budget, grammar=None if after is None else after[0])
     return {
-        "marks": model.output.watched(calls=calls) if calls or model.output.reasoning is not None else None,
-        "budget": thinking_budget(body.thinking_token_budget, model, prompts[0]),
+        "marks": model.output.watched(calls=use.calls) if use.calls or model.output.reasoning is not None else None,
+        "budget": budget,
+        "grammar_field": grammar_field(body, use),
     }
 
 
@@ -121,8 +128,7 @@ def sampling(
         body, info, limits, model.defaults, max_tokens=room,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs,
     )
-    use = _tool_use(body, model)
-    return constrained(params, grammar_of(use, model, prompts[0]), "tool_choice" if use.forced else "tools")
+    return constrained(params, chat_grammar(body, _tool_use(body, model), model, prompts[0]), info)
 
 
 def _characters(message: Message) -> int:

@@ -14,9 +14,10 @@ from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.replies import to_json
-from engine.server.openai.schema import SamplingFields
+from engine.server.openai.schema import EmbeddingRequest, SamplingFields
 from engine.server.openai.serving import Gateway
 from engine.server.openai.sse import EventStream
+from engine.text.grammar.limits import COMPILE_SECONDS
 
 T = TypeVar("T")
 
@@ -31,26 +32,22 @@ def json_reply(reply: Any) -> Response:
 
 def check_common(request: SamplingFields, limits: Limits) -> None:
     """Refuse what no generating endpoint does. Raises InvalidRequestError."""
-    form = request.response_format
-    if form is not None and form.type == "json_schema" and form.json_schema is None:
-        raise InvalidRequestError("response_format.json_schema is required.", "response_format.json_schema")
-    if form is not None and form.type != "text":
-        raise InvalidRequestError(
-            f"response_format {form.type!r} is not supported by this server yet; ask for JSON in the prompt and use "
-            "type 'text'.", "response_format",
-        )
     if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
         raise InvalidRequestError("spaces_between_special_tokens: special tokens are joined as the tokenizer joins "
                                   "them; leave it out.", "spaces_between_special_tokens")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError("prompt_logprobs is not available in a stream; set stream to false.",
                                   "prompt_logprobs")
+    check_names(request, limits)
+
+
+def check_names(request: SamplingFields | EmbeddingRequest, limits: Limits) -> None:
     for name in ("model", "cache_salt"):
         if len(getattr(request, name) or "") > limits.max_name_characters:
             raise InvalidRequestError(f"{name} may have {limits.max_name_characters} characters.", name)
 
 
-def cache_salt(request: SamplingFields, caller: Caller, gateway: Gateway) -> str:
+def cache_salt(request: SamplingFields | EmbeddingRequest, caller: Caller, gateway: Gateway) -> str:
     """What keeps the prefixes of this request apart from those of other tenants, and of other salts of its own."""
     salt = request.cache_salt or ""
     if caller.key is None or not gateway.limits.isolate_prefix_cache:
@@ -58,7 +55,7 @@ def cache_salt(request: SamplingFields, caller: Caller, gateway: Gateway) -> str
     return gateway.tenant_salt(caller.key.tenant, salt)
 
 
-def priority_of(request: SamplingFields, caller: Caller, info: EngineInfo) -> int:
+def priority_of(request: SamplingFields | EmbeddingRequest, caller: Caller, info: EngineInfo) -> int:
     """Raises ApiError 403 (the key may not choose) and InvalidRequestError (the engine would ignore it)."""
     priority = request.priority or 0
     if priority and caller.key is not None and not caller.key.allows("priority"):
@@ -79,9 +76,12 @@ async def admission(request: Request) -> AsyncIterator[None]:
         yield
 
 
-async def stream_reply(events: AsyncIterator[bytes], limits: Limits, *, named: bool = False) -> EventStream:
+async def stream_reply(
+    events: AsyncIterator[bytes], limits: Limits, *, named: bool = False, compiles: bool = False
+) -> EventStream:
+    """`compiles`: a grammar, which may prove unusable, is compiled first."""
     stream = EventStream(events, limits, named=named)
-    await stream.prime()
+    await stream.prime(COMPILE_SECONDS if compiles else 0.0)
     return stream
 
 

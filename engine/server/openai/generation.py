@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
-from engine.errors import AtollError, EngineDeadError, QuarantinedError
+from engine.errors import AtollError, EngineDeadError, InvalidRequestError, QuarantinedError
 from engine.server.http.caller import Caller, Work
 from engine.server.http.metrics import RequestTracker
 from engine.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -51,15 +51,16 @@ class Generation:
     def __init__(self, model: ServedModel, gateway: Gateway, caller: Caller, prompts: Sequence[list[int]],
                  params: SamplingParams, *, priority: int = 0, cache_salt: str = "",
                  on_end: Callable[[int], None] = lambda _: None, marks: Mapping[int, str] | None = None,
-                 budget: ThinkingBudget | None = None) -> None:
+                 budget: ThinkingBudget | None = None, grammar_field: str = "") -> None:
         """`on_end` gets the tokens of prompts and answers when the iteration ends, however it ends. `marks`: the
-        tokens that the deltas' `parts` tell from text; None for no parts."""
+        tokens that the deltas' `parts` tell from text; None for no parts. `grammar_field`: what the request calls the
+        grammar of `params`."""
         self.prompts = prompts
         self.params = params
         self._model, self._gateway, self._caller = model, gateway, caller
         self._priority, self._cache_salt = priority, cache_salt
         self._on_end = on_end
-        self._marks, self._budget = marks, budget
+        self._marks, self._budget, self._grammar_field = marks, budget, grammar_field
         self.reasoning_tokens: int | None = None  # counted by who knows which they are
         self._id = uuid.uuid4().hex
         self._trackers: list[RequestTracker] = []
@@ -124,21 +125,21 @@ class Generation:
                 self._gateway.metrics.refused("quarantined", self._model.name)
             tracker.finish(FinishReason.ERROR)
             raise
+        except InvalidRequestError as error:
+            tracker.finish(FinishReason.ERROR)
+            if error.param == "grammar":  # the engine's name for it
+                raise InvalidRequestError(f"{self._grammar_field}: {error}", self._grammar_field, error.code) from None
+            raise
         finally:
             tracker.finish(FinishReason.ABORT)
             self._gateway.active.leave(request)
             await outputs.aclose()  # type: ignore[attr-defined]
 
     def _delta(self, index: int, output: StepOutput, detokenizer: Detokenizer) -> ChoiceDelta:
+        raise_if_failed(output)
         reason = output.finish_reason
-        if reason is FinishReason.ERROR:
-            # What went wrong is the whole step's, and so may speak of others' requests: it is for the operator only.
-            log.error("the engine failed on %s: %s", output.request_id, output.error)
-            raise AtollError("The engine failed on this request; the server's log says why.")
-        if reason is FinishReason.ABORT:
-            raise EngineDeadError("The engine gave this request up; it is stopping or restarting.")
         text = detokenizer.push(
-            output.new_token_ids, reason is not None, stop_token=reason is FinishReason.STOP
+            output.new_token_ids, reason is not None, stop_token=reason is FinishReason.STOP and not output.complete
         )
         used = text.num_tokens
         return ChoiceDelta(
@@ -152,6 +153,16 @@ class Generation:
             text.stop_string if text.stopped else output.stop_reason,
             text.parts,
         )
+
+
+def raise_if_failed(output: StepOutput) -> None:
+    """Raises AtollError or EngineDeadError if `output` ends its request without an answer."""
+    if output.finish_reason is FinishReason.ERROR:
+        # What went wrong is the whole step's, and so may speak of others' requests: it is for the operator only.
+        log.error("the engine failed on %s: %s", output.request_id, output.error)
+        raise AtollError("The engine failed on this request; the server's log says why.")
+    if output.finish_reason is FinishReason.ABORT:
+        raise EngineDeadError("The engine gave this request up; it is stopping or restarting.")
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:

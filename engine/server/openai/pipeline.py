@@ -74,5 +74,6 @@ class Pipeline(Generic[Body]):
             on_end=lambda tokens: gateway.spent(caller, tokens), **self.options(body, model, prompts),
         ), gateway.limits)
         if body.stream:
-            return await stream_reply(answer.events(), gateway.limits, named=answer.named_events)
+            return await stream_reply(
+                answer.events(), gateway.limits, named=answer.named_events, compiles=params.grammar is not None)
         return json_reply(await unless_disconnected(request, answer.whole()))

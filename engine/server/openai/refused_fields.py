@@ -16,12 +16,14 @@ from engine.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     StreamOptions,
     TokenizeRequest,
 )
 
 # Accepted with any value: none of them has a say in the answer.
 HARMLESS = {
+    "guided_decoding_backend": "which library follows grammars; there is one",
     "user": "a name of the end user, for the provider's own records",
     "safety_identifier": "the same, under its newer name",
     "metadata": "labels of stored answers; nothing is stored",
@@ -37,7 +39,7 @@ HARMLESS = {
 }
 
 _THINKING = "send reasoning_effort or thinking_token_budget"
-_CONSTRAINT = "it does not constrain the output"
+_CONSTRAINT = "send response_format or structured_outputs"
 _STORE = "it stores no answers"
 _TOOLS = "use tools, with a model and version that support them"
 
@@ -75,12 +77,9 @@ REFUSED = {
     "chat_template": "the template is the model's own",
     "documents": "put documents into the messages",
     "ec_transfer_params": "its cache is not shared between machines",
-    "guided_choice": _CONSTRAINT,
-    "guided_decoding_backend": _CONSTRAINT,
-    "guided_grammar": _CONSTRAINT,
-    "guided_json": _CONSTRAINT,
-    "guided_regex": _CONSTRAINT,
-    "guided_whitespace_pattern": _CONSTRAINT,
+    "embed_dtype": "embeddings are float32",
+    "endianness": "embeddings are little-endian",
+    "guided_whitespace_pattern": "it writes JSON on one line",
     "kv_transfer_params": "its cache is not shared between machines",
     "length_penalty": "it is for beam search, which this server does not have",
     "logprob_token_ids": "use top_logprobs",
@@ -92,7 +91,6 @@ REFUSED = {
     "return_prompt_text": "use return_token_ids and /detokenize",
     "return_tokens_as_token_ids": "use return_token_ids",
     "routed_experts_prompt_start": "it does not report experts",
-    "structured_outputs": _CONSTRAINT,
     "truncate_prompt_tokens": "shorten the prompt before sending it",
     "use_beam_search": "it samples",
     "vllm_xargs": "it loads no extensions",
@@ -114,6 +112,8 @@ REFUSED = {
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
 _ALSO_NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
     "function_call": ("none",),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
@@ -135,9 +135,10 @@ NOT_IN_MESSAGES = {
 
 _DECLARED: dict[type, frozenset[str]] = {
     kind: frozenset(field.encode_name for field in msgspec.structs.fields(kind))
-    for kind in (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
+                 StreamOptions)
 }
-_GENERATING = (ChatRequest, CompletionRequest, ResponsesRequest)
+_ANSWERING = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
 _OF_A_GENERATION = _DECLARED[ChatRequest] | _DECLARED[CompletionRequest]
 
 
@@ -155,7 +156,7 @@ def check_fields(body: dict[str, Any], kind: type, *, refuse_unknown: bool = Tru
                 raise invalid(f"{name} is not supported by this server: {REFUSED[name]}.", name)
         elif name in _OF_A_GENERATION:
             # Counting the tokens of a whole request is what /tokenize is for: sampling does not change them.
-            if kind in _GENERATING and not _asks_for_nothing(name, value):
+            if kind in _ANSWERING and not _asks_for_nothing(name, value):
                 raise invalid(f"{name} is not a field of this endpoint{_nearest(name, declared)}.", name,
                               "unknown_parameter")
         elif refuse_unknown:

@@ -68,12 +68,17 @@ def sampling_params(
     )
 
 
-def constrained(params: SamplingParams, grammar: str | None, param: str) -> SamplingParams:
-    """`params` for an answer that follows a grammar (Lark); None: any answer. Raises InvalidRequestError."""
+def constrained(params: SamplingParams, grammar: tuple[str, str] | None, info: EngineInfo) -> SamplingParams:
+    """`params` for an answer that follows `grammar`: (llguidance's form, the field that asks for it). None: any answer.
+
+    Raises InvalidRequestError.
+    """
     if grammar is None:
         return params
-    what = "leave strict out" if param == "tools" else 'send "auto" or "none"'
-    raise InvalidRequestError(f"{param}: this server does not constrain the output yet; {what}.", param)
+    params.grammar, param = grammar
+    if not info.grammars:
+        raise InvalidRequestError(f"{param}: the engine of this model cannot follow grammars.", param)
+    return params
 
 
 def answer_room(

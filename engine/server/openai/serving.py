@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.config import EngineConfig
+from engine.core.request import Pooling
 from engine.server.http.active import ActiveRequests
 from engine.server.http.auth import KeyFile
 from engine.server.http.caller import Caller
@@ -35,7 +36,8 @@ MOST_RETRY_SECONDS = 60  # OpenAI's clients take a longer Retry-After for none
 @dataclass(slots=True)
 class ServedModel:
     """One engine and the text layer of its model. `defaults` are sampling defaults from generation_config.json, used
-    where a request is silent. `auto_tools`: the model may call tools on its own account."""
+    where a request is silent. `auto_tools`: the model may call tools on its own account. `pooling`: what makes an
+    embedding."""
 
     name: str
     client: EngineClient
@@ -46,6 +48,7 @@ class ServedModel:
     reasoning_parser: str = "auto"
     auto_tools: bool = True
     wait: ExpectedWait = field(default_factory=ExpectedWait)
+    pooling: Pooling = "last"
     _output: OutputFormat | None = None
 
     @classmethod
@@ -103,7 +106,7 @@ class ServedModel:
 def output_settings(config: EngineConfig) -> dict[str, Any]:
     """What `ServedModel.load` takes of a model's settings."""
     return {"tool_call_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser,
-            "auto_tools": config.enable_auto_tool_choice}
+            "auto_tools": config.enable_auto_tool_choice, "pooling": config.pooling}
 
 
 class Gateway:

@@ -43,11 +43,11 @@ class EventStream(Response):
         self._sending_since = 0.0  # 0: no piece is on its way
         self._over = False
 
-    async def prime(self) -> None:
+    async def prime(self, more_seconds: float = 0.0) -> None:
         """Wait a moment for the first event, so that an early failure gets an HTTP status. Raises it."""
         try:
             self._next = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
-            await asyncio.wait({self._next}, timeout=self._limits.first_output_seconds)
+            await asyncio.wait({self._next}, timeout=self._limits.first_output_seconds + more_seconds)
             if self._next.done() and (error := self._next.exception()) and not isinstance(error, StopAsyncIteration):
                 raise error
         except BaseException:

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, StepOutput
 from engine.errors import InvalidRequestError
 from engine.server.ipc.client import EngineClient
@@ -17,14 +16,15 @@ from engine.server.openai.serving import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """`open`: the prompt ends inside the reasoning. `closing`: what ends it. `after`: how to sample behind it."""
+    """`open`: the prompt ends inside the reasoning. `closing`: what ends it. `grammar`: what the answer behind it
+    must follow."""
 
     tokens: int
     opener: int
     enders: frozenset[int]
     closing: list[int]
     open: bool
-    after: SamplingParams | None = None
+    grammar: str | None = None
 
 
 def thinking_budget(tokens: int | None, model: ServedModel, prompt: Sequence[int]) -> ThinkingBudget | None:
@@ -68,7 +68,7 @@ async def within_budget(
                 return  # the engine is gone; who reads us says so
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
-    params = budget.after or request.params
+    params = request.params
     room = None if params.max_tokens is None else params.max_tokens - len(said) - len(budget.closing)
     if room is not None and room < 1:
         last = budget.closing[: len(budget.closing) + room]
@@ -78,7 +78,7 @@ async def within_budget(
     rest = EngineRequest(
         f"{request.request_id}-after", [*request.prompt_token_ids, *said, *budget.closing],
         dataclasses.replace(
-            params, n=1, seed=request.params.seed, stop=[], max_tokens=room, prompt_logprobs=None,
+            params, grammar=budget.grammar, max_tokens=room, prompt_logprobs=None,
             min_tokens=max(0, params.min_tokens - len(said) - len(budget.closing))),
         request.priority, request.cache_salt, owner=request.owner)
     outputs = client.generate(rest)

@@ -1,7 +1,7 @@
 """What a request lets the model do with tools: `tools`, `tool_choice`, `parallel_tool_calls`."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,14 +59,6 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
         {name: function.get("parameters") or {} for name, function in functions.items()},
         frozenset(name for name, function in functions.items() if function.get("strict")),
     )
-
-
-def grammar_of(use: ToolUse, model: ServedModel, prompt: Sequence[int]) -> str | None:
-    """What the answer must follow; None where the model is free. Raises InvalidRequestError."""
-    if not use.forced and not use.strict:
-        return None
-    return model.output.grammar(use.schemas, use.strict, forced=bool(use.forced), parallel=use.parallel, prompt=prompt,
-                                tokenizer=model.tokenizer)
 
 
 def check_tools(tools: list[dict[str, Any]] | None, choice: Any, limits: Limits) -> None:

@@ -231,6 +231,10 @@ class EngineService:
             connection, output.request_id = owner
             if output.finish_reason is not None:
                 del self._owners[key]
+            if (refusal := output.refusal) is not None:
+                self._server.send(
+                    connection, m.Rejected(output.request_id, refusal.message, refusal.param, refusal.code))
+                continue
             frames.setdefault(connection, []).append(output)
         for connection, mine in frames.items():
             self._server.send(connection, m.Outputs(mine, core.stats()))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.text.parsers.answer_grammar import calls_grammar
+from engine.text.parsers.answer_grammar import answer_behind_reasoning, calls_grammar
 from engine.text.parsers.calls import Schema, ToolFormat
 from engine.text.parsers.events import ParserLimits
 from engine.text.parsers.output import OutputParser
@@ -67,12 +67,21 @@ class OutputFormat:
         return closer is None or _last_of(prompt, opener, closer) != closer
 
     def grammar(self, schemas: Mapping[str, Schema], strict: frozenset[str], *, forced: bool, parallel: bool,
-                prompt: Sequence[int], tokenizer: TextTokenizer) -> str:
-        """Of an answer that calls as it was told (engine.text.parsers.answer_grammar)."""
+                prompt: Sequence[int], tokenizer: TextTokenizer, answers: bool = False, reasons: bool = True) -> str:
+        """Of an answer that calls as it was told (engine.text.parsers.answer_grammar). `reasons` False: the reasoning
+        is over, whatever the prompt ends with."""
         assert self.tools is not None
         return calls_grammar(
             self.tools, self.reasoning, self.ids, schemas, strict=strict, forced=forced, parallel=parallel,
-            thinking=self.thinks_after(prompt, tokenizer), may_think=self.may_think_after(prompt))
+            thinking=reasons and self.thinks_after(prompt, tokenizer),
+            may_think=reasons and self.may_think_after(prompt), answers=answers)
+
+    def before_answer(self, prompt: Sequence[int], tokenizer: TextTokenizer) -> str | None:
+        """The grammar of reasoning and, behind it, an answer of its own format; None where no reasoning can come."""
+        thinking, may_think = self.thinks_after(prompt, tokenizer), self.may_think_after(prompt)
+        if self.reasoning is None or not (thinking or may_think):
+            return None
+        return answer_behind_reasoning(self.reasoning, self.ids, thinking=thinking, may_think=may_think)
 
     def _marks(self, calls: bool) -> tuple[str, ...]:
         """Where the opener is a token, so are the marks after it: one that the vocabulary lacks does not occur."""

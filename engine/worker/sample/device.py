@@ -4,7 +4,7 @@
                                                     │                                    │ (the step's one copy)
     device    logits ─► race ─► merge ─► out, token table            ◄───────────────────┘
                          └► filter            rows with min-p, top-k, top-p
-                         └► copy, edit, again rows with bias, bans or penalties: their results replace the first ones
+                         └► copy, edit, again rows with bias, bans, penalties or a grammar; their results count
                          └► log-probabilities of the logits as they came
 
 Rows are independent of each other bit for bit, so a row in a step with special ones gives what it gives alone.
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.core.grammar import TokenMasks
 from engine.core.params import SamplingParams
 from engine.core.request import TokenLogprobs
 from engine.worker.sample.params import ParamTable
@@ -42,6 +43,8 @@ class Edits:
     penalties: Words   # [4, E] prompt length, bits of repetition, frequency, presence penalty
     entries: Words     # [3, M] index into `batch` (ascending), token, bits of what to add
     longest: int       # most known tokens of a row with penalties; 0: no penalties
+    mask_of: Words     # [E] index into `masks`, -1 without one
+    masks: Words       # [M, ceil(V / 32)] of grammars: bit i of word w is token 32 w + i
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,16 +141,18 @@ class DeviceSampler:
         out[:, :count] = self._columns.take(rows, axis=0).T
         out[POSITION, :count] = positions
 
-    def plan(self, rows: Sequence[int] | Ints, positions: Sequence[int] | Ints) -> SamplePlan:
+    def plan(
+        self, rows: Sequence[int] | Ints, positions: Sequence[int] | Ints, masks: TokenMasks | None = None
+    ) -> SamplePlan:
         """What this step needs; looks at the host's tables only."""
         row = np.asarray(rows, dtype=np.int64)
         flags = self._flags[row]
         some = int(np.bitwise_or.reduce(flags)) if len(row) else 0
-        if not some:
+        if not some and masks is None:
             return _PLAIN
         edits = None
-        if some & (_EDITED | _PENALISED | _HELD):
-            edits = self._edits(row, np.asarray(positions, dtype=np.int64), flags)
+        if some & (_EDITED | _PENALISED | _HELD) or masks is not None:
+            edits = self._edits(row, np.asarray(positions, dtype=np.int64), flags, masks)
         asked = num_top = None
         if some & _LOGPROBS:
             asked = np.flatnonzero(flags & _LOGPROBS)
@@ -199,7 +204,8 @@ class DeviceSampler:
             self.add(0, everything, 0, 0, ())
             self.fill(words, [0], [self.max_model_len])
             columns[:, :1].copy_(torch.from_numpy(words))
-            self.sample(logits, columns, token_ids, out, self.plan([0], [self.max_model_len]))
+            free = TokenMasks([0], np.full((1, -(-self.vocab_size // 32)), -1, dtype=np.int32))
+            self.sample(logits, columns, token_ids, out, self.plan([0], [self.max_model_len], free))
             self.prompt_logprobs(logits, out, 1)
         finally:
             self.remove(0)
@@ -233,11 +239,16 @@ class DeviceSampler:
             flags |= _LOGPROBS
         self._flags[row] = flags
 
-    def _edits(self, row: Ints, position: Ints, flags: NDArray[np.uint8]) -> Edits | None:
+    def _edits(
+        self, row: Ints, position: Ints, flags: NDArray[np.uint8], masks: TokenMasks | None
+    ) -> Edits | None:
         p = self.params
         early = ((flags & _HELD) != 0) & (position - p.prompt_len[row] < p.min_tokens[row])
         penalised = (flags & _PENALISED) != 0
-        batch = np.flatnonzero(((flags & _EDITED) != 0) | penalised | early)
+        mask_of = np.full(len(row), -1, dtype=np.int32)
+        if masks is not None:
+            mask_of[masks.places] = np.arange(len(masks.places))
+        batch = np.flatnonzero(((flags & _EDITED) != 0) | penalised | early | (mask_of >= 0))
         if not len(batch):
             return None
         owners, tokens, values = [], [], []
@@ -267,6 +278,8 @@ class DeviceSampler:
             ]),
             np.stack([np.concatenate(part or none) for part in (owners, tokens, values)]),
             int(position[penalised].max()) if penalised.any() else 0,
+            mask_of[batch],
+            np.zeros((0, 0), dtype=np.int32) if masks is None else masks.words,
         )  # fmt: skip
 
     def _sample_edited(
@@ -277,7 +290,8 @@ class DeviceSampler:
         A row that is bad only because of its edits leaves the first result in the token table, where no one reads it:
         its request fails."""
         count = len(edits.batch)
-        index, penalties = self._upload([edits.batch.astype(np.int32), edits.penalties])
+        index, mask_of, penalties, masks = self._upload(
+            [edits.batch.astype(np.int32), edits.mask_of, edits.penalties, edits.masks])
         chunk = max(_ALIGN, _CHUNK_BYTES // (4 * self.vocab_size) // _ALIGN * _ALIGN)
         shape = min(chunk, count), self.vocab_size
         copy = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -291,6 +305,8 @@ class DeviceSampler:
                 self._editing.penalise(
                     z, counts[: stop - start], part, penalties[:, start:], columns, token_ids, edits.longest
                 )
+            if len(edits.masks):
+                self._editing.mask_tokens(z, mask_of[start:stop], masks)
             self._drawing.sample_rows(
                 z, part, columns, token_ids, out, self._scores, self._ids, filtered=filtered, block=self._block
             )

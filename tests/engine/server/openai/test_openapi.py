@@ -35,11 +35,12 @@ schema = schemathesis.openapi.from_dict(document_of())
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_replies_are_those_declared(case: schemathesis.Case, tiny_server: RunningServer) -> None:
     if isinstance(case.body, dict):  # keep answers short: the subject is the surface
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if isinstance(case.body.get(name), int) and not isinstance(case.body[name], bool):
                 case.body[name] = min(case.body[name], 4)
-        if case.body.get("max_tokens") is None and "messages" in case.body:
-            case.body["max_tokens"] = 4
+        for subject, limit in (("messages", "max_tokens"), ("input", "max_output_tokens")):
+            if subject in case.body and case.body.get(limit) is None:
+                case.body[limit] = 4
         if isinstance(case.body.get("model"), str) and len(case.body["model"]) % 2:
             case.body["model"] = "tiny"
     case.call_and_validate(base_url=tiny_server.url, checks=list(CHECKS))
@@ -48,8 +49,8 @@ def test_replies_are_those_declared(case: schemathesis.Case, tiny_server: Runnin
 def test_the_document_is_served_and_names_every_route(tiny_server: RunningServer) -> None:
     document = httpx.get(f"{tiny_server.url}/openapi.json").json()
     assert set(document["paths"]) == {
-        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/models/{id}", "/tokenize",
-        "/detokenize", "/tokenizer_info",
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/v1/models/{id}",
+        "/tokenize", "/detokenize", "/tokenizer_info",
         "/health", "/livez", "/version", "/metrics",
     }  # fmt: skip
     chat = document["paths"]["/v1/chat/completions"]["post"]

@@ -111,6 +111,11 @@ BOTH: dict[str, tuple[dict, Any]] = {
     "stream": (GREEDY, True),
     "stream_options": ({**GREEDY, "stream": True}, {"include_usage": True}),
     "response_format": (GREEDY, {"type": "json_object"}),
+    "structured_outputs": (GREEDY, {"choice": ["yes", "no"]}),
+    "guided_json": (GREEDY, {"type": "integer"}),
+    "guided_regex": (GREEDY, "[a-c]{3}"),
+    "guided_choice": (GREEDY, ["yes", "no"]),
+    "guided_grammar": (GREEDY, 'start: "yes"'),
     "return_token_ids": (GREEDY, True),
     "priority": (GREEDY, 5),
     "cache_salt": (SALTED, "mine"),     # the same prompt was sent before, without it

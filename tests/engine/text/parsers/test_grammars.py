@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from answers import FAMILIES, WEATHER, marks_of, parts_of
+from llguidance import LLMatcher, LLTokenizer
 from marked_tokenizer import bytes_and
 from test_families import CALLS, MISTRAL_NEW, THINKING
 from tokenizers import AddedToken
@@ -20,9 +21,6 @@ from engine.text.parsers.answer_grammar import calls_grammar
 from engine.text.parsers.events import Parsed, ParserLimits, parsed
 from engine.text.parsers.registry import OutputFormat, output_format
 from engine.text.tokenizer import TextTokenizer
-
-llguidance = pytest.importorskip("llguidance")
-LLMatcher, LLTokenizer = llguidance.LLMatcher, llguidance.LLTokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -1,0 +1,38 @@
+"""What the answer of a chat must follow: its format, and the calls that are demanded or strict."""
+
+from collections.abc import Sequence
+
+from engine.server.openai.schema import ChatRequest
+from engine.server.openai.serving import ServedModel
+from engine.server.openai.structured import answer_field, answer_form
+from engine.server.openai.tool_use import ToolUse
+from engine.text.grammar import forms, limits
+
+
+def grammar_field(body: ChatRequest, use: ToolUse) -> str:
+    """The field that asks for a grammar; "" for none."""
+    return "tool_choice" if use.forced else answer_field(body) or ("tools" if use.strict else "")
+
+
+def chat_grammar(
+    body: ChatRequest, use: ToolUse, model: ServedModel, prompt: Sequence[int], *, reasons: bool = True
+) -> tuple[str, str] | None:
+    """(llguidance's form, the field that asks for it); None where the model is free. Raises InvalidRequestError.
+
+    What the model thinks is free; the grammar begins behind it. `reasons` False: the reasoning is over.
+    """
+    form = answer_form(body)
+    if use.forced or use.strict or (form is not None and use.calls):
+        field = grammar_field(body, use)
+        answers = form is not None and not use.forced  # a demanded call leaves no room for another answer
+        lark = model.output.grammar(
+            use.schemas, use.strict, forced=bool(use.forced), answers=answers, parallel=use.parallel,
+            prompt=prompt, tokenizer=model.tokenizer, reasons=reasons)
+        forms.check_size(lark, field, limits.MAX_CALLS_GRAMMAR_BYTES)
+        if form is not None and answers:
+            return forms.whole(form[0], lark), field
+        return forms.whole({"lark_grammar": lark}), field
+    if form is None:
+        return None
+    before = model.output.before_answer(prompt, model.tokenizer) if reasons else None
+    return forms.whole(form[0], before), form[1]

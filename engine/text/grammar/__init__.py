@@ -1,0 +1,1 @@
+"""Grammars that answers follow: written from requests (forms), compiled and followed by llguidance (compiler)."""

@@ -1,0 +1,107 @@
+"""From what a client wrote to `SamplingParams.grammar`: llguidance's own JSON form.
+
+Sizes are checked here. Whether the grammar makes sense, the engine says when it compiles it.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import InvalidRequestError
+from engine.text.grammar import limits
+
+ANSWER = "@answer"  # how a grammar of what comes before the answer refers to it
+# Models write JSON as Python's json.dumps does, and free space would let them write nothing else for ever.
+STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def json_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
+    """Of a JSON schema: an object, a boolean, or the text of one. With `strict` a schema that cannot be enforced as a
+    whole is refused; without, what cannot be enforced is ignored. Raises InvalidRequestError."""
+    if isinstance(schema, str):
+        check_size(schema, param, limits.MAX_GRAMMAR_BYTES)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise InvalidRequestError(f"{param} is not valid JSON.", param) from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequestError(f"{param} must be a JSON schema: an object.", param)
+    _check_schema(schema, param)
+    check_size(json.dumps(schema, ensure_ascii=False, separators=(",", ":")), param, limits.MAX_GRAMMAR_BYTES)
+    if schema is True:
+        schema = {}
+    if isinstance(schema, dict):  # how it is written is ours to say
+        schema = {**schema, "x-guidance": {**STYLE, "lenient": not strict}}
+    return {"json_schema": schema}
+
+
+def regex(pattern: str, param: str) -> dict[str, Any]:
+    """Of a regular expression that the whole answer matches; its classes (\\d, \\w, \\s) are ASCII's.
+
+    Raises InvalidRequestError.
+    """
+    from llguidance import regex_to_lark
+
+    check_size(pattern, param, limits.MAX_REGEX_BYTES)
+    return {"lark_grammar": f"start: /{regex_to_lark(pattern, 'dws')}/"}
+
+
+def grammar(source: str, param: str) -> dict[str, Any]:
+    """Of a grammar in Lark's notation, or in GBNF, which writes rules with `::=`. Raises InvalidRequestError."""
+    check_size(source, param, limits.MAX_GRAMMAR_BYTES)
+    if "::=" in source:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        check_size(source, param, limits.MAX_GBNF_BYTES)
+        try:
+            source = gbnf_to_lark(source)
+        except Exception as error:  # the library's own kind, and whatever hostile input makes of it
+            raise InvalidRequestError(f"{param} is no GBNF grammar: {str(error)[:200]}", param) from None
+    return {"lark_grammar": source}
+
+
+def choice(choices: Sequence[str], param: str) -> dict[str, Any]:
+    """One of these texts. Raises InvalidRequestError."""
+    if not choices or len(choices) > limits.MAX_CHOICES or not all(choices):
+        raise InvalidRequestError(f"{param} must hold 1 to {limits.MAX_CHOICES} texts, none of them empty.", param)
+    lark = "start: " + " | ".join(map(json.dumps, dict.fromkeys(choices)))
+    check_size(lark, param, limits.MAX_GRAMMAR_BYTES)
+    return {"lark_grammar": lark}
+
+
+def whole(answer: dict[str, Any], before: str | None = None) -> str:
+    """The grammar of `SamplingParams`. `before`: Lark of what comes before the answer, to which it refers as ANSWER."""
+    grammars = [{"name": ANSWER.removeprefix("@"), **answer}]
+    if before is not None:
+        grammars.insert(0, {"lark_grammar": before})
+    return json.dumps({"grammars": grammars})
+
+
+def check_size(text: str, param: str, most: int) -> None:
+    if not text:
+        raise InvalidRequestError(f"{param} must not be empty.", param)
+    if len(text) > most or len(text.encode("utf-8", "replace")) > most:
+        raise InvalidRequestError(f"{param} may have {most} bytes.", param)
+
+
+def _check_schema(schema: Any, param: str) -> None:
+    """Walks without recursion: the schema may be as deep as JSON allows."""
+    nodes, level = 0, [schema]
+    for _ in range(limits.MAX_SCHEMA_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                members = value.get("properties")
+                if isinstance(members, dict) and len(members) > limits.MAX_PROPERTIES:
+                    raise InvalidRequestError(
+                        f"{param}: an object of a schema may have {limits.MAX_PROPERTIES} properties.", param)
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+        nodes += len(below)
+        if nodes > limits.MAX_SCHEMA_VALUES:
+            raise InvalidRequestError(f"{param}: a schema may hold {limits.MAX_SCHEMA_VALUES} values.", param)
+        level = [value for value in below if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise InvalidRequestError(f"{param}: a schema may be {limits.MAX_SCHEMA_DEPTH} levels deep.", param)
