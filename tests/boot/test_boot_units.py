@@ -203,9 +203,10 @@ def test_the_sampler_keeps_the_history_of_both_models(server: Server):
                   "ls /run/atoll/engine/chat", "ls /var/lib/atoll/models/chat", "touch /opt/atoll/x",
                   "touch /run/atoll/gateway/x"):  # fmt: skip
         assert machine.run(f"{inside} {words}").code, words
-    rights = machine.run("stat -c '%a %U %G' /var/lib/atoll/series /run/atoll/gateway /run/atoll/gateway/metrics.sock")
+    rights = machine.run("cd /run/atoll/gateway && stat -c '%a %U %G' /var/lib/atoll/series . metrics.sock admin.sock")
     assert rights.out == ("700 atoll-sampler atoll-api\n750 atoll-gateway atoll-api\n"
-                          "660 atoll-gateway atoll-api\n")  # fmt: skip
+                          "660 atoll-gateway atoll-api\n600 atoll-gateway atoll-api\n")  # fmt: skip
+    assert json.loads(machine.run("atoll top --json").check().out)["active_total"] == 0, "root sees active requests"
     status = machine.run(f"cat /proc/{pid}/status").out
     assert "CapBnd:\t0000000000000000" in status
     assert "Seccomp:\t2" in status

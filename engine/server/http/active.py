@@ -67,7 +67,8 @@ class ActiveRequests:
         self._entries[request.request_id] = _Entry(model, caller, request, client, tracker)
 
     def leave(self, request: EngineRequest) -> None:
-        if (entry := self._entries.pop(request.request_id, None)) is not None:
+        entry = self._entries.pop(request.request_id, None)
+        if entry is not None and not request.pooling:
             usual, tokens = self._usual.get(entry.model, 0.0), entry.tracker.generated
             self._usual[entry.model] = usual + _NEWEST * (tokens - usual) if usual else tokens
 
@@ -81,6 +82,6 @@ class ActiveRequests:
         for entry in self._entries.values():
             if entry.model == model and entry.state == "waiting":
                 most = entry.request.params.max_tokens
-                answer = usual if most is None else min(usual, most)
+                answer = 0 if entry.request.pooling else usual if most is None else min(usual, most)
                 found[entry.caller.key_id] += len(entry.request.prompt_token_ids) + answer
         return found

@@ -32,8 +32,8 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 def fingerprint(request: EngineRequest) -> bytes:
     """Equal for requests of one key that ask for the same."""
-    return hashlib.blake2b(
-        _encoder.encode((request.owner, request.prompt_token_ids, request.params)), digest_size=16).digest()
+    asked = (request.owner, request.prompt_token_ids, request.params, request.pooling)
+    return hashlib.blake2b(_encoder.encode(asked), digest_size=16).digest()
 
 
 @dataclass(slots=True)

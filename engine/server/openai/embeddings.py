@@ -13,10 +13,10 @@ from starlette.responses import Response
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
 from engine.embedding import finished
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import EngineDeadError, InvalidRequestError, QuarantinedError
 from engine.server.http.access import caller_of
+from engine.server.http.caller import Caller
 from engine.server.http.documented import documented
-from engine.server.http.metrics import Metrics
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai import replies as r
 from engine.server.openai.body import read_request
@@ -32,7 +32,7 @@ from engine.server.openai.generation import raise_if_failed
 from engine.server.openai.pipeline import GENERATING_ERRORS
 from engine.server.openai.prompts import encoded
 from engine.server.openai.schema import EmbeddingRequest
-from engine.server.openai.serving import ServedModel
+from engine.server.openai.serving import Gateway, ServedModel
 
 _PARAMS = SamplingParams(max_tokens=None)  # nothing is sampled
 
@@ -47,14 +47,14 @@ async def embeddings(request: Request) -> Response:
     body = await read_request(request, EmbeddingRequest, limits)
     model = gateway.model(body.model)
     check_names(body, limits)
-    info = model.ready(limits)
+    info = gateway.ready(model, caller.key_id)
     priority = priority_of(body, caller, info)
     _check_dimensions(body, info)
     special = body.add_special_tokens if body.add_special_tokens is not None else True
     inputs = await encoded(gateway, model, info, body.input, limits.max_embedding_inputs, "input", special=special)
     _check_lengths(inputs, info)
     total = sum(map(len, inputs))
-    vectors = Vectors(model, gateway.metrics, inputs, priority=priority, cache_salt=cache_salt(body, caller, gateway),
+    vectors = Vectors(model, gateway, caller, inputs, priority=priority, cache_salt=cache_salt(body, caller, gateway),
                       at_a_time=limits.max_embeddings_at_a_time, on_end=lambda tokens: gateway.spent(caller, tokens))
     raw = await unless_disconnected(request, vectors.all())
     reply = await gateway.off_loop(_reply, body, model, raw, total)
@@ -64,9 +64,9 @@ async def embeddings(request: Request) -> Response:
 class Vectors:
     """The inputs of one request as engine requests, so many at a time that others find room between them."""
 
-    def __init__(self, model: ServedModel, metrics: Metrics, inputs: list[list[int]], *, priority: int,
-                 cache_salt: str, at_a_time: int, on_end: Callable[[int], None]) -> None:
-        self._model, self._metrics, self._inputs = model, metrics, inputs
+    def __init__(self, model: ServedModel, gateway: Gateway, caller: Caller, inputs: list[list[int]], *,
+                 priority: int, cache_salt: str, at_a_time: int, on_end: Callable[[int], None]) -> None:
+        self._model, self._gateway, self._caller, self._inputs = model, gateway, caller, inputs
         self._priority, self._cache_salt = priority, cache_salt
         self._at_a_time, self._on_end = at_a_time, on_end
         self._id = uuid.uuid4().hex
@@ -93,9 +93,11 @@ class Vectors:
     async def _one(self, i: int) -> bytes:
         ids = self._inputs[i]
         request = EngineRequest(f"{self._id}-{i}", ids, _PARAMS, self._priority, self._cache_salt,
-                                pooling=self._model.pooling)
-        tracker = self._metrics.track(self._model.name, prompt_tokens=len(ids), params=_PARAMS)
-        outputs = self._model.client.generate(request)
+                                pooling=self._model.pooling, owner=self._caller.key_id)
+        tracker = self._gateway.metrics.track(self._model.name, prompt_tokens=len(ids), params=_PARAMS)
+        client = self._model.client
+        self._gateway.active.enter(self._model.name, self._caller, request, client, tracker)
+        outputs = client.generate(request)
         try:
             async for output in outputs:
                 tracker.on_output(output)
@@ -104,11 +106,14 @@ class Vectors:
                     break  # an engine that is older than this gateway answers with tokens
                 return output.embedding
             raise EngineDeadError("The engine sent no embedding; it is being replaced.")
-        except EngineDeadError:
+        except (EngineDeadError, QuarantinedError) as error:
+            if isinstance(error, QuarantinedError):
+                self._gateway.metrics.refused("quarantined", self._model.name)
             tracker.finish(FinishReason.ERROR)
             raise
         finally:
             tracker.finish(FinishReason.ABORT)
+            self._gateway.active.leave(request)
             await outputs.aclose()
 
 

@@ -3,17 +3,20 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 from gateways import RunningServer
 
-from engine.server.http.auth import KeyFile
+from engine.server.http.auth import ApiKey, KeyFile
+from engine.server.http.caller import Caller
+from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
 from engine.server.http.rates import Rates
 from engine.server.ipc.client import EngineClient
-from engine.server.openai.serving import ServedModel
+from engine.server.openai.serving import Gateway, ServedModel
 
 
 class Clock:
@@ -90,3 +93,23 @@ def test_the_endpoint_refuses_with_the_time_to_wait(server: RunningServer, strea
     assert complete(server, "other", 1).status_code == 200
     assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer sk-tokens"}).status_code == 200
     server.wait_idle()
+
+
+def test_one_key_leaves_places_for_others(tiny_server: RunningServer) -> None:
+    limits = Limits(max_in_flight=16)
+    gateway = Gateway(tiny_server.gateway.models, limits=limits, metrics=tiny_server.gateway.metrics)
+    busy, other, nobody = (Caller("id", ApiKey(name, name, b"")) if name else Caller("id") for name in ("a", "b", ""))
+    with ExitStack() as stack:
+        for _ in range(14):
+            stack.enter_context(gateway.admitted(busy))
+        with pytest.raises(ApiError, match="for other keys") as refused:
+            stack.enter_context(gateway.admitted(busy))
+        assert refused.value.status == 429
+        stack.enter_context(gateway.admitted(other))
+        stack.enter_context(gateway.admitted(other))
+        with pytest.raises(ApiError, match="request limit") as refused:
+            stack.enter_context(gateway.admitted(other))
+        assert refused.value.status == 503
+    with ExitStack() as stack:
+        for _ in range(16):  # without keys all places are for everybody
+            stack.enter_context(gateway.admitted(nobody))
