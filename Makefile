@@ -11,7 +11,7 @@ LOCK   := offline_bundle/lock.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup lock demo demo-stop test test-installations test-terminal test-compile test-cpus lint format bench test-gpu \
-        test-runtime test-runtime-cuda test-appliance test-prometheus clean
+        test-runtime test-runtime-cuda test-appliance test-clients test-prometheus clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -78,6 +78,9 @@ test-prometheus: $(VENV)/.dev  ## The alert rules and the Grafana dashboard in a
 test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on machines that boot without a network
 	@$(BIN)/python -m appliance.demo.model >/dev/null
 	@$(BIN)/python -m pytest -m boot -rs -v --timeout=2400 $(or $(PYTEST),tests/boot)
+
+test-clients: $(VENV)/.dev  ## Clients that we did not write, each in an environment of its own, against a real service
+	@$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 lint: $(VENV)/.dev  ## Check style, spelling, links, types and which room may import which
 	@$(BIN)/ruff check .

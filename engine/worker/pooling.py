@@ -53,9 +53,8 @@ def unpack(plan: StepPlan, pooled: torch.Tensor | None) -> dict[int, bytes | Non
     if pooled is None:
         return {}
     vectors = pooled.numpy().astype("<f4", copy=False)
-    finite = np.isfinite(vectors).all(axis=1)
     places = [i for i, seq in enumerate(plan.seqs) if seq.row in plan.pooled and plan.pooled[seq.row].ends]
     return {
-        place: vector.tobytes() if good else None
-        for place, vector, good in zip(places, vectors, finite.tolist(), strict=True)
+        place: vector.tobytes() if np.isfinite(vector).all() else None
+        for place, vector in zip(places, vectors, strict=True)
     }

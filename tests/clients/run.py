@@ -36,7 +36,7 @@ CLIENTS = {
     "litellm": ["litellm==1.106.2"],
     "pydantic-ai": ["pydantic-ai-slim[openai]==2.68.0"],
     "lm-eval": ["lm_eval[api]==0.4.13"],
-    "guidellm": ["guidellm==GUIDELLM"],
+    "guidellm": ["guidellm==0.8.1"],
 }
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1",
            "LANGCHAIN_TRACING_V2": "false", "TOKENIZERS_PARALLELISM": "false"}
@@ -84,9 +84,9 @@ def run(name: str, python: Path | None, facts: dict[str, str]) -> bool:
     with tempfile.TemporaryDirectory() as home:  # of nothing that this user has configured
         surroundings = {"PATH": os.environ.get("PATH", ""), "HOME": home, "PYTHONPATH": str(HERE), "LANG": "C.UTF-8"}
         try:
-            code = subprocess.run(
-                [str(python), str(script)], env={**surroundings, **OFFLINE, **facts}, cwd=home, timeout=CLIENT_SECONDS,
-                check=False).returncode
+            done = subprocess.run([str(python), str(script)], env={**surroundings, **OFFLINE, **facts}, cwd=home,
+                                  timeout=CLIENT_SECONDS, check=False)
+            code = done.returncode
         except subprocess.TimeoutExpired:
             print(f"  FAILED  it took more than {CLIENT_SECONDS} s")
             code = 1
@@ -96,7 +96,7 @@ def run(name: str, python: Path | None, facts: dict[str, str]) -> bool:
 
 @contextlib.contextmanager
 def service(options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """What a script learns of the endpoint. Ours answers only to a key, so that each client proves that it sends one."""
+    """What a script learns of the endpoint. Ours wants a key: each client must send it."""
     if options.url:
         key = options.key_file.read_text().strip() if options.key_file else "none"
         yield {"ATOLL_URL": options.url.rstrip("/").removesuffix("/v1"), "ATOLL_MODEL": options.model,

@@ -281,7 +281,8 @@ def vector_rows(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = Non
     _vector_kernel(
         (triton.cdiv(outputs, tiles.block_n),), x, packed.values.view(torch.int32), packed.scale, packed.zero, y, rows,
         x.stride(0), N=outputs, K=inner, GROUP=packed.group, MIDDLE=MIDDLE[packed.kind],
-        PAIR=pair_distance(packed.group), ROWS=triton.next_power_of_2(rows), BLOCK_N=tiles.block_n, BLOCK_W=tiles.block_w,
+        PAIR=pair_distance(packed.group), ROWS=triton.next_power_of_2(rows), BLOCK_N=tiles.block_n,
+        BLOCK_W=tiles.block_w,
         num_warps=tiles.warps, num_stages=1,
     )  # fmt: skip
     return y

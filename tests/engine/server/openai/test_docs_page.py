@@ -57,6 +57,7 @@ def test_what_the_document_holds_is_text(tiny_server: RunningServer) -> None:
 def test_the_tokenizer_describes_itself(tiny_server: RunningServer) -> None:
     info = httpx.get(f"{tiny_server.url}/tokenizer_info").json()
     assert info["eos_token"] == "<|im_end|>"  # lm-eval's remote tokenizer asks for it
+    assert info["tokenizer_class"]  # what vLLM always names
     assert (info["vocab_size"], info["model_max_length"]) == (320, 512)
     assert "<|im_start|>" in info["chat_template"]
     assert httpx.get(f"{tiny_server.url}/tokenizer_info", params={"model": "none"}).status_code == 404
