@@ -101,8 +101,9 @@ def test_grammars(client: OpenAI, grammar: str) -> None:
 
 def test_any_object(client: OpenAI) -> None:
     """A model without sense hardly ends an object that may hold anything; cut short, it still is one so far."""
-    for fields in ({"response_format": {"type": "json_object"}},
-                   {"extra_body": {"structured_outputs": {"json_object": True}}}):
+    ways: list[dict[str, Any]] = [{"response_format": {"type": "json_object"}},
+                                  {"extra_body": {"structured_outputs": {"json_object": True}}}]
+    for fields in ways:
         choice = chat(client, max_tokens=40, **fields).choices[0]
         assert choice.message.content.startswith("{")
         assert choice.finish_reason in ("length", "stop")
