@@ -10,8 +10,8 @@ LOCK   := offline_bundle/lock.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock demo demo-stop test test-compile test-cpus lint format bench test-gpu test-runtime test-runtime-cuda \
-        test-appliance clean
+.PHONY: help setup lock demo demo-stop test test-installations test-terminal test-compile test-cpus lint format bench test-gpu \
+        test-runtime test-runtime-cuda test-appliance test-prometheus clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -32,6 +32,14 @@ ifeq ($(strip $(PYTEST)),)
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif
+
+test-installations: $(VENV)/.dev  ## Real installations, tuned, verified and piloted, by command and in a terminal, killed in between
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python tests/side_by_side.py installations
+
+test-terminal: $(VENV)/.dev  ## The screens from an empty prefix to a signed pilot, in tmux and as consoles show them: minutes
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python -m pytest -m slow -rs -v tests/tui/terminal
 
 test-compile: $(VENV)/.dev  ## Compile every GPU kernel for every supported GPU; a later run only what has changed
 	@$(BIN)/python -m pytest -m slow tests/engine/kernels/test_triton_compile.py
@@ -60,6 +68,12 @@ test-runtime-cuda: $(VENV)/.dev  ## The same for GPU servers (2.7 GB of packages
 	@if [ "$$(id -u)" = 0 ]; then \
 	ATOLL_BOOT_CUDA=1 $(BIN)/python -m pytest -m boot -rs -s --timeout=2400 tests/boot/test_boot_cuda.py; \
 	else echo 'The machine that boots needs root: sudo make test-runtime-cuda'; fi
+
+PROMETHEUS = .cache/prometheus
+test-prometheus: $(VENV)/.dev  ## The alert rules and the Grafana dashboard in a real Prometheus (Debian's package) that scrapes a live service
+	@mkdir -p $(PROMETHEUS)
+	@test -x $(PROMETHEUS)/usr/bin/promtool || { cd $(PROMETHEUS) && apt-get download prometheus && dpkg -x prometheus_*.deb .; }
+	@ATOLL_PROMETHEUS="$(CURDIR)/$(PROMETHEUS)/usr/bin" $(BIN)/python -m pytest -v tests/engine/server/http/test_prometheus.py
 
 test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on machines that boot without a network
 	@$(BIN)/python -m appliance.demo.model >/dev/null

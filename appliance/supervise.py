@@ -5,7 +5,7 @@ own session, so it outlives the terminal that started it. On a server systemd su
 
     run/atoll/supervisor.lock   flock: at most one per prefix
     run/atoll/atoll.pid         this process: {pid, start_time, boot_id, release}
-    run/atoll/service.json      what the service does: {phase, pid, since, restarts, last_exit}
+    run/atoll/service.json      what the service does: {phase, pid, since, restarts, last_exit, admin}
 
 It also keeps the sampler running (appliance/series/sampler.py), which the service does not depend on.
 """
@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-from engine.server.http.metrics_socket import VARIABLE
+from engine.server.http.local_socket import ADMIN, METRICS
 from engine.server.process.runtime_directory import runtime_directory
 from engine.server.process.supervisor import Restarts, Supervisor
 from installer.base import fs
@@ -50,9 +50,11 @@ class PrefixSupervisor(Supervisor):
     def __init__(self, layout: Layout, metrics: Path) -> None:
         """`metrics`: the Unix socket that the service offers /metrics on."""
         release = layout.current.resolve(strict=True)  # a switch must not change what a restart starts
+        self._admin = metrics.with_name("admin.sock")
+        sockets = {METRICS.variable: str(metrics), ADMIN.variable: str(self._admin)}
         super().__init__(
             [str(release / "bin/atoll"), "serve", "--config", str(layout.config)],
-            stop_seconds=STOP_SECONDS, cwd="/", preexec_fn=_die_with_parent, env={**os.environ, VARIABLE: str(metrics)},
+            stop_seconds=STOP_SECONDS, cwd="/", preexec_fn=_die_with_parent, env={**os.environ, **sockets},
         )
         self._sampler = [
             sys.executable, "-s", "-P", "-m", "appliance.series.sampler", "--socket", str(metrics),
@@ -143,6 +145,7 @@ class PrefixSupervisor(Supervisor):
             "since": time.time(),
             "restarts": self._restarted,
             "last_exit": self._last_exit,
+            "admin": str(self._admin),
         }
         with contextlib.suppress(OSError):  # a full disk must not take the service down
             fs.write_atomic(self.layout.service_state, json.dumps(state) + "\n", 0o644)

@@ -10,9 +10,10 @@ from engine.errors import ConfigError
 from engine.message import msg
 
 # Grows with the code that makes them work.
-CPU_QUANTIZATION: frozenset[str] = frozenset()
+CHECKPOINT_QUANTIZATION = frozenset({"awq", "compressed-tensors", "gptq", "modelopt"})  # of checkpoints that are so
+CPU_QUANTIZATION = CHECKPOINT_QUANTIZATION
 CPU_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "float32"})
-CUDA_QUANTIZATION = frozenset({"fp8"})
+CUDA_QUANTIZATION = frozenset({"fp8"}) | CHECKPOINT_QUANTIZATION
 CUDA_KV_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 MIN_COMPUTE_CAPABILITY = (8, 0)  # bf16 matrix units
 FP8_COMPUTE_CAPABILITY = (8, 9)

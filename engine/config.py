@@ -10,6 +10,7 @@ Device = Literal["auto", "cpu", "cuda"]
 # The tables of engine.text.parsers, named here for who must not load them
 ToolCallParser = Literal["auto", "none", "gemma4", "hermes", "llama3_json", "llama4_json", "mistral", "qwen3_coder",
                          "qwen3_json", "qwen3_xml"]
+PoolingChoice = Literal["last", "mean"]  # engine.core.request.Pooling
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "gemma4", "mistral", "qwen3"]
 
 PAGE_SIZES = (8, 16, 32, 64)
@@ -86,6 +87,9 @@ class EngineConfig:
         group="model", metavar="NAME")
     enable_auto_tool_choice: bool = setting(
         True, "tools may be called without a request demanding it ({default})", group="model")
+    pooling: PoolingChoice = setting(
+        "last", "what an embedding is made of: the last token's hidden state, or the mean of all ({default})",
+        group="model")
     per_layer_embeddings: Literal["auto", "host", "gpu"] = setting(  # the table of Gemma 4 E2B, E4B
         "auto", "where Gemma 4 E2B's and E4B's are: auto takes the host where it has room, else the GPU ({default})",
         group="memory")

@@ -66,6 +66,10 @@ class EngineDeadError(AtollError):
     """The engine process is gone or has not become ready."""
 
 
+class QuarantinedError(AtollError):
+    """The engine process died twice while this very request ran."""
+
+
 def error_id(error: BaseException) -> str:
     """Its id, or "" for an error that programs cannot act upon."""
     torch = sys.modules.get("torch")

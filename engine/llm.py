@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.core.params import SamplingParams
-from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
+from engine.core.request import EngineRequest, FinishReason, Pooling, StepOutput, TokenLogprobs
+from engine.embedding import finished
 from engine.errors import AtollError, ConfigError, InvalidRequestError
-from engine.outputs import CompletionOutput, Logprob, LogprobsAtPosition, RequestMetrics, RequestOutput
+from engine.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    LogprobsAtPosition,
+    RequestMetrics,
+    RequestOutput,
+)
 from engine.text.conversation import encode_chat
 from engine.text.detok import Detokenizer
 from engine.text.tokenizer import TextTokenizer
@@ -51,6 +60,7 @@ class LLM:
             known = ", ".join(sorted(_CONFIG_FIELDS))
             raise TypeError(f"LLM() has no argument {sorted(unknown)[0]!r}; it takes {known}")
         config = EngineConfig(Path(model), **kwargs)
+        self._pooling: Pooling = config.pooling
         self.tokenizer = None if config.skip_tokenizer_init else TextTokenizer.load(tokenizer or config.model)
         self.engine = build_engine(config)
         self._ids = itertools.count()
@@ -113,6 +123,40 @@ class LLM:
             for c in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, in their order. `pooling` None: as the LLM was made (`pooling="last"`)."""
+        if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        found: dict[str, EmbeddingRequestOutput] = {}
+        try:
+            for prompt in prompts:
+                _, ids = _tokens(self.tokenizer, prompt)  # type: ignore[arg-type]
+                request = EngineRequest(str(next(self._ids)), ids, SamplingParams(), pooling=pooling or self._pooling)
+                self.engine.add_request(request)
+                found[request.request_id] = EmbeddingRequestOutput(request.request_id, EmbeddingOutput([]), ids)
+            while self.engine.has_work():
+                for step in self.engine.step():
+                    if step.error is not None:
+                        raise AtollError(f"Request {step.request_id} failed: {step.error}")
+                    if step.embedding is not None:
+                        vector = finished(step.embedding, dimensions, normalize=normalize)
+                        output = found[step.request_id]
+                        output.outputs.embedding = vector.tolist()
+                        output.num_cached_tokens = step.num_cached_tokens
+        except BaseException:
+            self.engine.abort(found)
+            while self.engine.has_work():
+                self.engine.step()
+            raise
+        return list(found.values())
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None

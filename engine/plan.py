@@ -23,6 +23,7 @@ from engine.message import msg, reason
 from engine.models.base import CausalLM
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
+from engine.models.loading.quantized import use_stored_formats
 from engine.models.registry import model_class
 from engine.worker.build import DEFAULT_SEQS, gpu_defaults, resolve_dtype, resolve_kv_dtype, wanted_context
 from engine.worker.memory import host_bytes, loaded_bytes
@@ -165,8 +166,9 @@ def _built(
     finally:
         torch.set_default_dtype(before)
     model.set_state_dtype(states, "cuda")
+    stored = use_stored_formats(model, config, directory, None)
     if quantization is not None:
-        quantize(model, quantization)
+        quantize(model, quantization, None if stored is None else stored.method)
     if tables_on_host:
         for table in model.lookup_tables():
             table.on_host = True  # it has no weights to move

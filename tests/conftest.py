@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine does; trans
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes minutes has a make target of its own (make test-compile, make test-runtime)."""
+    """What takes minutes has a make target of its own (make test-compile, make test-installations)."""
     if "slow" in (config.option.markexpr or ""):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

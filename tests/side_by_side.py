@@ -1,8 +1,10 @@
 """Runs the tests as several processes side by side, so that both waiting and computing tests fill a small machine.
 
-    python tests/side_by_side.py [PROCESSES]        three if not given
+    python tests/side_by_side.py [installations] [PROCESSES]
 
-Each part is a pytest of its own, the longest first. A part that passes prints its last line, one that fails everything.
+Without a name these are the tests of `make test`, with it those that take whole installations through their lives.
+Three processes if nobody says otherwise. Each part is a pytest of its own, the longest first. A part that passes prints
+its last line, one that fails everything.
 The exit status is 1 if any part failed.
 """
 
@@ -34,17 +36,30 @@ PARTS = {
                ("kernels", "models", "server", "test_oracle.py"))],
     "terminal": ["tests/tui"],
 }  # fmt: skip
+TUNING = "tests/appliance/service/test_tune_real.py"
+KILLED = f"{TUNING}::test_killed_at_every_recorded_point_it_goes_on_and_the_service_stays"
+# Real installations, tuned, verified, piloted, and killed in between.
+INSTALLATIONS = {
+    "tuning, killed": [KILLED],
+    "tuning": [TUNING, f"--deselect={KILLED}"],
+    "terminal": ["tests/tui/test_wizard_real.py"],
+    "checklist": ["tests/appliance/service/test_checklist_real.py", "tests/appliance/service/verification"],
+}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Triton's interpreter is one thread of Python
 
 
 def main() -> int:
-    processes = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    asked = sys.argv[1:]
+    parts, slow = PARTS, []
+    if asked[:1] == ["installations"]:
+        asked, parts, slow = asked[1:], INSTALLATIONS, ["-m", "slow"]
+    processes = int(asked[0]) if asked else 3
     running: set[subprocess.Popen] = set()
     lock, stopped, began = threading.Lock(), threading.Event(), time.monotonic()
 
     def run(name: str) -> bool:
         environment = os.environ | (ONE_THREAD if name.startswith("kernels") else {})
-        command = [sys.executable, "-m", "pytest", *PARTS[name]]
+        command = [sys.executable, "-m", "pytest", *slow, *parts[name]]
         start = time.monotonic()
         with lock:
             if stopped.is_set():
@@ -64,7 +79,7 @@ def main() -> int:
 
     pool = ThreadPoolExecutor(processes)
     try:
-        results = list(pool.map(run, PARTS))
+        results = list(pool.map(run, parts))
     except KeyboardInterrupt:
         stopped.set()
         with lock:
@@ -72,8 +87,8 @@ def main() -> int:
                 process.terminate()  # fixtures end what they started
         pool.shutdown(cancel_futures=True)
         return 130
-    failed = [name for name, passed in zip(PARTS, results, strict=True) if not passed]
-    print(f"{len(PARTS) - len(failed)} of {len(PARTS)} parts passed in {time.monotonic() - began:.0f} s"
+    failed = [name for name, passed in zip(parts, results, strict=True) if not passed]
+    print(f"{len(parts) - len(failed)} of {len(parts)} parts passed in {time.monotonic() - began:.0f} s"
           + "".join(f"\nFAILED: {name}" for name in failed))  # fmt: skip
     return 1 if failed else 0
 

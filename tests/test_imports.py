@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,12 @@ def test_the_engine_below_its_server_needs_few_libraries():
             if found:
                 wrong[where] = found
     assert not wrong
+
+
+def test_no_two_test_files_have_the_same_name():
+    """Else pytest cannot load both in one run."""
+    names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_nothing_dangerous_is_called():

@@ -3,17 +3,20 @@
 import asyncio
 import contextlib
 import contextvars
+import gc
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 from textual import work
 from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.command import CommandPalette
+from textual.filter import LineFilter
 from textual.reactive import reactive
 from textual.screen import Screen
+from textual.scrollbar import ScrollBar, ScrollBarRender
 
 from appliance.service.desk import Desk, InstallError, Layout, MachineFacts, Person
 from appliance.service.state import State, StepState
@@ -21,11 +24,13 @@ from appliance.service.trouble import Trouble
 from appliance.service.words import CHOSEN, t, told
 from tui.dialogs.ask import Ask, Read
 from tui.dialogs.seat import GiveWay, TakeOver
+from tui.driver import Driver, WithoutColours
 from tui.following import Following, Question
 from tui.frame import places
 from tui.frame.checklist import Checklist
 from tui.frame.front import Front, Key
 from tui.look import PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
+from tui.parts.bar import PlainScrollBar
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
 from tui.trouble import TroubleScreen
@@ -74,16 +79,23 @@ class Wizard(App[None]):
     watched: reactive[Person | None] = reactive(None, init=False)   # who works here, if somebody else
     pulse = reactive(0, init=False)   # counts what the job has said; screens that show work watch it
 
-    def __init__(self, layout: Layout, language: str, *, plain: bool = False, dashboard: bool = False) -> None:
-        super().__init__(ansi_color=plain)
+    def __init__(
+        self, layout: Layout, language: str, *, plain: bool = False, colours: bool = True, dashboard: bool = False
+    ) -> None:
+        super().__init__(driver_class=Driver, ansi_color=plain)
+        ScrollBar.renderer = PlainScrollBar if plain else ScrollBarRender
         self.desk = Desk(layout)
         self._opens_dashboard = dashboard
         self.plain = plain
+        self._without_colours = [] if colours else [WithoutColours()]
         self.parting = ""
         self.set_reactive(Wizard.language, language)
         self._signature: object = None
         self._looked_once = False
         self._drawn_at = 0.0
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [*super().get_line_filters(), *self._without_colours]
 
     def get_default_screen(self) -> Screen[None]:
         return Checklist()
@@ -162,8 +174,10 @@ class Wizard(App[None]):
         if first and state is not None and any(step.status != "open" for step in state.steps):
             self.open_step(next((n for n, step in enumerate(state.steps, 1) if step.status != "green"),
                                 len(state.steps)))  # fmt: skip
-        if first and (screen := places.trouble_at_start(self.front)) is not None:
-            self.push_screen(screen)
+        if first:
+            gc.freeze()  # what was imported until here stays; to look through it again would hold up keys
+            if (screen := places.trouble_at_start(self.front)) is not None:
+                self.push_screen(screen)
 
     def _watch(self) -> None:
         """Somebody else may have worked on it."""
@@ -264,8 +278,13 @@ class Wizard(App[None]):
             said = t("The key of the endpoint is {key}\nKeep it: it is shown this once, and only its hash is stored.",
                      key=key)  # fmt: skip
             kept = t("Enter: I have kept it.")
-            self.push_screen(Read(self.say, t("API key"), self.say(said), kept),
-                             lambda seen: self.desk.key_was_shown(following.result) if seen else None)  # fmt: skip
+
+            def read(seen: bool | None) -> None:
+                if seen:
+                    self.desk.key_was_shown(following.result)
+                self._look(False)
+
+            self.push_screen(Read(self.say, t("API key"), self.say(said), kept), read)
         elif following.error is not None and (screen := places.trouble(self.front, following.error)) is not None:
             self.push_screen(screen)
         self._look(False)

@@ -1,7 +1,5 @@
 """Marks and colours; the styles are in tui/sheets. A state is a word or a sign first; its colour only repeats it."""
 
-import os
-
 from textual.theme import Theme
 
 from appliance.service.findings import Finding
@@ -35,13 +33,6 @@ COLOURS = {"green": "green", "failed": "red", "stale": "yellow", "interrupted": 
            "open": ""}  # fmt: skip
 VERDICTS = {"pass": (t("PASS"), "green"), "info": (t("INFO"), ""), "warn": (t("WARN"), "yellow"),
             "fail": (t("FAIL"), "red"), "waived": (t("WAIV"), "magenta")}  # fmt: skip
-
-def plain_terminal() -> bool:
-    """Consoles and serial lines: ASCII and 16 colours."""
-    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
-    term = os.environ.get("TERM", "")
-    utf8 = "utf-8" in locale.lower() or "utf8" in locale.lower()
-    return term == "linux" or term.startswith(("vt", "ansi")) or not utf8
 
 
 def verdict(finding: Finding) -> str:

@@ -1,6 +1,5 @@
 """`atoll top`: the dashboard, or one look at it for scripts and for terminals without screens."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ from rich.cells import cell_len
 from appliance.cli.common import Json, Prefix, examples, layout_for, print_json, say, spoken, told
 from appliance.service.dashboard.snapshot import Snapshot
 from appliance.service.words import t
-from tui.command import can_show, open_screens
+from tui.command import open_screens
+from tui.terminal import why_not
 
 _HELP = """The running service on one screen: models, speed, waiting requests, KV cache, GPUs, and what to act on.
 
@@ -22,7 +22,8 @@ _SETTLE = 2.0  # seconds between the two looks that a rate needs
 
 
 def register(app: typer.Typer) -> None:
-    lines = ("sudo atoll top", "sudo atoll top --once", "sudo atoll top --json | jq '.models[].tokens_out'")
+    lines = ("sudo atoll top", "sudo atoll top --once", "sudo atoll top --json | jq '.models[].tokens_out'",
+             "sudo atoll top --json | jq '.active[] | select(.state == \"waiting\") | .request_id'")
     app.command(name="top", help=_HELP, epilog=examples(*lines))(command)
 
 
@@ -46,9 +47,8 @@ def command(
             else:
                 _print(seen)
             return
-        if not can_show():
-            say(t("The screens need a terminal that can move its cursor (TERM is '{term}'). Use: {command}",
-                  term=os.environ.get("TERM", ""), command="atoll top --once"), err=True)  # fmt: skip
+        if said := why_not("atoll top --once"):
+            say(said, err=True)
             raise typer.Exit(2)
         open_screens(layout, ascii_only=ascii_only, dashboard=True)
 
@@ -66,6 +66,11 @@ def _print(seen: Snapshot) -> None:
             for line in lines.model_details(model):
                 say(line)
         say(lines.requests_line(seen))
+    if said := lines.active_line(seen):
+        typer.echo()
+        say(said)
+        if seen.active:
+            _table(lines.ACTIVE_HEADS, [lines.active_cells(active) for active in seen.active])
     if seen.gpus:
         typer.echo()
         _table(lines.GPU_HEADS, [lines.gpu_cells(gpu) for gpu in seen.gpus])

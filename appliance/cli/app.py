@@ -93,6 +93,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "appliance.cli.operate.verify_service", "register",
             "Check that the running service keeps its promises; write a report.",
         ),
+        "batch": ("appliance.cli.operate.batch", "app", "Answer a file of requests with the running service."),
         "bench": ("appliance.cli.bench.app", "app", "Measure an OpenAI endpoint under load; compare results."),
         "logs": ("appliance.cli.operate.logs", "register", "Show the service's log."),
         "doctor": (

@@ -99,7 +99,7 @@ class Load:
         self._warmed = self._begun = 0
 
     def run_to_end(self) -> LoadResult:
-        _allow_connections(min(self.profile.arrival.clients or self.profile.arrival.max_concurrency or 1024,
+        allow_connections(min(self.profile.arrival.clients or self.profile.arrival.max_concurrency or 1024,
                                self.requests or MOST_CLIENTS))  # fmt: skip
         try:
             return run_in_loop(self.run())
@@ -265,7 +265,7 @@ def run_in_loop(work: Coroutine[Any, Any, Any]) -> Any:
         return runner.run(work)
 
 
-def _allow_connections(count: int) -> None:
+def allow_connections(count: int) -> None:
     """Raises InstallError (usage) if this process may not open that many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OWN_FILES

@@ -5,14 +5,13 @@ socket. The service itself gets no file to write to.
 """
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from appliance.load.http_client import HttpClient, HttpError
 from appliance.load.target import Target
+from appliance.local_socket import get
 from appliance.series.names import MOST_PAGE, UP, parsed
 from appliance.series.store import SeriesError, Store, wall_clock
 from installer.gpu import nvml
@@ -79,23 +78,8 @@ class Recorder:
 
 def _by_socket(path: Path) -> dict[str, float] | None:
     """As `scraped`, over the gateway's Unix socket."""
-    connection = _UnixConnection("localhost", timeout=_SECONDS)
-    connection.path = path
+    body = get(path, "/metrics", seconds=_SECONDS, most=MOST_PAGE)
     try:
-        connection.request("GET", "/metrics")
-        answer = connection.getresponse()
-        body = answer.read(MOST_PAGE + 1)
-        return parsed(body.decode(errors="replace")) if answer.status == 200 and len(body) <= MOST_PAGE else None
-    except (HTTPException, OSError, ValueError, KeyError):
+        return parsed(body.decode(errors="replace")) if body is not None else None
+    except (ValueError, KeyError):
         return None
-    finally:
-        connection.close()
-
-
-class _UnixConnection(HTTPConnection):
-    path = Path()
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self.path))

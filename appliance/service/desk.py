@@ -19,6 +19,7 @@ from appliance.service.state import State
 from installer.base import fs
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import t
+from installer.base.journal import History, intact
 from installer.base.layout import Layout
 from installer.operate.install import key_was_shown
 from installer.service.log_file import readable, tail
@@ -45,6 +46,7 @@ class Desk:
         self.by = getpass.getuser()
         self.seat: Seat | None = None
         self.troubles: list[Trouble] = []  # as of the last look
+        self.key_is_unseen = False         # the endpoint's key was made while no terminal was there to show it
 
     def sit_down(self, asked: Callable[[Person | None], None], changed: Callable[[], None]) -> None:
         """Be the operator who works here, or the one who looks on while another does; see jobs/seat.py."""
@@ -68,7 +70,10 @@ class Desk:
             )  # fmt: skip
 
     def state(self) -> State:
-        return checklist.show(self.layout, self.answers)
+        state = checklist.show(self.layout, self.answers)
+        with contextlib.suppress(OSError, InstallError):  # who may not read the journal made no key
+            self.key_is_unseen = bool(History(intact(self.layout.journal)).unshown_keys)
+        return state
 
     def machine(self) -> MachineFacts:
         return machine_facts(self.layout)

@@ -6,7 +6,7 @@
 from dataclasses import dataclass, field
 
 from engine.core.params import SamplingParams
-from engine.core.request import TokenLogprobs
+from engine.core.request import Pooling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,14 @@ class ScheduledSeq:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """Tokens of a sequence that gets an embedding instead of an answer. `ends`: they reach the last one."""
+
+    pooling: Pooling
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     step_id: int
     seqs: list[ScheduledSeq]
@@ -58,6 +66,7 @@ class StepPlan:
     page_updates: list[PageUpdate] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)  # (slot, slot it is copied to after the step)
     moved_slabs: list[int] = field(default_factory=list)  # changed kind, still hold the old data
+    pooled: dict[int, PooledChunk] = field(default_factory=dict)  # by row; these sequences sample nothing
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +81,7 @@ class SeqResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for the prompt tokens after `start`, in order
     error: str | None = None                            # this sequence alone failed (NaN logits)
+    embedding: bytes | None = None                      # of a sequence whose pooled chunk `ends`: float32 [H]
 
 
 @dataclass(frozen=True, slots=True)

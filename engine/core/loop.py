@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
@@ -92,6 +92,8 @@ class EngineCore:
             policy=config.scheduling_policy,
         )
         self.depth = depth
+        # Called with request ids (that went back to the queue, that left it) before the step that computes them starts.
+        self.on_moved: Callable[[list[str], list[str]], None] | None = None
         self._grammars = grammars
         self._compiling: dict[str, tuple[Sequence, Pending]] = {}  # not in the queue before its grammar is compiled
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
@@ -147,6 +149,8 @@ class EngineCore:
             outputs += self._queue_compiled()
         plan = self.scheduler.schedule()
         if plan is not None:
+            if plan.row_inits or self.scheduler.preempted:
+                self._tell_moved(plan)
             try:
                 self._launch(plan, outputs)
             except Exception as error:
@@ -206,7 +210,14 @@ class EngineCore:
             raise InvalidRequestError(
                 f"Token ids must lie between 0 and {self.vocab_size - 1}, the model's vocabulary.", "prompt"
             )
-        if len(prompt) + 1 > self.max_model_len:
+        if request.pooling is not None and len(prompt) > self.max_model_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the input holds "
+                f"{len(prompt)} tokens (context_length_exceeded).",
+                "input",
+                "context_length_exceeded",
+            )
+        if request.pooling is None and len(prompt) + 1 > self.max_model_len:
             raise InvalidRequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt holds "
                 f"{len(prompt)} tokens and at least one is needed for the answer (context_length_exceeded).",
@@ -223,6 +234,12 @@ class EngineCore:
                 f"Token id {out_of_range[0]} is not in the vocabulary of {self.vocab_size} tokens.",
                 "logit_bias" if out_of_range[0] in params.logit_bias else "stop_token_ids",
             )
+
+    def _tell_moved(self, plan: StepPlan) -> None:
+        rows = {init.row for init in plan.row_inits}
+        back, self.scheduler.preempted = self.scheduler.preempted, []
+        if self.on_moved is not None:
+            self.on_moved(back, [seq.request_id for seq in plan.seqs if seq.row in rows])
 
     def _queue_compiled(self) -> list[StepOutput]:
         """Queue the sequences whose grammars are ready, each where its arrival puts it."""

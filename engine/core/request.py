@@ -2,12 +2,15 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.core.params import SamplingParams
 
+Pooling = Literal["last", "mean"]  # which hidden states make an embedding: the last token's, or the mean of all
+
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"      # an end token, a stop token or a stop string
+    STOP = "stop"      # an end token, a stop token or a stop string; or the embedding is done
     LENGTH = "length"  # max_tokens or the context is full
     ABORT = "abort"    # the client went away
     ERROR = "error"    # a step failed; `StepOutput.error` says how
@@ -23,6 +26,8 @@ class EngineRequest:
     priority: int = 0        # lower runs first (vLLM's order)
     cache_salt: str = ""     # prefix-cache hits happen only between equal salts (tenants)
     arrival_time: float = 0  # time.monotonic() of the submitter; set by the engine when 0
+    owner: str = ""          # owners take turns in the queue; a digest or an id, never a secret
+    pooling: Pooling | None = None  # the answer is an embedding of the prompt, and no token is sampled
 
 
 @dataclass(slots=True)
@@ -70,6 +75,7 @@ class StepOutput:
     times: RequestTimes | None = None   # with the last output
     complete: bool = False              # STOP because the grammar ended: the last token is part of the answer
     refusal: Refusal | None = None      # with ERROR: the fault is the request's own
+    embedding: bytes | None = None      # little-endian float32, as the model's last norm left it; see `pooling`
 
 
 @dataclass(slots=True)

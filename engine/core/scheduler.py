@@ -17,13 +17,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.core.batch import PageUpdate, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
+from engine.core.batch import PageUpdate, PooledChunk, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.grammar import Matcher
 from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
 from engine.core.request import FinishReason, Refusal, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status
-from engine.core.waiting import WaitingQueue, order_of
+from engine.core.waiting import WaitingQueue
 
 # Steps in which a sequence may lack pages before others are preempted for it. Waiting longer costs more tokens a step
 # than it saves in recomputation (measurements: docs/performance.md, "Scheduling").
@@ -57,6 +57,7 @@ class Scheduler:
         self._flights: dict[int, list[Sequence]] = {}       # step -> its sequences, in the order of the plan
         self._stalled: dict[Sequence, int] = {}             # lack pages -> for how many steps so far
         self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
+        self.preempted: list[str] = []                      # request ids since the loop last told of them
         self.num_with_grammar = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0       # of sequences that have produced their first token
@@ -87,7 +88,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
         if self.policy == "priority":
-            self.running.sort(key=lambda s: order_of(s, self.policy))
+            self.running.sort(key=lambda seq: seq.order)
         plan = self._plan(_PATIENCE)
         if plan is None and self._stalled and not self.kv.num_deferred:
             plan = self._plan(0)  # no sequence can continue: waiting would not help
@@ -134,7 +135,9 @@ class Scheduler:
         if draft.mixed:
             draft.put_singles_first()
         saves, moved = self.kv.take_state_saves(), self.kv.take_moved_slabs()
-        plan = StepPlan(self._next_step, draft.items, draft.row_inits, draft.page_updates, saves, moved)
+        plan = StepPlan(
+            self._next_step, draft.items, draft.row_inits, draft.page_updates, saves, moved, draft.pooled
+        )
         self._flights[self._next_step] = draft.seqs
         self._next_step += 1
         return plan
@@ -313,18 +316,22 @@ class Scheduler:
             )
         )
 
-    def _commit(self, draft: "_Draft", seq: Sequence, num_tokens: int, samples: bool) -> None:
-        """Add `num_tokens` of `seq` to the step. `samples`: they reach the last known token."""
+    def _commit(self, draft: "_Draft", seq: Sequence, num_tokens: int, ends: bool) -> None:
+        """Add `num_tokens` of `seq` to the step. `ends`: they reach the last known token, so a token is sampled."""
         start = seq.num_computed_tokens
         params = seq.params
+        samples = ends
+        if seq.pooling is not None:
+            draft.pooled[seq.row] = PooledChunk(seq.pooling, ends)
+            samples = False
         seq.num_computed_tokens = end = start + num_tokens
-        seq.num_placeholders += samples
+        seq.num_placeholders += ends
         seq.last_step = self._next_step
         if len(seq.tables[0]) > seq.num_pages_sent:
             self.kv.describe_changes(seq, draft.page_updates)
         if end // self._page_size > seq.num_registered_pages:
             self.kv.register_full_pages(seq)
-        if not samples and seq.checkpoints and end == seq.checkpoints[0]:
+        if not ends and seq.checkpoints and end == seq.checkpoints[0]:
             self.kv.save_state(seq)
         prompt_logprobs = params.prompt_logprobs
         if prompt_logprobs is not None and (start >= seq.prompt_len or seq.num_output_tokens):
@@ -352,7 +359,8 @@ class Scheduler:
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.push(seq)
+        self.preempted.append(seq.request_id)
+        self.waiting.put_back(seq)
 
     def _let_go(self, seq: Sequence) -> None:
         self.kv.release(seq)
@@ -390,7 +398,7 @@ class Scheduler:
             assert item.start < len(known), "prompt logprobs have a gap"
             known += answer.prompt_logprobs[len(known) - 1 - item.start :]
         if not item.samples:
-            return None
+            return None if answer.embedding is None else self._take_embedding(seq, answer.embedding)
         assert answer.token_id is not None
         seq.num_placeholders -= 1
         seq.token_ids.append(answer.token_id)
@@ -416,6 +424,14 @@ class Scheduler:
                 output.stop_reason = answer.token_id
         return output
 
+    def _take_embedding(self, seq: Sequence, embedding: bytes) -> StepOutput:
+        self.num_prompt_tokens += seq.prompt_len
+        seq.times.first_token = time.monotonic()
+        seq.num_placeholders = 0
+        self.finish(seq, FinishReason.STOP)
+        return StepOutput(seq.request_id, finish_reason=FinishReason.STOP, num_cached_tokens=seq.num_cached_tokens,
+                          times=seq.times, embedding=embedding)
+
 
 @dataclass(slots=True)
 class _Draft:
@@ -426,6 +442,7 @@ class _Draft:
     seqs: list[Sequence] = field(default_factory=list)   # parallel to `items`
     row_inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
+    pooled: dict[int, PooledChunk] = field(default_factory=dict)
     mixed: bool = False      # some have more than one token
     preempted: bool = False  # somebody was
 

@@ -8,7 +8,8 @@
         |------------------ known ------------------------|--placeholder-|
 
 A step computes some of the tokens between `num_computed_tokens` and known + placeholders; when it reaches the end, it
-samples one more. Prefill, decode, chunking, prefix hits and resumption are all this one rule.
+samples one more. Prefill, decode, chunking, prefix hits and resumption are all this one rule. A sequence with `pooling`
+samples nothing: its placeholder stands for the embedding, which ends it.
 """
 
 import enum
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 from engine.core.grammar import Matcher
 from engine.core.params import SamplingParams
-from engine.core.request import EngineRequest, FinishReason, RequestTimes, TokenLogprobs
+from engine.core.request import EngineRequest, FinishReason, Pooling, RequestTimes, TokenLogprobs
 
 NO_ROW = -1
 NO_SLOT = -1
@@ -42,6 +43,8 @@ class Sequence:
     cache_salt: str
     times: RequestTimes
     arrival_order: int = 0             # ties in arrival are broken by order of submission
+    owner: str = ""                    # owners take turns in the queue
+    pooling: Pooling | None = None
 
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -69,6 +72,8 @@ class Sequence:
         params = request.params
         prompt_len = len(request.prompt_token_ids)
         wanted = max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
+        if request.pooling is not None:
+            wanted = prompt_len
         return cls(
             request_id=request.request_id,
             params=params,
@@ -82,6 +87,8 @@ class Sequence:
             cache_salt=request.cache_salt,
             times=RequestTimes(arrival=request.arrival_time),
             arrival_order=order,
+            owner=request.owner,
+            pooling=request.pooling,
         )
 
     @property

@@ -1,46 +1,81 @@
 """The queue of waiting requests, ordered by one of two policies: fcfs or priority.
 
-Both order by a key, smallest first. fcfs ignores the request's priority. A preempted sequence keeps its arrival number
-and so returns to the front.
+fcfs ignores the request's priority. Within a priority, owners (API keys) take turns, and the requests of one owner
+keep their order: an owner with 500 requests does not delay another's first. This is start-time fair queueing: an
+owner's turn is the tokens that it was served, counted from the moment it began to wait, so nobody saves up turns by
+being idle. Preempted sequences go before all others of their priority.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterator
 
 from engine.core.sequence import Sequence, Status
 
-Key = tuple[int, float, int]
+_USUAL_ANSWER = 256      # tokens charged for an answer, unless fewer are allowed: nobody knows its length beforehand
+_MOST_REMEMBERED = 4096  # owners that no longer wait
 
-
-def order_of(seq: Sequence, policy: str) -> Key:
-    return seq.order if policy == "priority" else (0, 0.0, seq.arrival_order)
+_Line = tuple[int, str]  # priority, owner
 
 
 class WaitingQueue:
-    """A heap with lazy deletion: an aborted sequence stays inside until it surfaces."""
+    """A sequence that is aborted stays inside until it surfaces."""
 
     def __init__(self, policy: str) -> None:
-        self._policy = policy
-        self._heap: list[tuple[Key, Sequence]] = []
+        self._by_priority = policy == "priority"
         self._size = 0
+        self._returned: list[tuple[int, int, Sequence]] = []    # a heap: priority, arrival order
+        self._lines: dict[_Line, deque[Sequence]] = {}          # those that are not empty
+        self._heads: list[tuple[int, int, int, str]] = []       # a heap of them: priority, turn, arrival order, owner
+        self._turns: dict[_Line, int] = {}
+        self._served: dict[int, int] = {}                       # priority -> the turn that was served last
 
     def __len__(self) -> int:
         return self._size
 
     def push(self, seq: Sequence) -> None:
-        heapq.heappush(self._heap, (order_of(seq, self._policy), seq))
+        priority, owner = line = self._priority(seq), seq.owner
+        self._size += 1
+        if waiting := self._lines.get(line):
+            waiting.append(seq)
+            return
+        if len(self._turns) >= _MOST_REMEMBERED:
+            self._forget()
+        self._lines[line] = deque([seq])
+        turn = self._turns[line] = max(self._turns.get(line, 0), self._served.get(priority, 0))
+        heapq.heappush(self._heads, (priority, turn, seq.arrival_order, owner))
+
+    def put_back(self, seq: Sequence) -> None:
+        """A preempted sequence waits again."""
+        heapq.heappush(self._returned, (self._priority(seq), seq.arrival_order, seq))
         self._size += 1
 
     def peek(self) -> Sequence | None:
-        while self._heap and self._heap[0][1].status is not Status.WAITING:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        while self._returned and self._returned[0][2].status is not Status.WAITING:
+            heapq.heappop(self._returned)
+        while self._heads:
+            priority, _, _, owner = self._heads[0]
+            waiting = self._lines[priority, owner]
+            while waiting and waiting[0].status is not Status.WAITING:
+                waiting.popleft()
+            if waiting:
+                break
+            heapq.heappop(self._heads)
+            del self._lines[priority, owner]
+        if self._returned and (not self._heads or self._returned[0][0] <= self._heads[0][0]):
+            return self._returned[0][2]
+        return self._lines[self._heads[0][0], self._heads[0][3]][0] if self._heads else None
 
     def pop(self) -> Sequence:
         seq = self.peek()
         assert seq is not None
-        heapq.heappop(self._heap)
         self._size -= 1
+        if self._returned and self._returned[0][2] is seq:
+            heapq.heappop(self._returned)
+        else:
+            self._serve(seq)
+        if not self._size:
+            self._forget()
         return seq
 
     def forget_one(self) -> None:
@@ -48,4 +83,29 @@ class WaitingQueue:
         self._size -= 1
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, seq in self._heap if seq.status is Status.WAITING)
+        for seq in (*(seq for _, _, seq in self._returned), *(seq for line in self._lines.values() for seq in line)):
+            if seq.status is Status.WAITING:
+                yield seq
+
+    def _priority(self, seq: Sequence) -> int:
+        return seq.priority if self._by_priority else 0
+
+    def _serve(self, seq: Sequence) -> None:
+        """Take the first of the first line, and charge its owner."""
+        priority, turn, _, owner = self._heads[0]
+        waiting = self._lines[priority, owner]
+        waiting.popleft()
+        self._served[priority] = turn
+        turn += seq.prompt_len + min(_USUAL_ANSWER, seq.max_len - seq.prompt_len)
+        self._turns[priority, owner] = turn
+        if waiting:
+            heapq.heapreplace(self._heads, (priority, turn, waiting[0].arrival_order, owner))
+        else:
+            heapq.heappop(self._heads)
+            del self._lines[priority, owner]
+
+    def _forget(self) -> None:
+        """Drop the turns of those that do not wait."""
+        self._turns = {line: turn for line, turn in self._turns.items() if line in self._lines}
+        waiting = {priority for priority, _ in self._lines}
+        self._served = {priority: turn for priority, turn in self._served.items() if priority in waiting}

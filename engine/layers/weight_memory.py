@@ -16,7 +16,7 @@ _pool: torch.cuda.MemPool | None = None
 
 def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A parameter (of the default dtype) without memory: the loader (models/loading/loader.py) fills it."""
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,6 +11,9 @@ from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.layers.attention import Attention
 from engine.layers.embed import Embedding
 from engine.models.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from engine.models.config.quantization import QuantizationPlan
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -21,6 +25,7 @@ class CausalLM(nn.Module, ABC):
     """
 
     weight_pool: torch.cuda.MemPool | None = None  # of its weights, on a GPU
+    stored: "QuantizationPlan | None" = None       # how a quantised checkpoint stores it (loading/quantized.py)
     compute_dtype: torch.dtype | None = None       # of activations on a CPU, where it was chosen (loader.compute_in)
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:

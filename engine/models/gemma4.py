@@ -226,7 +226,8 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
         super().adapt(names)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, Gemma4Layer) and layer.sparse is not None:
-                layer.sparse.stacked = f"{self.prefix}layers.{i}.experts.0.gate_proj.weight" not in names
+                each = f"{self.prefix}layers.{i}.experts.0.gate_proj.weight"
+                layer.sparse.stacked = bool(names) and each not in names
 
     def weights(self) -> Weights:
         found = super().weights()

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from engine.kernels.attention import kernel_reference as attention_reference
+from engine.kernels.gemm import packed_weight as packed_reference
 from engine.kernels.gemm import reference as gemm_reference
+from engine.kernels.gemm.packed_weight import Kind, Packed
 from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.tiles import VECTOR_TOKENS
 from engine.kernels.pointwise import reference as pointwise_reference
@@ -46,6 +48,7 @@ class Side:
     moe: ModuleType = moe_reference
     heads: ModuleType = attention_reference
     norm: ModuleType = pointwise_reference
+    packed: ModuleType = packed_reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
     numbers: list[torch.Tensor] = field(default_factory=list)
@@ -98,7 +101,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.attention import chunks as attention_chunks
     from engine.kernels.attention import decode as attention_decode
     from engine.kernels.attention import heads as attention_heads
-    from engine.kernels.gemm import small_batch
+    from engine.kernels.gemm import packed, small_batch
     from engine.kernels.moe import experts as moe_experts
     from engine.kernels.pointwise import fused as pointwise_fused
     from engine.kernels.pointwise import inputs as pointwise_inputs
@@ -108,7 +111,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     return Side(
         device, dtype, attention_chunks, attention_decode, pointwise_fused, small_batch, pointwise_inputs,
         pointwise_quantize,
-        moe_experts, attention_heads, pointwise_norm, dry,
+        moe_experts, attention_heads, pointwise_norm, packed, dry,
     )  # fmt: skip
 
 
@@ -231,6 +234,20 @@ def few_rows(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bo
     with side.clock():
         y = side.gemv.few_rows(x, weight, dtype=side.dtype, **scales)
     return [numbers(y, 2)]
+
+
+def packed_product(side: Side, *, kind: Kind, rows: int, group: int, with_zero: bool = False) -> list[Result]:
+    """A product of a few rows, and the weight as it is made for many."""
+    x, outputs, inner = side.strided(rows, 512), 160, 512
+    if kind == "fp8":
+        values = pointwise_reference.quantize_rows(side.randn(outputs, inner))[0]
+    else:
+        values = side.randint(256, outputs, inner // (1 if kind == "int8" else 2)).to(torch.uint8)
+    zero = side.randint(16, outputs, inner // group).to(torch.uint8) if with_zero else None
+    weight = Packed(kind, group, values, 0.02 + side.randn(outputs, inner // group).abs() * 0.002, zero)
+    with side.clock():
+        y, wide = side.packed.few_rows(x, weight), side.packed.unpacked(weight, side.dtype)
+    return [numbers(y, 2), exact(wide)]
 
 
 # Mixture of experts.
@@ -400,6 +417,11 @@ CHECKS: list[Check] = [
     ),
     Check("product 1 row fp8", partial(gemv, rows=1, out_features=1024, inner=2048, is_fp8=True), True),
     Check("product 16 rows fp8", partial(few_rows, rows=16, out_features=1024, inner=2048, is_fp8=True), True),
+    Check("packed product int4", partial(packed_product, kind="int4", rows=1, group=128)),
+    Check("packed product int4, zero points", partial(packed_product, kind="int4", rows=16, group=32, with_zero=True)),
+    Check("packed product int8", partial(packed_product, kind="int8", rows=40, group=512)),
+    Check("packed product fp4", partial(packed_product, kind="fp4", rows=5, group=16)),
+    Check("packed product fp8", partial(packed_product, kind="fp8", rows=20, group=128), True),
     Check("choice of experts", choose_experts),
     Check("experts, 3 tokens", partial(experts, tokens=3, num_experts=8)),
     Check("experts, 20 tokens", partial(experts, tokens=20, num_experts=8, gate="gelu_tanh")),

@@ -43,6 +43,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self.pieces = Pieces(tokenizer)
         self.named_tokens = _named_tokens(config or {})
+        class_name = (config or {}).get("tokenizer_class")  # of transformers, for clients that ask
+        self.class_name = class_name if isinstance(class_name, str) else "PreTrainedTokenizerFast"
         self.control = ControlTokens(_control_literals(tokenizer, template_source or ""))
         self.template = ChatTemplate(template_source, self.named_tokens) if template_source else None
         self._keep_marks_out(tokenizer)

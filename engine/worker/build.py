@@ -35,7 +35,10 @@ from engine.message import msg
 from engine.models.base import CausalLM
 from engine.models.batch_invariant import make_batch_invariant
 from engine.models.config.model import ModelConfig
+from engine.models.config.quantization import read_quantization
+from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import compute_in, fill_randomly, load_weights, quantize
+from engine.models.loading.quantized import use_stored_formats
 from engine.models.registry import model_class
 from engine.text.grammar.compiler import GrammarCompiler
 from engine.worker.cache import Cache
@@ -87,8 +90,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if device.type == "cpu" and compute == torch.float32:
         compute_in(model, compute)
     model.set_state_dtype(config.mamba_ssm_cache_dtype, device.type)
+    tensors = None if config.load_format == "dummy" else check_checkpoint(config.model)
+    stored = use_stored_formats(model, model_config, config.model, tensors)
     if config.quantization is not None:
-        quantize(model, config.quantization)
+        quantize(model, config.quantization, None if stored is None else stored.method)
     if config.batch_invariant:
         fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8")
         make_batch_invariant(model, fp8=fp8, fp8_units=device.type != "cuda" or has_fp8_units(device))
@@ -196,6 +201,7 @@ def prepare(config: EngineConfig) -> None:
     check_capabilities(config, kind)
     model_config = ModelConfig.load(config.model)
     model_class(model_config)
+    read_quantization(model_config, config.model)
     resolve_dtype(config, model_config)
     wanted_context(config, model_config)
     if kind == "cuda":
@@ -340,5 +346,6 @@ def _describe(
         "dtype": str(dtype).removeprefix("torch."),
         "compute_dtype": str(compute).removeprefix("torch."),
         "device": str(device),
+        "hidden_size": config.hidden_size,
         "memory_plan": plan.table(),
     }

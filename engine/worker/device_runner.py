@@ -26,6 +26,7 @@ from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.cuda_graphs import DecodeGraphs, MixedGraphs
 from engine.worker.mixed_step import MOST_CHUNKS, MixedForm, MixedShape, MixedStep, form_of, shapes_within
+from engine.worker.pooling import Pooler, needs_all_states, unpack
 from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.device import NUM_COLUMNS, DeviceSampler, HostLogprobs
 from engine.worker.staging import ROOM_FOR_CHANGES, Staging, aligned, check_addressable, head_words
@@ -45,6 +46,7 @@ class ForwardedStep:
     columns: torch.Tensor         # their sampling parameters
     sampling: np.ndarray          # which sequences sample
     whole: torch.Tensor | None    # hidden states of all tokens, if prompt log-probabilities are wanted
+    pooled: torch.Tensor | None   # embeddings of the prompts that end in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class SampledStep:
     count: int
     logprobs: HostLogprobs | None
     prompt_logprobs: dict[int, list[HostLogprobs]]    # index in plan.seqs -> those of the prompt tokens it covers
+    pooled: torch.Tensor | None                       # pinned float32, one row for each prompt that ends
 
 
 class DeviceRunner:
@@ -83,6 +86,7 @@ class DeviceRunner:
         self.block_tables = torch.zeros(num_groups, num_rows, width, dtype=torch.int32, device=device)
         self.state_slots = torch.zeros(num_rows, dtype=torch.int32, device=device) if spec.slot_bytes else None
         self.sampler = DeviceSampler(num_rows, model.config.vocab_size, max_model_len, device)
+        self.pooler = Pooler()
         self.prompt_len = [0] * num_rows
         self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
         self.tile_tokens = [0] * num_groups  # of each group: the fewest of its layers'
@@ -169,13 +173,13 @@ class DeviceRunner:
         rows = np.array([s.row for s in plan.seqs])
         starts = np.array([s.start for s in plan.seqs])
         if plan.num_tokens == len(plan.seqs):
-            hidden, columns, sampling, whole = self._decode_step(plan, rows, starts)
+            hidden, columns, sampling, whole, pooled = self._decode_step(plan, rows, starts)
         else:
-            hidden, columns, sampling, whole = self._mixed_step(plan, rows, starts)
+            hidden, columns, sampling, whole, pooled = self._mixed_step(plan, rows, starts)
         for source, target in plan.state_saves:
             self.cache.copy_state(source, target)
         counts = np.array([plan.seqs[i].num_tokens for i in sampling], dtype=np.int64)
-        return ForwardedStep(plan, rows[sampling], starts[sampling] + counts, hidden, columns, sampling, whole)
+        return ForwardedStep(plan, rows[sampling], starts[sampling] + counts, hidden, columns, sampling, whole, pooled)
 
     @torch.inference_mode()
     def sample(self, forwarded: ForwardedStep, masks: TokenMasks | None = None) -> SampledStep:
@@ -195,8 +199,12 @@ class DeviceRunner:
                 logprobs.begin_copy()
         whole = forwarded.whole
         prompts = {} if whole is None else self._prompt_logprobs(forwarded.plan, whole)
+        embeddings = None
+        if forwarded.pooled is not None:
+            embeddings = torch.empty(forwarded.pooled.shape, dtype=torch.float32, pin_memory=True)
+            embeddings.copy_(forwarded.pooled, non_blocking=True)
         done.record()
-        return SampledStep(forwarded.plan, done, pinned if count else None, count, logprobs, prompts)
+        return SampledStep(forwarded.plan, done, pinned if count else None, count, logprobs, prompts, embeddings)
 
     def collect(self, handle: SampledStep) -> StepResult:
         handle.done.synchronize()
@@ -204,17 +212,18 @@ class DeviceRunner:
         logprobs: dict[int, TokenLogprobs] = {}
         if handle.logprobs is not None:
             logprobs = dict(zip(handle.logprobs.rows, handle.logprobs.unpack(), strict=True))
-        return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs)
+        embeddings = unpack(handle.plan, handle.pooled)
+        return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs, embeddings)
 
     # -- packing ------------------------------------------------------------------------------------------------------
 
     def _decode_step(
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None, torch.Tensor | None]:
         """A step in which every sequence has one token.
 
-        Returns the hidden states [B, H] of the sequences that sample, their columns, their indices, and all hidden
-        states if prompt log-probabilities are wanted.
+        Returns the hidden states [B, H] of the sequences that sample, their columns, their indices, all hidden states
+        if prompt log-probabilities are wanted, and the embeddings of prompts that end.
         """
         batch = len(rows)
         size = batch if self.graphs is None else self.graphs.size_for(batch)
@@ -238,9 +247,16 @@ class DeviceRunner:
             sampling = np.flatnonzero([s.samples for s in plan.seqs])
         column = device[2 * width : (2 + NUM_COLUMNS) * width].view(NUM_COLUMNS, width)
         if len(sampling) < batch:  # rare: refill for the sampling ones, by a second copy
-            index = torch.from_numpy(sampling).pin_memory().to(self.device, non_blocking=True)
-            return hidden.index_select(0, index), column.index_select(1, index).contiguous(), sampling, whole
-        return hidden[:batch], column, sampling, whole
+            pooled = None
+            if plan.pooled:
+                ends = [i for i, s in enumerate(plan.seqs) if s.row in plan.pooled and plan.pooled[s.row].ends]
+                pooled = self.pooler.pool(plan, hidden.index_select(0, self._to_device(ends)), hidden)
+            index = self._to_device(sampling)
+            return hidden.index_select(0, index), column.index_select(1, index).contiguous(), sampling, whole, pooled
+        return hidden[:batch], column, sampling, whole, None
+
+    def _to_device(self, indices: np.ndarray | list[int]) -> torch.Tensor:
+        return torch.as_tensor(indices, dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
 
     def _decode(self, size: int) -> torch.Tensor:
         """Forward of `size` sequences with one token each, whose rows and positions head the device's words."""
@@ -260,13 +276,13 @@ class DeviceRunner:
 
     def _mixed_step(
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None, torch.Tensor | None]:
         """As `_decode_step`, where some sequences have several tokens."""
         counts = np.array([s.num_tokens for s in plan.seqs])
         step = MixedStep.of(rows, starts, counts, self.tile_sizes, all_tiled=self.batch_invariant)
         places = np.arange(len(counts))
-        wants_prompts = any(s.prompt_logprobs is not None for s in plan.seqs)
-        shape = None if self.mixed_graphs is None or wants_prompts else self.mixed_graphs.shape_for(step)
+        wants_all = any(s.prompt_logprobs is not None for s in plan.seqs) or needs_all_states(plan)
+        shape = None if self.mixed_graphs is None or wants_all else self.mixed_graphs.shape_for(step)
         if shape is not None:
             places[step.singles :] += shape.singles - step.singles
             step = step.padded(shape, self.tile_sizes)
@@ -280,18 +296,24 @@ class DeviceRunner:
         columns = stage.words[columns_at : columns_at + NUM_COLUMNS * width].reshape(NUM_COLUMNS, width)
         if len(sampling):
             self.sampler.fill(columns, rows[sampling], (starts + counts)[sampling])
-        at = places[sampling]  # of hidden states there is one for each sequence, or for each token
-        hidden_at = stage.put((step.q_starts + step.counts - 1)[at] if wants_prompts else at)
+        last = sampling
+        if plan.pooled:
+            ends = [s.row in plan.pooled and plan.pooled[s.row].ends for s in plan.seqs]
+            last = np.concatenate((sampling, np.flatnonzero(ends)))
+        at = places[last]  # of hidden states there is one for each sequence, or for each token
+        hidden_at = stage.put((step.q_starts + step.counts - 1)[at] if wants_all else at)
         send_updates(plan, self.staging, self.token_ids, self.block_tables, self.state_slots)
 
         words = stage.device_words
         if shape is not None and self.mixed_graphs is not None:
             hidden = self.mixed_graphs.replay(shape)
         else:
-            hidden = self._mixed(step.form, whole=wants_prompts)
+            hidden = self._mixed(step.form, whole=wants_all)
         column = words[columns_at : columns_at + NUM_COLUMNS * width].view(NUM_COLUMNS, width)
-        last = hidden.index_select(0, words[hidden_at : hidden_at + len(sampling)])
-        return last, column, sampling, hidden if wants_prompts else None
+        states = hidden.index_select(0, words[hidden_at : hidden_at + len(last)])
+        count, whole = len(sampling), hidden if wants_all else None
+        pooled = self.pooler.pool(plan, states[count:], whole) if plan.pooled else None
+        return states[:count], column, sampling, whole, pooled
 
     def _put_step(self, step: MixedStep) -> None:
         """Pack what `_mixed` reads from the head of the device's words."""

@@ -26,6 +26,8 @@ class StepInputs:
     sample_index: torch.Tensor    # [S] int64
     sample_rows: list[int]        # [S]
     sample_positions: list[int]   # [S] where each sampled token will stand
+    last_index: torch.Tensor      # [S + P] int64: those that sample, then the last tokens that make an embedding
+    last_rows: list[int]          # [S + P]
 
 
 def build_inputs(plan: StepPlan, table: RequestTable, *, has_state: bool = False) -> StepInputs:
@@ -53,12 +55,18 @@ def build_inputs(plan: StepPlan, table: RequestTable, *, has_state: bool = False
         state = StateBatch(columns[0], torch.tensor(starts, device=device) == 0, columns[1], columns[2])
 
     sampling = [i for i, s in enumerate(plan.seqs) if s.samples]
+    last = sampling
+    if plan.pooled:
+        last = sampling + [i for i, row in enumerate(rows) if row in plan.pooled and plan.pooled[row].ends]
+    last_index = torch.from_numpy(ends[last] - 1).to(device)
     return StepInputs(
         token_ids=table.token_ids[row_of, positions].long(),
         positions=positions,
         groups=groups,
         state=state,
-        sample_index=torch.from_numpy(ends[sampling] - 1).to(device),
+        sample_index=last_index[: len(sampling)],
         sample_rows=[rows[i] for i in sampling],
         sample_positions=[starts[i] + counts[i] for i in sampling],
+        last_index=last_index,
+        last_rows=[rows[i] for i in last],
     )

@@ -74,6 +74,9 @@ def loaded_bytes(model: nn.Module) -> int:
     sizes = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         if isinstance(module, Linear | ExpertLinear):
+            for name, parameter in module._parameters.items():  # what a checkpoint stores it in comes and goes
+                if name != "bias" and parameter is not None:
+                    sizes.pop(id(parameter), None)
             sizes[id(module.weight)] = module.loaded_bytes
     return sum(sizes.values()) - host_bytes(model)
 

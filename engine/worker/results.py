@@ -21,15 +21,18 @@ def step_result(
     tokens: Sequence[int],
     logprobs: Mapping[int, TokenLogprobs],
     prompt_logprobs: Mapping[int, Sequence[Packed]],
+    embeddings: Mapping[int, bytes | None],
 ) -> StepResult:
     """tokens: one for each sequence that samples, negative where there was nothing to sample from. logprobs: by place
-    in `tokens`. prompt_logprobs: by place in plan.seqs."""
+    in `tokens`. prompt_logprobs, embeddings: by place in plan.seqs; an embedding that is not finite is None."""
     results, at = [], 0
     for i, seq in enumerate(plan.seqs):
         parts = prompt_logprobs.get(i)
         listed = None if parts is None else [entry for part in parts for entry in part.unpack()]
         if not seq.samples:
-            results.append(SeqResult(prompt_logprobs=listed))
+            embedding = embeddings.get(i)
+            error = NAN_ERROR if embedding is None and i in embeddings else None
+            results.append(SeqResult(prompt_logprobs=listed, error=error, embedding=embedding))
             continue
         token = tokens[at]
         results.append(SeqResult(error=NAN_ERROR) if token < 0 else SeqResult(token, logprobs.get(at), listed))

@@ -18,6 +18,7 @@ from engine.layers.linear import Linear
 from engine.models.base import CausalLM
 from engine.worker.cache import Cache
 from engine.worker.inputs import StepInputs, build_inputs
+from engine.worker.pooling import Pooler, needs_all_states, unpack
 from engine.worker.results import PROMPT_LOGITS_ROWS, step_result
 from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
 from engine.worker.sample.sampler import Sampler, SampleResult
@@ -34,6 +35,7 @@ class ForwardedStep:
     inputs: StepInputs
     sampling: torch.Tensor       # hidden states of the tokens that sample
     whole: torch.Tensor | None   # of all tokens, if prompt log-probabilities are wanted
+    pooled: torch.Tensor | None  # embeddings of the prompts that end in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class SampledStep:
     inputs: StepInputs
     sampled: SampleResult | None
     prompt_logprobs: dict[int, list[LogprobsTensors]]  # index in plan.seqs -> those of the prompt tokens it covers
+    pooled: torch.Tensor | None
 
 
 class Runner:
@@ -57,6 +60,7 @@ class Runner:
         self.vocab_size = model.config.vocab_size
         self.table = RequestTable(num_rows, max_model_len, spec.page_size, device, len(spec.groups))
         self.sampler = Sampler(num_rows, self.vocab_size, device)
+        self.pooler = Pooler()
         self.prompt_len = [0] * num_rows
         self.has_state = bool(spec.slot_bytes)
         self.packed = any(isinstance(m, Linear) and m.packed_bytes for m in model.modules())
@@ -83,12 +87,17 @@ class Runner:
             self.table.add_pages(update)
         with self._threads_for(plan):
             inputs = build_inputs(plan, self.table, has_state=self.has_state)
-            whole = any(seq.prompt_logprobs is not None for seq in plan.seqs)
+            whole = any(seq.prompt_logprobs is not None for seq in plan.seqs) or needs_all_states(plan)
             hidden = self._hidden_states(inputs) if whole else self._last_hidden_states(plan, inputs)
             for source, target in plan.state_saves:
                 self.cache.copy_state(source, target)
-            sampling = hidden.index_select(0, inputs.sample_index) if whole else hidden
-            return ForwardedStep(plan, inputs, sampling, hidden if whole else None)
+            last = hidden.index_select(0, inputs.last_index) if whole else hidden
+            sampling, pooled = last, None
+            if plan.pooled:
+                count = len(inputs.sample_rows)
+                sampling = last[:count]
+                pooled = self.pooler.pool(plan, last[count : len(inputs.last_rows)], hidden if whole else None)
+            return ForwardedStep(plan, inputs, sampling, hidden if whole else None, pooled)
 
     @torch.inference_mode()
     def sample(self, forwarded: ForwardedStep, masks: TokenMasks | None = None) -> SampledStep:
@@ -96,7 +105,7 @@ class Runner:
         with self._threads_for(plan):
             sampled = self._sample(inputs, forwarded.sampling, masks)
             prompts = {} if whole is None else self._prompt_logprobs(plan, whole)
-            return SampledStep(plan, inputs, sampled, prompts)
+            return SampledStep(plan, inputs, sampled, prompts, forwarded.pooled)
 
     @torch.inference_mode()
     def collect(self, handle: SampledStep) -> StepResult:
@@ -109,11 +118,14 @@ class Runner:
             if handle.sampled.logprobs is not None:
                 found = handle.sampled.logprobs
                 logprobs = dict(zip(found.rows.tolist(), found.unpack(), strict=True))
-        for seq, token in zip((s for s in handle.plan.seqs if s.samples), tokens, strict=True):
-            if token < 0:
-                for group, table in enumerate(self.table.block_tables):
-                    self._scrub(group, table[seq.row])
-        return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs)
+        embeddings = unpack(handle.plan, handle.pooled)
+        sampling = (s.row for s in handle.plan.seqs if s.samples)
+        failed = [row for row, token in zip(sampling, tokens, strict=True) if token < 0]
+        failed += [handle.plan.seqs[place].row for place, vector in embeddings.items() if vector is None]
+        for row in failed:
+            for group, table in enumerate(self.table.block_tables):
+                self._scrub(group, table[row])
+        return step_result(handle.plan, tokens, logprobs, handle.prompt_logprobs, embeddings)
 
     def _threads_for(self, plan: StepPlan) -> AbstractContextManager[None]:
         small = self.packed and plan.num_tokens <= _SMALL_STEP_TOKENS
@@ -131,12 +143,13 @@ class Runner:
             return self.model(inputs.token_ids)
 
     def _last_hidden_states(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states of the tokens that sample. If none does, those of the first sequence's last token: something
-        must go through the last layer."""
-        count, tokens = len(inputs.sample_index), len(inputs.token_ids)
+        """Hidden states of the tokens that sample, then of those that make an embedding. If none does, those of the
+        first sequence's last token: something must go through the last layer."""
+        index, rows = inputs.last_index, inputs.last_rows
+        count, tokens = len(rows), len(inputs.token_ids)
         if count == tokens:
-            return self._hidden_states(inputs)
-        index, rows = inputs.sample_index, inputs.sample_rows
+            hidden = self._hidden_states(inputs)
+            return hidden.index_select(0, index) if plan.pooled else hidden
         if not count:
             index, rows = torch.tensor([plan.seqs[0].num_tokens - 1]), [plan.seqs[0].row]
 

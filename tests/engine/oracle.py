@@ -31,3 +31,11 @@ def greedy(model_dir: Path, prompt: tuple[int, ...], num_tokens: int) -> list[in
 def logits(model_dir: Path, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return load(model_dir)(torch.tensor([ids])).logits[0]
+
+
+def embedding(model_dir: Path, ids: list[int], pooling: str, dimensions: int | None = None) -> torch.Tensor:
+    """The last hidden states of a prompt alone, pooled, cut and brought to length 1."""
+    with torch.inference_mode():
+        states = load(model_dir)(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+    vector = (states[-1] if pooling == "last" else states.mean(0))[:dimensions]
+    return vector / vector.norm()

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections import defaultdict
 
-from engine.core.batch import ScheduledSeq, SeqResult, StepPlan, StepResult
+from engine.core.batch import PooledChunk, ScheduledSeq, SeqResult, StepPlan, StepResult
 from engine.core.kv.spec import CacheMemory
 from engine.core.params import SamplingParams
 from engine.core.request import TokenLogprobs
@@ -68,6 +68,7 @@ class PagedMachine:
         self.nan: set[tuple[int, str]] = set()  # (step, request): an error, and useless K and V
         self.written: dict[int, dict[int, list[int]]] = {}  # step in flight -> uid -> cells
         self.prompt_len = [0] * num_rows
+        self.summed: dict[int, list[int]] = {}  # row -> the tokens that a mean has counted so far
 
     def forward(self, plan: StepPlan) -> StepResult:
         self.launched += 1
@@ -108,7 +109,7 @@ class PagedMachine:
                     at = self._claim(group, page) + position % PAGE_SIZE
                     self.content[at] = self.token_ids[seq.row][position]
                     written[seq.uid].append(at)
-        result = StepResult(plan.step_id, [self._answer(seq) for seq in plan.seqs])
+        result = StepResult(plan.step_id, [self._answer(seq, plan.pooled.get(seq.row)) for seq in plan.seqs])
         for source, target in plan.state_saves:
             self._copy_state(source, target)
             written[uid_of_slot[source]].append(self._cells_of(len(self.memory.windows), target).start)
@@ -157,7 +158,7 @@ class PagedMachine:
         for step in self.in_flight.values():
             assert step.get(unit, {uid}) == {uid}, "a step in flight uses what another sequence writes to"
 
-    def _answer(self, seq: ScheduledSeq) -> SeqResult:
+    def _answer(self, seq: ScheduledSeq, pooled: PooledChunk | None = None) -> SeqResult:
         end = seq.start + seq.num_tokens
         seen = []
         for group, window in enumerate(self.memory.windows):
@@ -184,11 +185,27 @@ class PagedMachine:
         if seq.prompt_logprobs is not None:
             scored = range(seq.start + 1, min(end + 1, self.prompt_len[seq.row]))
             prompt_logprobs = [TokenLogprobs(self.token_ids[seq.row][i], -float(i), 1) for i in scored]
+        if pooled is not None:
+            assert not seq.samples
+            last = repr((seen, state)).encode()
+            return SeqResult(embedding=self._pool(seq, pooled, last if pooled.ends else None))
         if not seq.samples:
             return SeqResult(prompt_logprobs=prompt_logprobs)
         token = int.from_bytes(hashlib.blake2b(repr((seen, state)).encode(), digest_size=4).digest()) % VOCAB
         self.token_ids[seq.row][end] = token
         return SeqResult(token_id=token, prompt_logprobs=prompt_logprobs)
+
+    def _pool(self, seq: ScheduledSeq, pooled: PooledChunk, last: bytes | None) -> bytes | None:
+        """What the last token sees, or with a mean all tokens that were counted."""
+        if pooled.pooling == "last":
+            return last
+        known = self.summed.pop(seq.row, []) if seq.start else []
+        assert len(known) == seq.start, "a mean lacks tokens, or counts some twice"
+        known = known + self.token_ids[seq.row][seq.start : seq.start + seq.num_tokens]
+        if last is None:
+            self.summed[seq.row] = known
+            return None
+        return repr(known).encode()
 
     def _copy_state(self, source: int, target: int) -> None:
         kind = len(self.memory.windows)

@@ -103,6 +103,38 @@ def test_the_numbers_are_those_of_the_traffic_and_no_text_is_among_them(installe
     assert KEY not in {entry["name"] for entry in api_keys.read(installed.api_keys)}, "the key went with the watcher"
 
 
+async def test_active_requests_are_a_table_without_what_they_say(installed: Layout, key: str) -> None:
+    body = {"model": MODEL, "prompt": MARKER, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {key}", "X-Request-Id": "payroll-17"}
+    app = Wizard(installed, "en", dashboard=True)
+    url = f"{config.standing(installed).url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as reply:
+        received = reply.iter_lines()  # (a generator that nobody holds closes the connection)
+        next(received)
+        told = json.loads(command(installed, "--json").stdout)
+        assert told["active_total"] == 1
+        (row,) = told["active"]
+        assert (row["request_id"], row["key"], row["state"], row["model"]) == (
+            "payroll-17", "hr-portal", "running", MODEL)
+        assert row["prompt_tokens"] > 0
+        assert row["output_tokens"] > 0
+        assert MARKER not in json.dumps(told)
+        printed = command(installed, "--once").stdout
+        assert "Active requests: 1, 0 of them waiting." in printed
+        assert "payroll-17" in printed
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: "payroll-17" in seen(app))
+            await pilot.resize_terminal(80, 24)
+            await until(pilot, lambda: "payroll-17" not in seen(app))
+            await pilot.press("4")
+            await until(pilot, lambda: isinstance(app.screen, Read))
+            assert "payroll-17" in seen(app)
+            assert "hr-portal" in seen(app)
+            assert MARKER not in seen(app)
+    rights = list(Path(json.loads(installed.service_state.read_text())["admin"]).parent.glob("admin.sock"))
+    assert [path.stat().st_mode & 0o777 for path in rights] == [0o600]
+
+
 @pytest.mark.parametrize("language", ["en", "ko"])
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("plain", [False, True])

@@ -25,7 +25,7 @@ from tui.dialogs.ask import Read
 from tui.dialogs.form import Form
 from tui.parts.trials import Trials
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROFILE = """\
 endpoint = "completions"
 input = [8, 16]

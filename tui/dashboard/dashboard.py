@@ -29,6 +29,8 @@ from tui.parts.plot import Plot
 LOOK_SECONDS, PLAIN_SECONDS = 2.0, 5.0
 LOG_LINES = 400
 MOST_ALERTS = 3
+MOST_ACTIVE = 8        # requests in the dashboard itself
+ROOM_FOR_THE_REST = 26  # lines of the screen that the rest takes
 
 HELP = t(
     "Each line is a model: USERS are answered now, WAIT stand in the queue. FIRST is the time to the first token and\n"
@@ -38,6 +40,7 @@ HELP = t(
     "F8   the whole log           /   show only lines of the log with this word\n"
     "F9   start, stop, restart, go back to the release before (asks first)\n"
     "3   what the table has no room for: medians, pages, API keys\n"
+    "4   all active requests: who asked, how old, how many tokens; never what was asked or answered\n"
     "Esc   back to the checklist  F10   leave"
 )
 
@@ -48,7 +51,8 @@ class Dashboard(Told, Screen[None]):
     BINDINGS: ClassVar = [
         Binding("escape", "close"), Binding("f1,question_mark", "help"), Binding("f5", "look"), Binding("f8", "log"),
         Binding("slash", "filter"), Binding("f9", "control"), Binding("space", "hold"), Binding("3", "details"),
-        Binding("enter", "look"), *(Binding(key, "nothing") for key in "0124567"), Binding("left,right", "nothing"),
+        Binding("4", "active"), Binding("enter", "look"),
+        *(Binding(key, "nothing") for key in "012567"), Binding("left,right", "nothing"),
     ]  # fmt: skip
     CSS = """
     #headline { height: 1; margin: 1 1 0 1; text-style: bold; }
@@ -56,12 +60,13 @@ class Dashboard(Told, Screen[None]):
     #middle { height: auto; margin: 0 1; }
     #middle Plot { height: 7; width: 1fr; }
     #gpus { height: auto; max-height: 9; width: auto; margin: 1 0 0 2; display: none; }
+    #active { height: auto; max-height: 11; margin: 1 1 0 1; }
     #alerts { height: auto; max-height: 6; margin: 1 1 0 1; }
     #log { height: 1fr; margin: 1 1 0 1; text-wrap: nowrap; }
     .wide #gpus { display: block; }
     .small #headline, .small #models, .small #middle, .small #alerts, .small #log { display: none; }
     """
-    AUTO_FOCUS: ClassVar[str | None] = None
+    AUTO_FOCUS: ClassVar[str | None] = ""
 
     seen: reactive[Snapshot | None] = reactive(None, init=False)
     held = reactive(False, init=False)
@@ -82,6 +87,7 @@ class Dashboard(Told, Screen[None]):
         with Horizontal(id="middle"):
             yield Plot()
             yield Static("", id="gpus", markup=False)
+        yield Static("", id="active", markup=False)
         yield Static("", id="alerts", markup=False)
         yield Static("", id="log", markup=False)
         yield NoteLine()
@@ -163,6 +169,7 @@ class Dashboard(Told, Screen[None]):
         self._put("headline", Text(f"{headline}  {self.say(t('HELD'))}" if self.held else headline))
         self._put("models", self._models(seen, room))
         self._gpus(seen)
+        self._active(seen, room)
         self._put("alerts", self._alerts(seen))
         plot = self.query_one(Plot)
         plot.display = len(seen.throughput) > 1
@@ -186,6 +193,18 @@ class Dashboard(Told, Screen[None]):
         self.set_class(wide, "wide")
         if wide:
             self._put("gpus", columns(heads, rows, self.size.width // 2, 7))
+
+    def _active(self, seen: Snapshot, room: int) -> None:
+        """The oldest active requests, where the screen is tall enough; all of them behind a key."""
+        rows = (self.size.height - ROOM_FOR_THE_REST) // 2
+        shown = self.query_one("#active").display = bool(seen.active) and rows > 0 and not self.has_class("small")
+        if shown:
+            table = self._active_table(seen, room, min(rows, MOST_ACTIVE))
+            self._put("active", Text(self.say(lines.active_line(seen)) + "\n", end="").append_text(table))
+
+    def _active_table(self, seen: Snapshot, room: int, most: int) -> Text:
+        heads = [self.say(head) for head in lines.ACTIVE_HEADS]
+        return columns(heads, [[self.say(cell) for cell in lines.active_cells(row)] for row in seen.active], room, most)
 
     def _alerts(self, seen: Snapshot) -> Text:
         text = Text(end="")
@@ -224,7 +243,8 @@ class Dashboard(Told, Screen[None]):
         return (Key("Esc", t("Back"), "screen.close"), Key("F1", t("Help"), "screen.help"),
                 Key("3", t("Details"), "screen.details"), Key("F8", t("Log"), "screen.log"),
                 Key("/", t("Filter"), "screen.filter"), Key("F9", t("Service"), "screen.control"),
-                Key("Space", hold, "screen.hold"), Key("F10", t("Leave"), "app.leave"))  # fmt: skip
+                Key("4", t("Requests"), "screen.active"), Key("Space", hold, "screen.hold"),
+                Key("F10", t("Leave"), "app.leave"))  # fmt: skip
 
     # -- keys
 
@@ -270,6 +290,14 @@ class Dashboard(Told, Screen[None]):
                  for key in seen.keys]  # fmt: skip
         told += [self._alert(alert).plain for alert in seen.alerts]
         self.app.push_screen(Read(self.say, t("Details"), "\n".join(told)))
+
+    def action_active(self) -> None:
+        if (seen := self.seen) is None:
+            return
+        text = self.say(lines.active_line(seen) or t("The gateway does not tell its active requests."))
+        if seen.active:
+            text += "\n" + self._active_table(seen, self.size.width - 8, len(seen.active)).plain
+        self.app.push_screen(Read(self.say, t("Active requests"), text))
 
     def action_control(self) -> None:
         def take(chosen: str | None) -> None:

@@ -22,7 +22,7 @@ from tui.steps.body import Body
 class Checklist(Told, Screen[None]):
     """Watches the program's state and hands each part of it to the widget that shows it."""
 
-    AUTO_FOCUS: ClassVar[str | None] = None
+    AUTO_FOCUS: ClassVar[str | None] = ""  # a hidden field must not take keys
 
     def compose(self) -> ComposeResult:
         yield Header()

@@ -24,7 +24,8 @@ class KeyBar(Told, Widget):
             if width > room:
                 break
             room -= width
-            action = Style(meta={"@click": key.action}) if key.action else Style()
+            is_button = key.action and not self.front.plain  # a console draws links in dark blue on black
+            action = Style(meta={"@click": key.action}) if is_button else Style()
             text.append(" ").append(key.name, Style(bold=True) + action).append(f" {said} ", action)
         return text
 

@@ -33,10 +33,8 @@ class Pane(Container):
             if self.current is not body:
                 self.screen.set_focus(None)
                 if self.current is not None:
-                    self.current.remove_class("open")
-                    self.current.disabled = True  # what is not seen gets no keys
-                body.disabled = False
+                    self.current.display = False
                 self.current = body
-                body.add_class("open")
+                body.display = True  # a class would match every style below it anew: 20 ms
                 body.open()
             return body

@@ -30,6 +30,7 @@ class Body(Told, Vertical):
 
     def __init__(self) -> None:
         super().__init__(classes="step-body", id=f"body-{self.STEP or 'start'}")
+        self.display = False
 
     def compose(self) -> ComposeResult:
         yield Static("", classes="lead", markup=False)
@@ -48,7 +49,7 @@ class Body(Told, Vertical):
 
     @property
     def is_open(self) -> bool:
-        return self.has_class("open")
+        return self.display
 
     def open(self) -> None:
         """It is to be seen now."""
@@ -122,7 +123,7 @@ class StepBody(Body):
         self.set_class(self.at_work, "at-work")
         self.tell_detail()
         self.draw_facts()
-        if self.screen.focused is None:
+        if self.is_open and self.screen.focused is None:
             self.focus_first()
 
     def draw_facts(self) -> None:

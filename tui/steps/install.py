@@ -3,6 +3,9 @@
 from appliance.service.words import t
 from tui.steps.body import StepBody
 
+NO_KEY = t("Nobody has seen the key of the endpoint: no terminal was there when it was made. F5 makes another one and "
+           "shows it; nothing is restarted.")  # fmt: skip
+
 
 class InstallBody(StepBody):
     STEP = "install"
@@ -14,6 +17,10 @@ class InstallBody(StepBody):
         "If the new release does not serve, what ran before comes back by itself.\n"
         "The key of the endpoint is shown once, at the end."
     )
+
+    def detail(self) -> list[tuple[str, str]]:
+        unseen = self.front.desk.key_is_unseen and self.state is not None and self.state.status == "green"
+        return [("", NO_KEY), *super().detail()] if unseen else super().detail()
 
     def run_words(self) -> str:
         return t("Make the plan")

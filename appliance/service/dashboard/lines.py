@@ -2,7 +2,7 @@
 
 import time
 
-from appliance.service.dashboard.snapshot import GpuRow, ModelRow, Snapshot
+from appliance.service.dashboard.snapshot import ActiveRow, GpuRow, ModelRow, Snapshot
 from installer.base.i18n import joined, t
 
 STATES = {
@@ -11,6 +11,9 @@ STATES = {
 }  # fmt: skip
 MODEL_HEADS = (t("MODEL"), t("STATE"), t("USERS"), t("WAIT"), t("TOK/S"), t("FIRST"), t("BETWEEN"), "KV", t("PREFIX"))
 GPU_HEADS = ("GPU", t("NAME"), t("MEMORY"), t("TEMP"), "ECC")
+ACTIVE_HEADS = (t("REQUEST"), t("KEY"), t("STATE"), t("AGE"), t("PROMPT"), t("ANSWER"), t("MODEL"))
+ACTIVE_STATES = {"waiting": t("waiting"), "running": t("running")}
+MOST_ID = 16          # characters of a request's id in a table
 NO_TRAFFIC = "-"
 
 
@@ -63,6 +66,32 @@ def model_details(model: ModelRow) -> list[str]:
                        model=model.name, used=model.pages_in_use or 0, pages=model.pages,
                        count=model.preemptions))  # fmt: skip
     return lines
+
+
+def active_cells(active: ActiveRow) -> tuple[str, ...]:
+    """One for each of ACTIVE_HEADS."""
+    given = active.request_id
+    name = given if len(given) <= MOST_ID else given[: MOST_ID - 1] + "~"
+    state = ACTIVE_STATES.get(active.state, active.state)
+    return (name, active.key or NO_TRAFFIC, state, age(active.age_seconds), f"{active.prompt_tokens:,}",
+            f"{active.output_tokens:,}", active.model)  # fmt: skip
+
+
+def active_line(seen: Snapshot) -> str:
+    """How many there are, in one line; empty where it cannot be asked."""
+    if seen.active_total is None:
+        return ""
+    if not seen.active_total:
+        return t("No active requests.")
+    waiting = sum(row.state == "waiting" for row in seen.active)
+    if seen.active_total > len(seen.active):
+        return t("Active requests: {total:,}. The oldest {shown:,}, {waiting:,} of them waiting:",
+                 total=seen.active_total, shown=len(seen.active), waiting=waiting)  # fmt: skip
+    return t("Active requests: {total:,}, {waiting:,} of them waiting.", total=seen.active_total, waiting=waiting)
+
+
+def age(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
 
 
 def requests_line(seen: Snapshot) -> str:

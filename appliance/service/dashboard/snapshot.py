@@ -56,6 +56,22 @@ class KeyRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ActiveRow:
+    """A sequence that is under way: ids and numbers, never what is asked or answered. `key`: the key's name, or its id;
+    `request_id`: the `X-Request-Id` of its HTTP exchange."""
+
+    id: str
+    request_id: str
+    model: str
+    key: str
+    state: str
+    age_seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Alert:
     """Something to act on. `next` is a command or a sentence."""
 
@@ -79,6 +95,8 @@ class Snapshot:
     alerts: tuple[Alert, ...] = ()
     keys: tuple[KeyRow, ...] = ()
     requests: Mapping[str, float] = field(default_factory=dict)   # of the last minute, by status class: 2xx, 4xx, 5xx
+    active: tuple[ActiveRow, ...] = ()                            # oldest first
+    active_total: int | None = None                               # also of those left out; None: it cannot be asked
     age: float | None = None
     stale: bool = False
     why_not: str = ""

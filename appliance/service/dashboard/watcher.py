@@ -17,6 +17,7 @@ from appliance.load.target import Target
 from appliance.series import Series, SeriesError, Window
 from appliance.series.recorder import scraped
 from appliance.series.store import Row
+from appliance.service.dashboard.active import active_requests
 from appliance.service.dashboard.alerts import alerts
 from appliance.service.dashboard.key import KEY
 from appliance.service.dashboard.snapshot import Snapshot, by_status, gpu_rows, key_rows, model_row
@@ -87,11 +88,13 @@ class Watcher:
                        for model in facts["models"])  # fmt: skip
         gpus, requests = gpu_rows(facts["gpu"]), by_status(minute)
         keys = [key for key in facts["keys"] if key.get("name") != KEY]
+        active, total = active_requests(self.layout, facts["keys"])
         return Snapshot(
             at=now, state=str(facts["state"]), uptime=facts["service"]["uptime_s"],
             release=str(facts["release"]["committed"] or ""), endpoint=str(facts["endpoint"] or ""), models=models,
             gpus=gpus, alerts=alerts(facts, models, gpus, requests, stale), keys=key_rows(keys), requests=requests,
-            age=age, stale=stale, why_not=self._why_not, throughput=tuple(self._chart(now)),
+            active=active, active_total=total, age=age, stale=stale, why_not=self._why_not,
+            throughput=tuple(self._chart(now)),
         )  # fmt: skip
 
     def _open(self, now: float) -> None:

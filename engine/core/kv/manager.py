@@ -70,9 +70,10 @@ class KVManager:
         """The longest cached prefix of `seq`; changes nothing.
 
         At most all pages but the one of the last known token: that token is recomputed, because its logits are needed.
-        Requests for prompt logprobs compute their whole prompt.
+        Requests for prompt logprobs compute their whole prompt, and so does a mean of hidden states.
         """
-        if not self.enable_prefix_caching or (seq.params.prompt_logprobs is not None and seq.num_output_tokens == 0):
+        needs_all = (seq.params.prompt_logprobs is not None and seq.num_output_tokens == 0) or seq.pooling == "mean"
+        if needs_all or not self.enable_prefix_caching:
             return Prefix(0, [[] for _ in self.pools])
         self._hasher.extend(seq)
         return self._search.longest(seq.page_hashes[: (len(seq.token_ids) - 1) // self.page_size])

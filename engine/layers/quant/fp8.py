@@ -45,20 +45,24 @@ class Fp8(Unquantized):
         if layer.weight.dtype == FP8:
             return
         dtype = layer.weight.dtype
-        weight, scale = quantize_weight(layer.weight)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.scale = nn.Parameter(scale, requires_grad=False)
-        layer.weight_t, layer.scale_row = weight.t(), scale.unsqueeze(0)
-        if not weight.is_cuda:
-            layer.gemm = REFERENCE
-        elif scaled.has_fp8_units(weight.device):
-            scaled.refusal(dtype)  # tried now: not in a step, and not while a graph is being recorded
-            layer.gemm = ON_FP8_UNITS
-        else:
-            layer.gemm = ON_WIDENED_WEIGHT
+        use_weight(layer, *quantize_weight(layer.weight), dtype)
 
     def num_bytes(self, layer: LinearLayer) -> int:
         return layer.weight.numel() + 4 * layer.out_features
+
+
+def use_weight(layer: LinearLayer, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+    """Multiply with an e4m3 weight [N, K] and its scale [N]. `dtype`: of the activations."""
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.scale = nn.Parameter(scale, requires_grad=False)
+    layer.weight_t, layer.scale_row = weight.t(), scale.unsqueeze(0)
+    if not weight.is_cuda:
+        layer.gemm = REFERENCE
+    elif scaled.has_fp8_units(weight.device):
+        scaled.refusal(dtype)  # tried now: not in a step, and not while a graph is being recorded
+        layer.gemm = ON_FP8_UNITS
+    else:
+        layer.gemm = ON_WIDENED_WEIGHT
 
 
 def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:

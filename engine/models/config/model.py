@@ -58,6 +58,7 @@ class ModelConfig:
     mlp_bias: bool
     sliding_window: int | None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: dict[str, Any] | None = field(default=None, repr=False)  # of the weights on disk: quantization.py
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -71,15 +72,11 @@ class ModelConfig:
         """Raises ModelError with the field's name for anything missing, of the wrong kind, or contradictory."""
         if "auto_map" in raw:
             raise ModelError(msg("config.json asks for code from the model's repository (auto_map); Atoll runs none."))
-        if raw.get("quantization_config"):
-            method = get_field(raw["quantization_config"], "quant_method", str, "an unnamed method")
-            raise ModelError(msg("config.json: the weights are quantised ({method}); this version loads "
-                                 "unquantised ones.",
-                                 method=method))
         architectures = raw.get("architectures")
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise ModelError(msg("config.json: 'architectures' must name the model class."))
         layered = architectures[0] in _LAYERED
+        quantization = _quantization(raw)
         raw = _LAYERED.get(architectures[0], {}) | _text_fields(raw)
         hidden, heads = get_size(raw, "hidden_size"), get_size(raw, "num_attention_heads")
         kv_heads = get_size(raw, "num_key_value_heads", heads)
@@ -114,8 +111,21 @@ class ModelConfig:
             mlp_bias=get_field(raw, "mlp_bias", bool, False),
             sliding_window=None if layered else _window(raw),
             eos_token_ids=_eos(raw, generation or {}),
+            quantization=quantization,
             raw=raw,
         )
+
+
+def _quantization(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """The object that describes quantised weights, as it is; a multimodal model may have it with its text."""
+    text = raw.get("text_config")
+    for holder in (raw, text if isinstance(text, dict) else {}):
+        found = holder.get("quantization_config") or holder.get("compression_config")
+        if found:
+            if not isinstance(found, dict):
+                raise ModelError(msg("config.json: quantization_config must be an object."))
+            return found
+    return None
 
 
 def _text_fields(raw: dict[str, Any]) -> dict[str, Any]:

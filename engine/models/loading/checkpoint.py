@@ -17,7 +17,7 @@ from engine.models.config.model import ModelConfig, read_json
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 _INDEX = "model.safetensors.index.json"
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-                "F8_E4M3": 1, "F8_E5M2": 1}
+                "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 
 
 @dataclass(frozen=True, slots=True)

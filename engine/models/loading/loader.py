@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 from engine.layers.embed import Embedding
 from engine.layers.linear import Linear
 from engine.layers.moe import ExpertLinear
@@ -23,6 +23,7 @@ from engine.layers.weight_memory import for_good, weight_pool
 from engine.message import msg
 from engine.models.base import CausalLM, Weights
 from engine.models.loading.checkpoint import TensorInfo, check_checkpoint
+from engine.models.loading.quantized import plain_name
 from engine.models.loading.reader import DTYPES, Reader, read_into
 
 log = logging.getLogger(__name__)
@@ -32,11 +33,24 @@ _CONVERTIBLE = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}  #
 _RANDOM_BLOCK = (8 << 20) + 1  # numbers; no multiple of a row, so that rows differ
 
 
-def quantize(model: nn.Module, name: str) -> None:
+def quantize(model: nn.Module, name: str, stored: str | None = None) -> None:
     """Before loading: quantise the decoder's linear layers that the format supports, but not the output head.
 
-    `name` is a key of `FORMATS`.
+    `stored`: how the checkpoint is quantised already. Then `name` may only say the same; else it is a key of `FORMATS`.
+    Raises ConfigError.
     """
+    if stored is not None:
+        if name != stored:
+            raise ConfigError(
+                msg("--quantization {name}: the checkpoint is quantised already ({stored}).", name=name, stored=stored),
+                "--quantization", msg("Leave the flag out: the checkpoint says how it is stored."),
+            )  # fmt: skip
+        return
+    if name not in FORMATS:
+        raise ConfigError(
+            msg("--quantization {name}: the checkpoint is not quantised so.", name=name), "--quantization",
+            msg("Leave the flag out to run the checkpoint in its own precision."),
+        )  # fmt: skip
     quantized = FORMATS[name]
     for module in model.modules():
         if isinstance(module, Linear) and module.quantizable and quantized.linear.supports(module):
@@ -58,7 +72,7 @@ def load_weights(
 ) -> None:
     """Fill `model` on `device`. Raises ModelError naming the first tensor that is missing, unexpected or misshapen."""
     tensors = check_checkpoint(model_dir)
-    model.adapt(tensors)
+    model.adapt(tensors if model.stored is None else [plain_name(name) for name in tensors])
     _check_names(model, model_dir, tensors)
     order, in_place = _order(model), _in_place(model)
     total, done = sum(tensors[name].num_bytes for name in order), 0
@@ -96,23 +110,43 @@ def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -
         elif name in in_place:
             _fill_with_copies(target, seed)
         else:
-            target.normal_(0, 0.02, generator=generator)
+            _fill_any(name, target, generator)
 
     _materialize(model, device, fill)
+
+
+def _fill_any(name: str, target: torch.Tensor, generator: torch.Generator) -> None:
+    """Random numbers of any type: those of quantised weights are bits, of which all but NaN are allowed."""
+    if name.endswith("g_idx"):  # columns in order
+        target.zero_()
+    elif name.endswith("qzeros"):  # 7 or 119: the middle, less one
+        target.fill_(0x77777777)
+    elif target.dtype.is_floating_point and target.dtype.itemsize > 1:
+        target.normal_(0, 0.02, generator=generator)
+    elif target.dtype == torch.float8_e4m3fn:
+        target.copy_(torch.randn(target.shape, generator=generator, device=target.device))
+    else:
+        target.view(torch.uint8).random_(0, 127, generator=generator)
 
 
 def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo]) -> None:
     wanted = model.weights()
     skipped: dict[str, list[str]] = {}
+
+    def ignored(name: str) -> bool:
+        if model.ignores(name):
+            return True
+        return model.stored is not None and (model.stored.ignores(name) or model.ignores(plain_name(name)))
+
     for name in tensors:
-        if name not in wanted and model.ignores(name):
+        if name not in wanted and ignored(name):
             skipped.setdefault(".".join(name.split(".")[:2]), []).append(name)
     for part, names in sorted(skipped.items()):
         log.info("Not loaded, as the model has no use for it: %s of %s.", _and_more(names), part)
     if missing := [name for name in wanted if name not in tensors]:
         raise ModelError(msg("The checkpoint {model_dir} lacks tensor {missing}.", model_dir=model_dir,
                              missing=_and_more(missing)))
-    if unexpected := [name for name in tensors if name not in wanted and not model.ignores(name)]:
+    if unexpected := [name for name in tensors if name not in wanted and not ignored(name)]:
         raise ModelError(msg("The checkpoint {model_dir} holds tensor {unexpected}, which this "
                              "architecture does not have.", model_dir=model_dir,
                              unexpected=_and_more(unexpected)))
@@ -189,7 +223,7 @@ def _materialize_all(
             if parameter is None:
                 memory = _memory(empty, device, stays=stays) if empty.is_meta else empty
                 parameter = nn.Parameter(memory, requires_grad=False)
-                for name, part in parts[id(empty)]:
+                for name, part in parts.get(id(empty), ()):
                     fill(name, parameter.as_strided(part.shape, part.stride(), part.storage_offset()))
                 if uses[id(empty)] > 1:
                     shared[id(empty)] = parameter
@@ -223,7 +257,7 @@ def _order(model: CausalLM) -> list[str]:
     for module in _children_first(model):
         for parameter in module._parameters.values():
             if parameter is not None:
-                seen.setdefault(id(parameter), [name for name, _ in parts[id(parameter)]])
+                seen.setdefault(id(parameter), [name for name, _ in parts.get(id(parameter), ())])
     return [name for names in seen.values() for name in names]
 
 

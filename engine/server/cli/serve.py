@@ -98,7 +98,7 @@ def http_server(options: ServeOptions, client: EngineClient) -> "HttpServer":
                      allowed_origins=options.allowed_origins)
     server = make_server(app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
                          ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile)
-    server.metrics = app.state.gateway.metrics
+    server.gateway = app.state.gateway
     return server
 
 

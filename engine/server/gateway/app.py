@@ -27,7 +27,7 @@ from engine.server.http.errors import ApiError, from_exception, invalid, shorten
 from engine.server.http.limits import Limits
 from engine.server.http.metrics import Metrics
 from engine.server.http.middleware import Authentication, RequestContext
-from engine.server.openai import chat, completions, models
+from engine.server.openai import chat, completions, embeddings, models
 from engine.server.openai.responses import endpoint as responses
 from engine.server.openai.serving import Gateway, ServedModel
 
@@ -36,6 +36,7 @@ _FAMILIES: tuple[tuple[APIRouter, str | None], ...] = (
     (chat.router, "serve"),
     (completions.router, "serve"),
     (responses.router, "serve"),
+    (embeddings.router, "serve"),
     (models.models_router, "serve"),
     (models.text_router, "serve"),
     (health.scraped, "metrics"),

@@ -143,7 +143,7 @@ def _serving(options: GatewayOptions, sockets: list[socket.socket], keys: creden
     server = make_server(
         app, options.limits, access_log=options.access_log, shutdown_timeout=options.shutdown_timeout,
         ssl_certfile=certificate, ssl_keyfile=key)
-    server.metrics = app.state.gateway.metrics
+    server.gateway = app.state.gateway
     return Serving(
         "atoll gateway", log, server, sockets, options.shutdown_timeout,
         lambda notifier: _report(server, notifier, options, sockets, models, broken),

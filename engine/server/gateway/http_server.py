@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 from engine.server.http.access_log import AccessLog
 from engine.server.http.connections import Acceptor
 from engine.server.http.limits import Limits
-from engine.server.http.metrics import Metrics
 from engine.server.http.protocol import BoundedHttpProtocol
+from engine.server.openai.serving import Gateway
 
 ARRIVAL_SECONDS = 2.0  # how long a peer that connected just before the end may take to send its request
 ARRIVAL_POLL_SECONDS = 0.1
@@ -27,7 +27,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, protocol: type[BoundedHttpProtocol]) -> None:
         super().__init__(config)
         self._protocol = protocol
-        self.metrics: Metrics | None = None  # also offered on a socket of its own (metrics_socket.py)
+        self.gateway: Gateway | None = None  # for the sockets of this machine's own programs (local_socket.py)
         self.connections = protocol.connections_open
 
     @contextlib.contextmanager

@@ -13,11 +13,14 @@ import uvloop
 
 from engine.errors import complain
 from engine.server.gateway.http_server import HttpServer
-from engine.server.http import metrics_socket
+from engine.server.http import local_socket
+from engine.server.openai.replies import to_json
+from engine.server.openai.serving import Gateway
 from engine.server.process.engine_child import EngineChild, EngineFailedError
 from engine.server.process.notify import Notifier
 
 EXIT_INTERRUPTED = 130
+MOST_LISTED = 2000  # active requests that the admin socket names
 
 
 @dataclass(slots=True)
@@ -70,8 +73,7 @@ async def _run(serving: Serving) -> int:
     elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup a closed terminal does not stop us
         loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP.name)
 
-    metrics = server.metrics
-    sampled = await metrics_socket.listen(lambda: metrics.render()[0]) if metrics is not None else None
+    local = await listen_locally(server.gateway) if server.gateway is not None else []
     http = asyncio.create_task(server.serve(sockets=serving.sockets), name="http")
     supervisor = asyncio.create_task(engine.supervise(), name="supervisor") if engine is not None else None
     reporter = asyncio.create_task(serving.report(notifier), name="reporter")
@@ -96,7 +98,15 @@ async def _run(serving: Serving) -> int:
         return error.status
     finally:
         reporter.cancel()
-        if sampled is not None:
-            sampled.close()
+        for each in local:
+            each.close()
     log.info("stopped")
     return 0
+
+
+async def listen_locally(gateway: Gateway) -> list[asyncio.Server]:
+    """The sockets for programs on this machine."""
+    admin = {"/requests": lambda: (to_json(gateway.active.listing(MOST_LISTED)), "application/json")}
+    offered = [await local_socket.listen(local_socket.METRICS, {"/metrics": gateway.metrics.render}),
+               await local_socket.listen(local_socket.ADMIN, admin)]
+    return [each for each in offered if each is not None]

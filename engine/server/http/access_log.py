@@ -1,4 +1,5 @@
-"""One log line for each HTTP exchange: who, what, status, how long. No query strings, headers, prompts or keys."""
+"""One log line for each HTTP exchange: who, what, status, how long, and how many tokens. No query strings, headers,
+prompts or keys."""
 
 import logging
 import time
@@ -44,6 +45,13 @@ class AccessLog:
             }
             if caller and caller.key_id:
                 fields["key"] = caller.key_id
+            if caller and (work := caller.work):
+                fields |= {"model": work.model, "prompt_tokens": work.prompt_tokens,
+                           "output_tokens": work.output_tokens}
+                if work.first_token_at is not None:
+                    fields["ttft_ms"] = round((work.first_token_at - started) * 1000, 1)
+                if work.between is not None:
+                    fields["itl_ms"] = round(work.between * 1000, 2)
             if not complete:
                 fields["incomplete"] = True  # the client left, or the answer broke off
             level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO

@@ -1,8 +1,19 @@
 """Who sent a request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.server.http.auth import ApiKey
+
+
+@dataclass(slots=True)
+class Work:
+    """Of all choices of one request."""
+
+    model: str
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    first_token_at: float | None = None   # monotonic time
+    between: float | None = None          # mean seconds between two tokens of a choice
 
 
 @dataclass(slots=True)
@@ -11,6 +22,8 @@ class Caller:
 
     request_id: str
     key: ApiKey | None = None
+    work: "Work | None" = None  # what a generating request took, once it has ended
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # of the answer, whatever it will be
 
     @property
     def key_id(self) -> str:

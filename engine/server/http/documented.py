@@ -14,6 +14,7 @@ _MEANING = {
     400: "The request is not valid", 401: "The API key is missing or not valid",
     403: "The API key lacks a scope", 404: "No such model",
     408: "The body did not arrive in time", 413: "The body is too large", 415: "The body is not JSON",
+    422: "The engine died twice of this very request",
     429: "The key's share is used up", 500: "The server failed", 503: "Loading, overloaded or restarting",
 }
 _types: dict[str, type] = {"ErrorReply": ErrorReply}

@@ -5,7 +5,7 @@ import re
 import msgspec
 from starlette.responses import Response
 
-from engine.errors import AtollError, EngineDeadError, InvalidRequestError
+from engine.errors import AtollError, EngineDeadError, InvalidRequestError, QuarantinedError
 from engine.server.http.limits import MAX_ECHO_CHARACTERS
 
 
@@ -36,6 +36,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = headers or {}
+        self.refusal = ""  # a label of `vllm:admission_rejections`
         self.detail = ErrorDetail(shortened(message, 4 * MAX_ECHO_CHARACTERS), type, param and shortened(param), code)
 
     def body(self) -> bytes:
@@ -55,9 +56,12 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def overloaded(message: str, retry_after: int, *, status: int = 503, code: str = "overloaded") -> ApiError:
+def overloaded(message: str, retry_after: int, *, status: int = 503, code: str = "overloaded",
+               refusal: str = "") -> ApiError:
     kind = "rate_limit_error" if status == 429 else "server_error"
-    return ApiError(status, message, type=kind, code=code, headers={"Retry-After": str(retry_after)})
+    error = ApiError(status, message, type=kind, code=code, headers={"Retry-After": str(retry_after)})
+    error.refusal = refusal
+    return error
 
 
 def internal(message: str = "The server met an internal error; its log has the details.") -> ApiError:
@@ -70,6 +74,8 @@ def from_exception(error: Exception) -> ApiError:
         return error
     if isinstance(error, InvalidRequestError):
         return invalid(str(error), error.param, error.code)
+    if isinstance(error, QuarantinedError):  # no client repeats a 422 by itself
+        return ApiError(422, str(error), code="request_quarantined")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), type="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
     if isinstance(error, AtollError):

@@ -52,6 +52,7 @@ class Limits:
     max_call_depth: int = _count(64, "objects and lists inside one another in the arguments of a call", at_most=200)
     max_prompts: int = _count(1024, "of one completions request")
     max_choices: int = _count(1024, "prompts × `n`")
+    max_embedding_inputs: int = _count(2048, "texts of one embeddings request")
     max_stop_characters: int = _count(1024, "of one stop string")
     max_stop_token_ids: int = _count(1024, "of one request")
     max_logit_bias: int = _count(1024, "tokens that `logit_bias` may name")
@@ -65,7 +66,11 @@ class Limits:
     max_tokens_per_minute_per_key: int = _count(
         0, "of prompts and answers of one key, 0 for no bound; what comes above it gets 429", at_least=0,
         at_most=1_000_000_000)
+    max_embeddings_at_a_time: int = _count(
+        128, "texts of one embeddings request that the engine has at a time, so that others come between")
     max_waiting: int = _count(2048, "sequences that may wait in one engine; beyond, requests get 503")
+    max_wait_seconds: float = _seconds(  # as long as OpenAI's clients wait for an answer
+        600.0, "that a request may be expected to wait in the queue, 0 for no bound; beyond, it gets 503", 0)
     isolate_prefix_cache: bool = setting(True, "false has all keys share cached prompts")
     text_threads: int = _count(2, "threads that tokenise and render templates", at_most=256)
 

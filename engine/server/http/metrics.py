@@ -33,6 +33,8 @@ ITERATION_BUCKETS = tuple(float(2**i) for i in range(15))  # 1 … 16384 tokens 
 N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
+MODEL_REFUSALS = ("queue_full", "expected_wait", "engine_unavailable", "quarantined")
+SERVER_REFUSALS = ("server_full", "key_concurrency", "key_rate")
 UNKNOWN = "unknown"  # the label of whatever is not in a closed set
 
 
@@ -80,6 +82,9 @@ class Metrics:
         self.cached = Counter(
             "vllm:prompt_tokens_cached", "Prompt tokens that came from the prefix cache.", ["model_name", "engine"],
             registry=self.registry)
+        self.rejections = Counter(
+            "vllm:admission_rejections", "Requests refused before they reached the engine, by reason.",
+            ["model_name", "engine", "reason"], registry=self.registry)
         self.http = Counter(
             "http_requests", "HTTP requests by route, method and status.", ["handler", "method", "status"],
             registry=self.registry)
@@ -91,10 +96,19 @@ class Metrics:
             client.on_step = self._step_observer(label)
             for reason in FINISH_REASONS:  # a series that exists at 0 can be rated from the first event
                 self.success.labels(label, "0", reason)
+            for refusal in MODEL_REFUSALS:
+                self.rejections.labels(label, "0", refusal)
+        for refusal in SERVER_REFUSALS:
+            self.rejections.labels(UNKNOWN, "0", refusal)
 
     def track(self, model: str, *, prompt_tokens: int, params: SamplingParams) -> "RequestTracker":
         """Begin to observe one engine request (one of the `n` sequences). `model` is a served name."""
         return RequestTracker(self, self._label.get(model, UNKNOWN), prompt_tokens, params)
+
+    def refused(self, reason: str, model: str = UNKNOWN) -> None:
+        """Count a request that never reached the engine. `reason`: one of MODEL_REFUSALS, or, while nobody knows for
+        which model it is, of SERVER_REFUSALS."""
+        self.rejections.labels(self._label.get(model, UNKNOWN), "0", reason).inc()
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Count one HTTP exchange. `handler` is the route's template (`/v1/models/{id}`), never the raw path."""
@@ -127,14 +141,14 @@ class RequestTracker:
     `finish` may be called more than once; the first call counts, so it can sit in a `finally`.
     """
 
-    __slots__ = ("_done", "_first", "_generated", "_label", "_last", "_metrics", "_params", "_prompt", "_start",
-                 "_times")
+    __slots__ = ("_done", "_label", "_metrics", "_params", "_prompt", "_times", "first", "generated", "last",
+                 "started")
 
     def __init__(self, metrics: Metrics, label: str, prompt_tokens: int, params: SamplingParams) -> None:
         self._metrics, self._label, self._prompt, self._params = metrics, label, prompt_tokens, params
-        self._start = time.monotonic()
-        self._first = self._last = 0.0
-        self._generated = 0
+        self.started = time.monotonic()
+        self.first = self.last = 0.0
+        self.generated = 0
         self._times = None
         self._done = False
 
@@ -143,14 +157,16 @@ class RequestTracker:
         count = len(output.new_token_ids)
         if count:
             now = time.monotonic()
-            if not self._first:
-                self._first = now
-                self._metrics.ttft.labels(self._label, "0").observe(now - self._start)
+            if not self.first:
+                self.first = now
+                self._metrics.ttft.labels(self._label, "0").observe(now - self.started)
                 self._metrics.cached.labels(self._label, "0").inc(output.num_cached_tokens)
             else:
-                self._metrics.itl.labels(self._label, "0").observe(now - self._last)
-            self._last = now
-            self._generated += count
+                self._metrics.itl.labels(self._label, "0").observe(now - self.last)
+            self.last = now
+            self.generated += count
+        if output.embedding is not None:
+            self._metrics.cached.labels(self._label, "0").inc(output.num_cached_tokens)
         if output.finish_reason is not None:
             self._times = output.times
             self.finish(output.finish_reason)
@@ -163,14 +179,14 @@ class RequestTracker:
         m, label, now = self._metrics, (self._label, "0"), time.monotonic()
         reason = str(reason)
         m.success.labels(*label, reason if reason in FINISH_REASONS else FinishReason.ERROR.value).inc()
-        m.e2e.labels(*label).observe(now - self._start)
+        m.e2e.labels(*label).observe(now - self.started)
         m.prompt_length.labels(*label).observe(self._prompt)
-        m.generation_length.labels(*label).observe(self._generated)
+        m.generation_length.labels(*label).observe(self.generated)
         m.params_n.labels(*label).observe(self._params.n)
         if self._params.max_tokens is not None:
             m.params_max_tokens.labels(*label).observe(self._params.max_tokens)
-        if self._generated > 1:
-            m.tpot.labels(*label).observe((self._last - self._first) / (self._generated - 1))
+        if self.generated > 1:
+            m.tpot.labels(*label).observe((self.last - self.first) / (self.generated - 1))
         if (t := self._times) and t.scheduled:
             m.queue.labels(*label).observe(max(0.0, t.scheduled - t.arrival))
             if t.first_token:
@@ -215,6 +231,18 @@ class _EngineCollector:
             for model, client in self._clients.items():
                 counter.add_metric([model, "0"], read(client.stats))
             yield counter
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests waiting: `capacity` in the engine's queue, `deferred` held back by the gateway.",
+            labels=["model_name", "engine", "reason"])
+        refused = GaugeMetricFamily(
+            "atoll:quarantined_requests", "Requests that are refused because the engine died of them.", labels=labels)
+        for model, client in self._clients.items():
+            waiting.add_metric([model, "0", "capacity"], client.stats.num_waiting)
+            waiting.add_metric([model, "0", "deferred"], client.quarantine.held)
+            refused.add_metric([model, "0"], client.quarantine.refused)
+        yield waiting
+        yield refused
         up = GaugeMetricFamily("atoll:engine_up", "1 if the engine is healthy.", labels=labels)
         restarts = CounterMetricFamily("atoll:engine_restarts", "Times a ready engine was lost.", labels=labels)
         for model, client in self._clients.items():

@@ -40,7 +40,8 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", request_id.encode())]}
+                ours = [(b"x-request-id", request_id.encode()), *scope["caller"].headers]
+                message = {**message, "headers": [*message.get("headers", []), *ours]}
             await send(message)
 
         try:

@@ -18,6 +18,12 @@ class Bucket:
         self._at = now
         return max(0.0, units - self._level) / self._per_second
 
+    @property
+    def state(self) -> tuple[int, int, float]:
+        """(units a minute, whole units left, seconds until it is full), as of the last `wait_for`."""
+        return (round(self._capacity), max(0, int(self._level)),
+                max(0.0, self._capacity - self._level) / self._per_second)
+
     def take(self, units: float) -> None:
         """The level may become negative: an answer's length is known at its end only."""
         self._level -= units
@@ -46,7 +52,25 @@ class Rates:
                 requests.take(1)
         return wait
 
+    def headers(self, key: str) -> list[tuple[bytes, bytes]]:
+        """What is left of the key's rates, under OpenAI's names, as of its last request."""
+        found = []
+        for name, buckets in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket := buckets.get(key):
+                limit, left, reset = bucket.state
+                for what, value in (("limit", str(limit)), ("remaining", str(left)), ("reset", _duration(reset))):
+                    found.append((f"x-ratelimit-{what}-{name}".encode(), value.encode()))
+        return found
+
     def spend(self, key: str, tokens: int) -> None:
         """Count the tokens of an answer that has ended, prompt included."""
         if bucket := self._tokens.get(key):
             bucket.take(tokens)
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 6m0s, 1.5s, 20ms."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    minutes, rest = divmod(round(seconds, 1), 60)
+    return (f"{minutes:.0f}m" if minutes else "") + f"{rest:.1f}".removesuffix(".0") + "s"

@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-from engine.core.request import EngineRequest, EngineStats, StepOutput
+from engine.core.request import EngineRequest, EngineStats, FinishReason, StepOutput
 from engine.errors import AtollError, EngineDeadError, InvalidRequestError
 from engine.message import from_json, msg
 from engine.server.ipc import messages as m
 from engine.server.ipc.framing import FrameError, FrameReader, PeerCredentials, PeerPolicy, frame
+from engine.server.ipc.quarantine import Quarantine
 
 log = logging.getLogger("atoll.client")
 
@@ -24,6 +25,8 @@ DROP_SECONDS = 240.0       # of a stall until the connection is dropped; a super
 MAX_UNSENT_BYTES = 64 << 20    # of requests that the engine has not read; above it new ones are refused
 MAX_BACKLOG_BYTES = 256 << 20  # of outputs not yet read, approximately; above it the slowest reader is aborted
 READ_BYTES = 256 << 10
+
+_Ran = list[tuple[EngineRequest, int]]  # requests, and the tokens of their answers so far
 
 
 class EngineClient:
@@ -56,10 +59,14 @@ class EngineClient:
         self._stall_seconds = stall_seconds
         self._streams: dict[str, _Stream] = {}
         self._backlog = _Backlog(self._streams)
+        self.quarantine = Quarantine()
+        self._ran: _Ran = []           # when the connection was lost; a new process shows that the old one died
+        self._failed_first: _Ran = []  # the requests of the first of the steps that fail one after another
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._heard = 0.0       # monotonic time of the last frame
         self._asked = 0.0       # monotonic time of the unanswered ping; 0: nothing is owed
+        self._leaves = False    # it says that it stops: what runs then has no part in it
         self._progressed = 0.0  # monotonic time when the step counter last moved, or work began
         self._changed = asyncio.Event()
 
@@ -103,8 +110,33 @@ class EngineClient:
         """Submit `request` and yield its outputs; the last has a `finish_reason`.
 
         Closing the iterator early aborts the request in the engine. Raises EngineDeadError (not ready, or lost on the
-        way) and InvalidRequestError (the engine would never serve it).
+        way), InvalidRequestError (the engine would never serve it) and QuarantinedError (the engine died of it, twice).
         """
+        trial = await self.quarantine.admit(request) if self.quarantine else None
+        stream: _Stream | None = None
+        finished = False
+        try:
+            stream = self._submit(request)
+            while not finished:
+                output = await stream.next()
+                finished = output.finish_reason is not None
+                if trial is not None and (finished or trial.passed(stream.tokens)):
+                    trial.end(cleared=output.finish_reason is not FinishReason.ERROR)
+                    trial = None
+                yield output
+        except (EngineDeadError, InvalidRequestError):
+            finished = True
+            raise
+        finally:
+            if trial is not None:
+                trial.end(cleared=False)
+            if stream is not None:
+                self._streams.pop(request.request_id, None)
+                stream.clear()
+                if not finished:
+                    self._send(m.Abort([request.request_id]))
+
+    def _submit(self, request: EngineRequest) -> "_Stream":
         if self.state != "ready":
             raise EngineDeadError(self._not_ready())
         if self._unsent() > MAX_UNSENT_BYTES:
@@ -114,22 +146,14 @@ class EngineClient:
             raise InvalidRequestError(f"The request id {key} is already in flight.", "request_id")
         if not self._streams:
             self._progressed = time.monotonic()  # idle until now: the clock of progress starts with this work
-        stream = self._streams[key] = _Stream(self._backlog)
-        finished = False
-        try:
-            self._send(m.Submit(request))
-            while not finished:
-                output = await stream.next()
-                finished = output.finish_reason is not None
-                yield output
-        except (EngineDeadError, InvalidRequestError):
-            finished = True
-            raise
-        finally:
-            self._streams.pop(key, None)
-            stream.clear()
-            if not finished:
-                self._send(m.Abort([key]))
+        stream = self._streams[key] = _Stream(request, self._backlog)
+        self._send(m.Submit(request))
+        return stream
+
+    def stage(self, request_id: str) -> str:
+        """"waiting" or "running", as the engine said last; "" if it said nothing yet."""
+        stream = self._streams.get(request_id)
+        return stream.stage if stream is not None else ""
 
     # -- below: the connection
 
@@ -160,7 +184,7 @@ class EngineClient:
             self._writer = writer
             self._asked = 0.0
             self.last_error = ""
-            self._send(m.Hello(m.PROTOCOL, self._name))
+            self._send(m.Hello(m.PROTOCOL, self._name, follows=True))
             frames = FrameReader(m.MAX_EVENT_BYTES)
             pinger = asyncio.create_task(self._ping())
             try:
@@ -189,12 +213,18 @@ class EngineClient:
     def _handle(self, event: m.AnyEvent) -> None:
         match event:
             case m.Outputs():
+                self._note_failures(event)
                 self._advance(event.stats)
                 for output in event.outputs:
                     if stream := self._streams.get(output.request_id):
                         stream.put(output)
                 if slow := self._backlog.cut():
                     self._send(m.Abort(slow))
+            case m.Moved():
+                for ids, stage in ((event.waiting, "waiting"), (event.running, "running")):
+                    for request_id in ids:
+                        if stream := self._streams.get(request_id):
+                            stream.stage = stage
             case m.Pong():
                 self._advance(event.stats)
             case m.Rejected():
@@ -203,17 +233,22 @@ class EngineClient:
             case m.Welcome():
                 if event.protocol != m.PROTOCOL:
                     raise m.MessageError(f"the engine speaks protocol {event.protocol}, this gateway {m.PROTOCOL}")
+                self._leaves = False
                 self._become("loading")
             case m.Progress():
                 self.progress = str(event)
                 self._become("loading")
             case m.Ready():
+                if self._ran and self.info is not None and self.info.pid != event.info.pid:
+                    self.quarantine.crashed(self._ran)
+                self._ran = []
                 self.info, self.stats, self.progress = event.info, event.stats, ""
                 self._progressed = time.monotonic()
                 self._become("ready")
             case m.Goodbye():
                 self.last_error = from_json(event.message) or f"{event.reason} {event.hint}".strip()
                 self.progress = ""
+                self._leaves = not event.fatal
                 self._become("dead")
 
     def _advance(self, stats: EngineStats) -> None:
@@ -223,6 +258,16 @@ class EngineClient:
             self._progressed = time.monotonic()
         if self.on_step is not None:
             self.on_step(before, stats)
+
+    def _note_failures(self, event: m.Outputs) -> None:
+        """After a sticky error of a device each step fails, and then the process ends: the first one had the cause."""
+        if event.stats.step_failures == self.stats.step_failures:
+            if event.stats.steps != self.stats.steps:
+                self._failed_first = []
+        elif not self._failed_first:
+            failed = [output.request_id for output in event.outputs if output.finish_reason is FinishReason.ERROR]
+            streams = [self._streams[key] for key in failed if key in self._streams]
+            self._failed_first = [(stream.request, stream.tokens) for stream in streams]
 
     def _send(self, message: m.Command) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -240,6 +285,10 @@ class EngineClient:
     def _lost(self, why: str) -> None:
         if self.state == "ready":
             self.restarts += 1
+        if not self._leaves:
+            ran = [stream for stream in self._streams.values() if stream.stage == "running"]
+            self._ran = self._failed_first or [(stream.request, stream.tokens) for stream in ran] or self._ran
+        self._failed_first = []
         self.progress = ""
         if self.state != "connecting":
             self._become("dead")
@@ -261,10 +310,13 @@ class SlowReaderError(AtollError):
 class _Stream:
     """Outputs of one request on their way to its coroutine."""
 
-    __slots__ = ("_backlog", "_error", "_items", "_waiter", "bytes")
+    __slots__ = ("_backlog", "_error", "_items", "_waiter", "bytes", "request", "stage", "tokens")
 
-    def __init__(self, backlog: "_Backlog") -> None:
-        self.bytes = 0  # of the outputs that wait
+    def __init__(self, request: EngineRequest, backlog: "_Backlog") -> None:
+        self.request = request
+        self.bytes = 0   # of the outputs that wait
+        self.stage = ""  # "waiting" or "running", as the engine said last
+        self.tokens = 0  # of the answer
         self._backlog = backlog
         self._items: deque[tuple[StepOutput, int]] = deque()
         self._error: Exception | None = None
@@ -274,6 +326,7 @@ class _Stream:
         if self._error is not None:
             return
         size = _size(output)
+        self.tokens += len(output.new_token_ids)
         self._items.append((output, size))
         self._count(size)
         self._wake()
@@ -330,7 +383,7 @@ class _Backlog:
 
 def _size(output: StepOutput) -> int:
     """Approximate bytes of memory."""
-    size = 500 + 32 * len(output.new_token_ids)
+    size = 500 + 32 * len(output.new_token_ids) + len(output.embedding or b"")
     for position in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
         size += 200 + 100 * len(position.top) if position is not None else 16
     return size

@@ -5,7 +5,7 @@ ids and grammars cross this border; text of prompts and answers never does. `PRO
 meaning.
 
     client -> engine   Hello, Submit, Abort, Ping
-    engine -> client   Welcome, Progress, Ready, Outputs, Rejected, Pong, Goodbye
+    engine -> client   Welcome, Progress, Ready, Moved, Outputs, Rejected, Pong, Goodbye
 """
 
 from typing import Any
@@ -35,6 +35,7 @@ class EngineInfo(msgspec.Struct, omit_defaults=True):
     num_pages: int
     page_size: int
     max_num_seqs: int
+    hidden_size: int = 0       # of embeddings
     scheduling_policy: str = "fcfs"
     grammars: bool = False     # answers can follow them
     memory_plan: str = ""      # the table a person reads
@@ -48,7 +49,8 @@ class Command(msgspec.Struct, tag=True, omit_defaults=True):
 
 class Hello(Command):
     protocol: int
-    client: str = ""  # a word for the engine's log: "gateway", "status"
+    client: str = ""      # a word for the engine's log: "gateway", "status"
+    follows: bool = False  # it wants `Moved`, which clients of an older release do not know
 
 
 class Submit(Command):
@@ -95,6 +97,14 @@ class Ready(Event):
     stats: EngineStats
 
 
+class Moved(Event):
+    """Requests that went back to the queue, and requests that left it. Sent before the step that computes them starts,
+    so that a client knows what ran even if that step ends the process."""
+
+    waiting: list[str]
+    running: list[str]
+
+
 class Outputs(Event):
     """Everything one step produced for this client, and the state after it."""
 
@@ -126,7 +136,7 @@ class Goodbye(Event):
 
 
 AnyCommand = Hello | Submit | Abort | Ping
-AnyEvent = Welcome | Progress | Ready | Outputs | Rejected | Pong | Goodbye
+AnyEvent = Welcome | Progress | Ready | Moved | Outputs | Rejected | Pong | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(AnyCommand)

@@ -30,6 +30,7 @@ class Connection:
     peer: PeerCredentials
     number: int
     name: str = ""              # from Hello; empty until then
+    follows: bool = False       # from Hello: it wants `Moved`
     since: float = field(default_factory=time.monotonic)
     reader: FrameReader = field(default_factory=lambda: FrameReader(m.MAX_COMMAND_BYTES))
     backlog: deque[memoryview] = field(default_factory=deque)
@@ -169,6 +170,7 @@ class IpcServer:
             if command.protocol != m.PROTOCOL:
                 raise m.MessageError(f"it speaks protocol {command.protocol}, we speak {m.PROTOCOL}")
             connection.name = "".join(c for c in command.client[:32] if c.isalnum() or c in "-_") or "client"
+            connection.follows = command.follows
             self._incoming.append((connection, Connected()))
         elif not connection.name:
             raise m.MessageError(f"{type(command).__name__} before Hello")

@@ -15,13 +15,8 @@ from engine.server.openai.answer import Addition, Answer, Choice
 from engine.server.openai.generation import ChoiceDelta, Generation
 from engine.server.openai.logprobs import completion_logprobs
 from engine.server.openai.pipeline import GENERATING_ERRORS, Pipeline, generating_router
-from engine.server.openai.sampling import (
-    answer_room,
-    check_length_before_encoding,
-    check_token,
-    constrained,
-    sampling_params,
-)
+from engine.server.openai.prompts import encoded
+from engine.server.openai.sampling import answer_room, constrained, sampling_params
 from engine.server.openai.schema import CompletionRequest
 from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.structured import answer_field, answer_form
@@ -32,46 +27,9 @@ from engine.text.tokenizer import TextTokenizer
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 
-def parse_prompt(prompt: str | list[Any], max_prompts: int) -> list[str] | list[list[int]]:
-    """The four forms of `prompt` as a list of texts or a list of id lists. Raises InvalidRequestError."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise InvalidRequestError("prompt must not be empty.", "prompt")
-    if _is_ids(prompt):
-        return [prompt]
-    if len(prompt) > max_prompts:
-        raise InvalidRequestError(f"At most {max_prompts} prompts are allowed, got {len(prompt)}.", "prompt")
-    if all(isinstance(item, str) for item in prompt):
-        return prompt
-    for i, item in enumerate(prompt):
-        if not isinstance(item, list) or not _is_ids(item):
-            raise InvalidRequestError(
-                "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids.",
-                f"prompt.{i}",
-            )
-    return prompt
-
-
-def _is_ids(items: list[Any]) -> bool:
-    return all(type(item) is int for item in items)
-
-
 async def _prompts(gateway: Gateway, model: ServedModel, info: EngineInfo, body: CompletionRequest) -> list[list[int]]:
-    prompts = parse_prompt(body.prompt, gateway.limits.max_prompts)
     special = body.add_special_tokens if body.add_special_tokens is not None else True
-    encoded: list[list[int]] = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            check_length_before_encoding(len(prompt), model.tokenizer.longest_token, info.max_model_len, "prompt")
-            prompt = await gateway.off_loop(model.tokenizer.encode_text, prompt, special)
-        else:
-            for token_id in (min(prompt, default=0), max(prompt, default=0)):
-                check_token(token_id, info.vocab_size, "prompt")
-        if not prompt:
-            raise InvalidRequestError("prompt must not be empty.", "prompt" if len(prompts) == 1 else f"prompt.{i}")
-        encoded.append(prompt)
-    return encoded
+    return await encoded(gateway, model, info, body.prompt, gateway.limits.max_prompts, "prompt", special=special)
 
 
 def _sampling(

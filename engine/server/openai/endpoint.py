@@ -14,7 +14,7 @@ from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.replies import to_json
-from engine.server.openai.schema import SamplingFields
+from engine.server.openai.schema import EmbeddingRequest, SamplingFields
 from engine.server.openai.serving import Gateway
 from engine.server.openai.sse import EventStream
 from engine.text.grammar.limits import COMPILE_SECONDS
@@ -38,12 +38,16 @@ def check_common(request: SamplingFields, limits: Limits) -> None:
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError("prompt_logprobs is not available in a stream; set stream to false.",
                                   "prompt_logprobs")
+    check_names(request, limits)
+
+
+def check_names(request: SamplingFields | EmbeddingRequest, limits: Limits) -> None:
     for name in ("model", "cache_salt"):
         if len(getattr(request, name) or "") > limits.max_name_characters:
             raise InvalidRequestError(f"{name} may have {limits.max_name_characters} characters.", name)
 
 
-def cache_salt(request: SamplingFields, caller: Caller, gateway: Gateway) -> str:
+def cache_salt(request: SamplingFields | EmbeddingRequest, caller: Caller, gateway: Gateway) -> str:
     """What keeps the prefixes of this request apart from those of other tenants, and of other salts of its own."""
     salt = request.cache_salt or ""
     if caller.key is None or not gateway.limits.isolate_prefix_cache:
@@ -51,7 +55,7 @@ def cache_salt(request: SamplingFields, caller: Caller, gateway: Gateway) -> str
     return gateway.tenant_salt(caller.key.tenant, salt)
 
 
-def priority_of(request: SamplingFields, caller: Caller, info: EngineInfo) -> int:
+def priority_of(request: SamplingFields | EmbeddingRequest, caller: Caller, info: EngineInfo) -> int:
     """Raises ApiError 403 (the key may not choose) and InvalidRequestError (the engine would ignore it)."""
     priority = request.priority or 0
     if priority and caller.key is not None and not caller.key.allows("priority"):

@@ -12,10 +12,11 @@ from msgspec import UNSET
 
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
-from engine.errors import AtollError, EngineDeadError, InvalidRequestError
-from engine.server.http.metrics import Metrics
+from engine.errors import AtollError, EngineDeadError, InvalidRequestError, QuarantinedError
+from engine.server.http.caller import Caller, Work
+from engine.server.http.metrics import RequestTracker
 from engine.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
-from engine.server.openai.serving import ServedModel
+from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.thinking_budget import ThinkingBudget, within_budget
 from engine.text.detok import Detokenizer
 from engine.text.parsers.source import Part
@@ -47,21 +48,22 @@ class Generation:
     Choice `i` of prompt `p` has index ``p * n + i`` and, with a seed, the seed ``seed + i``.
     """
 
-    def __init__(self, model: ServedModel, metrics: Metrics, prompts: Sequence[list[int]], params: SamplingParams, *,
-                 priority: int = 0, cache_salt: str = "", on_end: Callable[[int], None] = lambda _: None,
-                 marks: Mapping[int, str] | None = None, budget: ThinkingBudget | None = None,
-                 grammar_field: str = "") -> None:
+    def __init__(self, model: ServedModel, gateway: Gateway, caller: Caller, prompts: Sequence[list[int]],
+                 params: SamplingParams, *, priority: int = 0, cache_salt: str = "",
+                 on_end: Callable[[int], None] = lambda _: None, marks: Mapping[int, str] | None = None,
+                 budget: ThinkingBudget | None = None, grammar_field: str = "") -> None:
         """`on_end` gets the tokens of prompts and answers when the iteration ends, however it ends. `marks`: the
         tokens that the deltas' `parts` tell from text; None for no parts. `grammar_field`: what the request calls the
         grammar of `params`."""
         self.prompts = prompts
         self.params = params
-        self._model, self._metrics = model, metrics
+        self._model, self._gateway, self._caller = model, gateway, caller
         self._priority, self._cache_salt = priority, cache_salt
         self._on_end = on_end
         self._marks, self._budget, self._grammar_field = marks, budget, grammar_field
         self.reasoning_tokens: int | None = None  # counted by who knows which they are
         self._id = uuid.uuid4().hex
+        self._trackers: list[RequestTracker] = []
         self._completion_tokens = 0
         self._cached = [0] * len(prompts)
 
@@ -82,18 +84,29 @@ class Generation:
                 yield delta
         finally:
             self._on_end(self.usage.total_tokens)
+            self._caller.work = self._work()
             await stream.aclose()
+
+    def _work(self) -> Work:
+        usage, firsts = self.usage, [t.first for t in self._trackers if t.first]
+        gaps = sum(max(0, t.generated - 1) for t in self._trackers)
+        return Work(
+            self._model.name, usage.prompt_tokens, usage.completion_tokens,
+            min(firsts, default=None),
+            sum(t.last - t.first for t in self._trackers) / gaps if gaps else None)
 
     async def _choice(self, index: int, prompt: int, child: int) -> AsyncIterator[ChoiceDelta]:
         params, prompt_ids = self.params, self.prompts[prompt]
         seed = None if params.seed is None else _child_seed(params.seed, child)
         request = EngineRequest(  # stop strings are found here; the engine never sees text
             f"{self._id}-{index}", prompt_ids, dataclasses.replace(params, n=1, seed=seed, stop=[]),
-            self._priority, self._cache_salt,
+            self._priority, self._cache_salt, owner=self._caller.key_id,
         )
         detokenizer = Detokenizer(self._model.tokenizer, params, self._marks)
-        tracker = self._metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
+        tracker = self._gateway.metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
+        self._trackers.append(tracker)
         client, budget = self._model.client, self._budget
+        self._gateway.active.enter(self._model.name, self._caller, request, client, tracker)
         outputs = client.generate(request) if budget is None else within_budget(client, request, budget)
         try:
             async for output in outputs:
@@ -107,7 +120,9 @@ class Generation:
                 if delta.finish_reason is not None:
                     return
             raise EngineDeadError("The engine ended the answer without a reason.")
-        except EngineDeadError:
+        except (EngineDeadError, QuarantinedError) as error:
+            if isinstance(error, QuarantinedError):
+                self._gateway.metrics.refused("quarantined", self._model.name)
             tracker.finish(FinishReason.ERROR)
             raise
         except InvalidRequestError as error:
@@ -117,16 +132,12 @@ class Generation:
             raise
         finally:
             tracker.finish(FinishReason.ABORT)
+            self._gateway.active.leave(request)
             await outputs.aclose()  # type: ignore[attr-defined]
 
     def _delta(self, index: int, output: StepOutput, detokenizer: Detokenizer) -> ChoiceDelta:
+        raise_if_failed(output)
         reason = output.finish_reason
-        if reason is FinishReason.ERROR:
-            # What went wrong is the whole step's, and so may speak of others' requests: it is for the operator only.
-            log.error("the engine failed on %s: %s", output.request_id, output.error)
-            raise AtollError("The engine failed on this request; the server's log says why.")
-        if reason is FinishReason.ABORT:
-            raise EngineDeadError("The engine gave this request up; it is stopping or restarting.")
         text = detokenizer.push(
             output.new_token_ids, reason is not None, stop_token=reason is FinishReason.STOP and not output.complete
         )
@@ -142,6 +153,16 @@ class Generation:
             text.stop_string if text.stopped else output.stop_reason,
             text.parts,
         )
+
+
+def raise_if_failed(output: StepOutput) -> None:
+    """Raises AtollError or EngineDeadError if `output` ends its request without an answer."""
+    if output.finish_reason is FinishReason.ERROR:
+        # What went wrong is the whole step's, and so may speak of others' requests: it is for the operator only.
+        log.error("the engine failed on %s: %s", output.request_id, output.error)
+        raise AtollError("The engine failed on this request; the server's log says why.")
+    if output.finish_reason is FinishReason.ABORT:
+        raise EngineDeadError("The engine gave this request up; it is stopping or restarting.")
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:

@@ -37,7 +37,7 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     served = gateway_of(request).model(model)
     tokens, template = served.tokenizer.named_tokens, served.tokenizer.template
     return json_reply(r.TokenizerInfo(
-        served.name, served.tokenizer.vocab_size, served.max_model_len,
+        served.name, served.tokenizer.class_name, served.tokenizer.vocab_size, served.max_model_len,
         tokens.get("bos_token"), tokens.get("eos_token"), tokens.get("pad_token"), tokens.get("unk_token"),
         template.source if template is not None else None))
 
@@ -93,4 +93,5 @@ async def detokenize(request: Request) -> Response:
 
 
 def _card(name: str, model: ServedModel) -> r.ModelCard:
-    return r.ModelCard(name, "model", model.created, "atoll", model.name, model.max_model_len)
+    length = model.max_model_len
+    return r.ModelCard(name, "model", model.created, "atoll", model.name, None, length, length)

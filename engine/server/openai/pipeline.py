@@ -32,7 +32,7 @@ from engine.server.openai.generation import Generation
 from engine.server.openai.schema import SamplingFields
 from engine.server.openai.serving import Gateway, ServedModel
 
-GENERATING_ERRORS = (404, *READ, 429, 500, 503)
+GENERATING_ERRORS = (404, *READ, 422, 429, 500, 503)
 
 
 def generating_router() -> APIRouter:
@@ -65,12 +65,12 @@ class Pipeline(Generic[Body]):
         check_common(body, gateway.limits)
         if self.check is not None:
             self.check(body, gateway.limits)
-        info = model.ready(gateway.limits)
+        info = gateway.ready(model, caller.key_id)
         priority = priority_of(body, caller, info)
         prompts = await self.prompts(gateway, model, info, body)
         params = self.sampling(body, info, gateway.limits, model, prompts)
         answer = self.answer(body, model, Generation(
-            model, gateway.metrics, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
+            model, gateway, caller, prompts, params, priority=priority, cache_salt=cache_salt(body, caller, gateway),
             on_end=lambda tokens: gateway.spent(caller, tokens), **self.options(body, model, prompts),
         ), gateway.limits)
         if body.stream:

@@ -16,6 +16,7 @@ from engine.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     StreamOptions,
     TokenizeRequest,
 )
@@ -76,6 +77,8 @@ REFUSED = {
     "chat_template": "the template is the model's own",
     "documents": "put documents into the messages",
     "ec_transfer_params": "its cache is not shared between machines",
+    "embed_dtype": "embeddings are float32",
+    "endianness": "embeddings are little-endian",
     "guided_whitespace_pattern": "it writes JSON on one line",
     "kv_transfer_params": "its cache is not shared between machines",
     "length_penalty": "it is for beam search, which this server does not have",
@@ -109,6 +112,8 @@ REFUSED = {
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
 _ALSO_NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
     "function_call": ("none",),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
@@ -130,9 +135,10 @@ NOT_IN_MESSAGES = {
 
 _DECLARED: dict[type, frozenset[str]] = {
     kind: frozenset(field.encode_name for field in msgspec.structs.fields(kind))
-    for kind in (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
+                 StreamOptions)
 }
-_GENERATING = (ChatRequest, CompletionRequest, ResponsesRequest)
+_ANSWERING = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
 _OF_A_GENERATION = _DECLARED[ChatRequest] | _DECLARED[CompletionRequest]
 
 
@@ -150,7 +156,7 @@ def check_fields(body: dict[str, Any], kind: type, *, refuse_unknown: bool = Tru
                 raise invalid(f"{name} is not supported by this server: {REFUSED[name]}.", name)
         elif name in _OF_A_GENERATION:
             # Counting the tokens of a whole request is what /tokenize is for: sampling does not change them.
-            if kind in _GENERATING and not _asks_for_nothing(name, value):
+            if kind in _ANSWERING and not _asks_for_nothing(name, value):
                 raise invalid(f"{name} is not a field of this endpoint{_nearest(name, declared)}.", name,
                               "unknown_parameter")
         elif refuse_unknown:

@@ -174,6 +174,31 @@ class Completion(msgspec.Struct):
     system_fingerprint: str | None = None
 
 
+# -- embeddings
+
+
+class Embedding(msgspec.Struct):
+    """`embedding`: numbers, or little-endian float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
 # -- the rest
 
 
@@ -183,7 +208,9 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     root: str
+    parent: None
     max_model_len: int | None
+    context_length: int | None  # the same, under the name that other clients read
 
 
 class ModelList(msgspec.Struct):
@@ -202,6 +229,7 @@ class TokenizerInfo(msgspec.Struct):
     """vLLM's names; `model_max_length` is the context in tokens. A token that the model does not have is null."""
 
     model: str
+    tokenizer_class: str
     vocab_size: int
     model_max_length: int | None
     bos_token: str | None

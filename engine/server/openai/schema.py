@@ -12,17 +12,14 @@ from msgspec import Meta
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Count = Annotated[int, Meta(ge=0)]
 TokenIds = list[Count]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-         "minItems": 1},
-    ],
-    "description": "A text, several texts, a prompt of token ids, or several of those.",
-}
+_ID = {"type": "integer", "minimum": 0}
+_ITEM = {"anyOf": [{"type": "string"}, _ID, {"type": "array", "items": _ID, "minItems": 1}]}
+Prompts = Annotated[
+    str | Annotated[list[Any], Meta(extra_json_schema={"items": _ITEM, "minItems": 1})],
+    Meta(description="A text, several texts, a text as token ids, or several of those."),
+]
 
 
 class StreamOptions(msgspec.Struct):
@@ -89,7 +86,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    priority: Priority | None = None
     cache_salt: str | None = None
 
 
@@ -110,10 +107,24 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    prompt: Annotated[str | list[Any], Meta(extra_json_schema=_PROMPT_SCHEMA)]
+    prompt: Prompts
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """`normalize` and `use_activation` are vLLM's older and newer name of one field."""
+
+    input: Prompts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

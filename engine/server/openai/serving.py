@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.config import EngineConfig
+from engine.core.request import Pooling
+from engine.server.http.active import ActiveRequests
 from engine.server.http.auth import KeyFile
 from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError, invalid, overloaded, shortened
+from engine.server.http.expected_wait import SAMPLE_SECONDS, ExpectedWait
 from engine.server.http.limits import Limits
 from engine.server.http.metrics import Metrics
 from engine.server.http.rates import Rates
@@ -27,12 +30,14 @@ from engine.text.parsers.registry import OutputFormat, output_format
 from engine.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
+MOST_RETRY_SECONDS = 60  # OpenAI's clients take a longer Retry-After for none
 
 
 @dataclass(slots=True)
 class ServedModel:
     """One engine and the text layer of its model. `defaults` are sampling defaults from generation_config.json, used
-    where a request is silent. `auto_tools`: the model may call tools on its own account."""
+    where a request is silent. `auto_tools`: the model may call tools on its own account. `pooling`: what makes an
+    embedding."""
 
     name: str
     client: EngineClient
@@ -42,6 +47,8 @@ class ServedModel:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     auto_tools: bool = True
+    wait: ExpectedWait = field(default_factory=ExpectedWait)
+    pooling: Pooling = "last"
     _output: OutputFormat | None = None
 
     @classmethod
@@ -66,15 +73,25 @@ class ServedModel:
     def max_model_len(self) -> int | None:
         return self.client.info.max_model_len if self.client.info else None
 
-    def ready(self, limits: Limits) -> EngineInfo:
-        """The engine's facts. Raises ApiError 503 while it cannot take a request."""
+    def ready(self, limits: Limits, key: str | None = None) -> EngineInfo:
+        """The engine's facts. Raises ApiError 503 while it cannot take a request, and, with `key`, where one of that
+        key would wait too long in the queue."""
         client = self.client
         if client.stalled():  # who is let in now would wait for as long as it hangs
             raise overloaded("The engine of this model does not answer.", limits.retry_after_seconds,
                              code="engine_unavailable")
         if client.info is not None and client.state == "ready":
             if client.stats.num_waiting >= limits.max_waiting:
-                raise overloaded("Too many requests are waiting for this model; try again.", limits.retry_after_seconds)
+                raise overloaded("Too many requests are waiting for this model; try again.", limits.retry_after_seconds,
+                                 refusal="queue_full")
+            wait, most = 0.0, limits.max_wait_seconds
+            if key is not None and client.stats.num_waiting:
+                wait = self.wait.seconds(key)
+            if most and wait > most:
+                retry = max(limits.retry_after_seconds, min(MOST_RETRY_SECONDS, ceil(wait - most)))
+                raise overloaded(
+                    f"A request would wait about {wait:.0f} seconds for this model, longer than the {most:g} seconds "
+                    f"that this server lets requests wait. Retry in {retry} seconds.", retry, refusal="expected_wait")
             return client.info
         if client.state == "dead":
             raise overloaded(
@@ -89,7 +106,7 @@ class ServedModel:
 def output_settings(config: EngineConfig) -> dict[str, Any]:
     """What `ServedModel.load` takes of a model's settings."""
     return {"tool_call_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser,
-            "auto_tools": config.enable_auto_tool_choice}
+            "auto_tools": config.enable_auto_tool_choice, "pooling": config.pooling}
 
 
 class Gateway:
@@ -102,12 +119,14 @@ class Gateway:
         self.models = models
         self.limits = limits
         self.metrics = metrics
+        self.active = ActiveRequests()
         self.keys = keys
         self.version = version
         self.broken = dict(broken or {})  # names that are configured and cannot be served, and why
         self._text = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
         self._in_flight: Counter[str] = Counter()
         self._rates = Rates(limits.max_requests_per_minute_per_key, limits.max_tokens_per_minute_per_key)
+        self._sampler: asyncio.Task[None] | None = None
         self._salt_key = secrets.token_bytes(32)
 
     @property
@@ -132,20 +151,38 @@ class Gateway:
             )
         return model
 
+    def ready(self, model: ServedModel, key: str) -> EngineInfo:
+        """As `ServedModel.ready`; a refusal is counted."""
+        try:
+            return model.ready(self.limits, key)
+        except ApiError as error:
+            self.metrics.refused(error.refusal or "engine_unavailable", model.name)
+            raise
+
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[None]:
         """Count a generating request while it lasts. Raises ApiError 503 (server full) or 429 (the key's
         share or rate is used up)."""
         limits, key = self.limits, caller.key_id
+        refused = self.metrics.refused
         if self._in_flight.total() >= limits.max_in_flight:
+            refused("server_full")
             raise overloaded(f"The server is at its request limit. Retry in {limits.retry_after_seconds} seconds.",
                              limits.retry_after_seconds)
         if key and limits.max_in_flight_per_key and self._in_flight[key] >= limits.max_in_flight_per_key:
+            refused("key_concurrency")
             raise overloaded(
                 f"This key may have {limits.max_in_flight_per_key} requests in flight; wait for one to end.",
                 limits.retry_after_seconds, status=429, code="rate_limit_exceeded",
             )
-        if key and (wait := ceil(self._rates.admit(key))):
+        if key and self._in_flight[key] >= limits.max_in_flight - limits.max_in_flight // 8:
+            refused("key_concurrency")
+            raise overloaded("This key has as many requests in flight as one key may; the rest is for other keys. Wait "
+                             "for one to end.", limits.retry_after_seconds, status=429, code="rate_limit_exceeded")
+        wait = ceil(self._rates.admit(key)) if key else 0
+        caller.headers += self._rates.headers(key)
+        if wait:
+            refused("key_rate")
             raise overloaded(f"This key is above its requests or tokens per minute. Retry in {wait} seconds.", wait,
                              status=429, code="rate_limit_exceeded")
         self._in_flight[key] += 1
@@ -175,8 +212,17 @@ class Gateway:
     async def start(self) -> None:
         for client in self.clients:
             await client.start()
+        self._sampler = asyncio.create_task(self._sample(), name="expected-wait")
+
+    async def _sample(self) -> None:
+        while True:
+            for model in {id(model): model for model in self.models.values()}.values():
+                model.wait.sample(model.client.stats, self.active.waiting_tokens(model.name))
+            await asyncio.sleep(SAMPLE_SECONDS)
 
     async def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.cancel()
         for client in self.clients:
             await client.close()
         self._text.shutdown(wait=False, cancel_futures=True)

@@ -80,7 +80,7 @@ async def within_budget(
         dataclasses.replace(
             params, grammar=budget.grammar, max_tokens=room, prompt_logprobs=None,
             min_tokens=max(0, params.min_tokens - len(said) - len(budget.closing))),
-        request.priority, request.cache_salt)
+        request.priority, request.cache_salt, owner=request.owner)
     outputs = client.generate(rest)
     try:
         async for output in outputs:

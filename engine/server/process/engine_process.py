@@ -51,6 +51,8 @@ ProgressCallback = Callable[[str, int, int], None]
 class Core(Protocol):
     """What the process uses of `EngineCore`."""
 
+    on_moved: Callable[[list[str], list[str]], None] | None
+
     def add_request(self, request: EngineRequest) -> None: ...
     def abort(self, request_ids: list[str]) -> None: ...
     def step(self) -> list[StepOutput]: ...
@@ -95,6 +97,7 @@ class EngineService:
         facts = {**core.info(), "pid": os.getpid(), "load_seconds": round(time.monotonic() - started, 3)}
         info = msgspec.convert(facts, m.EngineInfo)
         self._core, self._info = core, info
+        core.on_moved = self._tell_moved
         self._server.broadcast(m.Ready(info, core.stats()))
         if self._watchdog:
             self._notifier.set_watchdog(self._watchdog)
@@ -235,6 +238,19 @@ class EngineService:
             frames.setdefault(connection, []).append(output)
         for connection, mine in frames.items():
             self._server.send(connection, m.Outputs(mine, core.stats()))
+
+
+    def _tell_moved(self, back: list[str], left: list[str]) -> None:
+        """To each client that follows its requests: which of them wait again, and which run now."""
+        moved: dict[Connection, m.Moved] = {}
+        for waits, keys in ((True, back), (False, left)):
+            for key in keys:
+                connection, own_id = self._owners.get(key, (None, ""))
+                if connection is not None and connection.follows:
+                    event = moved.setdefault(connection, m.Moved([], []))
+                    (event.waiting if waits else event.running).append(own_id)
+        for connection, event in moved.items():
+            self._server.send(connection, event)
 
 
 def _key(connection: Connection, request_id: str) -> str:

@@ -27,7 +27,8 @@ from installer.operate.lifecycle import stop
 from offline_bundle import inspect_bundle
 from offline_bundle.model.build import build_bundle
 
-pytestmark = pytest.mark.timeout(900)  # a verification of all groups, on a machine that others use too
+# A verification of all groups, on a machine that others use too.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROFILE = """\
 endpoint = "completions"
 input = [8, 16]

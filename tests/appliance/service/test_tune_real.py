@@ -41,6 +41,8 @@ from installer.service.smoke_test import health
 from offline_bundle import inspect_bundle
 from offline_bundle.model.build import build_bundle
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 PROFILE = """\
 endpoint = "completions"
 input = [8, 12]
@@ -176,7 +178,6 @@ def test_what_a_person_chose_is_kept_if_it_serves(place: Place) -> None:
     assert place.settings == before
 
 
-@pytest.mark.timeout(900)  # two starts of the service for each of a dozen kills
 def test_killed_at_every_recorded_point_it_goes_on_and_the_service_stays(place: Place, tmp_path: Path) -> None:
     """Each run dies after the first event that no run before it has reached, until one comes to the end."""
     before, request = place.settings, place.request()

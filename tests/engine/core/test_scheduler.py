@@ -85,7 +85,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
             ignore_eos=rng.random() < 0.5, stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.3 else [],
             prompt_logprobs=1 if rng.random() < 0.3 else None,
         )
-        request = EngineRequest(f"r{i}", prompt, params, priority=rng.randrange(3))
+        request = EngineRequest(f"r{i}", prompt, params, priority=rng.randrange(3), owner=rng.choice("abc"))
         core.add_request(request)
         requests[request.request_id] = request
         for _ in range(rng.randrange(3)):

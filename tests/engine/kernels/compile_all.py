@@ -28,7 +28,8 @@ from engine.kernels.attention import batch_invariant as attention_batch_invarian
 from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.attention import heads as attention_heads
-from engine.kernels.gemm import batch_invariant, scaled_kernel, small_batch
+from engine.kernels.gemm import batch_invariant, packed, scaled_kernel, small_batch
+from engine.kernels.gemm.packed_weight import Packed
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import experts as moe_experts
 from engine.kernels.pointwise import fused, host_rows, norm, quantize
@@ -164,9 +165,25 @@ def run_all(gpu):
     experts(4, 2, 2048, 768, BF16, 4100)
     sparse_block(8, 2, 2048, 512, 512, BF16, 1, factor=True)
     sparse_block(8, 2, 2048, 768, 0, BF16, 2, factor=False)
+    for kind, group, scales in (
+        ("int4", 32, BF16), ("int4", 128, torch.float16), ("int4", 4096, BF16), ("int8", 64, BF16), ("fp8", 128, BF16),
+        ("fp8", 128, torch.float32), ("fp4", 16, torch.float32), ("fp4", 32, BF16),
+    ):
+        packed_products(kind, group, scales)
     with_fp8_weights(gpu.fp8_units)
     if gpu.fp8_units:
         with_fp8_activations()
+
+
+def packed_products(kind, group, scales):
+    width = 4096 if kind in ("int8", "fp8") else 2048
+    values = zeros(4096, width, dtype=FP8 if kind == "fp8" else torch.uint8)
+    scale = zeros(4096, 4096 // group, dtype=scales)
+    zero = zeros(4096, 4096 // group, dtype=torch.uint8) if scales == torch.float16 else None
+    weight = Packed(kind, group, values, scale, zero)
+    for rows in (1, 32, 64):
+        packed.few_rows(zeros(rows, 4096), weight)
+    packed.unpacked(weight, BF16)
 
 
 def with_fp8_weights(units):

@@ -115,7 +115,7 @@ def test_tensors_must_match_the_architecture(model, change, words):
         ("rope_parameters", {"rope_type": "warp", "rope_theta": 1e4}, "warp"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}, "factor"),
         ("dtype", "int3", "int3"),
-        ("quantization_config", {"quant_method": "gptq"}, "gptq"),
+        ("quantization_config", "four bits", "quantization_config"),
         ("eos_token_id", "two", "eos_token_id"),
     ],
 )

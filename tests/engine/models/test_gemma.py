@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_llama import save_byte_tokenizer
 from engine.config import EngineConfig
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest
+from engine.embedding import finished
 from engine.errors import OutOfMemoryPlanError
 from engine.worker.build import build_engine
 
@@ -93,6 +95,22 @@ def prompt_scores(core, prompt):
 
 def greedy(prompt, name="r", max_tokens=16):
     return EngineRequest(name, prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("budget", [13, 200])
+def test_embeddings_equal_transformers(gemma_dir, shape, budget):
+    """Twice, so that the second prompt continues from the prefix cache where it may; beside an answer."""
+    model_dir = gemma_dir(shape)
+    prompt = [(i * 37) % 300 + 3 for i in range(70)]
+    core = engine(model_dir, max_num_batched_tokens=budget, max_num_seqs=3)
+    answer = EngineRequest("answer", prompt[:9], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    requests = [EngineRequest(f"{pooling}{n}", prompt, SamplingParams(), pooling=pooling)
+                for n in range(2) for pooling in ("last", "mean")]
+    _, last = run(core, [answer, *requests])
+    for request in requests:
+        expected = oracle.embedding(model_dir, prompt, request.pooling)
+        np.testing.assert_allclose(finished(last[request.request_id].embedding), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine.config import EngineConfig
 from engine.core.kv.spec import StateLayer
 from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
+from engine.embedding import finished
 from engine.errors import ConfigError, ModelError
 from engine.kernels.attention.reference import AttentionBatch
 from engine.layers.context import ForwardContext, StateBatch, forward_context
@@ -276,6 +278,22 @@ def engine(model_dir, memory=1 << 21, **config):
     return build_engine(EngineConfig(
         model_dir, device="cpu", dtype="float32", max_model_len=192, block_size=PAGE, kv_cache_memory_bytes=memory,
         **config))  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("budget", [13, 200])
+def test_embeddings_equal_transformers(qwen_dir, shape, budget):
+    """Twice, so that the second prompt continues from the prefix cache where it may; beside an answer."""
+    model_dir = qwen_dir(shape)
+    prompt = [(i * 37) % 300 + 3 for i in range(70)]
+    core = engine(model_dir, max_num_batched_tokens=budget, max_num_seqs=3)
+    answer = EngineRequest("answer", prompt[:9], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    requests = [EngineRequest(f"{pooling}{n}", prompt, SamplingParams(), pooling=pooling)
+                for n in range(2) for pooling in ("last", "mean")]
+    _, last = run(core, [answer, *requests])
+    for request in requests:
+        expected = oracle.embedding(model_dir, prompt, request.pooling)
+        np.testing.assert_allclose(finished(last[request.request_id].embedding), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -20,6 +20,8 @@ from engine.server.process.notify import Notifier
 
 
 class CannedCore:
+    on_moved = None
+
     def __init__(self, step_seconds: float) -> None:
         self._step_seconds = step_seconds
         self._running: dict[str, tuple[EngineRequest, int, float]] = {}

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ import httpx
 import uvicorn
 
 from engine.server.gateway.app import create_app
+from engine.server.http.access_log import AccessLog
 from engine.server.http.auth import KeyFile
 from engine.server.http.limits import Limits
 from engine.server.http.protocol import BoundedHttpProtocol
@@ -28,7 +31,7 @@ class RunningServer:
         self.gateway: Gateway = self.app.state.gateway
         self.client = next(iter(models.values())).client
         config = uvicorn.Config(
-            self.app,
+            AccessLog(self.app),
             port=0,
             http=BoundedHttpProtocol.with_limits(limits),
             ws="none",
@@ -86,3 +89,20 @@ def engine_process(model: Path, *flags: str) -> Iterator[Path]:
             finally:
                 process.terminate()
                 process.wait(timeout=20)
+
+
+def keys_of(path: Path, *names: str) -> KeyFile:
+    """A file of API keys: the key of each name is `sk-NAME`."""
+    entries = [{"id": name, "sha256": hashlib.sha256(f"sk-{name}".encode()).hexdigest()} for name in names]
+    path.write_text(json.dumps({"keys": entries}))
+    return KeyFile(path)
+
+
+def ask(server: RunningServer, key: str, request_id: str, tokens: int, **fields: object) -> threading.Thread:
+    """Send a request in a thread; its end is the answer's."""
+    body = {"prompt": "a", "max_tokens": tokens, "ignore_eos": True, **fields}
+    headers = {"Authorization": f"Bearer sk-{key}", "X-Request-Id": request_id}
+    thread = threading.Thread(
+        target=lambda: httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120))
+    thread.start()
+    return thread

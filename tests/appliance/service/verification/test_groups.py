@@ -57,6 +57,8 @@ def failing(found: Verification) -> set[str]:
     return {each.id for each in found.found() if not each.ok and each.severity != "info"}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_real_engine_keeps_its_promises(served: Subject, tmp_path: Path):
     groups = ("health", "conformance", "quality", "performance", "stability", "security")
     found = verify(served, small(tmp_path, *groups, targets={"ttft": 60_000, "users": 2}))

@@ -18,7 +18,8 @@ VLLM_NAMES = {
     "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds",
     "vllm:request_decode_time_seconds", "vllm:request_inference_time_seconds", "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens", "vllm:iteration_tokens_total", "vllm:request_params_n",
-    "vllm:request_params_max_tokens", "http_requests",
+    "vllm:request_params_max_tokens", "http_requests", "vllm:num_requests_waiting_by_reason",
+    "vllm:admission_rejections",
 }
 
 
@@ -71,7 +72,8 @@ def test_a_request_is_counted_once_under_its_models_first_name(metrics: Metrics)
     assert got["vllm:request_prefill_time_seconds_sum", ""] == 2
     assert got["vllm:request_decode_time_seconds_sum", ""] == 4
     assert got["vllm:request_inference_time_seconds_sum", ""] == 6
-    assert set(re.findall(r'model_name="([^"]*)"', metrics.render()[0].decode())) == {"llama"}
+    names = set(re.findall(r'model_name="([^"]*)"', metrics.render()[0].decode()))
+    assert names == {"llama", "unknown"}, "unknown: refused before its model was known"
 
 
 def test_a_stop_string_found_by_the_gateway_counts_as_stop(metrics: Metrics) -> None:
@@ -111,3 +113,17 @@ def test_gauges_and_counters_follow_the_engine(metrics: Metrics, client: EngineC
 def test_buckets_of_token_counts() -> None:
     assert one_two_five(1000) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
     assert one_two_five(300)[-1] == 200
+
+
+def test_refusals_and_what_waits_are_told_by_reason(metrics: Metrics, client: EngineClient) -> None:
+    client.stats.num_waiting = 4
+    metrics.refused("expected_wait", "alias")
+    metrics.refused("key_rate")
+    got = samples(metrics)
+    assert got["vllm:admission_rejections_total", "expected_wait"] == 1
+    assert got["vllm:admission_rejections_total", "key_rate"] == 1
+    for reason in ("queue_full", "quarantined", "engine_unavailable", "server_full", "key_concurrency"):
+        assert got["vllm:admission_rejections_total", reason] == 0, "a series that exists at 0 can be rated"
+    assert got["vllm:num_requests_waiting_by_reason", "capacity"] == 4
+    assert got["vllm:num_requests_waiting_by_reason", "deferred"] == 0
+    assert got["atoll:quarantined_requests", ""] == 0

@@ -35,7 +35,7 @@ def reference(smollm2_dir):
 def test_models(client: OpenAI) -> None:
     models = client.models.list().data
     assert [m.id for m in models] == ["smollm2"]
-    assert models[0].model_extra == {"root": "smollm2", "max_model_len": 2048}
+    assert models[0].model_extra == {"root": "smollm2", "parent": None, "max_model_len": 2048, "context_length": 2048}
     assert client.models.retrieve("smollm2").owned_by == "atoll"
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("gpt-4")

@@ -49,8 +49,8 @@ def test_replies_are_those_declared(case: schemathesis.Case, tiny_server: Runnin
 def test_the_document_is_served_and_names_every_route(tiny_server: RunningServer) -> None:
     document = httpx.get(f"{tiny_server.url}/openapi.json").json()
     assert set(document["paths"]) == {
-        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/models/{id}", "/tokenize",
-        "/detokenize", "/tokenizer_info",
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/v1/models/{id}",
+        "/tokenize", "/detokenize", "/tokenizer_info",
         "/health", "/livez", "/version", "/metrics",
     }  # fmt: skip
     chat = document["paths"]["/v1/chat/completions"]["post"]

@@ -17,7 +17,7 @@ import pytest
 
 from appliance.series import Series, SeriesError
 from appliance.series.names import UP
-from engine.server.http import metrics_socket
+from engine.server.http import local_socket
 
 PAGE = """\
 # TYPE vllm:generation_tokens_total counter
@@ -44,16 +44,17 @@ def rows(file: Path) -> list[Any]:
 def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The gateway's socket, whose counters grow with each request."""
     found = SimpleNamespace(path=tmp_path / "metrics.sock", asked=0)
-    monkeypatch.setenv(metrics_socket.VARIABLE, str(found.path))
+    monkeypatch.setenv(local_socket.METRICS.variable, str(found.path))
 
-    def render() -> bytes:
+    def render() -> tuple[bytes, str]:
         found.asked += 1
-        return PAGE.format(10 * found.asked, found.asked).encode()
+        return PAGE.format(10 * found.asked, found.asked).encode(), "text/plain"
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    server = asyncio.run_coroutine_threadsafe(metrics_socket.listen(render), loop).result(10)
+    listening = local_socket.listen(local_socket.METRICS, {"/metrics": render})
+    server = asyncio.run_coroutine_threadsafe(listening, loop).result(10)
     assert server is not None
     yield found
     loop.call_soon_threadsafe(server.close)
@@ -96,8 +97,8 @@ def test_the_socket_answers_for_metrics_alone(gateway: SimpleNamespace) -> None:
 def test_callers_that_say_nothing_are_bounded_and_do_not_stay(
     gateway: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_socket, "SECONDS", 1.0)
-    silent = [socket.socket(socket.AF_UNIX) for _ in range(metrics_socket.MOST_AT_ONCE)]
+    monkeypatch.setattr(local_socket, "SECONDS", 1.0)
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(local_socket.MOST_AT_ONCE)]
     for each in silent:
         each.connect(str(gateway.path))
     time.sleep(0.2)

@@ -1,0 +1,334 @@
+"""Layers whose weights are quantised in the checkpoint.
+
+A format (block_fp8.py, gptq.py, ...) says how one matrix is stored: the names, types and shapes of its tensors, and how
+they are read into the packed form (packed.py). The methods here hold the tensors while they are loaded, and join the
+matrices of a layer: a fused layer has several (q, k and v), each of which may have another format, or none.
+
+On a GPU weights stay packed (kernels/gemm/packed.py). A CPU multiplies the weight as it was before it was packed,
+rounded to the model's dtype, on the libraries that unquantized.py chooses.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.errors import ModelError
+from engine.kernels.gemm.packed_weight import Packed, dequantize, joined
+from engine.layers.quant import fp8
+from engine.layers.quant.base import ExpertLayer, ExpertMethod, Gemm, LinearLayer, LinearMethod, Tensors
+from engine.layers.quant.unquantized import UNQUANTIZED
+from engine.layers.weight_memory import empty_parameter, for_good
+from engine.message import msg
+
+Inputs = Literal["fp8", "int8"] | None  # what activations are rounded to, with one scale for each token
+
+
+class Spec(NamedTuple):
+    """One tensor of a matrix in the checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Found = Mapping[str, Spec]  # the tensors that a checkpoint has of a matrix; empty where no checkpoint is at hand
+
+
+def scale_spec(found: Found, name: str, *shape: int, default: torch.dtype = torch.float32) -> Spec:
+    """A scale is read as it is stored: no rounding. In a 16-bit checkpoint it is mostly stored in 16 bits."""
+    dtype = found[name].dtype if name in found and found[name].dtype.is_floating_point else default
+    return Spec(dtype, shape)
+
+
+def scalar_spec(found: Found, name: str) -> Spec:
+    """One number, stored without dimensions or with one."""
+    shape = found[name].shape if name in found and found[name].shape in ((), (1,)) else (1,)
+    return scale_spec(found, name, *shape)
+
+
+def check_scale(name: str, tensor: str, scale: torch.Tensor) -> torch.Tensor:
+    """Raises ModelError if some of it is no number. Returns it."""
+    if not torch.isfinite(scale).all():
+        raise bad_values(name, tensor, msg("it holds infinite values or NaN"))
+    return scale
+
+
+class StoredFormat(ABC):
+    """How a matrix [out, in] is stored. Immutable; compares by value."""
+
+    inputs: Inputs
+    main: str  # the last part of the name of the tensor with the weight itself
+
+    @abstractmethod
+    def specs(self, out: int, inner: int, found: Found) -> dict[str, Spec]:
+        """The tensors to read, by the last part of their names."""
+
+    @abstractmethod
+    def refusal(self, out: int, inner: int) -> str | None:
+        """Why a matrix of these sides cannot be stored so, or None."""
+
+    @abstractmethod
+    def read(self, stored: Mapping[str, torch.Tensor], name: str) -> Packed:
+        """Raises ModelError that names the tensor whose values are impossible."""
+
+    @abstractmethod
+    def num_bytes(self, out: int, inner: int, found: Found) -> int:
+        """Of the packed form."""
+
+    def is_fp8_per_row(self, out: int, inner: int) -> bool:
+        """Whether such a matrix is e4m3 with one scale for each output, as `--quantization fp8` makes it."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A matrix of a layer: its name in the checkpoint, and the rows that it fills."""
+
+    name: str
+    start: int    # of a stack of experts: counted through all of them
+    count: int
+    format: StoredFormat | None  # None: not quantised
+    found: Found
+
+
+def bad_values(name: str, tensor: str, problem: str) -> ModelError:
+    return ModelError(
+        msg("Tensor {name} is wrong: {problem}.", name=f"{name}.{tensor}", problem=problem),
+        msg("Copy the model again, or use another quantisation of it."),
+    )
+
+
+class _Parts:
+    """The tensors of a layer's matrices, as parameters of the layer."""
+
+    def __init__(self, parts: Sequence[Part], inner: int, dtype: torch.dtype) -> None:
+        self.parts = sorted(parts, key=lambda part: part.start)
+        self.inner = inner
+        self.dtype = dtype  # of the model: of weights that are not quantised, or no longer
+        self._of_start = {part.start: i for i, part in enumerate(self.parts)}
+
+    def create(self, layer: nn.Module) -> None:
+        for i, part in enumerate(self.parts):
+            for name, spec in self._specs(part).items():
+                layer.register_parameter(f"part{i}_{name}", empty_parameter(*spec.shape, dtype=spec.dtype))
+
+    def tensors(self, layer: nn.Module, start: int) -> Tensors:
+        i = self._of_start[start]
+        return {name: layer._parameters[f"part{i}_{name}"] for name in self._specs(self.parts[i])}  # type: ignore[misc]
+
+    def take(self, layer: nn.Module) -> list[Packed | torch.Tensor]:
+        """Read every matrix, and give up what it was stored in."""
+        result: list[Packed | torch.Tensor] = []
+        for i, part in enumerate(self.parts):
+            stored = {name: layer._parameters.pop(f"part{i}_{name}") for name in self._specs(part)}
+            tensors = {name: p.data for name, p in stored.items() if p is not None}
+            result.append(tensors["weight"] if part.format is None else part.format.read(tensors, part.name))
+        return result
+
+    def _specs(self, part: Part) -> dict[str, Spec]:
+        if part.format is None:
+            return {"weight": Spec(self.dtype, (part.count, self.inner))}
+        return part.format.specs(part.count, self.inner, part.found)
+
+    @property
+    def inputs(self) -> Inputs:
+        kinds = {None if part.format is None else part.format.inputs for part in self.parts}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    @property
+    def is_fp8_per_row(self) -> bool:
+        return all(p.format is not None and p.format.is_fp8_per_row(p.count, self.inner) for p in self.parts)
+
+    def num_bytes(self) -> int:
+        total = 0
+        for part in self.parts:
+            if part.format is None:
+                total += part.count * self.inner * self.dtype.itemsize
+            else:
+                total += part.format.num_bytes(part.count, self.inner, part.found)
+        return total
+
+
+@dataclass(slots=True)
+class PackedParts:
+    """What a GPU multiplies with: one weight, or several above one another; `order`: of their joint outputs."""
+
+    parts: list[Packed | torch.Tensor]
+    order: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts) + (0 if self.order is None else self.order.nbytes)
+
+
+class StoredLinear(LinearMethod):
+    """A linear layer whose matrices are quantised in the checkpoint."""
+
+    converts = True
+
+    def __init__(self, parts: Sequence[Part], inner: int, dtype: torch.dtype) -> None:
+        self._parts = _Parts(parts, inner, dtype)
+
+    def create(self, layer: Any) -> None:
+        layer.weight = empty_parameter(0, dtype=self._parts.dtype)
+        layer.order = None
+        self._parts.create(layer)
+
+    def tensors(self, layer: Any, outputs: slice) -> Tensors:
+        found = self._parts.tensors(layer, outputs.start or 0)
+        return found if layer.bias is None else {**found, "bias": layer.bias[outputs]}
+
+    def reorder(self, layer: Any, index: torch.Tensor) -> None:
+        layer.order = index
+
+    def finalize(self, layer: Any, *, keep_weight: bool) -> None:
+        if not any(name.startswith("part") for name in layer._parameters):
+            return
+        on_gpu = layer.weight.is_cuda
+        matrices = self._parts.take(layer)
+        if on_gpu and self._parts.is_fp8_per_row:
+            _use_fp8(layer, matrices)
+        elif on_gpu:
+            _use_packed(layer, matrices, self._parts.inputs)
+        else:
+            weight = _plain(matrices, self._parts.dtype)
+            if layer.order is not None:
+                weight = weight[layer.order]
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            UNQUANTIZED.linear.finalize(layer, keep_weight=keep_weight)
+            layer.gemm = _rounding_inputs(layer.gemm, self._parts.inputs)
+        layer.order = None
+
+    def num_bytes(self, layer: LinearLayer) -> int:
+        return self._parts.num_bytes()
+
+
+def _plain(matrices: Sequence[Packed | torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([dequantize(m, dtype) if isinstance(m, Packed) else m for m in matrices])
+
+
+def _use_fp8(layer: Any, matrices: Sequence[Packed | torch.Tensor]) -> None:
+    with for_good():
+        (whole,) = joined([m for m in matrices if isinstance(m, Packed)])
+        if layer.order is not None:
+            whole = whole.rows(layer.order)
+        scale = whole.scale.float().flatten().contiguous()
+    fp8.use_weight(layer, whole.values, scale, layer.weight.dtype)
+
+
+def _use_packed(layer: Any, matrices: Sequence[Packed | torch.Tensor], inputs: Inputs) -> None:
+    with for_good():
+        pieces: list[Packed | torch.Tensor] = []
+        run: list[Packed] = []
+        for matrix in (*matrices, None):
+            if isinstance(matrix, Packed):
+                run.append(matrix)
+                continue
+            pieces += joined(run) if run else []
+            run = []
+            if matrix is not None:
+                pieces.append(matrix.clone())
+        order = layer.order
+        if order is not None and len(pieces) == 1 and isinstance(pieces[0], Packed):
+            pieces, order = [pieces[0].rows(order)], None
+        elif order is not None:
+            order = order.clone()
+        layer.packed = PackedParts(pieces, order)
+    layer.gemm = _rounding_inputs(ON_PACKED, inputs)
+
+
+def _on_packed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    from engine.kernels.gemm import packed
+
+    whole: PackedParts = layer.packed
+    results = []
+    for part in whole.parts:
+        if isinstance(part, Packed):
+            results.append(packed.product(x, part, batch_invariant=layer.batch_invariant))
+        else:
+            results.append(torch.nn.functional.linear(x, part))
+    y = results[0] if len(results) == 1 else torch.cat(results, -1)
+    if whole.order is not None:
+        y = y[:, whole.order]
+    return y if layer.bias is None else y.add_(layer.bias)
+
+
+ON_PACKED = Gemm(_on_packed)
+
+
+def round_rows(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """x [T, K], rounded as a format's activations are."""
+    if inputs == "fp8":
+        return fp8.dequantize(*fp8.quantize_rows(x), x.dtype)
+    return _round_int8_rows(x) if inputs == "int8" else x
+
+
+def _round_int8_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] as int8 with a scale for each row would store it: round(x / scale) * scale, scale = max |row| / 127."""
+    wide = x.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp_(min=1e-12)
+    return (wide / scale).round_().clamp_(-128, 127).mul_(scale).to(x.dtype)
+
+
+def _rounding_inputs(gemm: Gemm, inputs: Inputs) -> Gemm:
+    if inputs is None:
+        return gemm
+    return Gemm(lambda layer, x: gemm.run(layer, round_rows(x, inputs)))
+
+
+class StoredExperts(ExpertMethod):
+    """A stack of experts with a quantised matrix each (or two: gate and up).
+
+    The GPU's kernels for experts read fp8 with one scale for each output, or the model's dtype. So all other formats
+    are dequantised while they load; the memory plan counts them that way.
+    """
+
+    converts = True
+    fused = True
+
+    def __init__(self, parts: Sequence[Part], inner: int, dtype: torch.dtype) -> None:
+        self._parts = _Parts(parts, inner, dtype)
+
+    def create(self, layer: Any) -> None:
+        layer.weight = empty_parameter(0, dtype=self._parts.dtype)
+        self._parts.create(layer)
+
+    def tensors(self, layer: Any, expert: int | slice, outputs: slice) -> Tensors:
+        if isinstance(expert, slice):
+            raise ModelError(
+                msg("The experts of this checkpoint are quantised and stacked in one tensor ({name}); Atoll reads "
+                    "quantised experts with a matrix for each.", name=self._parts.parts[0].name))
+        return self._parts.tensors(layer, expert * layer.out_features + (outputs.start or 0))
+
+    def finalize(self, layer: Any) -> None:
+        if not any(name.startswith("part") for name in layer._parameters):
+            return
+        on_gpu = layer.weight.is_cuda
+        shape = layer.num_experts, layer.out_features, layer.in_features
+        matrices = self._parts.take(layer)
+        if on_gpu and self._parts.is_fp8_per_row:
+            with for_good():
+                (whole,) = joined([m for m in matrices if isinstance(m, Packed)])
+                layer.weight = nn.Parameter(whole.values.view(shape), requires_grad=False)
+                scale = whole.scale.float().view(shape[:2])
+                layer.scale = nn.Parameter(scale, requires_grad=False)
+            return
+        with for_good():
+            weight = torch.empty(shape, dtype=self._parts.dtype, device=layer.weight.device)
+        rows = weight.view(-1, layer.in_features)
+        for part, matrix in zip(self._parts.parts, matrices, strict=True):
+            target = rows[part.start : part.start + part.count]
+            target.copy_(dequantize(matrix, weight.dtype) if isinstance(matrix, Packed) else matrix)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        UNQUANTIZED.experts.finalize(layer)
+
+    def apply(self, layer: ExpertLayer, x: torch.Tensor, expert: int, *, quantize: bool) -> torch.Tensor:
+        return UNQUANTIZED.experts.apply(layer, round_rows(x, self._parts.inputs), expert, quantize=quantize)
+
+    def num_bytes(self, layer: ExpertLayer) -> int:
+        if self._parts.is_fp8_per_row:
+            return self._parts.num_bytes()
+        return layer.num_experts * layer.out_features * layer.in_features * self._parts.dtype.itemsize

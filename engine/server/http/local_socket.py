@@ -1,0 +1,99 @@
+"""Unix sockets for programs on this machine that need neither an API key nor a network.
+
+    ATOLL_METRICS_SOCKET   GET /metrics    for the sampler: mode 0660, the group may connect
+    ATOLL_ADMIN_SOCKET     GET /requests   the active requests, for the dashboard: mode 0600, the owner and root
+
+The path comes in the environment, which an older release ignores where it would refuse a flag. Each socket answers
+nothing but what is named here.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_REQUEST = 4096   # bytes up to the empty line
+MOST_AT_ONCE = 4
+SECONDS = 5.0         # for a whole exchange
+
+log = logging.getLogger("atoll.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSocket:
+    variable: str   # of the environment, with the path
+    mode: int
+    loss: str       # what there is not without it, for the log
+
+
+METRICS = LocalSocket("ATOLL_METRICS_SOCKET", 0o660, "no history is kept")
+ADMIN = LocalSocket("ATOLL_ADMIN_SOCKET", 0o600, "the dashboard shows no active requests")
+
+
+async def listen(which: LocalSocket, answers: Mapping[str, Callable[[], tuple[bytes, str]]]) -> asyncio.Server | None:
+    """Answer `GET path` with (body, content type) of `answers[path]`.
+
+    Returns None where no socket is wanted, or none can be made: the API's requests come first.
+    """
+    if not (wanted := os.environ.get(which.variable)):
+        return None
+    path, busy = Path(wanted), 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal busy
+        if busy >= MOST_AT_ONCE:
+            writer.close()
+            return
+        busy += 1
+        try:
+            async with asyncio.timeout(SECONDS):
+                method, target, *_ = (*(await reader.readuntil(b"\r\n\r\n")).split(b" ", 2), b"", b"")
+                render = answers.get(target.decode("ascii", "replace")) if method == b"GET" else None
+                body, kind = render() if render is not None else (b"", "text/plain")
+                status = "200 OK" if render is not None else "404 Not Found"
+                writer.write(f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n"
+                             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+                await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            busy -= 1
+            writer.close()
+
+    try:
+        _make_way(path)
+        return await asyncio.start_unix_server(answer, sock=_bound(path, which.mode), limit=MOST_REQUEST)
+    except OSError as error:
+        log.warning("%s: %s, this socket cannot be offered: %s", path, which.loss, error)
+        return None
+
+
+def _bound(path: Path, mode: int) -> socket.socket:
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    old = os.umask(0o777 & ~mode)  # the mode must be right from the first moment
+    try:
+        bound.bind(str(path))
+    except OSError:
+        bound.close()
+        raise
+    finally:
+        os.umask(old)
+    return bound
+
+
+def _make_way(path: Path) -> None:
+    """Remove the socket of a process that was killed. Raises OSError where anybody could put another in its place."""
+    directory = path.parent.stat()
+    if directory.st_mode & stat.S_IWOTH and not directory.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"everybody may write to {path.parent}")
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(f"{path} exists and is not a socket")
+    path.unlink()

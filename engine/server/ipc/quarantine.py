@@ -1,0 +1,135 @@
+"""Requests that ran when the engine process died, and what becomes of them when they are sent again.
+
+After one crash nobody knows which of the requests that ran was its cause: all of them are suspects. A suspect may run
+again, but only one suspect at a time, until it has passed the point where it was when the engine died; then it is
+cleared. A suspect with which the engine dies a second time is refused from then on. Because suspects run one by one, a
+request that merely ran beside the cause is not refused with it, even if both are sent again at once.
+
+Suspicion is by key: nobody can have another key's request refused.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.core.request import EngineRequest
+from engine.errors import QuarantinedError
+
+log = logging.getLogger("atoll.client")
+
+CRASHES = 2                      # with which a request is refused
+REMEMBERED_SECONDS = 24 * 3600.0
+MOST_REMEMBERED = 4096
+_UNSENT = 8                      # tokens of steps that were in flight, which nobody saw
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def fingerprint(request: EngineRequest) -> bytes:
+    """Equal for requests of one key that ask for the same."""
+    return hashlib.blake2b(
+        _encoder.encode((request.owner, request.prompt_token_ids, request.params)), digest_size=16).digest()
+
+
+@dataclass(slots=True)
+class Suspect:
+    crashes: int = 0
+    tokens: int = 0     # of its answer when the engine died
+    at: float = 0.0     # monotonic time of the last crash
+
+    @property
+    def refused(self) -> bool:
+        return self.crashes >= CRASHES
+
+
+class Quarantine:
+    """Of one engine."""
+
+    def __init__(self) -> None:
+        self._suspects: dict[bytes, Suspect] = {}
+        self._holder: bytes | None = None  # the suspect that runs
+        self._holders = 0                  # its requests: equal ones may run together
+        self._free = asyncio.Event()
+        self.held = 0                      # suspects that wait for another one
+
+    def __bool__(self) -> bool:
+        return bool(self._suspects)
+
+    @property
+    def refused(self) -> int:
+        """How many requests are refused now."""
+        return sum(suspect.refused for suspect in self._suspects.values())
+
+    def crashed(self, ran: Iterable[tuple[EngineRequest, int]]) -> None:
+        """The engine process died while these ran; with each, the tokens of its answer so far."""
+        now, blamed = time.monotonic(), set[bytes]()
+        for request, tokens in ran:
+            key = fingerprint(request)
+            suspect = self._suspects.pop(key, None) or Suspect()
+            suspect.crashes += key not in blamed
+            suspect.tokens, suspect.at = max(tokens, suspect.tokens if key in blamed else 0), now
+            blamed.add(key)
+            self._suspects[key] = suspect  # the newest is the last
+            what = "is refused from now on" if suspect.refused else "is a suspect"
+            log.error("request %s ran when the engine died, %d times now: it %s", request.request_id, suspect.crashes,
+                      what, extra={"fields": {"fingerprint": key.hex(), "key": request.owner}})
+        while len(self._suspects) > MOST_REMEMBERED:
+            del self._suspects[next(iter(self._suspects))]
+
+    def find(self, key: bytes) -> Suspect | None:
+        suspect = self._suspects.get(key)
+        if suspect is not None and time.monotonic() - suspect.at > REMEMBERED_SECONDS:
+            del self._suspects[key]
+            return None
+        return suspect
+
+    async def admit(self, request: EngineRequest) -> "Trial | None":
+        """Wait until no other suspect runs, if this is one. Raises QuarantinedError.
+
+        Whoever gets a trial must end it.
+        """
+        key = fingerprint(request)
+        while (suspect := self.find(key)) is not None:
+            if suspect.refused:
+                raise QuarantinedError(
+                    f"This very request ran {suspect.crashes} times when the engine died, so it is not run again for a "
+                    "day. Change it, or ask the operator, who finds it in the server's log.")
+            if self._holder in (None, key):
+                self._holder, self._holders = key, self._holders + 1
+                return Trial(self, key, suspect.tokens)
+            self._free.clear()
+            self.held += 1
+            try:
+                await self._free.wait()
+            finally:
+                self.held -= 1
+        return None
+
+    def leave(self, key: bytes, *, cleared: bool) -> None:
+        if cleared and (suspect := self._suspects.get(key)) is not None and not suspect.refused:
+            del self._suspects[key]
+        self._holders -= 1
+        if not self._holders:
+            self._holder = None
+            self._free.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A suspect that runs. `tokens`: of its answer when the engine died."""
+
+    quarantine: Quarantine
+    key: bytes
+    tokens: int
+
+    def passed(self, tokens: int) -> bool:
+        """Whether it is beyond the point at which the engine died, with `tokens` of its answer."""
+        return tokens > self.tokens + _UNSENT
+
+    def end(self, *, cleared: bool) -> None:
+        self.quarantine.leave(self.key, cleared=cleared)

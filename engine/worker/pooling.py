@@ -1,0 +1,61 @@
+"""Embeddings: the hidden states of a prompt, pooled into one vector.
+
+    last    the last token's hidden state: a step computes it anyway
+    mean    of all tokens: each chunk of the prompt adds to a sum, which stays on the device between two steps
+
+Both are taken behind the model's last norm and summed in float32. What is sent is not normalised: the gateway does that
+after it has cut the vector to the dimensions that the client asked for.
+"""
+
+import numpy as np
+import torch
+
+from engine.core.batch import StepPlan
+
+
+def needs_all_states(plan: StepPlan) -> bool:
+    """Whether a step has to compute the hidden states of all its tokens, not only of the last ones."""
+    return any(chunk.pooling == "mean" for chunk in plan.pooled.values())
+
+
+class Pooler:
+    """The sums of prompts whose mean is under way, by row. A prompt that begins anew overwrites what its row held."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def pool(self, plan: StepPlan, last: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor | None:
+        """`last` [P, H]: hidden states of the last tokens of the chunks that end; `whole` [T, H]: of all tokens, for a
+        mean. Returns the vectors of the chunks that end [P, H], float32, in the order of the plan; None for none.
+        """
+        pooled = last.float()
+        place = q_start = 0
+        for seq in plan.seqs:
+            chunk = plan.pooled.get(seq.row)
+            if chunk is not None and chunk.pooling == "mean":
+                assert whole is not None
+                total = whole[q_start : q_start + seq.num_tokens].sum(0, dtype=torch.float32)
+                before = self._sums.pop(seq.row, None)
+                if seq.start:
+                    assert before is not None, "a mean begins at the first token"
+                    total += before
+                if chunk.ends:
+                    pooled[place] = total / (seq.start + seq.num_tokens)
+                else:
+                    self._sums[seq.row] = total
+            place += chunk is not None and chunk.ends
+            q_start += seq.num_tokens
+        return pooled if place else None
+
+
+def unpack(plan: StepPlan, pooled: torch.Tensor | None) -> dict[int, bytes | None]:
+    """The vectors as bytes, by place in plan.seqs; None where one is not finite. `pooled`: on the host."""
+    if pooled is None:
+        return {}
+    vectors = pooled.numpy().astype("<f4", copy=False)
+    finite = np.isfinite(vectors).all(axis=1)
+    places = [i for i, seq in enumerate(plan.seqs) if seq.row in plan.pooled and plan.pooled[seq.row].ends]
+    return {
+        place: vector.tobytes() if good else None
+        for place, vector, good in zip(places, vectors, finite.tolist(), strict=True)
+    }
