@@ -155,7 +155,7 @@ def test_responses_with_a_text_format(plain: RunningServer) -> None:
     answer = client.responses.create(model="tiny", input="Hi", text=text)
     jsonschema_rs.validate(SCHEMAS["invoice"], read(answer.output_text))
     with pytest.raises(openai.BadRequestError) as refused:
-        text["format"] = {**form, "schema": {"type": "objekt"}}
+        text["format"] = {**form, "schema": {"type": "nonsense"}}
         client.responses.create(model="tiny", input="Hi", text=text)
     assert refused.value.param == "text.format.schema"
 
