@@ -279,11 +279,11 @@ class EngineCore:
         under = self.scheduler.with_grammar(plan)
         if not under or self._grammars is None:
             return None
-        masks = self._grammars.masks([place for place, _ in under], [seq.matcher for _, seq in under])
-        for _, seq in under:
-            if seq.matcher.error:
+        masks = self._grammars.masks([place for place, _, _ in under], [matcher for _, _, matcher in under])
+        for _, seq, matcher in under:
+            if matcher.error:
                 outputs.append(self.scheduler.refuse(
-                    seq, f"The answer's grammar takes too much work at this point: {seq.matcher.error}"))
+                    seq, f"The answer's grammar takes too much work at this point: {matcher.error}"))
         return masks
 
     def _collect_oldest(self) -> list[StepOutput]:

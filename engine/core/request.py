@@ -71,10 +71,10 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None      # the stop token that ended it; None for the model's own end token
     num_cached_tokens: int = 0          # prompt tokens that came from the prefix cache
-    complete: bool = False              # STOP because the grammar ended: the last token is part of the answer
     error: str | None = None
-    refusal: Refusal | None = None      # with ERROR: the fault is the request's own
     times: RequestTimes | None = None   # with the last output
+    complete: bool = False              # STOP because the grammar ended: the last token is part of the answer
+    refusal: Refusal | None = None      # with ERROR: the fault is the request's own
     embedding: bytes | None = None      # little-endian float32, as the model's last norm left it; see `pooling`
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.core.batch import PageUpdate, PooledChunk, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
+from engine.core.grammar import Matcher
 from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
 from engine.core.request import FinishReason, Refusal, StepOutput
@@ -141,13 +142,13 @@ class Scheduler:
         self._next_step += 1
         return plan
 
-    def with_grammar(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
+    def with_grammar(self, plan: StepPlan) -> list[tuple[int, Sequence, Matcher]]:
         """Of a step in flight: the live sequences that sample under a grammar, with their places among all that sample.
         """
         if not self.num_with_grammar:
             return []
         sampling = (s for s, item in zip(self._flights[plan.step_id], plan.seqs, strict=True) if item.samples)
-        return [(place, seq) for place, seq in enumerate(sampling)
+        return [(place, seq, seq.matcher) for place, seq in enumerate(sampling)
                 if seq.matcher is not None and seq.status is not Status.FINISHED]
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:

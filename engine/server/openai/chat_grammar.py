@@ -24,6 +24,8 @@ def chat_grammar(
     form = answer_form(body)
     if use.forced or use.strict or (form is not None and use.calls):
         field = grammar_field(body, use)
+        for schema in use.schemas.values():
+            forms.check_schema(schema, "tools")
         answers = form is not None and not use.forced  # a demanded call leaves no room for another answer
         lark = model.output.grammar(
             use.schemas, use.strict, forced=bool(use.forced), answers=answers, parallel=use.parallel,

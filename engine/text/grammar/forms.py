@@ -5,6 +5,8 @@ Sizes are checked here. Whether the grammar makes sense, the engine says when it
 
 import json
 from collections.abc import Sequence
+from fractions import Fraction
+from math import isfinite, lcm
 from typing import Any
 
 from engine.errors import InvalidRequestError
@@ -26,7 +28,7 @@ def json_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
             raise InvalidRequestError(f"{param} is not valid JSON.", param) from None
     if not isinstance(schema, dict | bool):
         raise InvalidRequestError(f"{param} must be a JSON schema: an object.", param)
-    _check_schema(schema, param)
+    check_schema(schema, param)
     check_size(json.dumps(schema, ensure_ascii=False, separators=(",", ":")), param, limits.MAX_GRAMMAR_BYTES)
     if schema is True:
         schema = {}
@@ -49,6 +51,8 @@ def regex(pattern: str, param: str) -> dict[str, Any]:
 def grammar(source: str, param: str) -> dict[str, Any]:
     """Of a grammar in Lark's notation, or in GBNF, which writes rules with `::=`. Raises InvalidRequestError."""
     check_size(source, param, limits.MAX_GRAMMAR_BYTES)
+    if "%json" in source:  # a schema whose cost nobody has bounded
+        raise InvalidRequestError(f"{param}: %json is not available in a grammar; send the schema itself.", param)
     if "::=" in source:
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -84,9 +88,12 @@ def check_size(text: str, param: str, most: int) -> None:
         raise InvalidRequestError(f"{param} may have {most} bytes.", param)
 
 
-def _check_schema(schema: Any, param: str) -> None:
-    """Walks without recursion: the schema may be as deep as JSON allows."""
-    nodes, level = 0, [schema]
+def check_schema(schema: Any, param: str) -> None:
+    """Bounds what the library does not count. Raises InvalidRequestError.
+
+    Walks without recursion: the schema may be as deep as JSON allows.
+    """
+    nodes, level, multiples = 0, [schema], []
     for _ in range(limits.MAX_SCHEMA_DEPTH):
         below: list[Any] = []
         for value in level:
@@ -95,6 +102,9 @@ def _check_schema(schema: Any, param: str) -> None:
                 if isinstance(members, dict) and len(members) > limits.MAX_PROPERTIES:
                     raise InvalidRequestError(
                         f"{param}: an object of a schema may have {limits.MAX_PROPERTIES} properties.", param)
+                multiple = value.get("multipleOf")
+                if isinstance(multiple, int | float) and not isinstance(multiple, bool):
+                    multiples.append(_fraction(multiple, param))
                 below += value.values()
             elif isinstance(value, list):
                 below += value
@@ -103,5 +113,19 @@ def _check_schema(schema: Any, param: str) -> None:
             raise InvalidRequestError(f"{param}: a schema may hold {limits.MAX_SCHEMA_VALUES} values.", param)
         level = [value for value in below if isinstance(value, dict | list)]
         if not level:
+            _check_multiples(multiples, param)
             return
     raise InvalidRequestError(f"{param}: a schema may be {limits.MAX_SCHEMA_DEPTH} levels deep.", param)
+
+
+def _fraction(number: float, param: str) -> Fraction:
+    if not isfinite(number) or not 1e-9 <= abs(number) <= 1e9:  # before a power of ten is made of the exponent
+        raise InvalidRequestError(f"{param}: multipleOf must lie between 1e-9 and 1e9.", param)
+    return Fraction(str(number))
+
+
+def _check_multiples(multiples: list[Fraction], param: str) -> None:
+    unit = lcm(*{multiple.denominator for multiple in multiples})
+    whole_ones = [abs(int(multiple * unit)) or 1 for multiple in multiples]
+    if lcm(*set(whole_ones)) > limits.MAX_MULTIPLE or sum(whole_ones) > limits.MAX_SUM_OF_MULTIPLES:
+        raise InvalidRequestError(f"{param}: the schema's values of multipleOf take too much work to enforce.", param)

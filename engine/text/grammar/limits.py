@@ -11,6 +11,8 @@ MAX_SCHEMA_DEPTH = 48              # objects and lists inside one another, in th
 MAX_SCHEMA_VALUES = 20_000
 MAX_PROPERTIES = 512               # of one object: the work grows with the square
 MAX_CHOICES = 2048
+MAX_MULTIPLE = 10_000              # least common multiple of every `multipleOf`: a third prime takes minutes, uncounted
+MAX_SUM_OF_MULTIPLES = 50_000      # half a second
 MAX_CALLS_GRAMMAR_BYTES = 1 << 20  # of calls: made by the server, from schemas within `max_tool_characters`
 
 COMPILE_SECONDS = 10.0             # then the request is refused; the work itself ends by the counters below

@@ -121,5 +121,5 @@ async def responses(request: Request) -> Response:
     try:
         return await _PIPELINE(request)
     except InvalidRequestError as error:  # of the chat that the request became
-        name, dot, rest = (error.param or "").partition(".")
+        name, dot, rest = (error.param or "").replace("response_format.json_schema", "response_format").partition(".")
         raise InvalidRequestError(str(error), f"{_NAMES.get(name, name)}{dot}{rest}" or None, error.code) from None

@@ -11,7 +11,7 @@ def read(text: str) -> Any:
     return json.loads(text, parse_float=lambda number: min(max(float(number), -1e300), 1e300))
 
 
-def record(required: bool = True, **properties: Any) -> dict[str, Any]:
+def record(*, required: bool = True, **properties: Any) -> dict[str, Any]:
     """A closed object, as OpenAI's strict mode wants it."""
     return {"type": "object", "properties": properties, "required": list(properties) if required else [],
             "additionalProperties": False}
@@ -64,8 +64,10 @@ SCHEMAS: dict[str, Any] = {
     "true": {"type": "boolean"},
     "null": {"type": "null"},
     "Korean": record(이름=NAME, 나이={"type": "integer", "minimum": 1, "maximum": 99}, 상태={"enum": ["좋음", "나쁨"]}),
-    "awkward keys": record(**{'a "b"': {"type": "integer"}, "c\\d": {"type": "boolean"}, "": {"type": "null"},
-                              "</think>": {"const": "<|im_end|>"}}),
+    "awkward keys": {"type": "object", "properties": {
+        'a "b"': {"type": "integer"}, "c\\d": {"type": "boolean"}, "": {"type": "null"},
+        "</think>": {"const": "<|im_end|>"},
+    }, "required": ['a "b"', "c\\d", "", "</think>"], "additionalProperties": False},
     "deep": record(a=record(b=record(c=record(d=record(e=record(f={"type": "integer"})))))),
     "empty": record(),
     "matrix": {"type": "array", "minItems": 2, "maxItems": 2, "items": {

@@ -101,8 +101,9 @@ def test_grammars(client: OpenAI, grammar: str) -> None:
 
 def test_any_object(client: OpenAI) -> None:
     """A model without sense hardly ends an object that may hold anything; cut short, it still is one so far."""
-    for fields in ({"response_format": {"type": "json_object"}},
-                   {"extra_body": {"structured_outputs": {"json_object": True}}}):
+    ways: list[dict[str, Any]] = [{"response_format": {"type": "json_object"}},
+                                  {"extra_body": {"structured_outputs": {"json_object": True}}}]
+    for fields in ways:
         choice = chat(client, max_tokens=40, **fields).choices[0]
         assert choice.message.content.startswith("{")
         assert choice.finish_reason in ("length", "stop")
@@ -143,7 +144,7 @@ def test_end_tokens_wait_for_the_grammar_and_other_fields_for_nobody(client: Ope
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
-    ({"response_format": json_schema({"type": "objekt"})}, "response_format.json_schema.schema"),
+    ({"response_format": json_schema({"type": "nonsense"})}, "response_format.json_schema.schema"),
     ({"response_format": json_schema({"type": "string", "format": "phone"})}, "response_format.json_schema.schema"),
     ({"response_format": json_schema({"$ref": "#/nowhere"})}, "response_format.json_schema.schema"),
     ({"response_format": json_schema({"$ref": "http://127.0.0.1/schema.json"})}, "response_format.json_schema.schema"),

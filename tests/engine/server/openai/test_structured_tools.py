@@ -151,10 +151,12 @@ def test_responses_with_a_text_format(plain: RunningServer) -> None:
     made = client.responses.parse(model="tiny", input="Hi", text_format=Solution, temperature=1.0)
     assert isinstance(made.output_parsed, Solution)
     form: Any = {"type": "json_schema", "name": "x", "schema": SCHEMAS["invoice"], "strict": True}
-    answer = client.responses.create(model="tiny", input="Hi", text={"format": form})
+    text: Any = {"format": form}
+    answer = client.responses.create(model="tiny", input="Hi", text=text)
     jsonschema_rs.validate(SCHEMAS["invoice"], read(answer.output_text))
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model="tiny", input="Hi", text={"format": {**form, "schema": {"type": "objekt"}}})
+        text["format"] = {**form, "schema": {"type": "nonsense"}}
+        client.responses.create(model="tiny", input="Hi", text=text)
     assert refused.value.param == "text.format.schema"
 
 
