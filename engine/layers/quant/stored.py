@@ -267,9 +267,10 @@ def round_rows(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _round_int8_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] as int8 with a scale for each row would store it: round(x / scale) * scale, scale = max |row| / 127."""
+    """x [T, K] as int8 would store it, with a scale for each row: round(x / scale) * scale. As in compressed-tensors,
+    scale = max |row| / 127.5."""
     wide = x.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp_(min=1e-12)
+    scale = (wide.abs().amax(-1, keepdim=True) / 127.5).clamp_(min=1e-12)
     return (wide / scale).round_().clamp_(-128, 127).mul_(scale).to(x.dtype)
 
 
