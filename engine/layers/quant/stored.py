@@ -135,7 +135,7 @@ class _Parts:
 
     @property
     def inputs(self) -> Inputs:
-        kinds = {None if part.format is None else part.format.inputs for part in self.parts}
+        kinds: set[Inputs] = {None if part.format is None else part.format.inputs for part in self.parts}
         return kinds.pop() if len(kinds) == 1 else None
 
     @property
@@ -227,13 +227,14 @@ def _use_packed(layer: Any, matrices: Sequence[Packed | torch.Tensor], inputs: I
             if isinstance(matrix, Packed):
                 run.append(matrix)
                 continue
-            pieces += joined(run) if run else []
+            pieces.extend(joined(run))
             run = []
             if matrix is not None:
                 pieces.append(matrix.clone())
         order = layer.order
         if order is not None and len(pieces) == 1 and isinstance(pieces[0], Packed):
-            pieces, order = [pieces[0].rows(order)], None
+            pieces[0] = pieces[0].rows(order)
+            order = None
         elif order is not None:
             order = order.clone()
         layer.packed = PackedParts(pieces, order)
