@@ -205,6 +205,11 @@ class StoredLinear(LinearMethod):
     def num_bytes(self, layer: LinearLayer) -> int:
         return self._parts.num_bytes()
 
+    @property
+    def stays_fp8(self) -> bool:
+        """Whether a GPU multiplies it as `--quantization fp8`."""
+        return self._parts.is_fp8_per_row
+
 
 def _plain(matrices: Sequence[Packed | torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([dequantize(m, dtype) if isinstance(m, Packed) else m for m in matrices])
@@ -293,6 +298,7 @@ class StoredExperts(ExpertMethod):
 
     def __init__(self, parts: Sequence[Part], inner: int, dtype: torch.dtype) -> None:
         self._parts = _Parts(parts, inner, dtype)
+        self.stays_fp8 = self._parts.is_fp8_per_row  # the kernels want both products of an expert in one format
 
     def create(self, layer: Any) -> None:
         layer.weight = empty_parameter(0, dtype=self._parts.dtype)
@@ -311,7 +317,7 @@ class StoredExperts(ExpertMethod):
         on_gpu = layer.weight.is_cuda
         shape = layer.num_experts, layer.out_features, layer.in_features
         matrices = self._parts.take(layer)
-        if on_gpu and self._parts.is_fp8_per_row:
+        if on_gpu and self.stays_fp8:
             with for_good():
                 (whole,) = joined([m for m in matrices if isinstance(m, Packed)])
                 layer.weight = nn.Parameter(whole.values.view(shape), requires_grad=False)
@@ -331,6 +337,6 @@ class StoredExperts(ExpertMethod):
         return UNQUANTIZED.experts.apply(layer, round_rows(x, self._parts.inputs), expert, quantize=quantize)
 
     def num_bytes(self, layer: ExpertLayer) -> int:
-        if self._parts.is_fp8_per_row:
+        if self.stays_fp8:
             return self._parts.num_bytes()
         return layer.num_experts * layer.out_features * layer.in_features * self._parts.dtype.itemsize
