@@ -38,7 +38,7 @@ from engine.models.config.model import ModelConfig
 from engine.models.config.quantization import read_quantization
 from engine.models.loading.checkpoint import check_checkpoint
 from engine.models.loading.loader import compute_in, fill_randomly, load_weights, quantize
-from engine.models.loading.quantized import use_stored_formats
+from engine.models.loading.quantized import stays_fp8, use_stored_formats
 from engine.models.registry import model_class
 from engine.text.grammar.compiler import GrammarCompiler
 from engine.worker.cache import Cache
@@ -95,7 +95,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if config.quantization is not None:
         quantize(model, config.quantization, None if stored is None else stored.method)
     if config.batch_invariant:
-        fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8")
+        fp8 = config.quantization == "fp8" or config.kv_cache_dtype.startswith("fp8") or stays_fp8(model)
         make_batch_invariant(model, fp8=fp8, fp8_units=device.type != "cuda" or has_fp8_units(device))
     gpu = GpuMemory.now(device) if device.type == "cuda" else None
     if gpu is not None:

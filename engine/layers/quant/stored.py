@@ -135,7 +135,7 @@ class _Parts:
 
     @property
     def inputs(self) -> Inputs:
-        kinds = {None if part.format is None else part.format.inputs for part in self.parts}
+        kinds: set[Inputs] = {None if part.format is None else part.format.inputs for part in self.parts}
         return kinds.pop() if len(kinds) == 1 else None
 
     @property
@@ -205,6 +205,11 @@ class StoredLinear(LinearMethod):
     def num_bytes(self, layer: LinearLayer) -> int:
         return self._parts.num_bytes()
 
+    @property
+    def stays_fp8(self) -> bool:
+        """Whether a GPU multiplies it as `--quantization fp8`."""
+        return self._parts.is_fp8_per_row
+
 
 def _plain(matrices: Sequence[Packed | torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([dequantize(m, dtype) if isinstance(m, Packed) else m for m in matrices])
@@ -227,13 +232,14 @@ def _use_packed(layer: Any, matrices: Sequence[Packed | torch.Tensor], inputs: I
             if isinstance(matrix, Packed):
                 run.append(matrix)
                 continue
-            pieces += joined(run) if run else []
+            pieces.extend(joined(run))
             run = []
             if matrix is not None:
                 pieces.append(matrix.clone())
         order = layer.order
         if order is not None and len(pieces) == 1 and isinstance(pieces[0], Packed):
-            pieces, order = [pieces[0].rows(order)], None
+            pieces[0] = pieces[0].rows(order)
+            order = None
         elif order is not None:
             order = order.clone()
         layer.packed = PackedParts(pieces, order)
@@ -267,9 +273,10 @@ def round_rows(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _round_int8_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] as int8 with a scale for each row would store it: round(x / scale) * scale, scale = max |row| / 127."""
+    """x [T, K] as int8 would store it, with a scale for each row: round(x / scale) * scale. As in compressed-tensors,
+    scale = max |row| / 127.5."""
     wide = x.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp_(min=1e-12)
+    scale = (wide.abs().amax(-1, keepdim=True) / 127.5).clamp_(min=1e-12)
     return (wide / scale).round_().clamp_(-128, 127).mul_(scale).to(x.dtype)
 
 
@@ -291,6 +298,7 @@ class StoredExperts(ExpertMethod):
 
     def __init__(self, parts: Sequence[Part], inner: int, dtype: torch.dtype) -> None:
         self._parts = _Parts(parts, inner, dtype)
+        self.stays_fp8 = self._parts.is_fp8_per_row  # the kernels want both products of an expert in one format
 
     def create(self, layer: Any) -> None:
         layer.weight = empty_parameter(0, dtype=self._parts.dtype)
@@ -309,7 +317,7 @@ class StoredExperts(ExpertMethod):
         on_gpu = layer.weight.is_cuda
         shape = layer.num_experts, layer.out_features, layer.in_features
         matrices = self._parts.take(layer)
-        if on_gpu and self._parts.is_fp8_per_row:
+        if on_gpu and self.stays_fp8:
             with for_good():
                 (whole,) = joined([m for m in matrices if isinstance(m, Packed)])
                 layer.weight = nn.Parameter(whole.values.view(shape), requires_grad=False)
@@ -329,6 +337,6 @@ class StoredExperts(ExpertMethod):
         return UNQUANTIZED.experts.apply(layer, round_rows(x, self._parts.inputs), expert, quantize=quantize)
 
     def num_bytes(self, layer: ExpertLayer) -> int:
-        if self._parts.is_fp8_per_row:
+        if self.stays_fp8:
             return self._parts.num_bytes()
         return layer.num_experts * layer.out_features * layer.in_features * self._parts.dtype.itemsize

@@ -13,7 +13,8 @@ from torch import nn
 
 from engine.errors import ModelError
 from engine.layers.linear import Linear
-from engine.layers.moe import ExpertLinear
+from engine.layers.moe import ExpertLinear, RoutedExperts
+from engine.layers.quant.base import ExpertMethod
 from engine.layers.quant.stored import Found, Part, Spec, StoredExperts, StoredFormat, StoredLinear
 from engine.message import msg
 from engine.models.base import CausalLM
@@ -69,7 +70,24 @@ def use_stored_formats(
             layer.use(StoredLinear(of_layer, layer.in_features, dtype))
         else:
             layer.use(StoredExperts(of_layer, layer.in_features, dtype))
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            _agree(module.gate_up_proj.method, module.down_proj.method)
     return plan
+
+
+def _agree(*methods: ExpertMethod) -> None:
+    """The two products of experts stay in fp8 only together."""
+    if not all(isinstance(method, StoredExperts) and method.stays_fp8 for method in methods):
+        for method in methods:
+            if isinstance(method, StoredExperts):
+                method.stays_fp8 = False
+
+
+def stays_fp8(model: CausalLM) -> bool:
+    """Whether some weight of a quantised checkpoint is multiplied as `--quantization fp8` does."""
+    methods = (m.method for m in model.modules() if isinstance(m, Linear | ExpertLinear))
+    return any(isinstance(method, StoredLinear | StoredExperts) and method.stays_fp8 for method in methods)
 
 
 def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Spec]]:

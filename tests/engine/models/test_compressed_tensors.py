@@ -85,10 +85,14 @@ def test_numbers_are_the_librarys(written, name):
     packed = written(name)
     ours, plain = loaded(packed), loaded(packed.parent / "plain")
     for module, linear in linears(ours).items():
-        assert torch.equal(linear.weight, linears(plain)[module].weight), module
+        if name == "nvfp4":  # the library unpacks it in bfloat16, scales too
+            torch.testing.assert_close(linear.weight, linears(plain)[module].weight, rtol=2**-7, atol=0)
+        else:
+            assert torch.equal(linear.weight, linears(plain)[module].weight), module
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a16 asymmetric", "w8a16", "w8a8", "fp8 dynamic", "fp8 block", "nvfp4"])
+# transformers 5.23 refuses packed zero points, and multiplies nvfp4 in bfloat16 only.
+@pytest.mark.parametrize("name", ["w4a16", "w4a16 by channel", "w8a16", "w8a8", "fp8 dynamic", "fp8 block"])
 def test_greedy_tokens_are_those_of_transformers(written, name):
     packed = written(name)
     core = build_engine(EngineConfig(packed, device="cpu", dtype="float32", max_model_len=128))

@@ -1,0 +1,64 @@
+"""Layers of quantised checkpoints as a GPU multiplies them, in Triton's interpreter: the weight that a CPU has."""
+
+import pytest
+import quantized_files as files
+import torch
+from torch import nn
+
+from engine.layers.linear import Linear
+from engine.layers.quant import stored
+from engine.layers.quant.gptq import Gptq
+from engine.layers.quant.integers import PackQuantized
+from engine.layers.quant.stored import Part, Spec, StoredLinear
+
+OUT, INNER = 32, 64
+
+
+def made(kinds, *, order=None, bias=False):
+    """A fused layer with a matrix of each kind, and the matrix that it stands for."""
+    torch.manual_seed(0)
+    layer, parts, tensors, numbers = Linear(INNER, OUT * len(kinds), bias=bias), [], [], []
+    for i, (form, writer) in enumerate(kinds):
+        weight = torch.randn(OUT, INNER)
+        found, plain = ({"weight": weight}, weight.numpy()) if form is None else writer(weight.numpy())
+        specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
+        parts.append(Part(f"part{i}", i * OUT, OUT, form, specs))
+        tensors.append(found)
+        numbers.append(torch.tensor(plain.copy()))
+    method = StoredLinear(parts, INNER, torch.float32)
+    layer.use(method)
+    for i, found in enumerate(tensors):
+        for name, tensor in found.items():
+            setattr(layer, f"part{i}_{name}", nn.Parameter(tensor.contiguous(), requires_grad=False))
+    if bias:
+        layer.bias = nn.Parameter(torch.randn(layer.out_features), requires_grad=False)
+    layer.order = order
+    stored._use_packed(layer, method._parts.take(layer), method._parts.inputs)
+    whole = torch.cat(numbers)
+    return layer, whole if order is None else whole[order]
+
+
+INT4 = PackQuantized(4, 32, True), files.pack_quantized(4, 32)
+ZERO = PackQuantized(4, 32, False), files.pack_quantized(4, 32, symmetric=False)
+INT8 = PackQuantized(8, 32, True), files.pack_quantized(8, 32)
+SORTED = Gptq(4, 32, True, 1), files.gptq(4, 32, desc_act=True)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kinds", "pieces"), [
+    ([INT4], 1), ([INT4, INT4, ZERO], 1), ([INT4, (None, None), INT8], 3), ([INT8, INT4], 2), ([SORTED, INT4], 2),
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 70])
+def test_fused_layers(kinds, pieces, rows, bias):
+    layer, weight = made(kinds, bias=bias)
+    assert len(layer.packed.parts) == pieces
+    assert not [name for name in layer._parameters if name.startswith("part")]
+    x = torch.randn(rows, INNER)
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kinds", [[INT4, INT4], [INT4, INT8]])
+def test_outputs_in_another_order(kinds):
+    layer, weight = made(kinds, order=torch.randperm(2 * OUT))
+    x = torch.randn(3, INNER)
+    torch.testing.assert_close(layer(x), x @ weight.t(), rtol=1e-4, atol=1e-4)
