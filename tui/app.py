@@ -344,8 +344,8 @@ class Wizard(App[None]):
         self.push_screen(Read(self.say, t("Messages of the work"), text))
 
     def action_language(self) -> None:
-        if self.language == "en" and os.environ.get("TERM") == "linux":
-            self.note = t("The Linux console cannot draw Hangul. Use SSH for Korean.")
+        if self.plain:
+            self.note = t("This terminal is drawn in ASCII. For Korean, use SSH from a terminal with UTF-8.")
         else:
             self.note = ""
             self.language = os.environ[CHOSEN] = "ko" if self.language == "en" else "en"

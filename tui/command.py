@@ -34,7 +34,8 @@ def open_screens(layout: Layout, *, ascii_only: bool = False, dashboard: bool = 
     if not plain:  # a serial line may take its time between the bytes of one key
         os.environ.setdefault("ESCDELAY", ESCAPE_MS)
     from tui.app import Wizard
-    wizard = Wizard(layout, language_of(), plain=plain, colours=not plain or has_colours(), dashboard=dashboard)
+    language = "en" if plain else language_of()  # ASCII has no Hangul
+    wizard = Wizard(layout, language, plain=plain, colours=not plain or has_colours(), dashboard=dashboard)
     wizard.run(mouse=not wizard.plain)
     if wizard.parting:
         with contextlib.suppress(OSError):  # the terminal may be gone
