@@ -91,7 +91,7 @@ class Walk:
 
     def model(self, fits: str = "fits") -> None:
         self.open(2)
-        self.until(fits, "Apache-2.0")
+        self.until(fits)
         self._look()
         self.press("enter")
         self.until("Licence ")

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import contextvars
-import gc
 import os
 import signal
 from collections.abc import Iterable, Sequence
@@ -174,10 +173,8 @@ class Wizard(App[None]):
         if first and state is not None and any(step.status != "open" for step in state.steps):
             self.open_step(next((n for n, step in enumerate(state.steps, 1) if step.status != "green"),
                                 len(state.steps)))  # fmt: skip
-        if first:
-            gc.freeze()  # what was imported until here stays; to look through it again would hold up keys
-            if (screen := places.trouble_at_start(self.front)) is not None:
-                self.push_screen(screen)
+        if first and (screen := places.trouble_at_start(self.front)) is not None:
+            self.push_screen(screen)
 
     def _watch(self) -> None:
         """Somebody else may have worked on it."""
