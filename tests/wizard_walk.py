@@ -55,8 +55,8 @@ class Walk:
         elif re.search(AGREES, text):
             self._look()
             self.agreed.append(self._title(text))
-            if shown := re.search(r"sk-\S+", text):
-                self.key = shown[0]
+            if shown := re.search(r"endpoint is\W+(sk-[\w-]+)", text):
+                self.key = shown[1]
             self.press("enter")
             time.sleep(0.3)
 
