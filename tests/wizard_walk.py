@@ -55,7 +55,7 @@ class Walk:
         elif re.search(AGREES, text):
             self._look()
             self.agreed.append(self._title(text))
-            if shown := re.search(r"endpoint is\W+(sk-[\w-]+)", text):
+            if shown := re.search(r"endpoint is.*?\b(sk-[\w-]+)", text, re.DOTALL):
                 self.key = shown[1]
             self.press("enter")
             time.sleep(0.3)
