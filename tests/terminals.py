@@ -20,7 +20,7 @@ import termios
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyte
@@ -97,13 +97,16 @@ class Terminal(ABC):
 
 
 class Pty(Terminal):
-    """`raw`: everything that the program has written since `start`; `came`: when how much of it was there. `options` go
-    to Popen. Without `draws` nothing is made of it: a bench must not compute beside what it measures."""
+    """`raw`: everything that the program has written since `start`; `came`: when how much of it was there.
+
+    `enter` is called in the child before exec. Without `draws` there is no screen: a bench must not compute beside what
+    it measures.
+    """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], *, size: tuple[int, int] = (WIDTH, HEIGHT),
-                 options: dict | None = None, draws: bool = True) -> None:  # fmt: skip
+                 enter: Callable[[], None] = lambda: None, draws: bool = True) -> None:  # fmt: skip
         super().__init__(command, environment)
-        self.size, self._options, self._draws = size, options or {}, draws
+        self.size, self._enter, self._draws = size, enter, draws
         self.keys = KEYS.get(self.environment.get("TERM", ""), KEYS["xterm-256color"])
         self.process: subprocess.Popen[bytes] | None = None
         self._master = -1
@@ -119,9 +122,10 @@ class Pty(Terminal):
 
         def controlled() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            self._enter()
 
         self.process = subprocess.Popen(self.command, env=self.environment, stdin=slave, stdout=slave, stderr=slave,
-                                        start_new_session=True, preexec_fn=controlled, **self._options)  # fmt: skip
+                                        start_new_session=True, preexec_fn=controlled)  # fmt: skip
         os.close(slave)
         self._reader = threading.Thread(target=self._read, args=(self._master,), daemon=True)
         self._reader.start()

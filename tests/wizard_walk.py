@@ -19,7 +19,8 @@ class Walk:
         self.terminal, self._lose, self._look = terminal, lose or [], look
         self.until, self.press, self.type = terminal.until, terminal.press, terminal.type
         self.lost = 0
-        self.agreed: list[str] = []   # the first lines of what was read to its end and agreed to
+        self.agreed: list[str] = []   # the titles of what was read to its end and agreed to
+        self.key = ""                 # of the endpoint, as it was shown
 
     def lose(self) -> None:
         if self._lose:
@@ -54,6 +55,8 @@ class Walk:
         elif re.search(AGREES, text):
             self._look()
             self.agreed.append(self._title(text))
+            if shown := re.search(r"endpoint is.*?\b(sk-[\w-]+)", text, re.DOTALL):
+                self.key = shown[1]
             self.press("enter")
             time.sleep(0.3)
 
@@ -88,7 +91,7 @@ class Walk:
 
     def model(self, fits: str = "fits") -> None:
         self.open(2)
-        self.until(fits, "Apache-2.0")
+        self.until(fits)
         self._look()
         self.press("enter")
         self.until("Licence ")

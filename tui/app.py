@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import contextvars
-import gc
 import os
 import signal
 from collections.abc import Iterable, Sequence
@@ -174,10 +173,8 @@ class Wizard(App[None]):
         if first and state is not None and any(step.status != "open" for step in state.steps):
             self.open_step(next((n for n, step in enumerate(state.steps, 1) if step.status != "green"),
                                 len(state.steps)))  # fmt: skip
-        if first:
-            gc.freeze()  # what was imported until here stays; to look through it again would hold up keys
-            if (screen := places.trouble_at_start(self.front)) is not None:
-                self.push_screen(screen)
+        if first and (screen := places.trouble_at_start(self.front)) is not None:
+            self.push_screen(screen)
 
     def _watch(self) -> None:
         """Somebody else may have worked on it."""
@@ -344,8 +341,8 @@ class Wizard(App[None]):
         self.push_screen(Read(self.say, t("Messages of the work"), text))
 
     def action_language(self) -> None:
-        if self.language == "en" and os.environ.get("TERM") == "linux":
-            self.note = t("The Linux console cannot draw Hangul. Use SSH for Korean.")
+        if self.plain:
+            self.note = t("This terminal is drawn in ASCII. For Korean, use SSH from a terminal with UTF-8.")
         else:
             self.note = ""
             self.language = os.environ[CHOSEN] = "ko" if self.language == "en" else "en"

@@ -9,6 +9,7 @@ import typer
 from appliance.cli.common import Prefix, examples, layout_for, say, told
 from appliance.service.desk import Layout
 from appliance.service.words import language_of
+from tui.pauses import keep_short
 from tui.terminal import has_colours, is_plain, why_not
 
 ESCAPE_MS = "25"   # after which an Esc is a key of its own
@@ -34,7 +35,10 @@ def open_screens(layout: Layout, *, ascii_only: bool = False, dashboard: bool = 
     if not plain:  # a serial line may take its time between the bytes of one key
         os.environ.setdefault("ESCDELAY", ESCAPE_MS)
     from tui.app import Wizard
-    wizard = Wizard(layout, language_of(), plain=plain, colours=not plain or has_colours(), dashboard=dashboard)
+
+    keep_short()
+    language = "en" if plain else language_of()  # ASCII has no Hangul
+    wizard = Wizard(layout, language, plain=plain, colours=not plain or has_colours(), dashboard=dashboard)
     wizard.run(mouse=not wizard.plain)
     if wizard.parting:
         with contextlib.suppress(OSError):  # the terminal may be gone

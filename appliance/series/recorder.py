@@ -73,6 +73,8 @@ class Recorder:
                     self._gpu[f"atoll:gpu_temperature{label}"] = float(gpu.temperature)
                 if gpu.memory_used is not None:
                     self._gpu[f"atoll:gpu_memory_used{label}"] = float(gpu.memory_used)
+                if gpu.power_draw is not None:
+                    self._gpu[f"atoll:gpu_power{label}"] = gpu.power_draw
         return self._gpu
 
 

@@ -25,6 +25,7 @@ from installer.operate.install import key_was_shown
 from installer.service.log_file import readable, tail
 
 if TYPE_CHECKING:
+    from appliance.service.dashboard.control import Action
     from appliance.service.offers import Offer
     from appliance.service.pilot.board import PilotBoard
     from appliance.service.trouble import Trouble
@@ -175,6 +176,13 @@ class Desk:
         self._may_work()
         directory = self.layout.checklist / "reports"
         return sign(self.layout, directory, "go" if go else "no-go", by, reason).directory
+
+    def control(self, action: "Action") -> str:
+        """Start, stop or restart the service, or go back; what was done, in words. Raises InstallError."""
+        from appliance.service.dashboard import control
+
+        self._may_work()
+        return control.do(self.layout, action)
 
     def waive(self, finding: str, reason: str) -> None:
         self.answers = self.answers.model_copy(update={"waivers": {**self.answers.waivers, finding: reason}})

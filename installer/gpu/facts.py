@@ -40,6 +40,7 @@ class Gpu:
     pcie_gen: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
+    power_draw: float | None = None             # now, or the mean of the last second
     power_limit: float | None = None
     power_default: float | None = None
     temperature: int | None = None

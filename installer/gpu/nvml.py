@@ -15,7 +15,7 @@ _TEXTS = {"uuid": values.uuid, "pci": values.pci, "name": values.word, "compute_
 _SWITCHES = ("persistence", "mig", "ecc", "remap_pending", "remap_failed")
 _COUNTS = ("index", "minor", "memory_total", "memory_used", "memory_free", "ecc_corrected", "ecc_uncorrected",
            "pcie_gen", "pcie_width", "pcie_width_max", "temperature")  # fmt: skip
-_WATTS = ("power_limit", "power_default")
+_WATTS = ("power_draw", "power_limit", "power_default")
 
 
 def query(budget: float = BUDGET) -> GpuFacts:

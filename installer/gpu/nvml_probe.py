@@ -114,6 +114,7 @@ def gpu(nvml, index, device):
         "remap_failed": rows[3].value if remapped else None,
     }
     limits = {
+        "power_draw": nvml.number("nvmlDeviceGetPowerUsage", device),
         "power_limit": nvml.number("nvmlDeviceGetPowerManagementLimit", device),
         "power_default": nvml.number("nvmlDeviceGetPowerManagementDefaultLimit", device),
     }

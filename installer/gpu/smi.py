@@ -41,6 +41,7 @@ FIELDS: dict[str, tuple[str, Callable[[str | None], object]]] = {
     "pcie.link.gen.current": ("pcie_gen", lambda text: values.count(text, 64)),
     "pcie.link.width.current": ("pcie_width", lambda text: values.count(text, 64)),
     "pcie.link.width.max": ("pcie_width_max", lambda text: values.count(text, 64)),
+    "power.draw": ("power_draw", values.number),
     "power.limit": ("power_limit", values.number),
     "power.default_limit": ("power_default", values.number),
     "temperature.gpu": ("temperature", lambda text: values.count(text, 1000)),

@@ -78,6 +78,8 @@ def parse(text: str) -> GpuFacts:
 def _refuse(*_: object) -> int:
     raise _RefusedError
 
+_DRAWN = ("average_power_draw", "instant_power_draw", "power_draw")   # the last is older
+
 
 def _gpu(position: int, texts: dict[str, str], processes: list[dict[str, str]]) -> Gpu:
     def get(*paths: str) -> str | None:
@@ -107,6 +109,7 @@ def _gpu(position: int, texts: dict[str, str], processes: list[dict[str, str]]) 
         pcie_gen=values.count(get("pci/pci_gpu_link_info/pcie_gen/current_link_gen"), 64),
         pcie_width=values.count((get(f"{link}/current_link_width") or "").rstrip("x"), 64),
         pcie_width_max=values.count((get(f"{link}/max_link_width") or "").rstrip("x"), 64),
+        power_draw=values.number(get(*(f"{p}/{name}" for p in power for name in _DRAWN))),
         power_limit=values.number(get(*(f"{p}/current_power_limit" for p in power), "power_readings/power_limit")),
         power_default=values.number(get(*(f"{p}/default_power_limit" for p in power))),
         temperature=values.count(get("temperature/gpu_temp"), 1000),

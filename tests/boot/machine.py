@@ -148,14 +148,21 @@ class Machine:
 
     def popen(self, command: str, *, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
         """Start a shell command inside as root, as an operator's session would; `run` waits for it as well."""
+        return subprocess.Popen(self.session(command, env), text=True, preexec_fn=self.enter_session, **options)
+
+    def session(self, command: str, env: dict[str, str] | None = None) -> list[str]:
+        """The words that `popen` starts; who starts them on a pty calls `enter_session` in the child."""
         leader = self._leader()
         if leader is None:
             raise MachineError(f"{self.name} is off; the end of its console:\n{self.console_tail()}")
         # nsenter stays as the parent, outside: `kill_sessions` kills the command itself, this process's pid would not.
-        words = ["nsenter", f"--target={leader}", "--all", "--", "/usr/bin/env", "-i", f"PATH={PATH}", "HOME=/root",
-                 "LANG=C.UTF-8", "COLUMNS=110", *(f"{k}={v}" for k, v in (env or {}).items()),
-                 "/bin/sh", "-c", f"cd /root; {command}"]  # fmt: skip
-        return subprocess.Popen(words, text=True, preexec_fn=lambda: self._enter("operator"), **options)
+        return ["nsenter", f"--target={leader}", "--all", "--", "/usr/bin/env", "-i", f"PATH={PATH}", "HOME=/root",
+                "LANG=C.UTF-8", "COLUMNS=110", *(f"{k}={v}" for k, v in (env or {}).items()),
+                "/bin/sh", "-c", f"cd /root; {command}"]  # fmt: skip
+
+    def enter_session(self) -> None:
+        """In a child before exec."""
+        self._enter("operator")
 
     def run(self, command: str, *, timeout: float = 120.0, input: str = "", env: dict[str, str] | None = None) -> Ran:
         """Run a shell command inside as root and wait for its end."""
@@ -241,7 +248,8 @@ class Machine:
         """In a child before exec: into the machine's control group."""
         (self._cgroup / part / "cgroup.procs").write_text("0")
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.setpgid(0, 0)  # Ctrl-C at the test's terminal is the test's
+        if os.getsid(0) != os.getpid():
+            os.setpgid(0, 0)  # Ctrl-C at the test's terminal is the test's
 
     def _remove(self) -> None:
         kill_cgroup(self._cgroup)

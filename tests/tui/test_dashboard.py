@@ -5,7 +5,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,15 @@ import pytest
 from checklist_kit import Front
 from screens import seen, until, widths
 
+from appliance.series import Store, sampler
+from appliance.service.dashboard import lines
 from appliance.service.dashboard.alerts import alerts
 from appliance.service.dashboard.snapshot import GpuRow, ModelRow
 from appliance.service.dashboard.watcher import KEY, Watcher
+from appliance.service.desk import Desk
+from appliance.service.pilot.records import series_of
 from installer.access import api_keys
+from installer.base.errors import ExitCode, InstallError
 from installer.base.layout import Layout
 from installer.decide.options import InstallOptions
 from installer.operate.install import Installer
@@ -30,6 +37,7 @@ from tui.app import Wizard
 from tui.dashboard.columns import columns
 from tui.dialogs.ask import Ask, Read
 from tui.dialogs.form import Pick
+from tui.dialogs.seat import TakeOver
 
 pytestmark = pytest.mark.timeout(600)
 MODEL = "smollm2-135m-instruct"
@@ -230,6 +238,45 @@ def test_one_look_for_scripts(installed: Layout) -> None:
     assert "atoll top --once" in refused.stderr
 
 
+async def test_who_looks_on_may_not_act(installed: Layout) -> None:
+    holder = Desk(installed)
+    holder.sit_down(lambda person: None, lambda: None)
+    app = Wizard(installed, "en", dashboard=True)
+    try:
+        async with app.run_test(size=(100, 30)) as pilot:
+            await until(pilot, lambda: MODEL in seen(app) and "works here" in seen(app))
+            await pilot.press("f9")
+            await until(pilot, lambda: isinstance(app.screen, TakeOver))
+            await pilot.press("escape")
+            with pytest.raises(InstallError, match="works here") as caught:
+                app.desk.control("stop")
+            assert caught.value.exit_code == ExitCode.BUSY
+            assert service_for(installed).state().up
+    finally:
+        holder.leave()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_minutes_before_come_from_the_sampler_else_from_the_pilot(tmp_path: Path, damaged: bool) -> None:
+    layout, now = Layout.at(tmp_path / "prefix"), time.time()
+    for file, rate in ((sampler.file_of(layout), 10), (series_of(layout), 3)):
+        file.parent.mkdir(parents=True)
+        with Store(file, most_gap=60.0) as store:
+            for number in range(3):
+                store.add(now - 60 + 10 * number, {"vllm:generation_tokens_total": 10.0 * rate * number})
+    if damaged:
+        sampler.file_of(layout).write_bytes(b"no database")
+    with Watcher(layout) as watcher:
+        assert [round(rate) for _, rate in watcher._history] == [3, 3] if damaged else [10, 10]
+
+
+def test_a_gpu_tells_what_it_draws() -> None:
+    row = GpuRow(0, "H100", 2**30, 80 * 2**30, 60, 350.4, 700.0, 0, 0)
+    assert "350 / 700 W" in lines.gpu_cells(row)
+    assert len(lines.gpu_cells(row)) == len(lines.GPU_HEADS)
+    assert "350 W" in lines.gpu_cells(replace(row, power_limit=None))
+
+
 async def test_nothing_is_installed(tmp_path: Path) -> None:
     app = Wizard(Layout.at(tmp_path / "empty"), "en", dashboard=True)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -239,14 +286,15 @@ async def test_nothing_is_installed(tmp_path: Path) -> None:
 
 def test_alerts_say_what_the_numbers_mean() -> None:
     full = ModelRow("chat", True, running=8, waiting=9, slots=8, kv=0.99, preemptions=3)
-    hot = GpuRow(0, "H100", 1, 2, 91, None, 0, 0)
+    hot = GpuRow(0, "H100", 1, 2, 91, 350.4, 700.0, 0, 0)
     ends = {"severity": "warning", "what": "The certificate ends in 13 days.", "next": "atoll tls renew"}
     facts = {"problems": [ends]}
     found = alerts(facts, [full], [hot], {"2xx": 90.0, "5xx": 10.0}, stale=False)
     assert [alert.id for alert in found] == ["errors", "status-0", "kv-chat", "queue-chat", "hot-0"]
     assert all(alert.next for alert in found)
     calm = ModelRow("chat", True, running=8, waiting=8, slots=8, kv=0.99)
-    assert alerts({}, [calm], [GpuRow(0, "H100", 1, 2, 60, None, 0, 0)], {"2xx": 90.0, "5xx": 1.0}, stale=False) == ()
+    cool = GpuRow(0, "H100", 1, 2, 60, None, None, 0, 0)
+    assert alerts({}, [calm], [cool], {"2xx": 90.0, "5xx": 1.0}, stale=False) == ()
 
 
 def test_columns_that_do_not_fit_are_left_out() -> None:

@@ -98,6 +98,8 @@ class Dashboard(Told, Screen[None]):
         self.query_one(Header).title = self._layout_of_service.name
         self.query_one(Plot).title = t("tokens a second, 15 minutes")
         self.watch(self.app, "language", self._speaks)
+        self.watch(self.app, "note", self._news, init=False)
+        self.watch(self.app, "watched", self._seat)
         threading.Thread(target=self._read, name="dashboard", daemon=True).start()
         self.draw()
 
@@ -300,6 +302,10 @@ class Dashboard(Told, Screen[None]):
         self.app.push_screen(Read(self.say, t("Active requests"), text))
 
     def action_control(self) -> None:
+        if self.front.desk.somebody_else() is not None:
+            self.call_later(self.app.run_action, "seat")
+            return
+
         def take(chosen: str | None) -> None:
             for action in control.ACTIONS:
                 if action == chosen:
@@ -322,12 +328,22 @@ class Dashboard(Told, Screen[None]):
     def _do(self, action: control.Action) -> None:
         """In a thread: the screen goes on being drawn, and a command that is under way is not stopped by Esc."""
         try:
-            said = control.do(self._layout_of_service, action)
+            said = self.front.desk.control(action)
         except InstallError as error:
             said = error.message
         self._look_now.set()
         if not self._left.is_set():
             self.app.call_from_thread(self._done, said)
+
+    def _seat(self) -> None:
+        other = self.front.watched
+        self.query_one(Header).mark = (
+            t("{user} ({origin}) works here", user=other.user, origin=other.origin) if other is not None else "")
+
+    def _news(self, note: str) -> None:
+        """What the program has to say, such as who works here."""
+        if note:
+            self._done(note)
 
     def _done(self, said: str) -> None:
         self._note = said

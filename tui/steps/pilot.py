@@ -127,9 +127,9 @@ class PilotBody(StepBody):
         for goal in stage.goals:
             good = "green" if goal.ok else "failed"
             text.append(f"    {marks[good]} ", COLOURS[good])
-            text.append(f"{self.say(goal.title)}  {goal.observed}  ({goal.required})\n")
+            text.append(f"{self.say(goal.title)}  {self.say(goal.observed)}  ({self.say(goal.required)})\n")
         for title, value in stage.figures[2:]:
-            text.append(f"      {self.say(title)}  {value}\n", "dim")
+            text.append(f"      {self.say(title)}  {self.say(value)}\n", "dim")
 
     def empty(self) -> str:
         if self.board is not None and not self.board.stages:

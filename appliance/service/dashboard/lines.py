@@ -10,7 +10,7 @@ STATES = {
     "interrupted": t("INTERRUPTED"), "busy": t("BUSY"), "not-installed": t("NOT-INSTALLED"), "unknown": t("UNKNOWN"),
 }  # fmt: skip
 MODEL_HEADS = (t("MODEL"), t("STATE"), t("USERS"), t("WAIT"), t("TOK/S"), t("FIRST"), t("BETWEEN"), "KV", t("PREFIX"))
-GPU_HEADS = ("GPU", t("NAME"), t("MEMORY"), t("TEMP"), "ECC")
+GPU_HEADS = ("GPU", t("NAME"), t("MEMORY"), t("TEMP"), t("POWER"), "ECC")
 ACTIVE_HEADS = (t("REQUEST"), t("KEY"), t("STATE"), t("AGE"), t("PROMPT"), t("ANSWER"), t("MODEL"))
 ACTIVE_STATES = {"waiting": t("waiting"), "running": t("running")}
 MOST_ID = 16          # characters of a request's id in a table
@@ -48,8 +48,11 @@ def gpu_cells(gpu: GpuRow) -> tuple[str, ...]:
     if gpu.ecc_uncorrected is not None:
         ecc = t("{corrected} corrected, {uncorrected} not", corrected=gpu.ecc_corrected or 0,
                 uncorrected=gpu.ecc_uncorrected)  # fmt: skip
+    watts = NO_TRAFFIC
+    if gpu.power is not None:
+        watts = f"{gpu.power:.0f} W" if gpu.power_limit is None else f"{gpu.power:.0f} / {gpu.power_limit:.0f} W"
     degrees = NO_TRAFFIC if gpu.temperature is None else f"{gpu.temperature} °C"
-    return (NO_TRAFFIC if gpu.index is None else str(gpu.index), gpu.name, memory, degrees, ecc)
+    return (NO_TRAFFIC if gpu.index is None else str(gpu.index), gpu.name, memory, degrees, watts, ecc)
 
 
 def model_details(model: ModelRow) -> list[str]:

@@ -34,13 +34,14 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One GPU, as its driver tells: bytes, °C, counts since the driver was loaded."""
+    """One GPU, as its driver tells: bytes, °C, watts, counts since the driver was loaded."""
 
     index: int | None
     name: str
     memory_used: int | None
     memory_total: int | None
     temperature: int | None
+    power: float | None
     power_limit: float | None
     ecc_corrected: int | None
     ecc_uncorrected: int | None
@@ -134,8 +135,8 @@ def gpu_rows(facts: Mapping[str, Any] | None) -> tuple[GpuRow, ...]:
     """From the GPUs of `installer.operate.status`."""
     return tuple(
         GpuRow(gpu.get("index"), str(gpu.get("name") or gpu.get("uuid") or "?"), gpu.get("memory_used"),
-               gpu.get("memory_total"), gpu.get("temperature"), gpu.get("power_limit"), gpu.get("ecc_corrected"),
-               gpu.get("ecc_uncorrected"))
+               gpu.get("memory_total"), gpu.get("temperature"), gpu.get("power_draw"), gpu.get("power_limit"),
+               gpu.get("ecc_corrected"), gpu.get("ecc_uncorrected"))
         for gpu in (facts or {}).get("gpus", ())
     )  # fmt: skip
 

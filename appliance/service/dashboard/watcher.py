@@ -14,7 +14,7 @@ from typing import Any
 
 from appliance.engines import engine_facts
 from appliance.load.target import Target
-from appliance.series import Series, SeriesError, Window
+from appliance.series import Series, SeriesError, Window, sampler
 from appliance.series.recorder import scraped
 from appliance.series.store import Row
 from appliance.service.dashboard.active import active_requests
@@ -131,10 +131,13 @@ class Watcher:
         return Window(rows, older[-1] if older else None, now - seconds, now)
 
     def _read_history(self) -> None:
-        """What the time series on the disk knows of the minutes before."""
-        with contextlib.suppress(SeriesError, OSError), Series(series_of(self.layout)) as series:
-            now = self._clock()
-            self._history = series.window(now - HISTORY_SECONDS, now).rates("generation_tokens")
+        """What the sampler has kept of the minutes before; else what the pilot has."""
+        for file in (sampler.file_of(self.layout), series_of(self.layout)):
+            with contextlib.suppress(SeriesError, OSError), Series(file) as series:
+                now = self._clock()
+                self._history = series.window(now - HISTORY_SECONDS, now).rates("generation_tokens")
+            if self._history:
+                return
 
     def _chart(self, now: float) -> list[tuple[float, float]]:
         live = self._window(now, HISTORY_SECONDS).rates("generation_tokens")

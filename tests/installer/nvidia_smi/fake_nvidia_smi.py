@@ -26,6 +26,7 @@ WHERE = {
     "pcie.link.gen.current": "pci/pci_gpu_link_info/pcie_gen/current_link_gen",
     "pcie.link.width.current": "pci/pci_gpu_link_info/link_widths/current_link_width",
     "pcie.link.width.max": "pci/pci_gpu_link_info/link_widths/max_link_width",
+    "power.draw": "gpu_power_readings/average_power_draw",
     "power.limit": "gpu_power_readings/current_power_limit",
     "power.default_limit": "gpu_power_readings/default_power_limit",
     "temperature.gpu": "temperature/gpu_temp",

@@ -76,6 +76,7 @@ int nvmlDeviceGetRemappedRows(void *d, unsigned *a, unsigned *b, unsigned *pendi
     *a = *b = *failed = 0; *pending = 1;
     return old();
 }
+int nvmlDeviceGetPowerUsage(void *d, unsigned *v) { *v = 96990; return 0; }
 int nvmlDeviceGetPowerManagementLimit(void *d, unsigned *v) { *v = 700000; return 0; }
 int nvmlDeviceGetPowerManagementDefaultLimit(void *d, unsigned *v) { *v = 700000; return old(); }
 int nvmlDeviceGetCurrPcieLinkGeneration(void *d, unsigned *v) { *v = 5; return 0; }

@@ -42,8 +42,8 @@ def test_the_report_of_a_real_h100() -> None:
         index=0, uuid="GPU-00000000-1111-2222-3333-444444444444", pci="0000:00:06.0", minor=0,
         name="NVIDIA H100 80GB HBM3", memory_total=81559 * MIB, memory_used=0, memory_free=81079 * MIB,
         persistence=True, compute_mode="default", mig=False, ecc=True, ecc_corrected=0, ecc_uncorrected=0,
-        remap_pending=False, remap_failed=False, pcie_gen=5, pcie_width=16, pcie_width_max=16, power_limit=700.0,
-        power_default=700.0, temperature=34,
+        remap_pending=False, remap_failed=False, pcie_gen=5, pcie_width=16, pcie_width_max=16,
+        power_draw=102.17, power_limit=700.0, power_default=700.0, temperature=34,
     )  # fmt: skip
 
 
@@ -56,7 +56,8 @@ def test_the_query_of_a_real_h100() -> None:
     assert facts.driver == "580.159.04"
     found = facts.gpus[0]
     assert (found.compute_cap, found.memory_total, found.pcie_width) == ((9, 0), 81559 * MIB, 16)
-    assert (found.mig, found.ecc, found.ecc_uncorrected, found.power_limit) == (False, True, 0, 700.0)
+    assert (found.mig, found.ecc, found.ecc_uncorrected) == (False, True, 0)
+    assert (found.power_draw, found.power_limit) == (96.99, 700.0)
 
 
 def test_a_healthy_nvidia_smi(fake: FakeSmi) -> None:
@@ -288,7 +289,8 @@ def test_nvml_of_a_healthy_gpu(nvml_says) -> None:
             name="NVIDIA H100 80GB HBM3", compute_cap=(9, 0), memory_total=81559 * MIB, memory_used=1024 * MIB,
             memory_free=80055 * MIB, persistence=True, compute_mode="default", mig=False, ecc=True, ecc_corrected=2,
             ecc_uncorrected=0, remap_pending=True, remap_failed=False, pcie_gen=5, pcie_width=16, pcie_width_max=16,
-            power_limit=700.0, power_default=700.0, temperature=34, processes=(GpuProcess(4242, used=1024 * MIB),),
+            power_draw=96.99, power_limit=700.0, power_default=700.0, temperature=34,
+            processes=(GpuProcess(4242, used=1024 * MIB),),
         ),
     )  # fmt: skip
 
