@@ -11,7 +11,7 @@ LOCK   := offline_bundle/lock.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup lock demo demo-stop test test-compile test-cpus lint format bench test-gpu test-runtime test-runtime-cuda \
-        test-appliance clean
+        test-appliance pictures clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -64,6 +64,10 @@ test-runtime-cuda: $(VENV)/.dev  ## The same for GPU servers (2.7 GB of packages
 test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on machines that boot without a network
 	@$(BIN)/python -m appliance.demo.model >/dev/null
 	@$(BIN)/python -m pytest -m boot -rs -v --timeout=2400 $(or $(PYTEST),tests/boot)
+
+pictures: $(VENV)/.dev  ## Draw every screen of the terminal interface for the documents, in both languages (about 15 minutes)
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python -m pytest -m slow --timeout=1500 tests/tui/pictures
 
 lint: $(VENV)/.dev  ## Check style, spelling, links, types and which room may import which
 	@$(BIN)/ruff check .

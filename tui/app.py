@@ -35,15 +35,20 @@ DRAW_SECONDS = 0.2         # between two drawings of it; on a serial line PLAIN_
 PLAIN_SECONDS = 5.0
 
 HELP = t(
-    "Enter   goes on: runs this step, or opens the next one when it is done.\n"
-    "Up, Down   choose a line; what it means and what to do stands below it.\n"
-    "0 to 6, Left, Right   open a step. Esc goes back one step.\n"
-    "Tab   next field        F3   menu of everything that can be done\n"
-    "F2   language        F4   colours        F5   run this step again\n"
-    "F6   write the answers to a file, for the next server\n"
-    "F7   write the report of all steps to files\n"
-    "F8   messages of the work        F9   go on although this check fails, with a reason\n"
-    "F10 or Ctrl-C   leave. Work that was begun goes on; `atoll` shows it again."
+    "Enter        goes on: runs this step, or opens the next one\n"
+    "Up, Down     choose a line; what it means stands below it\n"
+    "0 to 6       open a step, as Left and Right do\n"
+    "Esc          one step back\n"
+    "Tab          next field\n"
+    "F2, F4       language; colours\n"
+    "F3           menu of everything that can be done\n"
+    "F5           run this step again\n"
+    "F6           write the answers to a file, for the next server\n"
+    "F7           write the report of all steps to files\n"
+    "F8           messages of the work\n"
+    "F9           go on although this check fails, with a reason\n"
+    "F12 or 7     the dashboard\n"
+    "F10, Ctrl-C  leave. Work that was begun goes on; `atoll` shows it"
 )
 
 

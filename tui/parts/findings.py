@@ -57,6 +57,10 @@ class Findings(Told, OptionList):
         at = self.highlighted
         return self.shown[at] if at is not None and at < len(self.shown) else None
 
+    def on_resize(self) -> None:
+        """The chosen line stays on the screen when the terminal, or what stands below the list, changes its size."""
+        self.call_after_refresh(self.scroll_to_highlight)
+
     def on_option_list_option_highlighted(self) -> None:
         self.post_message(self.Chosen())
 

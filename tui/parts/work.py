@@ -1,5 +1,6 @@
 """A job at work: its tasks, how far the running one is, how fast, and the end of its messages."""
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.app import RenderResult
 from textual.widget import Widget
@@ -63,4 +64,5 @@ def progress_line(work: Following, say: Say, width: int, *, plain: bool) -> str:
     left = duration((total - done) / work.rate) if work.rate > 0 else "?"
     said = say(t("{done} of {total}, {rate}/s, {left} left", done=human(done), total=human(total),
                  rate=human(work.rate), left=left))  # fmt: skip
-    return f"{say(label)}  {bar(min(24, width // 4), done / total, plain=plain)}  {said}"
+    room = width - cell_len(f"{say(label)}    {said}")
+    return f"{say(label)}  {bar(max(6, min(24, room)), done / total, plain=plain)}  {said}"
