@@ -25,7 +25,7 @@ from tui.following import Following, Question
 from tui.frame import places
 from tui.frame.checklist import Checklist
 from tui.frame.front import Front, Key
-from tui.look import PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
+from tui.look import DARK_COLOURS, LIGHT_COLOURS, PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
 from tui.trouble import TroubleScreen
@@ -107,6 +107,7 @@ class Wizard(App[None]):
     def on_mount(self) -> None:
         for theme in THEMES:
             self.register_theme(theme)
+        self.ansi_theme_dark, self.ansi_theme_light = DARK_COLOURS, LIGHT_COLOURS
         asked = os.environ.get("ATOLL_THEME")
         self.theme = PLAIN_THEME if self.plain else asked if asked in THEME_NAMES else THEME_NAMES[0]
         self.set_class(self.plain, "plain")

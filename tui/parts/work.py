@@ -12,6 +12,13 @@ from tui.look import COLOURS, MARKS, PLAIN_MARKS
 from tui.parts.bar import bar
 from tui.texts import duration, human
 
+# Steps of an install, in the operator's language; other jobs name their tasks in words.
+TASKS = {
+    "discover": t("discover"), "verify": t("verify"), "preflight": t("preflight"), "licence": t("licence"),
+    "plan": t("plan"), "stage": t("stage"), "units": t("units"), "switch": t("switch"), "start": t("start"),
+    "smoke": t("smoke"), "commit": t("commit"), "rollback": t("rollback"),
+}  # fmt: skip
+
 
 class Work(Told, Widget):
     """Takes what room there is: half for tasks, the rest for messages. `update` draws what has come."""
@@ -46,7 +53,7 @@ class Work(Told, Widget):
         lines = []
         for name, task in list(work.tasks.items())[-most:]:
             state = {"done": "green", "failed": "failed", "begin": "running"}.get(task.status, "open")
-            line = Text().append(f"{marks[state]} ", COLOURS[state]).append(self.say(name))
+            line = Text().append(f"{marks[state]} ", COLOURS[state]).append(self.say(TASKS.get(name, name)))
             if task.seconds is not None and task.seconds >= 1:
                 line.append(f"  {duration(task.seconds)}", "dim")
             lines.append(line.append(f"  {self.say(task.detail)}" if task.detail else ""))

@@ -11,8 +11,9 @@ from rich.color import Color, blend_rgb
 from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
-from rich.terminal_theme import TerminalTheme
 from textual.app import App
+
+from tui.look import DARK_COLOURS
 
 
 class Look(NamedTuple):
@@ -32,14 +33,6 @@ class Cell(NamedTuple):
 
 Row = list[Cell]
 
-# The sixteen colours as the program's dark theme has them, for what names a colour of the terminal.
-_SIXTEEN = TerminalTheme(
-    (16, 20, 24), (216, 222, 228),
-    [(16, 20, 24), (239, 107, 107), (127, 201, 127), (224, 176, 80), (98, 150, 220), (190, 130, 210), (79, 179, 191),
-     (216, 222, 228)],
-    [(110, 118, 126), (239, 107, 107), (127, 201, 127), (224, 176, 80), (98, 150, 220), (190, 130, 210), (79, 179, 191),
-     (255, 255, 255)],
-)  # fmt: skip
 _HERE = str(Path(__file__).resolve().parents[3])
 # What differs between two machines or two runs and must not stand in a picture, as pairs of equal width.
 _PLACES = {f"/tmp/{root}/{real}": shown for root in "mk" for real, shown in
@@ -95,7 +88,7 @@ def _look(style: Style) -> Look:
 
 
 def _hex(color: Color | None, foreground: bool) -> str:
-    return (color or Color.default()).get_truecolor(_SIXTEEN, foreground).hex
+    return (color or Color.default()).get_truecolor(DARK_COLOURS, foreground).hex
 
 
 def _rgb(text: str) -> Any:

@@ -14,6 +14,7 @@ from cells import Cell, Row
 CELL, LINE, BASE = 10, 19, 15   # pixels: a cell, a line, and the base line of its text
 LATIN, HANGUL = 16, 19          # sizes that fill one cell and two
 EDGE = 8
+_BITS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3))   # of a Braille character: column and line
 LATINS = "'DejaVu Sans Mono',Menlo,Consolas,'Liberation Mono',monospace"
 HANGULS = "'NanumGothicCoding','D2Coding','Noto Sans Mono CJK KR','Malgun Gothic','Apple SD Gothic Neo',monospace"
 
@@ -56,7 +57,9 @@ def _texts(row: Row, number: int) -> Iterator[str]:
 
     for (ink, bold, width), run in groupby(_placed(row), key=kind_of):
         found = list(run)
-        for start, words in _words("".join(cell.text for _, cell in found)):
+        if dots := "".join(_dots(at * CELL, number * LINE, cell.text) for at, cell in found):
+            yield f'<path d="{dots}" fill="{ink}"/>'
+        for start, words in _words("".join(" " if _is_dots(cell.text) else cell.text for _, cell in found)):
             kind = " ".join(name for name, on in (("b", bold), ("w", width == 2)) if on)
             marked = f' class="{kind}"' if kind else ""
             # Latin is stretched to its cells, so that lines of frames meet; Hangul only moves apart.
@@ -66,6 +69,19 @@ def _texts(row: Row, number: int) -> Iterator[str]:
                 f'textLength="{len(words) * width * CELL}"{fit} fill="{ink}"{marked}>'
                 f"{escape(words, quote=False)}</text>"
             )
+
+
+def _is_dots(character: str) -> bool:
+    return "\u2800" <= character <= "\u28ff"
+
+
+def _dots(x: int, y: int, character: str) -> str:
+    """Braille, which plots are made of and many fonts lack: each dot as a square."""
+    if not _is_dots(character):
+        return ""
+    found = ord(character) - 0x2800
+    return "".join(f"M{x + 2 + 5 * column} {y + 2 + 5 * line}h2v2h-2z"
+                   for bit, (column, line) in enumerate(_BITS) if found >> bit & 1)  # fmt: skip
 
 
 def _words(text: str) -> Iterator[tuple[int, str]]:

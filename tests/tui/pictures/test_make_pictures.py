@@ -229,6 +229,7 @@ async def test_every_screen(layout: Layout, language: str, monkeypatch: pytest.M
         await done("verify")
         await camera.keep("verify")
 
+        api_keys.add(layout.api_keys, "it-desk", group="it-team")
         await pilot.press("enter")
         await until(pilot, lambda: "everybody" in seen(app))
         await camera.keep("pilot")
