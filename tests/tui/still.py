@@ -24,7 +24,7 @@ GPU = GpuDetail(0, "NVIDIA H100 80GB HBM3", 80 * GB, 79 * GB, "9.0", True, 0, Fa
                 ((4711, "python3", GB),))  # fmt: skip
 PORT = made(
     "port", "block", False, t("Port"), observed="8443",
-    required=t("port {port} free on {host}", port=8443, host="0.0.0.0"), why=t("The endpoint listens on it."),
+    required=t("port {number} free on {host}", number=8443, host="0.0.0.0"), why=t("The endpoint listens on it."),
     fix=t("Stop it, or choose another --port."), command="kill 4711",
     evidence="ss -ltnp 'sport = :8443'",
 )  # fmt: skip

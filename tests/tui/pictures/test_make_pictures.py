@@ -83,14 +83,14 @@ def layout(smollm2_dir: Path, signer: Any, language: str) -> Iterator[Layout]:
     )  # fmt: skip
     shutil.copy(signer.public_path, home / "vendor.pub")
     (home / "load.toml").write_text(PROFILE)
-    stage = {"duration": 6.0, "stop": {"window": 2.0}, "goal": {"requests": 0}}
+    stage = {"duration": 4.0, "stop": {"window": 2.0}, "goal": {"requests": 0}}
     answers = {
         "schema_version": 1, "device": "cpu", "port": port, "medium": [str(usb)],
         "trust_keys": [str(home / "vendor.pub")],
         "waivers": dict.fromkeys(("golden", "repetition", "quality-answers"), REASON[language]),
         "review": {MODEL: {**REVIEW, "lineage": "trained by its maker", "acceptable_use": "internal"}},
-        "tune": {"profile": str(home / "load.toml"), "budget": "40s", "load_seconds": 2.0, "only": ["max-num-seqs"]},
-        "verify": {"profile": str(home / "load.toml"), "requests": 8, "soak_seconds": 6.0, "groups": GROUPS},
+        "tune": {"profile": str(home / "load.toml"), "budget": "20s", "load_seconds": 2.0, "only": ["max-num-seqs"]},
+        "verify": {"profile": str(home / "load.toml"), "requests": 8, "soak_seconds": 4.0, "groups": GROUPS},
         "pilot": {"interval": 0.5, "stages": [{"name": "it-team", "users": ["group:it-team"], **stage},
                                               {"name": "everybody", "users": ["*"], **stage}]},
     }  # fmt: skip
@@ -107,7 +107,7 @@ class Camera:
         self.app, self.pilot, self.language = app, pilot, language
         self.large = Path(os.environ["ATOLL_PICTURES"]) if os.environ.get("ATOLL_PICTURES") else None
 
-    async def keep(self, name: str, settle: float = 0.6) -> None:
+    async def keep(self, name: str, settle: float = 0.4) -> None:
         if self.large is not None:
             await self.pilot.resize_terminal(*LARGE)
             await self.pilot.pause(settle)
@@ -212,7 +212,7 @@ async def test_every_screen(layout: Layout, language: str, monkeypatch: pytest.M
         await camera.keep("tune-form")
         await pilot.press("enter", "enter", "enter", "enter")
         await until(pilot, lambda: app.body.query_one(Trials).display, 120)
-        await pilot.pause(12)
+        await pilot.pause(6)
         await camera.keep("tune-work", 0.3)
         await done("tune")
         await camera.keep("tune-done")
@@ -254,7 +254,7 @@ async def test_every_screen(layout: Layout, language: str, monkeypatch: pytest.M
         with busy(layout):
             await pilot.press("f12")
             await until(pilot, lambda: MODEL in seen(app))
-            await pilot.pause(25)
+            await pilot.pause(16)
             await camera.keep("dashboard")
             await pilot.press("3")
             await question()
