@@ -105,3 +105,4 @@ def test_a_picture_whose_numbers_alone_differ_is_kept() -> None:
 
     assert same(picture("first token  12.5 ms  ▃▅"), picture("first token  9 ms    ▇"))
     assert not same(picture("first token 12 ms"), picture("between tokens 12 ms"))
+    assert not same(picture("first token 12 ms"), picture("first token 12 ms").replace("#ffffff", "#ff0000"))

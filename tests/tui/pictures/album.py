@@ -12,6 +12,7 @@ FONT_FILES = [FONTS / name for name in (
     "dejavu/DejaVuSansMono.ttf", "dejavu/DejaVuSansMono-Bold.ttf",
     "nanum/NanumGothicCoding.ttf", "nanum/NanumGothicCodingBold.ttf",
 )]  # fmt: skip
+_COLOUR = re.compile(r'fill="(#\w+)"')
 _TEXT = re.compile(r'<text x="(\d+)" y="(\d+)"[^>]*>([^<]*)</text>')
 
 
@@ -24,6 +25,10 @@ def text_of(picture: str) -> str:
 
 
 def same(old: str, new: str) -> bool:
+    """Whether they differ in numbers alone: equal size, equal colours, equal words."""
+    if old.split(">", 1)[0] != new.split(">", 1)[0] or set(_COLOUR.findall(old)) != set(_COLOUR.findall(new)):
+        return False
+
     def squeezed(text: str) -> str:
         return re.sub(r"\s", "", shape(text))
 
