@@ -101,7 +101,7 @@ def test_a_picture_whose_numbers_alone_differ_is_kept() -> None:
     look = Look("#ffffff", "#000000")
 
     def picture(text: str) -> str:
-        return svg([[Cell(each, 1, look) for each in text]], "x")
+        return svg([[Cell(each, 1, look) for each in text.ljust(30)]], "x")
 
     assert same(picture("first token  12.5 ms  ▃▅"), picture("first token  9 ms    ▇"))
     assert not same(picture("first token 12 ms"), picture("between tokens 12 ms"))
