@@ -81,7 +81,7 @@ class GpuBody(StepBody):
             facts.append(f"{gpu.temperature} °C" if not self.front.plain else f"{gpu.temperature} C")
         if gpu.power_limit:
             facts.append(say(t("up to {watts} W", watts=f"{gpu.power_limit:.0f}")))
-        lines = [f"GPU {gpu.index}  {gpu.name}", *_filled(facts, self.size.width)]
+        lines = [f"GPU {gpu.index}  {gpu.name}", *_filled(facts, self.query_one("#gpus").size.width)]
         for pid, name, used in gpu.processes[:3]:
             lines.append("  " + say(t("held by {name} (pid {pid}): {size}", name=name or "?", pid=pid,
                                       size=human(used or 0))))  # fmt: skip
