@@ -11,7 +11,7 @@ LOCK   := offline_bundle/lock.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup lock demo demo-stop test test-installations test-terminal test-compile test-cpus lint format bench test-gpu \
-        test-runtime test-runtime-cuda test-appliance test-clients test-prometheus clean
+        test-runtime test-runtime-cuda test-appliance test-clients test-prometheus pictures clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -81,6 +81,10 @@ test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on m
 
 test-clients: $(VENV)/.dev  ## Clients that we did not write, each in an environment of its own, against a real service
 	@$(BIN)/python tests/clients/run.py $(CLIENTS)
+
+pictures: $(VENV)/.dev  ## Draw every screen of the terminal interface for the documents, in both languages (about 15 minutes)
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python -m pytest -m slow --timeout=1500 tests/tui/pictures
 
 lint: $(VENV)/.dev  ## Check style, spelling, links, types and which room may import which
 	@$(BIN)/ruff check .

@@ -28,7 +28,7 @@ from tui.following import Following, Question
 from tui.frame import places
 from tui.frame.checklist import Checklist
 from tui.frame.front import Front, Key
-from tui.look import PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
+from tui.look import DARK_COLOURS, LIGHT_COLOURS, PLAIN_SIGNS, PLAIN_THEME, THEME_NAMES, THEMES
 from tui.parts.bar import PlainScrollBar
 from tui.steps.body import Body, StepBody
 from tui.texts import plan_lines
@@ -39,15 +39,20 @@ DRAW_SECONDS = 0.2         # between two drawings of it; on a serial line PLAIN_
 PLAIN_SECONDS = 5.0
 
 HELP = t(
-    "Enter   goes on: runs this step, or opens the next one when it is done.\n"
-    "Up, Down   choose a line; what it means and what to do stands below it.\n"
-    "0 to 6, Left, Right   open a step. Esc goes back one step.\n"
-    "Tab   next field        F3   menu of everything that can be done\n"
-    "F2   language        F4   colours        F5   run this step again\n"
-    "F6   write the answers to a file, for the next server\n"
-    "F7   write the report of all steps to files\n"
-    "F8   messages of the work        F9   go on although this check fails, with a reason\n"
-    "F10 or Ctrl-C   leave. Work that was begun goes on; `atoll` shows it again."
+    "Enter        goes on: runs this step, or opens the next one\n"
+    "Up, Down     choose a line; what it means stands below it\n"
+    "0 to 6       open a step, as Left and Right do\n"
+    "Esc          one step back\n"
+    "Tab          next field\n"
+    "F2, F4       language; colours\n"
+    "F3           menu of everything that can be done\n"
+    "F5           run this step again\n"
+    "F6           write the answers to a file, for the next server\n"
+    "F7           write the report of all steps to files\n"
+    "F8           messages of the work\n"
+    "F9           go on although this check fails, with a reason\n"
+    "F12 or 7     the dashboard\n"
+    "F10, Ctrl-C  leave. Work that was begun goes on; `atoll` shows it"
 )
 
 
@@ -113,6 +118,7 @@ class Wizard(App[None]):
     def on_mount(self) -> None:
         for theme in THEMES:
             self.register_theme(theme)
+        self.ansi_theme_dark, self.ansi_theme_light = DARK_COLOURS, LIGHT_COLOURS
         asked = os.environ.get("ATOLL_THEME")
         self.theme = PLAIN_THEME if self.plain else asked if asked in THEME_NAMES else THEME_NAMES[0]
         self.set_class(self.plain, "plain")

@@ -1,5 +1,6 @@
 """Marks and colours; the styles are in tui/sheets. A state is a word or a sign first; its colour only repeats it."""
 
+from rich.terminal_theme import TerminalTheme
 from textual.theme import Theme
 
 from appliance.service.findings import Finding
@@ -14,6 +15,17 @@ THEMES = (
           foreground="#1a1d20", success="#1b6e1b", warning="#8a5a00", error="#a31515", dark=False),
     Theme("atoll-contrast", primary="#ffff00", background="#000000", surface="#000000", panel="#202020",
           foreground="#ffffff", success="#00ff00", warning="#ffff00", error="#ff8080", dark=True),
+)  # fmt: skip
+# What "red" and "green" are: readable on each background, also on that of a chosen line.
+DARK_COLOURS = TerminalTheme(
+    (16, 20, 24), (216, 222, 228),
+    [(16, 20, 24), (239, 107, 107), (127, 201, 127), (224, 176, 80), (111, 163, 230), (200, 140, 220), (79, 179, 191),
+     (216, 222, 228)],
+)  # fmt: skip
+LIGHT_COLOURS = TerminalTheme(
+    (255, 255, 255), (26, 29, 32),
+    [(26, 29, 32), (163, 21, 21), (27, 110, 27), (138, 90, 0), (0, 70, 160), (120, 30, 140), (0, 98, 111),
+     (216, 222, 228)],
 )  # fmt: skip
 PLAIN_THEME = "ansi-dark"
 THEME_NAMES = (*(theme.name for theme in THEMES), PLAIN_THEME)

@@ -2,17 +2,27 @@
 
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
+
 from appliance.service.words import t
 from tui.frame.front import Say
+
+DEEDS = {"create": t("create"), "replace": t("replace"), "keep": t("keep"), "start": t("start"),
+         "restart": t("restart"), "remove": t("remove")}  # fmt: skip
+KINDS = {"directory": t("directory"), "file": t("file"), "symlink": t("symlink"), "model": t("model"),
+         "process": t("process"), "port": t("port"), "user": t("user"), "group": t("group"),
+         "unit": t("unit")}  # fmt: skip
 
 
 def plan_lines(plan: Any, say: Say) -> str:
     """Everything that is new or changes; what stays is counted."""
     lines = [say(t("Release {release}", release=plan.release)), ""]
-    for item in plan.items:
-        if item.deed != "keep":
-            size = human(item.bytes) if item.bytes else ""
-            lines.append(f"{item.deed:8} {item.kind:10} {size:>9}  {item.what}  {say(item.note)}".rstrip())
+    changed = [(say(DEEDS[item.deed]), say(KINDS[item.kind]), item) for item in plan.items if item.deed != "keep"]
+    widths = [max((cell_len(row[column]) for row in changed), default=0) for column in (0, 1)]
+    for deed, kind, item in changed:
+        more = [human(item.bytes) if item.bytes else "", say(item.note)]
+        head = f"{set_cell_size(deed, widths[0])}  {set_cell_size(kind, widths[1])}  {item.what}"
+        lines.append("  ".join(each for each in (head, *more) if each))
     kept = sum(1 for item in plan.items if item.deed == "keep")
     said = t("{size} to write; {kept} more stay as they are.", size=human(plan.bytes), kept=kept)
     return "\n".join([*lines, "", say(said)])

@@ -126,8 +126,8 @@ def test_python_examples_compile(page: Path):
 
 
 def test_both_languages_say_the_same():
-    english = {path.name: path for path in (REPOSITORY / "docs/en").glob("*.md")}
-    korean = {path.name: path for path in (REPOSITORY / "docs/ko").glob("*.md")}
+    english, korean = ({path.relative_to(REPOSITORY / "docs" / language).as_posix(): path
+                        for path in (REPOSITORY / "docs" / language).rglob("*.md")} for language in ("en", "ko"))
     assert english.keys() == korean.keys()
     for file, path in english.items():
         for language in ("bash", "console", "json", "python"):  # a plain block may hold words, which are translated

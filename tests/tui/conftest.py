@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent / "appliance/service"):
+for folder in (HERE, HERE / "pictures", HERE.parent / "appliance/service"):
     sys.path.insert(0, str(folder))
 _spec = importlib.util.spec_from_file_location("service_fixtures", HERE.parent / "appliance/service/conftest.py")
 assert _spec is not None

@@ -66,7 +66,7 @@ async def test_help_belongs_to_the_step(empty: Wizard) -> None:
             await opened(empty, pilot, position)
             await pilot.press("f1")
             await until(pilot, lambda: isinstance(empty.screen, Read))
-            texts.add(seen(empty).partition("Enter   goes on")[0])
+            texts.add(seen(empty).partition("Enter        goes on")[0])
             await pilot.press("escape")
         assert len(texts) == len(STEPS)
 

@@ -24,9 +24,9 @@ class Rail(Told, Widget):
         for number, (status, title) in enumerate(rows):
             here = number == self.position
             text.append(f"{'>' if here else ' '}{marks.get(status, ' ')}", COLOURS.get(status) or "")
-            text.append(f"{number} {title}\n", "bold" if here else "")
+            text.append(f" {number} {title}\n", "bold" if here else "")
             if status not in ("", "open", "green"):
-                text.append(f"   {self.say(STATES[status])}\n", COLOURS[status])
+                text.append(f"     {self.say(STATES[status])}\n", COLOURS[status])
         return text
 
     def on_click(self, event: events.Click) -> None:

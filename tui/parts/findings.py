@@ -57,6 +57,10 @@ class Findings(Told, OptionList):
         at = self.highlighted
         return self.shown[at] if at is not None and at < len(self.shown) else None
 
+    def on_resize(self) -> None:
+        """The chosen line stays on the screen when the terminal, or what stands below the list, changes its size."""
+        self.call_after_refresh(self.scroll_to_highlight)
+
     def on_option_list_option_highlighted(self) -> None:
         self.post_message(self.Chosen())
 
@@ -84,10 +88,11 @@ class Detail(Told, Static):
 
 
 def meaning_of(finding: Finding, say: Say) -> list[tuple[str, str]]:
-    """Why it matters, what is needed, what to do, and what was seen."""
+    """Why it matters, what is needed, what was seen, and what to do where there is something to do."""
+    todo = [(t("Fix"), finding.fix), (t("Command"), finding.command)] if not finding.ok else []
     rows: list[tuple[str, str]] = [
-        (t("Seen"), finding.observed), (t("Needed"), finding.required), (t("Why"), finding.why),
-        (t("Fix"), finding.fix), (t("Command"), finding.command), (t("Evidence"), finding.evidence),
+        (t("Seen"), finding.observed), (t("Needed"), finding.required), (t("Why"), finding.why), *todo,
+        (t("Evidence"), finding.evidence),
     ]  # fmt: skip
     if finding.waiver is not None:
         said = t("{by}: {reason}", by=finding.waiver.by, reason=finding.waiver.reason)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -13,7 +14,9 @@ from tui.parts.plot import Plot
 from tui.parts.table import Table
 from tui.texts import duration
 
-_COLUMNS = (t("Trial"), t("Changed"), t("Requests/s"), t("Tokens/s"), t("First token"), t("Between"))
+_TOKENS = t("Tokens/s")   # left out where the table is narrow: the plot has it
+_COLUMNS = (t("Trial"), t("Changed"), t("Requests/s"), _TOKENS, t("First token"), t("Between"))
+_WIDE = 70
 
 
 class Trials(Told, Vertical):
@@ -69,16 +72,21 @@ class Trials(Told, Vertical):
         self.query_one("#trials-head", Static).update(Text(head))
         table = self.query_one("#trials", Table)
         table.clear(columns=True)
-        table.add_columns(*(self.say(each) for each in _COLUMNS))
+        narrow = self.size.width < _WIDE
+        heads = [self.say(each) for each in _COLUMNS if not (narrow and each is _TOKENS)]
+        table.add_columns(*heads)
+        room = self.size.width - 2 * len(heads) - 1 - sum(cell_len(each) for each in (heads[0], *heads[2:]))
         points = []
         for at, (name, what, result, why, status) in enumerate(rows, 1):
+            changed = Text(self.say(what))
+            changed.truncate(max(8, room), overflow="crop" if self.front.plain else "ellipsis")
             if result is None:
                 said = self.say(t("running")) if status == "running" else self.say(why)
-                table.add_row(name, Text(self.say(what)), Text(said, "red" if status == "failed" else ""))
+                table.add_row(name, changed, Text(said, "red" if status == "failed" else ""))
                 continue
             latency = result["latency_ms"]
-            table.add_row(name, Text(self.say(what)), f"{result['goodput']:.2f}", f"{result['rate']:.1f}",
-                          _ms(latency, "ttft"), _ms(latency, "itl"))  # fmt: skip
+            rate = () if narrow else (f"{result['rate']:.1f}",)
+            table.add_row(name, changed, f"{result['goodput']:.2f}", *rate, _ms(latency, "ttft"), _ms(latency, "itl"))
             points.append((float(at), float(result["rate"])))
         table.scroll_end(animate=False)
         plot = self.query_one(Plot)

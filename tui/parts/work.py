@@ -1,5 +1,6 @@
 """A job at work: its tasks, how far the running one is, how fast, and the end of its messages."""
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.app import RenderResult
 from textual.widget import Widget
@@ -10,6 +11,13 @@ from tui.frame.front import Say, Told
 from tui.look import COLOURS, MARKS, PLAIN_MARKS
 from tui.parts.bar import bar
 from tui.texts import duration, human
+
+# Steps of an install, in the operator's language; other jobs name their tasks in words.
+TASKS = {
+    "discover": t("discover"), "verify": t("verify"), "preflight": t("preflight"), "licence": t("licence"),
+    "plan": t("plan"), "stage": t("stage"), "units": t("units"), "switch": t("switch"), "start": t("start"),
+    "smoke": t("smoke"), "commit": t("commit"), "rollback": t("rollback"),
+}  # fmt: skip
 
 
 class Work(Told, Widget):
@@ -45,7 +53,7 @@ class Work(Told, Widget):
         lines = []
         for name, task in list(work.tasks.items())[-most:]:
             state = {"done": "green", "failed": "failed", "begin": "running"}.get(task.status, "open")
-            line = Text().append(f"{marks[state]} ", COLOURS[state]).append(self.say(name))
+            line = Text().append(f"{marks[state]} ", COLOURS[state]).append(self.say(TASKS.get(name, name)))
             if task.seconds is not None and task.seconds >= 1:
                 line.append(f"  {duration(task.seconds)}", "dim")
             lines.append(line.append(f"  {self.say(task.detail)}" if task.detail else ""))
@@ -63,4 +71,5 @@ def progress_line(work: Following, say: Say, width: int, *, plain: bool) -> str:
     left = duration((total - done) / work.rate) if work.rate > 0 else "?"
     said = say(t("{done} of {total}, {rate}/s, {left} left", done=human(done), total=human(total),
                  rate=human(work.rate), left=left))  # fmt: skip
-    return f"{say(label)}  {bar(min(24, width // 4), done / total, plain=plain)}  {said}"
+    room = width - cell_len(f"{say(label)}    {said}")
+    return f"{say(label)}  {bar(max(6, min(24, room)), done / total, plain=plain)}  {said}"

@@ -120,6 +120,7 @@ class StepBody(Body):
         work.display = self.at_work
         findings.show(self.shown())
         findings.display = not self.at_work or bool(self.shown())
+        findings.set_class(not self.shown(), "empty")  # it keeps the focus, and takes no room
         self.set_class(self.at_work, "at-work")
         self.tell_detail()
         self.draw_facts()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import work
 from textual.widget import Widget
@@ -80,8 +81,19 @@ class GpuBody(StepBody):
             facts.append(f"{gpu.temperature} °C" if not self.front.plain else f"{gpu.temperature} C")
         if gpu.power_limit:
             facts.append(say(t("up to {watts} W", watts=f"{gpu.power_limit:.0f}")))
-        lines = [f"GPU {gpu.index}  {gpu.name}", "  " + ", ".join(facts)]
+        lines = [f"GPU {gpu.index}  {gpu.name}", *_filled(facts, self.query_one("#gpus").size.width)]
         for pid, name, used in gpu.processes[:3]:
             lines.append("  " + say(t("held by {name} (pid {pid}): {size}", name=name or "?", pid=pid,
                                       size=human(used or 0))))  # fmt: skip
         return lines
+
+
+def _filled(facts: list[str], width: int) -> list[str]:
+    """Lines of facts; none is broken in the middle."""
+    lines = [""]
+    for number, fact in enumerate(facts):
+        said = fact + ("," if number + 1 < len(facts) else "")
+        if cell_len(f"{lines[-1]} {said}") + 2 > max(width, 40):
+            lines.append("")
+        lines[-1] += f" {said}"
+    return [f" {line}" for line in lines]

@@ -263,7 +263,7 @@ class TuneBody(StepBody):
                 return error.message
             return ""
 
-        example = t("ttft=500ms,itl=40ms; empty: as much as possible")
+        example = t("ttft=500ms,itl=40ms; empty: no target")
         fields = [
             Field("target", t("What your users need"), tune.target, example),
             Field("budget", t("How long it may take"), tune.budget, t("such as 10m or 1h")),
