@@ -110,7 +110,7 @@ class Sampler:
         return SampleResult(chosen, logprobs, np.flatnonzero(bad & (row != 0)).tolist())
 
     def _edit(
-        self, z: Tensor, row: np.ndarray, position: np.ndarray, token_ids: Tensor, masks: TokenMasks | None
+        self, z: Tensor, row: np.ndarray, position: np.ndarray, token_ids: Tensor, masks: TokenMasks | None = None
     ) -> bool:
         """Apply bias, bans, penalties and masks in place; True if there were any."""
         p, vocab = self.params, self.vocab_size

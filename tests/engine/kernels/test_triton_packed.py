@@ -41,6 +41,20 @@ def test_few_rows(kind, outputs, inner, group, zero, rows):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "outputs", "inner", "group", "zero"), [
+    ("int4", 48, 128, 32, False), ("int4", 40, 96, 32, True), ("int4", 33, 256, 128, True), ("int4", 20, 80, 80, False),
+    ("int4", 9, 2048, 128, False),
+])
+def test_vector_form(kind, outputs, inner, group, zero, rows):
+    packed = make(kind, outputs, inner, group, zero=zero)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(rows, inner).to(dtype)
+        expected = (x.float() @ dequantize(packed, torch.float32).t()).to(dtype)
+        for ours in (kernels.product(x, packed), kernels.vector_rows(x, packed, PackedTiles(4, 64, 4, 1))):
+            torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kind", "outputs", "inner", "group", "zero"), CASES)
 def test_unpacking_is_exact(kind, outputs, inner, group, zero, dtype):
