@@ -1,5 +1,5 @@
-"""Top-k of one token's router logits. With many tokens each has a program of its own (experts.py); with few, the router's
-last program does it, and others wait for it (router.py).
+"""Top-k of one token's router logits. With many tokens each has a program of its own (experts.py); with few, the
+router's last program does it, and others wait for it (router.py).
 
 Experts are ordered by keys:
 
