@@ -142,7 +142,7 @@ class StreamReader:
 
 
 def body_of(request: Request, model: str, extra: Mapping[str, Any]) -> bytes:
-    """What is sent: the fields that OpenAI documents, and `extra`."""
+    """The request body: the fields that OpenAI documents, and `extra`."""
     values: dict[str, Any] = {"model": model, **request.content, "stream": True,
                               "stream_options": {"include_usage": True}, **extra}  # fmt: skip
     name = "max_completion_tokens" if "messages" in request.content else "max_tokens"

@@ -50,8 +50,8 @@ class Desk:
         self.key_is_unseen = False         # the endpoint's key was made while no terminal was there to show it
 
     def sit_down(self, asked: Callable[[Person | None], None], changed: Callable[[], None]) -> None:
-        """Be the operator who works here, or the one who looks on while another does; see jobs/seat.py."""
-        with contextlib.suppress(OSError, InstallError):  # where there can be no seat, there can be no job either
+        """Become the operator who works here, or one who watches another; see jobs/seat.py."""
+        with contextlib.suppress(OSError, InstallError):  # without a place for a seat there is none for a job either
             self.seat = Seat(self.layout, asked, changed).open()
 
     def leave(self) -> None:
@@ -90,7 +90,7 @@ class Desk:
         return self.troubles
 
     def trouble_of(self, error: InstallError) -> "Trouble | None":
-        """What is behind an error that work ended with; None where the error says it all."""
+        """The cause behind an error that work ended with; None if the error says it all."""
         from appliance.service.trouble import of_error
 
         return of_error(error)
@@ -227,7 +227,7 @@ class Desk:
         return checklist_report.write(self.state(), Path.cwd())
 
     def _learned(self, work: Callable[[], tuple[dict, dict[str, str]]]) -> tuple[dict, dict[str, str]]:
-        """Do it, then take over the answers that the run was given and has learned. A run that did not begin has saved
+        """Do it, then take over the answers that the run was given or learned. A run that did not begin has saved
         none."""
         began = True
         try:

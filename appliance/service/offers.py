@@ -1,6 +1,6 @@
 """The models that a medium offers: what each is, whether it fits on this machine, under which licence.
 
-A bundle's name counts once its signature holds; one that is wrong is listed with the reason.
+A bundle's name is trusted once its signature is valid; an invalid bundle is listed with the reason.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from offline_bundle.errors import BundleError
 from offline_bundle.model.manifest import BundleManifest
 
 Fit = Literal["fits", "tight", "no", "unknown"]
-TIGHT_USERS = 2           # fewer users of full length than this: it runs, and not for many
+TIGHT_USERS = 2           # with fewer full-length users than this it runs, but not for many
 _CPU_SHARE = 0.7          # of the memory that weights may take where a CPU computes
 
 
@@ -102,7 +102,7 @@ def _fit(
 
 
 def precision_of(config: Any) -> str:
-    """Of the weights as they lie on the medium."""
+    """Precision of the weights on the medium."""
     quantized = config.get("quantization_config") if isinstance(config, dict) else None
     if isinstance(quantized, dict):
         return str(quantized.get("quant_method") or "")
@@ -116,7 +116,7 @@ def _context_of(config: Any) -> int | None:
 
 
 def _inner(config: Any) -> dict[str, Any]:
-    """The part about text, where a model has others too."""
+    """The part of the configuration about text, if a model has others too."""
     if not isinstance(config, dict):
         return {}
     text = config.get("text_config")

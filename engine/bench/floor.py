@@ -15,7 +15,7 @@ from engine.plan import SHAPES
 
 CONFIGS = SHAPES
 _BYTES = 256 << 20  # far larger than any cache
-_CALLS = 20         # of a GPU, between two times that it is waited for
+_CALLS = 20         # calls on a GPU between two synchronisations
 
 
 def bandwidth(device: torch.device, repeats: int = 9) -> dict[str, float]:
@@ -55,7 +55,8 @@ def bytes_per_token(model_dir: Path, state_dtype: str = "auto", device: str = "c
 
 
 def _median_seconds(work, device: torch.device, repeats: int) -> float:
-    """Of one call. A GPU has several to do at a time: waiting for one takes a tenth as long as it does."""
+    """Median seconds of one call. A GPU gets several calls at a time: synchronising after each would distort the
+    time."""
     times, calls = [], _CALLS if device.type == "cuda" else 1
     for _ in range(repeats + 1):
         start = time.perf_counter()

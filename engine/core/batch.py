@@ -19,7 +19,7 @@ class RowInit:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]  # masked while fewer than min_tokens were generated
-    slot: int = 0              # of its recurrent state
+    slot: int = 0              # slot of its recurrent state
     state_from: int | None = None  # slot of the checkpoint to start from, copied before the step
 
 
@@ -33,7 +33,7 @@ class PageUpdate:
     row: int
     start: int
     pages: list[int]
-    group: int = 0             # of layers, each of which has a block table
+    group: int = 0             # group of layers; each group has its own block table
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Scheduler:
         self._next_step = 0
         self._completed_step = -1
         self._flights: dict[int, list[Sequence]] = {}       # step -> its sequences, in the order of the plan
-        self._stalled: dict[Sequence, int] = {}             # lack pages -> for how many steps so far
+        self._stalled: dict[Sequence, int] = {}             # sequence -> steps for which it has lacked pages
         self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
         self.preempted: list[str] = []                      # request ids since the loop last told of them
         self.num_with_grammar = 0
@@ -74,7 +74,7 @@ class Scheduler:
         """End a sequence at any time; its row and pages are freed after flight."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
-            self._let_go(seq)
+            self._release(seq)
         elif seq.status is Status.WAITING:
             self.waiting.forget_one()
         seq.status = Status.FINISHED
@@ -98,7 +98,7 @@ class Scheduler:
         draft = _Draft(self.max_num_batched_tokens)
         stalled: dict[Sequence, int] = {}
         served = self._serve_overdue(draft, stalled, patience) if self._stalled else None
-        keep_pages = bool(stalled)  # pages that are released are for the first overdue sequence
+        keep_pages = bool(stalled)  # released pages go to the first overdue sequence
 
         chunks = []
         singles = []
@@ -224,8 +224,8 @@ class Scheduler:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _serve_overdue(self, draft: "_Draft", stalled: dict[Sequence, int], patience: int) -> set[Sequence]:
-        """Serve the sequences that have lacked pages for too long; later ones are preempted for them, last first.
-        The first one that must wait even so (for pages in flight) is put into `stalled`."""
+        """Serve the sequences that have lacked pages for too long, preempting later ones for them, last first. The
+        first that must still wait (for pages in flight) goes into `stalled`."""
         overdue = [seq for seq in self.running if self._stalled.get(seq, -1) >= patience]
         for seq in overdue:
             if seq.status is not Status.RUNNING or not draft.budget:
@@ -240,7 +240,7 @@ class Scheduler:
                 self._preempt(victim)
                 draft.preempted = True
                 if victim is seq:
-                    if not self.running:  # alone, any sequence fits: cached pages of other kinds are in its way
+                    if not self.running:  # a sequence alone always fits: cached pages of other kinds are in its way
                         self.kv.reset_prefix_cache()
                     break
             else:
@@ -354,7 +354,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self._let_go(seq)
+        self._release(seq)
         seq.status = Status.WAITING
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
@@ -362,7 +362,7 @@ class Scheduler:
         self.preempted.append(seq.request_id)
         self.waiting.put_back(seq)
 
-    def _let_go(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence) -> None:
         self.kv.release(seq)
         self._stalled.pop(seq, None)
         if seq.last_step > self._completed_step:
@@ -385,7 +385,7 @@ class Scheduler:
         self.kv.forget(seq)
         for other in sharing:
             if other is not seq:
-                self._preempt(other)  # it computes them itself
+                self._preempt(other)  # it recomputes them itself
         if seq.status is Status.FINISHED:
             return []
         self.finish(seq, FinishReason.ERROR)
@@ -459,8 +459,8 @@ class _Blocked:
 
     seq: Sequence
     length: int        # known tokens
-    num_tokens: int    # of these not cached
-    lacking: int       # pages that must be released, or no longer be promised, at least (0: not the reason)
+    num_tokens: int    # how many of these are not cached
+    lacking: int       # pages that must at least become available first (0: pages are not the reason)
     promised: int
     num_released: int  # of the arena
 

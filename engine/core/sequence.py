@@ -53,11 +53,11 @@ class Sequence:
     num_cached_tokens: int = 0         # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     row: int = NO_ROW
-    slot: int = NO_SLOT                # of its recurrent state, if the model has one
+    slot: int = NO_SLOT                # slot of its recurrent state, if the model has recurrent layers
     checkpoints: list[int] = field(default_factory=list)  # positions whose state is to be kept, in order
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # pages, for each group of layers
-    num_passed: list[int] = field(default_factory=list)            # of each group: pages that its window left behind
-    num_passed_sent: list[int] = field(default_factory=list)       # of those, how many the worker knows of
+    num_out_of_window: list[int] = field(default_factory=list)       # in each group: pages that its window has left
+    num_out_of_window_sent: list[int] = field(default_factory=list)  # how many of those the worker knows of
     page_hashes: list[bytes] = field(default_factory=list)  # of full pages of known tokens, in order
     num_registered_pages: int = 0      # how many pages are in the prefix index under `page_hashes`
     num_pages_sent: int = 0            # how many pages the worker's block tables already hold

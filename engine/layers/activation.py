@@ -12,14 +12,14 @@ Gate = Literal["silu", "gelu_tanh", "sigmoid"]
 
 
 class GatedLinear(MergedLinear):
-    """The first two products of a gated MLP and the gate: act(x Wgᵀ) * (x Wuᵀ)."""
+    """Gate and up projection of a gated MLP, fused: act(x Wgᵀ) * (x Wuᵀ)."""
 
     def __init__(self, in_features: int, inner: int, *, bias: bool = False, gate: Gate = "silu") -> None:
         super().__init__(in_features, [inner, inner], bias=bias)
         self.gate: Gate = gate
 
     def gated(self, x: Activations, consumer: Linear) -> torch.Tensor | QuantizedRows:
-        """[T, in] -> [T, inner], in the form that `consumer`, the product after it, reads."""
+        """[T, in] -> [T, inner], in the form that `consumer`, the next GEMM, reads."""
         if isinstance(x, UnnormedRows):
             return self._vector_gemm(x.values, norm=(x.weight, x.eps), wide_offset=x.offset, gate=self.gate)
         if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
@@ -29,7 +29,7 @@ class GatedLinear(MergedLinear):
 
 
 def gate_mul(gate: torch.Tensor, up: torch.Tensor, kind: Gate, consumer: Linear) -> torch.Tensor | QuantizedRows:
-    """act(gate) * up, both [T, N], in the form that `consumer`, the product after it, reads. May overwrite `up`."""
+    """act(gate) * up, both [T, N], in the form that `consumer`, the next GEMM, reads. May overwrite `up`."""
     if gate.is_cuda:
         from engine.kernels.pointwise import fused
 

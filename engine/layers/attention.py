@@ -81,7 +81,7 @@ class Attention(nn.Module):
                 v = unit_rms(v, self.v_norm_eps)
             write_kv(k, v, self.k_cache, self.v_cache, slot_mapping)
             if k.dtype != self.k_cache.dtype and (batch.prefills or self._lends):
-                # A chunk's own tokens as later chunks will read them: a result must not depend on where it was cut.
+                # Round the chunk's own K and V as the cache will: a result must not depend on where the prompt was cut.
                 k, v = (kind.to(self.k_cache.dtype).to(kind.dtype) for kind in (k, v))
             self._step_k_v = (k, v) if self._lends else None
         else:
@@ -202,7 +202,7 @@ class Attention(nn.Module):
 def tile_tokens(
     num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *, batch_invariant: bool = False
 ) -> int:
-    """Query tokens in a tile of the mixed kernel: with the heads that share a key head they fill the tile's rows."""
+    """Query tokens in a tile of the mixed kernel; times the heads that share a key head, they fill the tile's rows."""
     if batch_invariant:
         from engine.kernels.attention.batch_invariant import tile_tokens
 

@@ -1,4 +1,4 @@
-"""What the layers of one forward pass share: set once a step, so that a layer's `forward` takes only activations."""
+"""What the layers of one forward pass share. Set once a step, so that a layer's `forward` takes only activations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -99,7 +99,7 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         _current = None
 
 
-def narrow_to_last() -> None:
+def continue_with_last_tokens() -> None:
     """Continue the running forward pass with the last tokens alone. The layers that follow read all keys and values
     from the cache, and write none."""
     global _current

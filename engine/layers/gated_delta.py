@@ -20,9 +20,10 @@ from engine.layers.weight_memory import empty_parameter
 
 
 class ByKeyHead(MergedLinear):
-    """Products whose weights may stand on disk key head by key head: all parts of the first, all of the second, ...
+    """Fused linear layers whose checkpoints may interleave by key head: all parts of the first head, then of the
+    second, ...
 
-    Here they always stand part by part.
+    In memory the parts always follow one another.
     """
 
     def __init__(self, in_features: int, out_sizes: list[int], key_heads: int, *, mixed_on_disk: bool) -> None:
@@ -75,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         sizes = [self.key_size, self.key_size, self.value_size, self.value_size]
         self.in_proj_qkvz = ByKeyHead(hidden_size, sizes, key_heads, mixed_on_disk=mixed_on_disk)
         self.in_proj_ba = ByKeyHead(hidden_size, [value_heads] * 2, key_heads, mixed_on_disk=mixed_on_disk)
-        self.in_proj_ba.quantizable = False  # few outputs, which decide what a state keeps
+        self.in_proj_ba.quantizable = False  # small, and it decides what a state keeps: never quantised
         self.conv_weight = empty_parameter(self.channels, 1, conv_width)
         self.a_log = _float_parameter(value_heads)
         self.dt_bias = _float_parameter(value_heads)
@@ -93,7 +94,7 @@ class GatedDeltaNet(nn.Module):
     def heads(
         self, x: Activations, batch: RecurrentBatch | DeviceRecurrentBatch
     ) -> torch.Tensor | QuantizedRows:
-        """All before the output projection: [T, H] -> [T, HV V]."""
+        """Everything before the output projection: [T, H] -> [T, HV V]."""
         qkv, z = self.in_proj_qkvz(x).split((self.channels, self.value_size), -1)
         ba, early = self.in_proj_ba.in_order(x)
         if isinstance(batch, DeviceRecurrentBatch):
@@ -114,7 +115,7 @@ class GatedDeltaNet(nn.Module):
     def _on_device(
         self, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch, *, early: bool
     ) -> torch.Tensor | QuantizedRows:
-        """`early`: all but `ba` is there when the kernel after it starts."""
+        """`early`: when the next kernel starts, everything but `ba` is complete."""
         from engine.kernels.pointwise import norm
         from engine.kernels.recurrent import gated_delta
 
@@ -132,7 +133,7 @@ class GatedDeltaNet(nn.Module):
     def kernel_arguments(
         self, qkv: torch.Tensor, ba: torch.Tensor, batch: DeviceRecurrentBatch, out: torch.Tensor
     ) -> tuple[Any, ...]:
-        """What recurrent.gated_delta's `prefill` and `decode` take alike."""
+        """Arguments common to `prefill` and `decode` of recurrent.gated_delta."""
         from engine.kernels.recurrent.gated_delta import DeltaShape
 
         shape = DeltaShape(self.key_heads, self.value_heads, self.key_dim, self.value_dim)

@@ -1,9 +1,9 @@
 """The end of a step with prompts: only the last token's hidden state of each sequence is read.
 
 The last layer writes keys and values (or a state) of all tokens, because later steps need them. After that it continues
-with the last tokens alone, which saves the output projection and the MLP of one layer. Where the last layers have no
-keys of their own (Gemma 4 E2B, E4B), all of them continue so (ForwardContext.last_only): more than half of a prompt's
-arithmetic is saved.
+with the last tokens alone, which saves the output projection and the MLP of one layer. If the last layers have no K/V
+of their own (Gemma 4 E2B, E4B), all of them run on the last tokens alone (ForwardContext.last_only), which saves more
+than half of a prompt's arithmetic.
 """
 
 from typing import TypeVar, cast

@@ -1,8 +1,8 @@
-"""Mixture of experts: each token goes through k of E gated MLPs, which a router picks for it.
+"""Mixture of experts: a router picks k of E gated MLPs for each token.
 
     logits = x Wrᵀ                                [T, E]
     p      = softmax(logits)                      in float32, over all experts
-    w, e   = the k largest of p, their numbers    [T, k], if asked divided by their sum
+    w, e   = the k largest of p, their indices    [T, k], optionally divided by their sum
     y[t]   = Σ_j w[t, j] · down_e(act(gate_e(x[t])) * up_e(x[t]))    with e = e[t, j]
 
 The experts of a layer are two stacked weights, filled in place from whatever form a checkpoint has them in.
@@ -156,7 +156,7 @@ class RoutedExperts(nn.Module):
             return self._by_expert(x, routing)
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
-        """As Linear.onto: what is still to be added to `residual` [T, H], or None if that has been done, in place."""
+        """As Linear.onto: returns what is still to be added to `residual` [T, H], or None if it was added in place."""
         if not x.is_cuda:
             return self(x, routing)
         self._on_gpu(x, routing, residual)
@@ -208,7 +208,7 @@ class RoutedExperts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts: what stands in a decoder layer where a dense model has its MLP."""
+    """A router and its experts: takes the place of a decoder layer's MLP."""
 
     def __init__(self, hidden_size: int, inner: int, num_experts: int, top_k: int, *, renormalize: bool = True) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class SparseMLP(nn.Module):
         self.experts = RoutedExperts(hidden_size, inner, num_experts)
 
     def for_few(self, rows: int) -> bool:
-        """Whether this few rows run the whole block, norm included, in three kernels (kernels/moe/decode.py)."""
+        """Whether this few rows run the whole block, norm included, as three kernels (kernels/moe/decode.py)."""
         return self.experts.fused and self.gate.in_vector_form(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ class SparseMLP(nn.Module):
 
 
 def kinds_of_steps(model: nn.Module, most: int, gpu: Target) -> set[int]:
-    """Token counts up to `most` that together need every expert kernel that any count in that range needs."""
+    """Token counts up to `most` that together need every expert kernel of that range: what warm-up has to run."""
     modules = list(model.modules())
     top_k = {module.top_k for module in modules if isinstance(module, Router)}
     stacks = {(*m.down_proj.weight.shape, m.down_proj.weight.itemsize) for m in modules if isinstance(m, RoutedExperts)}

@@ -10,9 +10,9 @@ from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
 from engine.layers.linear import Linear
 from engine.layers.weight_memory import empty_parameter
 
-# Numbers of a row up to which the products of a few vectors take its norm in passing. Each of their programs does it
-# again: at 4,096 that costs what the norm's own kernel would (Qwen3-8B on an H100), and more beyond.
-_NORM_IN_PRODUCT = 4096
+# Longest row whose norm is fused into the small-batch GEMM. Every program of that GEMM repeats the norm, so for longer
+# rows a separate norm kernel is cheaper.
+_LONGEST_FUSED_NORM = 4096
 
 
 class RMSNorm(nn.Module):
@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
         if x is None or residual is None:
             x, residual = x if residual is None else residual, None
             assert x is not None
-            small = x.shape[-1] <= _NORM_IN_PRODUCT
+            small = x.shape[-1] <= _LONGEST_FUSED_NORM
             if small and all(product.in_vector_form(x.shape[0]) for product in (consumer, *others)):
                 return UnnormedRows(x, self.weight, self.eps, self.wide_offset), x
         kept = x if residual is None else residual
@@ -90,11 +90,12 @@ class WideRMSNorm(RMSNorm):
         branch: tuple["WideRMSNorm", torch.Tensor, "WideRMSNorm"] | None = None,
         scalar: torch.Tensor | None = None,
     ) -> list[Activations]:
-        """residual = (residual + norm(x)) * scalar, in place, and what follows of it: all that stands between a product
-        and the next one in layers with norms behind their products.
+        """residual = (residual + norm(x)) * scalar, in place, then the norms `following`: everything between one GEMM
+        and the next in layers that normalise a GEMM's output.
 
-        branch: (norm_1, y, norm_2), then norm_1(x) + norm_2(y) is in x's place. Returns the following norms of the
-        residual, or without any itself; the first in the form that `consumer` reads. They have the same eps and offset.
+        branch: (norm_1, y, norm_2): norm_1(x) + norm_2(y) takes the place of norm(x). Returns the following norms of
+        the residual, or the residual if there are none; the first in the form that `consumer` reads. All have the same
+        eps and offset.
         """
         if x.is_cuda:
             return self._onto_on_gpu(residual, x, following, consumer, branch, scalar)

@@ -5,7 +5,7 @@ half-split form). Numbers outside of these pairs stay as they are.
 
     whole head                    r = d/2                     distance = d/2
     partial_rotary_factor f       r = f d/2                   distance = r      the first 2 r numbers are a small head
-    rope_type "proportional"      r = f d/2                   distance = d/2    the slowest pairs of a whole head rest
+    rope_type "proportional"      r = f d/2                   distance = d/2    the slowest pairs of a head do not turn
 """
 
 import math
@@ -23,7 +23,7 @@ class Rope(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
-    distance: int  # between the two numbers of a pair
+    distance: int  # between the two elements of a pair
 
 
 class RotaryEmbedding(nn.Module):

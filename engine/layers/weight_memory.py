@@ -1,4 +1,4 @@
-"""Memory of weights: none before they are loaded, then apart from what comes and goes while they are made.
+"""Memory of weights: none before they are loaded, then a pool apart from temporary tensors.
 
 PyTorch's allocator puts a new tensor into any block that another one has left. Weights that are quantised as they load
 would end up in blocks of temporary tensors, and the rest of each such block could not be given back: another tenth of
@@ -21,7 +21,8 @@ def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Paramet
 
 @contextmanager
 def weight_pool(device: torch.device) -> Iterator[torch.cuda.MemPool | None]:
-    """A pool for `for_good` to take from meanwhile, on a GPU. It must live as long as what was taken from it."""
+    """On a GPU: the pool that `for_good` allocates from inside this context. It must outlive every tensor made from
+    it."""
     global _pool
     assert _pool is None, "one model is loaded at a time"
     _pool = torch.cuda.MemPool() if device.type == "cuda" else None
@@ -33,7 +34,7 @@ def weight_pool(device: torch.device) -> Iterator[torch.cuda.MemPool | None]:
 
 @contextmanager
 def for_good() -> Iterator[None]:
-    """Tensors that are made meanwhile stay as long as the model."""
+    """Tensors made inside this context live as long as the model."""
     if _pool is None:
         yield
     else:

@@ -47,7 +47,7 @@ class CausalLM(nn.Module, ABC):
         """Checkpoint name -> the tensor (or slice of a fused one) it is loaded into: exactly what must be on disk."""
 
     def cache_layers(self) -> list[CacheLayer]:
-        """What each caching layer keeps, in layer order. By default: equal attention layers, one a layer."""
+        """What each caching layer keeps, in layer order. By default every layer is the same attention layer."""
         config = self.config
         return [AttentionLayer(config.num_kv_heads, config.head_dim, config.sliding_window)] * config.num_layers
 
@@ -59,8 +59,8 @@ class CausalLM(nn.Module, ABC):
         return [m for m in self.modules() if isinstance(m, Attention)]
 
     def lookup_tables(self) -> list[Embedding]:
-        """Large tables of which a step reads one row a token, after its first layer at the earliest. They may stay in
-        host memory (worker/embedding_offload.py)."""
+        """Large tables of which a step reads one row per token, and not before its first layer has run. They may stay
+        in host memory (worker/embedding_offload.py)."""
         return []
 
     def set_state_dtype(self, wanted: str, device: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from engine.core.kv.spec import AttentionLayer, CacheLayer
 from engine.layers.activation import GatedLinear
 from engine.layers.attention import Attention
-from engine.layers.context import get_context, narrow_to_last
+from engine.layers.context import continue_with_last_tokens, get_context
 from engine.layers.embed import Embedding, LMHead
 from engine.layers.gemm_inputs import Activations
 from engine.layers.last_tokens import keep_last
@@ -168,7 +168,7 @@ class GemmaForCausalLM(CausalLM):
             x, normed = layer(x, normed, ropes[layer.kind], following, *(each[i] for each in of_layers))
             if following.reads_last and following.consumer is not None:
                 of_layers = tuple([*each[: i + 1], *map(keep_last, each[i + 1 :])] for each in of_layers)
-                narrow_to_last()
+                continue_with_last_tokens()
                 ropes = self._rope_rows(x.dtype)
         assert isinstance(normed, torch.Tensor)
         return normed

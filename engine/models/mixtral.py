@@ -8,7 +8,7 @@ from engine.models.qwen3_moe import ExpertMLP, make_sparse
 
 
 class MixtralMLP(ExpertMLP):
-    """w1 is the gate, w3 the other half of the first product, w2 the second."""
+    """w1 is the gate projection, w3 the up projection, w2 the down projection."""
 
     def weights(self, prefix: str) -> Weights:
         prefix = prefix.removesuffix("mlp.") + "block_sparse_moe."

@@ -49,7 +49,7 @@ def main() -> int:
             return run(tally)
         finally:
             compile_pool.dismiss()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`: the child ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs `finally`: the child ends too
     command = [sys.executable, "-P", "-m", "engine.selftest", "--in-process", "--began", repr(watch.began)]
     try:
         return supervise(command, Tally(print_line if options.json else _print_text, watch=watch), options.time_limit)

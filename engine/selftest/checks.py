@@ -1,7 +1,8 @@
 """What the self-test computes: each check once with the Triton kernels and once with their plain references.
 
-The variants cover what differs: models' head sizes and groups, one slice or several, padded and full tiles, window and
-softcap, bf16 and fp8. Every slot of the KV cache that no sequence owns holds NaN, which exposes a kernel that reads
+`CHECKS` lists them. The variants cover what differs: head sizes and groups, one slice or several, padded and full
+tiles, window and softcap, bf16 and fp8. Every slot of the KV cache that no sequence owns holds NaN, which exposes a
+kernel that reads
 what it must not.
 """
 
@@ -84,7 +85,7 @@ class Side:
 
     @contextmanager
     def clock(self) -> Iterator[None]:
-        """Adds what the block takes, until the device is done, to `ms`."""
+        """Add the time of the block, until the device is done, to `ms`."""
         self._wait()
         began = time.perf_counter()
         yield

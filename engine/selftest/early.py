@@ -1,6 +1,6 @@
-"""Opens the GPU while modules load: the driver takes half a second for it, without Python's lock.
+"""Opens the GPU while modules load: the driver takes half a second, and does not hold Python's lock.
 
-Where it fails nothing is said: PyTorch tries again, and says why it cannot.
+Failures are ignored: PyTorch will try again and report why it cannot.
 """
 
 import ctypes
@@ -13,9 +13,10 @@ from engine.capabilities import nvidia_driver_present
 
 
 def open_gpu() -> threading.Thread | None:
-    """Make the context of the first GPU, which PyTorch will use; to be joined. None where there can be none.
+    """Create the CUDA context of the first GPU, which PyTorch will use, in a thread that the caller joins. None if
+    there is no GPU.
 
-    Call it once PyTorch is loaded: libraries that are loaded and a driver that loads its own may wait for one another.
+    Call it after PyTorch has loaded: loading libraries while the driver loads its own may block both.
     """
     if not nvidia_driver_present() or torch.version.cuda is None:
         return None

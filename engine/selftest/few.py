@@ -1,9 +1,9 @@
-"""What one to four tokens go through in fewer launches, against its parts one by one.
+"""Fused kernels for one to four tokens, compared with their parts run one by one.
 
     sparse block    norm, router, experts, and the MLP beside them, with a factor of its own or apart
 
-Every token goes to every expert: where only some are chosen, a rounding may choose others. The choice has a check of
-its own.
+Every token goes to every expert: with a top-k choice, rounding could select different experts on the two sides. The
+choice has a check of its own.
 """
 
 from functools import partial

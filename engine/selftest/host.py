@@ -1,4 +1,4 @@
-"""Rows that a kernel reads out of host memory over the bus, as of Gemma 4's per-layer embeddings: bit for bit."""
+"""Rows that a kernel reads from host memory over the bus (Gemma 4's per-layer embeddings): compared bit for bit."""
 
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.kernels.runtime import host_memory
@@ -7,7 +7,7 @@ from engine.selftest.compare import Result, exact
 
 
 def rows(side: Side) -> list[Result]:
-    """Of a table in page-locked memory; in the GPU's own where the driver locks none, as the engine does it too."""
+    """Rows of a table in page-locked memory; in GPU memory if the driver cannot lock any, as in the engine."""
     values, ids = side.randn(300, 8960).cpu(), side.randint(300, 40).long()
     if side.is_reference:
         return [exact(pointwise_reference.gather_rows(values, ids, 16.0))]

@@ -1,10 +1,10 @@
-"""The self-test's kernels, known before anything is loaded that could tell: compilers begin while PyTorch loads.
+"""A stored list of the self-test's kernels, so that compilers can start while PyTorch is still loading.
 
     python -m engine.selftest.jobs [--write]        whether jobs.json is what the checks need now; or make it so
 
-For GPUs of a few kinds jobs.json lists what `recording` notes of the checks, one variant a line, the longest to
-compile first. It is a guess: what is waited for is what the checks turn out to need on the GPU that is there (run.py).
-A variant that is missing here is compiled a little later, one too many is compiled for nobody.
+For a few kinds of GPU, jobs.json lists what `recording` records of the checks: one variant a line, slowest to compile
+first. It is a guess; the test waits only for what its checks need on the present GPU (run.py). A variant missing here
+is compiled a little later, and a superfluous one is wasted work.
 """
 
 import argparse
@@ -29,10 +29,10 @@ Row = tuple[str, str, str, dict[str, Any], int, int]  # capabilities, kernel, ty
 
 
 def give_early() -> None:
-    """Have what this machine's GPU will probably need compiled by the pool that was started early.
+    """Let the pool that was started early compile what this machine's GPU will probably need.
 
-    In the background, for a driver may take its time. Most take next to none, and it is over before PyTorch begins to
-    load: threads that load libraries wait for one another.
+    Runs in the background, because a driver may be slow to answer. Usually it is done before PyTorch starts to load;
+    threads that load libraries would wait for each other.
     """
     if compile_pool.is_under_way():
         thread = threading.Thread(target=_give_early, daemon=True)
@@ -47,7 +47,7 @@ def _give_early() -> None:
 
 
 def lines_for(capability: tuple[int, int]) -> list[str]:
-    """Jobs of a compile pool for such a GPU; none if it is of no kind that is listed."""
+    """Compile jobs for such a GPU; none if its kind is not listed."""
     name, lines = _name(capability), []
     for capabilities, kernel, types, constants, num_warps, num_stages in json.loads(_FILE.read_text("utf-8")):
         if name in capabilities.split():
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _rows() -> list[Row]:
-    """What the checks need on each of the GPUs, none of which need be here."""
+    """What the checks need on each listed GPU. None of them has to be present."""
     from engine.kernels.runtime.compile_ahead import line_of, longest_first
 
     first = next(iter(GPUS))

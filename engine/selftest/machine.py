@@ -104,7 +104,7 @@ def _driver() -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """Its first sentence, or ours as it is."""
+    """The error's first sentence; our own errors are shown whole."""
     if error.args and isinstance(error.args[0], Message):
         return error.args[0]
     return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:300] + "."
@@ -135,7 +135,7 @@ def _product_rate(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 10, rounds: int = 3) -> float:
-    """Of the fastest round: in another one this process may have had to wait for a processor."""
+    """Seconds of the fastest round: in the others, this process may have waited for a processor."""
     work()
     torch.cuda.synchronize(device)
     fastest = float("inf")

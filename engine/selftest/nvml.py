@@ -1,11 +1,11 @@
-"""What the driver's management library says of the GPU: cheap, and long before PyTorch could."""
+"""Facts about the GPU from NVML: cheap, and available long before PyTorch is loaded."""
 
 import ctypes
 import os
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Of the first GPU that this process may use; None if that cannot be known.
+    """Compute capability of the first GPU that this process may use; None if unknown.
 
     A guess where GPUs differ: CUDA may count them in another order. The library stays open: where no process holds the
     GPU the driver would shut it down, and CUDA would wait for it to start again.

@@ -1,8 +1,8 @@
 """The self-test's own process: facts of the machine, then check after check.
 
-Compiling takes longest, and other processes do it; for GPUs that are well known they begin before this module is
-loaded (jobs.py). This one first finds out what is to be compiled, the slowest first; while others compile it measures
-the machine and computes what the checks' references say; then kernels run as they are ready.
+Compiling takes longest, so other processes do it; for known GPUs they start before this module is loaded (jobs.py).
+This process lists what is to be compiled, slowest first; meanwhile it measures the machine and computes the checks'
+references; then it runs kernels as they become ready.
 """
 
 import math
@@ -24,7 +24,7 @@ from engine.selftest.report import Fault, Tally
 if TYPE_CHECKING:
     from engine.kernels.runtime.compile_ahead import Work  # imported where there is a GPU: CPU builds have no Triton
 
-# Those whose kernels take longest to compile stand last: they are the first to be compiled, and the last to run.
+# Checks whose kernels take longest to compile come last: those kernels are compiled first and run last.
 EVERY = [*few.CHECKS, *host.CHECKS, *checks.CHECKS, *sampling.CHECKS, *delta.CHECKS]
 _REASON = 400  # characters of an error that are shown
 
@@ -131,7 +131,7 @@ def _judge(tally: Tally, check: Check, reference: Reference, side: Side) -> Faul
 
 
 def compare(check: Check, reference: Reference, side: Side) -> Difference:
-    """The worst difference between the results of `side`'s kernels and the reference's, from the same numbers."""
+    """The worst difference between the kernels' results on `side` and the reference's, from the same inputs."""
     if reference.error is not None:
         raise reference.error
     side.numbers = reference.numbers

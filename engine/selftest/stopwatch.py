@@ -1,4 +1,4 @@
-"""Where the time of a self-test goes, from the start of the process that somebody waits for."""
+"""Where the time of a self-test goes, from the start of the process."""
 
 import os
 import time
@@ -30,7 +30,7 @@ class Stopwatch:
         self._last = self.began
 
     def lap(self, part: str) -> None:
-        """What went by since the last lap was spent on `part`."""
+        """Count the time since the last lap as spent on `part`."""
         now = time.monotonic()
         self.parts[part] += now - self._last
         self._last = now

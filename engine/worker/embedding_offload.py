@@ -1,7 +1,7 @@
 """Embedding tables that stay in host memory, from which the GPU reads the rows it needs: --per-layer-embeddings.
 
-Gemma 4 E2B and E4B look a row up, for each token, in a table of 4.7 and 5.6 GB, half of all their weights. On the host
-it leaves that much more GPU memory for pages; a row of 20 KB takes the bus less than half a microsecond.
+For each token, Gemma 4 E2B and E4B look up a row in a table of 4.7 and 5.6 GB, half of all their weights. On the host
+the table leaves that much more GPU memory for pages, and reading a row over the bus takes less than half a microsecond.
 
     keep_tables   before loading: is there room on the host?    else they stay on the GPU, and the log says why
     lock_tables   after loading: page-lock them for the GPU     else they move there, if they fit
@@ -24,13 +24,13 @@ from engine.worker.memory import host_bytes
 log = logging.getLogger(__name__)
 
 FLAG = "--per-layer-embeddings"
-_RESERVE = 4 << 30  # for the rest of the engine (PyTorch, CUDA, compilers at work) and of the machine
+_RESERVE = 4 << 30  # host memory left to the engine (PyTorch, CUDA, running compilers) and the rest of the machine
 _WAYS = msg("Free host memory (a unit's MemoryMax= counts too), or use {flag} gpu.", flag=FLAG)
 
 
 def keep_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> None:
-    """Give the tables host memory, if that is asked for, or possible and worth it. Raises ConfigError for
-    `--per-layer-embeddings host` where it is impossible."""
+    """Give the tables host memory if asked to, or by default if possible and worthwhile. Raises ConfigError if
+    `--per-layer-embeddings host` is impossible."""
     wanted, tables = config.per_layer_embeddings, model.lookup_tables()
     if not tables:
         if wanted != "auto":
@@ -54,7 +54,7 @@ def keep_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> 
 
 
 def lock_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> None:
-    """Make the tables that were kept on the host readable for the GPU; where that fails, move them there.
+    """Make the tables that were kept on the host readable for the GPU; if that fails, move them to the GPU.
 
     Raises ConfigError if they were asked to stay, OutOfMemoryPlanError if they do not fit.
     """

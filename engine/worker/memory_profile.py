@@ -1,4 +1,4 @@
-"""What steps take of a GPU, measured before the pages are allocated.
+"""The GPU memory that steps need, measured before the pages are allocated.
 
     a runner with the real number of rows, and one page that all of them share
       |- every kernel compiled (warmup.py)
@@ -7,7 +7,7 @@
       |- some graphs, the largest among them                                           -> pool, bytes a record
       '- freed again
 
-What is compiled and loaded here is needed later anyway, so little start-up time is spent on measuring.
+Kernels that are compiled and loaded here are needed later anyway, so measuring costs little start-up time.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ from engine.worker.memory import StepNeeds
 from engine.worker.warmup import prepare
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
-_GRANULE = 2 << 20      # the driver takes memory in pieces: what was measured may have filled up one begun before
+_GRANULE = 2 << 20      # the driver allocates in pieces: part of what was measured may lie in a piece allocated earlier
 _PROBES = 8             # the graphs of a batch of this size (1, 2, 4, 8) stand for all: the last for the largest
 
 
@@ -40,7 +40,7 @@ def measure_steps(
     *,
     graphs: bool,
 ) -> StepNeeds:
-    """`model` has its weights, no pages are there. Ends with all of the measurement's own memory given back.
+    """`model` has its weights, and no pages are allocated yet. Gives all of the measurement's own memory back.
 
     Raises torch.OutOfMemoryError if a step does not fit beside the weights.
     """
@@ -55,7 +55,8 @@ def measure_steps(
     )  # fmt: skip
     cache = Cache(spec, 1, kv_dtype, device)
     runner.bind_cache(cache)
-    # Few sequences have kernels of their own; and where a step has no more tokens than sequences, the largest decodes.
+    # Few sequences have kernels of their own. If a step has no more tokens than sequences, the largest step is a decode
+    # step.
     small = [[2]] if longest > 1 else [[2], [2, *[1] * (count - 2)]]
     steps = [*_largest_steps(lengths), *(_largest_steps(prompts)[0] for prompts in small)]
     prepare(runner, count, (plan for plan in steps if plan.num_tokens > len(plan.seqs)))
@@ -74,7 +75,7 @@ def measure_steps(
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
-    # What is still there is the libraries' and stays (cuBLAS workspaces): it is in use, and no part of a step.
+    # What remains belongs to libraries (cuBLAS workspaces) and stays: it is in use, but not part of a step.
     stays = torch.cuda.memory_reserved(device) - reserved
     if graphs:
         _first_graph(device)
@@ -99,7 +100,8 @@ def _lengths(num_tokens: int, count: int, limit: int) -> list[int]:
 
 
 def _largest_steps(lengths: list[int]) -> list[StepPlan]:
-    """Prompts of these lengths in one step; then one token more of each. Nobody has pages: all is written to page 0."""
+    """Prompts of these lengths in one step, then one more token of each. There are no pages: everything goes to page
+    0."""
     params = SamplingParams(top_p=0.9, presence_penalty=0.1, logprobs=MAX_LOGPROBS, max_tokens=None)
     inits = [RowInit(i + 1, [0] * n, min(n, _PROMPT_LOGPROBS + 1), params, i, ()) for i, n in enumerate(lengths)]
     prompts = [
@@ -111,8 +113,8 @@ def _largest_steps(lengths: list[int]) -> list[StepPlan]:
 
 
 def _first_graph(device: torch.device) -> None:
-    """Record one graph first: the driver takes 70 MiB for a process's first one, which is no part of what others
-    take."""
+    """Record one graph first: the driver allocates extra memory for a process's first graph, which later ones do not
+    need."""
     graph, word = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
     with torch.cuda.graph(graph):
         word += 1
@@ -141,7 +143,7 @@ def _measure_graphs(runner: DeviceRunner, probes: dict[int, int], sizes: list[in
 
 
 def _records(graphs: Graphs[Key], keys: Iterable[Key], device: torch.device, in_use: int, reserved: int) -> int:
-    """Bytes that the driver took for them, beyond what was in use and what the pool has grown by."""
+    """Bytes that the driver allocated for their records, beyond what was in use and the growth of the pool."""
     for key in keys:
         graphs.replay(key)  # a record is loaded when it first runs
     torch.cuda.synchronize(device)

@@ -19,7 +19,7 @@ def needs_all_states(plan: StepPlan) -> bool:
 
 
 class Pooler:
-    """The sums of prompts whose mean is under way, by row. A prompt that begins anew overwrites what its row held."""
+    """Running sums of prompts whose mean is being computed, by row. A prompt that restarts overwrites its row."""
 
     def __init__(self) -> None:
         self._sums: dict[int, torch.Tensor] = {}

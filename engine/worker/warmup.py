@@ -1,8 +1,8 @@
 """Compile every kernel that steps will need before the first request, which would otherwise wait for seconds.
 
-The kernels of a step depend on how many rows its products have, on whether its sequences are few, into how many slices
-decode attention cuts and into what blocks experts' tokens fall, not on what the step holds. So a step of each kind is
-gone through with kernels only noted, not started, and all that were noted are compiled side by side.
+A step's kernels depend on the number of rows of its GEMMs, on whether it has few sequences, on the number of slices of
+decode attention and on the block size of the experts, not on its tokens. So one step of each kind runs with its kernels
+recorded instead of launched, and all recorded kernels are compiled in parallel.
 """
 
 import logging
@@ -33,9 +33,9 @@ _CHOSEN_BYTES = 8 << 20    # of fp8: choosing for the small products of 35B-A3B 
 
 @torch.inference_mode()
 def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> int:
-    """Compile for decode steps of up to `max_batch` sequences, and for mixed steps as these are.
+    """Compile for decode steps of up to `max_batch` sequences, and for mixed steps like these.
 
-    Returns how many variants were not at hand. The runner's caches must be bound; their content stays as it is.
+    Returns how many variants had to be compiled. The runner's caches must be bound; their content does not change.
     """
     with recording() as jobs:
         for size in _decode_sizes(runner, max_batch):
@@ -52,8 +52,8 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> 
 
 @torch.inference_mode()
 def choose_products(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tokens: int) -> None:
-    """Measure which of the library's algorithms are the fastest in decode steps, before graphs of them are recorded,
-    and in full steps: while there are prompts, nearly all steps are full. `dtype` is that of activations."""
+    """Measure which cuBLASLt algorithms are fastest for decode steps, before their graphs are recorded, and for full
+    steps, because nearly all steps are full while there are prompts. `dtype`: of activations."""
     kinds: dict[torch.dtype, dict[tuple[int, int], list[autotune.Weight]]] = {}
     for module in model.modules():
         if not isinstance(module, Linear) or module.out_features > _CHOSEN_OUTPUTS:
@@ -65,7 +65,7 @@ def choose_products(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tok
     began, measured = time.monotonic(), 0
     sizes = [size for size in graph_sizes(max_batch) if unquantized.FEW_ROWS < size <= _CHOSEN_ROWS]
     for kind, weights in kinds.items():
-        if kind == fp8.FP8:  # of full steps the library's first choice is as good as any
+        if kind == fp8.FP8:  # in full steps the library's first choice is as good as any
             least = 0 if cublaslt.has_forms() else fp8.FEW_ROWS
             measured += autotune.choose(weights, [size for size in sizes if size > least], dtype, fp8=True)
         else:
@@ -75,7 +75,7 @@ def choose_products(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tok
 
 
 def _decode_sizes(runner: DeviceRunner, max_batch: int) -> list[int]:
-    """Batch sizes that stand for all: one for every variant of products, and of decode attention."""
+    """Batch sizes that cover every variant of GEMMs and of decode attention."""
     sizes = {size for size in PRODUCT_ROWS if size <= len(runner._ids)}
     for heads in {layer.num_kv_heads for layer in runner.attention_layers}:
         seen = set()

@@ -99,7 +99,8 @@ class TuneBody(StepBody):
         self._turned()
 
     def knobs(self) -> "Knobs":
-        """What the four say now. A field that is empty, or half a number, is 0: the plan says what is wrong with it."""
+        """The values of the four fields. An empty or half-typed number counts as 0: the plan says what is wrong with
+        it."""
         assert self.board is not None
 
         def said(name: str) -> str:
@@ -290,7 +291,7 @@ class TuneBody(StepBody):
 
     def run(self) -> None:
         super().run()
-        self.board = None  # it is read anew when the run has ended
+        self.board = None  # it is read again when the run has ended
 
     def _watched(self) -> None:
         if self.is_open and self.board is None and self.problem is None and self.front.following is None:

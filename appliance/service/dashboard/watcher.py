@@ -1,7 +1,7 @@
 """Looks at the service again and again: /metrics through a key of its own, the status less often.
 
-The key has the scope `metrics` alone, goes when the watcher does, and is made anew before its hour is over. The key of
-a watcher that was killed ends by itself.
+The key has only the scope `metrics` and lives for an hour. The watcher renews it in time and removes it when it ends;
+the key of a killed watcher expires.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class Watcher:
         )  # fmt: skip
 
     def _open(self, now: float) -> None:
-        """Make the key. An operator who may not is told, and sees what needs none."""
+        """Make the key. An operator without the right to make one is told so, and sees what needs no key."""
         self._key_at = now
         try:
             self._drop_key()

@@ -41,7 +41,7 @@ class NumbersReader(Protocol):
 
 
 class LetGo(Exception):
-    """A reader raises it from a question that its operator shall no longer answer: another front takes over."""
+    """Raised by a reader during a question that its operator may no longer answer, because another front takes over."""
 
 
 class _Line:
@@ -73,7 +73,7 @@ class _Line:
 
     def open_answers(self) -> None:
         if self._answers < 0:
-            with contextlib.suppress(OSError):  # the job reads its answers no more, or not yet
+            with contextlib.suppress(OSError):  # the job no longer reads answers, or not yet
                 self._answers = os.open(self.job.path / "answers", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def answer(self, number: int, value: Any) -> None:
@@ -137,13 +137,13 @@ def _attached(job: Job, reader: JobReader, line: _Line) -> tuple[dict[str, Any],
             job.cancel()
         except InstallError:
             raise
-        except BaseException:  # a prompt was left: nobody will answer
+        except BaseException:  # the operator left a prompt: nobody will answer
             job.cancel()
             raise
 
 
 def watch(job: Job, reader: JobReader) -> dict[str, Any]:
-    """Follow a job without a part in it; Ctrl-C ends the watching, not the job. Raises as `attach` does."""
+    """Follow a job as a spectator; Ctrl-C ends the watching, not the job. Raises as `attach` does."""
     return result_of(job, _Follower(job, reader, None).to_the_end())
 
 
@@ -166,7 +166,7 @@ def result_of(job: Job, end: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class _Follower:
-    """Reads a job's events and shows each once, also when it was interrupted in between."""
+    """Reads a job's events and shows each exactly once, even across an interruption."""
 
     def __init__(self, job: Job, reader: JobReader, line: _Line | None) -> None:
         self.job, self.reader, self.line = job, reader, line

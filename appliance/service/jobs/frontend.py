@@ -1,4 +1,4 @@
-"""The front end that a job's work talks to: it writes events, and waits for the attached front's answers."""
+"""The front end that a job's work talks to: writes events, and waits for answers from the attached front."""
 
 import contextlib
 import errno

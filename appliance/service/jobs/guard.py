@@ -1,4 +1,4 @@
-"""What brings the proven settings back when the process of a job is killed: at once, with nobody there.
+"""Restores the proven settings when a job's process is killed, at once and without an operator.
 
 On a server the job's unit runs it when the job has ended (ExecStopPost=). Elsewhere it is a process that waits for the
 end of the job, which the kernel tells it by dropping the job's lock. If both are killed, `atoll start` does the same.
@@ -20,11 +20,11 @@ from installer.base.layout import code_root
 from installer.decide.frontend import Unattended
 from installer.operate.settings_trial import recover
 
-_BUSY_SECONDS = 60.0   # for another command that came first
+_BUSY_SECONDS = 60.0   # to wait for another command that came first
 
 
 def start_guard(job: Job) -> None:
-    """Have a process wait for the end of this job, unless its unit looks after it."""
+    """Start a process that waits for the end of this job, unless its unit does (ExecStopPost=)."""
     if job.spec.get("by_systemd"):
         return
     with open(job.path / "log", "ab") as log:

@@ -1,4 +1,5 @@
-"""What a job's process does, by the kind in its spec: how a unit's process makes the work that its front asked for."""
+"""Maps the kind in a job's spec to the work that its process does: a unit's process cannot inherit it from the
+front."""
 
 import os
 from pathlib import Path

@@ -36,9 +36,9 @@ def prepare(layout: Layout, purpose: str, *, kind: str, given: dict[str, Any], i
 def launch(job: Job, work: Work | None) -> None:
     """Start its process, and return when it holds its lock or has ended. A Ctrl-C in between cancels the job.
 
-    `work` is what the process does where it is forked from this one; a unit's process makes the same of `kind` and
-    `given` in the spec (appliance/service/jobs/kinds.py). None: a fresh process does so too, for a front that has
-    threads and must not be forked. Raises InstallError.
+    `work` runs in a process forked from this one. A unit's process derives the same work from `kind` and `given` in the
+    spec (appliance/service/jobs/kinds.py), and so does a fresh process if `work` is None: for a front that has threads
+    and must not be forked. Raises InstallError.
     """
     child = None if job.spec["by_systemd"] and _start_unit(job) else _begin(job, work)
     cancelled = False

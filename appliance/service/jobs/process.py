@@ -27,7 +27,7 @@ Work = Callable[[JobFrontend], dict[str, Any]]
 def run_process(job: Job, work: Work) -> int:
     """Do the work of `job` in this process and return its exit code. Never raises."""
     with open(job.path / "alive") as alive:  # held until this process is gone
-        if not _locked(alive.fileno()) or job.end is not None:  # a unit that was slow to start does it already
+        if not _locked(alive.fileno()) or job.end is not None:  # a unit that was slow to start runs it already
             return int(ExitCode.BUSY)
         _take_signals()
         me = ProcessId.of(os.getpid())
@@ -77,7 +77,7 @@ def interrupted() -> InstallError:
 
 
 def _write_end(job: Job, end: dict[str, Any]) -> None:
-    """Into the space that was allocated at the start."""
+    """Write into the space that was allocated at the start."""
     data = json.dumps(end, ensure_ascii=False).encode(errors="replace")
     if len(data) > END_BYTES and end["exit_code"] == 0:
         with contextlib.suppress(OSError):  # larger than what was set aside: it may not fit on a full disk
@@ -88,7 +88,7 @@ def _write_end(job: Job, end: dict[str, Any]) -> None:
 
 
 def _overwrite(path: Path, data: bytes, size: int) -> None:
-    """Into the `size` bytes that the file has already."""
+    """Overwrite the `size` bytes that the file already has."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(fd, data.ljust(size), 0)

@@ -1,4 +1,4 @@
-"""One operator works, any number look on: the seat at the screens of one installation.
+"""One operator works and any number watch: the seat at the screens of one installation.
 
     <jobs of the installation>/seat/lock      flock of the program whose operator works; the kernel drops it with it
                                     holder    who that is, and since when
@@ -51,8 +51,8 @@ class Person:
 
 
 class Seat:
-    """The part of one program. `asked` is called, in a thread of the seat's, with who asks to take over, and with None
-    when that is over; `changed` when the seat was won or lost."""
+    """One program's side of it. In a thread of its own, calls `asked` with the person who asks to take over, and with
+    None when that is over; calls `changed` when the seat was won or lost."""
 
     def __init__(
         self, layout: Layout, asked: Callable[[Person | None], None], changed: Callable[[], None],

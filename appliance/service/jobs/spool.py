@@ -1,4 +1,4 @@
-"""Where jobs keep their files, and what these say about a job.
+"""The files of jobs, and the state of a job that they tell.
 
     /run/atoll-jobs/<installation>/      for root; else $XDG_RUNTIME_DIR, else /tmp/atoll-jobs-<uid>
       writer.lock                        flock: one job at a time per installation
@@ -37,7 +37,7 @@ JobState = Literal["starting", "running", "ended", "killed"]
 KEPT = 20                 # ended jobs whose files stay
 END_BYTES = 64 << 10      # set aside for end.json
 PROCESS_BYTES = 256       # and for process.json
-START_SECONDS = 30.0      # from the making of its directory until a job must hold its lock
+START_SECONDS = 30.0      # between the creation of a job's directory and its lock
 _MAX_LINE = 8 << 20
 
 
@@ -66,7 +66,7 @@ class Job:
         return ProcessId(facts["pid"], facts["start_time"], facts["boot_id"]) if facts else None
 
     def state(self) -> JobState:
-        """`killed`: its process is gone and said nothing of an end."""
+        """`killed`: the process is gone and left no end.json."""
         if self.locked():
             return "running"
         if self.end is not None:
@@ -140,7 +140,7 @@ def _base() -> Path:
 
 
 def make_root(layout: Layout) -> Path:
-    """Make it, for this user alone. Raises InstallError where somebody else has put something in its place."""
+    """Make it, private to this user. Raises InstallError if somebody else has put something in its place."""
     root = root_of(layout)
     for directory in (root.parent, root):
         try:

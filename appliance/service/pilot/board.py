@@ -1,4 +1,4 @@
-"""A pilot as a person looks at it: every stage with its limits and figures, what it costs, and what can be done now."""
+"""A pilot as a person sees it: every stage with its limits and figures, the costs, and what can be done now."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class StageSeen:
     why: tuple[str, ...]
     figures: tuple[tuple[str, str], ...]
     goals: tuple[Finding, ...]
-    waits: bool                        # its time is over, and a person decides on the next one
+    waits: bool                        # its time is over; a person decides about the next one
 
 
 @dataclass(frozen=True)

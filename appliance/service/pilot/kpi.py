@@ -48,7 +48,7 @@ def requests_of(window: Window) -> tuple[float, float]:
 
 
 def measure(window: Window, goal: Goal, *, per_hour: float | None = None) -> Kpi:
-    """`per_hour`: what the machine costs."""
+    """`per_hour`: the machine's cost per hour."""
     requests, errors = requests_of(window)
     tokens_in, tokens_out = window.increase("prompt_tokens"), window.increase("generation_tokens")
     seconds = window.seconds
@@ -67,7 +67,7 @@ def measure(window: Window, goal: Goal, *, per_hour: float | None = None) -> Kpi
 
 
 def tripped(window: Window, stop: Stop) -> list[str]:
-    """Which stop conditions hold, in words; none: go on."""
+    """The stop conditions that hold, in words; empty: continue."""
     found = []
     requests, errors = requests_of(window)
     enough = requests >= stop.requests

@@ -130,7 +130,7 @@ class Records:
         return derive(self.journal.records)
 
     def add(self, event: str, **data: Any) -> None:
-        """On the disk when this returns; what people must be able to look up is in the audit log too."""
+        """The event is on the disk when this returns; decisions also go to the audit log."""
         try:
             self.journal.add(event, **data)
             if event in _AUDITED:
@@ -154,7 +154,7 @@ def ask(layout: Layout, what: str, by: str) -> None:
 
 
 def asked(layout: Layout) -> tuple[str, str] | None:
-    """What was asked, and by whom; taken away by the reading."""
+    """What was asked, and by whom. Reading it removes it."""
     path = layout.state / "pilot.ask"
     try:
         lines = path.read_text("utf-8", "replace").splitlines()

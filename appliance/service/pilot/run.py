@@ -1,7 +1,7 @@
 """A pilot at work: one stage after another, sampled and judged, and taken back when a stop condition holds.
 
-It goes on where its events end: a killed process or a restarted machine costs the time in which nobody watched, which
-counts for no stage. A watcher that ends without a result lets in only those of the way back.
+It continues where its events end. Time in which nobody watched (a killed process, a restarted machine) counts for no
+stage. A watcher that ends without a result lets in only the users of the way back.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _SPARE = (KEY_NAME, VERIFICATION_KEY, WATCHER_KEY)
 
 
 class PilotRequest(BaseModel):
-    """`plan`: of a new pilot; without it the one that is open goes on."""
+    """`plan`: starts a new pilot; None continues the open one."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,7 +52,7 @@ def pilot_work(request: PilotRequest, layout: Layout) -> Work:
 
 
 def run(layout: Layout, request: PilotRequest, frontend: JobFrontend) -> dict[str, Any]:
-    """Until the pilot is over. Raises InstallError; what was recorded stays, and the next run goes on."""
+    """Run the pilot to its end. Raises InstallError; what was recorded stays, and the next run continues."""
     if not layout.state.is_dir():
         raise nothing_installed()
     with Records(layout, "pilot") as records:
@@ -78,7 +78,7 @@ def summary(state: PilotState) -> dict[str, Any]:
 
 
 def admit(layout: Layout, chosen: list[str] | None) -> None:
-    """Let in these; None: everybody. The gateway is told of a change at once."""
+    """Let in only these users; None: everybody. A change reaches the gateway at once."""
     wanted = None if chosen is None or "*" in chosen else chosen
     if api_keys.admit(layout.api_keys, wanted, spare=_SPARE):
         reload_gateway(layout)
@@ -214,7 +214,7 @@ class _Watch:
         self.records.add("closed", outcome="done", by=self.by)
 
     def leave(self) -> None:
-        """The watcher goes and the stage does not: nobody must use what nobody watches."""
+        """Shut out the stage's users when the watcher ends before the stage: nobody may use what nobody watches."""
         state = self.records.state
         number = state.current
         if state.open and number is not None and state.stages[number].status == "running":
@@ -278,7 +278,7 @@ class _Watch:
                 for each in judged(kpi, stage.goal) if not each.ok]  # fmt: skip
 
     def _way_back(self, number: int, start: float, status: str, why: list[str]) -> bool:
-        admit(self.layout, self._back(number))  # first: the users are better off without what tripped
+        admit(self.layout, self._back(number))  # first of all: protect the users from what tripped
         self._end(number, start, status, why)
         self.frontend.step(self.plan.stages[number].name, "failed", joined(why, "; "))
         self.records.add("closed", outcome="stopped", by=self.by)

@@ -2,7 +2,7 @@
 
     config.json ──► the catalogue's model ──► MODEL/WORKLOAD ──► flags of `atoll serve`, as settings of the instance
 
-A setting that the operator wrote stays. One that an earlier preset wrote gives way to the new preset's.
+The operator's own settings stay. Settings that an earlier preset wrote are replaced by the new preset's.
 """
 
 import json
@@ -86,7 +86,7 @@ def _shape_of(model: Model) -> tuple[Any, ...] | None:
 
 
 def _shape(config: Any) -> tuple[Any, ...] | None:
-    """What tells models apart. None for what is no configuration."""
+    """What distinguishes models. None if this is no configuration."""
     if not isinstance(config, dict):
         return None
     text = config.get("text_config")
@@ -96,7 +96,7 @@ def _shape(config: Any) -> tuple[Any, ...] | None:
 
 
 def _value(word: str | None) -> Setting:
-    """As TOML has it. None is a switch."""
+    """The value as TOML writes it. None means a switch."""
     if word is None:
         return True
     for kind in (int, float):

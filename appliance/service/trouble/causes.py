@@ -1,4 +1,4 @@
-"""Why a service does not start: what its last words mean, and who holds what it needs."""
+"""Why a service does not start: what its last log lines mean, and who holds what it needs."""
 
 import re
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ def of_log(scene: Scene) -> tuple[str, tuple[Action, ...]]:
     if _DRIVER.search(log):
         return t("The driver of the GPU and the code do not fit each other."), (
             Action(t("See what the checks of the GPU say"), "atoll preflight"),)  # fmt: skip
-    if scene.holders:  # it said nothing that is known, and somebody is on the GPU: the usual reason
+    if scene.holders:  # no known message, and another process is on the GPU: the usual reason
         return _memory(scene, start)
     said = next(iter(evidence(scene.log_tail, 1)), "")
     cause = t("Its last words: {said}", said=said) if said else t("It left no message.")

@@ -19,7 +19,7 @@ from installer.service.prefix import PrefixService
 from installer.service.systemd import SystemdService
 
 _LOG_LINES = 60
-_FEW_BYTES = 256 << 20  # what a desktop holds of a GPU is no trouble
+_FEW_BYTES = 256 << 20  # a desktop's GPU memory is no trouble
 
 
 def troubles(layout: Layout, media: Iterable[Path] = ()) -> list[Trouble]:

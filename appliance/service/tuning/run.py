@@ -108,7 +108,7 @@ class Tuning:
             name = f"{model}/{self.profile.name}"
             try:
                 return preset_values(find_preset(name, card).argv)
-            except InstallError:  # it does not fit here, so nobody has started from it
+            except InstallError:  # it does not fit here, so no search has started from it
                 return {}
         return preset_values(find_preset(name, card).argv)
 
@@ -227,7 +227,7 @@ class Tuning:
         return measured
 
     def _tell(self, facts: dict[str, Any]) -> None:
-        """One trial, for those who watch."""
+        """Report one trial to those who watch."""
         if isinstance(self.frontend, JobFrontend):
             self.frontend.numbers("trial", facts)
 
@@ -312,5 +312,5 @@ class Tuning:
 
 
 def failure_of(error: InstallError) -> Failure:
-    """"memory" if more memory would have helped: then no setting that needs more is tried either."""
+    """"memory" if more memory would have helped: then no setting that needs even more is tried."""
     return "memory" if error.error_id in (OUT_OF_MEMORY, KILLED) else "start"

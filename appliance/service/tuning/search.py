@@ -171,7 +171,7 @@ def _enough(space: Space, index: int, at: int, clients: int | None) -> bool:
 
 
 def _worth(space: Space, position: Position, trials: Sequence[Trial]) -> bool:
-    """It fits, and no setting that takes less memory has failed for lack of it."""
+    """Whether it fits, and no setting that needs less memory has run out of memory."""
     for trial in trials:
         if trial.failure == "memory" and all(a >= b for a, b in zip(position, trial.position, strict=True)):
             return False

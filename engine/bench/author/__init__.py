@@ -1,1 +1,1 @@
-"""Benchmarks for who works on the engine. They stay in the checkout: neither a wheel nor a medium carries them."""
+"""Benchmarks for engine developers. They stay in the checkout: neither a wheel nor a medium carries them."""

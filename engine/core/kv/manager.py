@@ -106,7 +106,7 @@ class KVManager:
         first = hit.num_tokens // self.page_size
         names = seq.page_hashes[first : (len(seq.token_ids) - 1) // self.page_size]
         if len(self.arena.pools) == 1 and not self._windows:
-            names = names[:1]  # the others are of no use without it
+            names = names[:1]  # later pages are useless without this one
         self.arena.watch(names)
 
     def admit(self, seq: Sequence, hit: Prefix, step_id: int) -> None:
@@ -115,10 +115,10 @@ class KVManager:
         for pool, table in zip(self.pools, hit.tables, strict=True):
             pool.share(page for page in table if page != NULL_PAGE)
         seq.tables = [list(table) for table in hit.tables]
-        seq.num_passed = seq.num_passed_sent = [0] * len(self.pools)
+        seq.num_out_of_window = seq.num_out_of_window_sent = [0] * len(self.pools)
         if self._windows:
-            seq.num_passed = [next((i for i, p in enumerate(t) if p != NULL_PAGE), len(t)) for t in seq.tables]
-            seq.num_passed_sent = list(seq.num_passed)
+            seq.num_out_of_window = [next((i for i, p in enumerate(t) if p != NULL_PAGE), len(t)) for t in seq.tables]
+            seq.num_out_of_window_sent = list(seq.num_out_of_window)
         seq.num_registered_pages = len(seq.pages)
         seq.num_computed_tokens = hit.num_tokens
         if self.slots is not None:
@@ -134,8 +134,8 @@ class KVManager:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make room for `num_tokens` after the computed ones, which the next step computes. False (and no page more) if
-        pages are short."""
+        """Allocate pages for the next `num_tokens` tokens, which the next step computes. False, and nothing allocated,
+        if there are not enough."""
         end, pages = seq.num_computed_tokens + num_tokens, len(seq.tables[0])
         if end <= pages * self.page_size:
             return True
@@ -144,7 +144,7 @@ class KVManager:
             new = self.pools[0].take(missing)
             seq.tables[0].extend(new or ())
             return new is not None
-        self._free_passed(seq)
+        self._free_out_of_window(seq)
         taken = self.arena.take(self._needs(pages, missing, end))
         if taken is None:
             return False
@@ -178,8 +178,8 @@ class KVManager:
         self._release(seq, self.slots, taken)
 
     def take_state_saves(self) -> list[tuple[int, int]]:
-        """(slot of a sequence, slot for its state) of the step just planned. From now on these states may be found: by
-        later steps, not by the same one."""
+        """(slot of a sequence, slot its state is saved to) for the step just planned. Only later steps may find these
+        states, so they are published here."""
         if self.slots is None or not self._saves:
             return []
         for _, slot, digest in self._saves:
@@ -191,7 +191,7 @@ class KVManager:
     def release(self, seq: Sequence) -> None:
         """Release everything that `seq` owns, after flight."""
         for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
-            self._release(seq, pool, _owned(table[seq.num_passed[group] :])[::-1])
+            self._release(seq, pool, _owned(table[seq.num_out_of_window[group] :])[::-1])
         if self.slots is not None:
             self._release(seq, self.slots, [seq.slot])
             seq.slot = NO_SLOT
@@ -225,10 +225,10 @@ class KVManager:
     def describe_changes(self, seq: Sequence, updates: list[PageUpdate]) -> None:
         """List what has changed in the block tables of `seq` since the last call."""
         for group, table in enumerate(seq.tables):
-            sent, passed = seq.num_passed_sent[group], seq.num_passed[group]
+            sent, passed = seq.num_out_of_window_sent[group], seq.num_out_of_window[group]
             if passed > sent:
                 updates.append(PageUpdate(seq.row, sent, table[sent:passed], group))
-                seq.num_passed_sent[group] = passed
+                seq.num_out_of_window_sent[group] = passed
             updates.append(PageUpdate(seq.row, seq.num_pages_sent, table[seq.num_pages_sent :], group))
         seq.num_pages_sent = len(seq.pages)
 
@@ -245,11 +245,11 @@ class KVManager:
     # -- what is going on -----------------------------------------------------------------------------------------
 
     def waste(self, seqs: Iterable[Sequence]) -> tuple[int, int]:
-        """(slots allocated, slots that hold a token) over the running sequences' first group; shared pages count once
-        an owner."""
+        """(token slots allocated, token slots written) in the first group of the running sequences; a shared page
+        counts once per owner."""
         allocated = written = 0
         for seq in seqs:
-            passed = seq.num_passed[0] * self.page_size
+            passed = seq.num_out_of_window[0] * self.page_size
             room = len(seq.pages) * self.page_size
             allocated += room - passed
             written += min(seq.num_computed_tokens, room) - passed
@@ -265,8 +265,8 @@ class KVManager:
             assert seq.num_computed_tokens <= room or not seq.pages, f"{seq.request_id} overruns its pages"
             for group, (pool, table) in enumerate(zip(self.pools, seq.tables, strict=True)):
                 assert len(table) == len(seq.pages), "block tables of different lengths"
-                assert set(table[: seq.num_passed[group]]) <= {NULL_PAGE}
-                seen = self.memory.passed_pages(group, seq.num_computed_tokens)
+                assert set(table[: seq.num_out_of_window[group]]) <= {NULL_PAGE}
+                seen = self.memory.pages_out_of_window(group, seq.num_computed_tokens)
                 assert NULL_PAGE not in table[seen:], f"{seq.request_id} lacks a page that it will read"
                 own = _owned(table)
                 assert len(set(own)) == len(own), f"{seq.request_id} owns a page twice"
@@ -283,10 +283,10 @@ class KVManager:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _needs(self, pages: int, missing: int, end: int) -> list[int]:
-        """How many pages to take, of each kind, for a sequence that has `pages` in each group, lacks `missing`, and
-        will reach `end` in this step: where pages are short, none for tokens that the step's last one does not see."""
+        """How many units of each kind a sequence takes that has `pages` in each group, lacks `missing`, and reaches
+        `end` in this step. When memory is tight, tokens that the step's last token does not attend to get no page."""
         no_slot = [0] * (self.slots is not None)
-        gone = [self.memory.passed_pages(group, end - 1) for group in range(len(self.pools))]
+        gone = [self.memory.pages_out_of_window(group, end - 1) for group in range(len(self.pools))]
         passed = [min(missing, max(0, count - pages)) for count in gone]
         if any(passed) and not self.arena.fits([missing + spare for spare in self._watermarks] + no_slot):
             return [missing - skip for skip in passed] + no_slot
@@ -298,20 +298,20 @@ class KVManager:
         else:
             pool.release(pages)
 
-    def _free_passed(self, seq: Sequence) -> None:
+    def _free_out_of_window(self, seq: Sequence) -> None:
         """Release pages that are out of their group's window."""
         for group in self._windows:
-            done, passed = seq.num_passed[group], self.memory.passed_pages(group, seq.num_computed_tokens)
+            done, passed = seq.num_out_of_window[group], self.memory.pages_out_of_window(group, seq.num_computed_tokens)
             passed = min(passed, len(seq.pages))
             if passed > done:
                 table = seq.tables[group]
                 self._release(seq, self.pools[group], _owned(table[done:passed]))
                 table[done:passed] = [NULL_PAGE] * (passed - done)
-                seq.num_passed[group] = passed
+                seq.num_out_of_window[group] = passed
 
     def _checkpoints(self, seq: Sequence, hit: Prefix) -> list[int]:
-        """Positions after `hit` whose state is worth keeping: where another prompt with the same beginning went its own
-        way, where the prompt ends if that is far from `hit`, and some between in long prompts."""
+        """Positions after `hit` whose state is worth keeping: where another prompt with the same prefix diverged, the
+        end of the prompt if that is far from `hit`, and some in between for long prompts."""
         assert self.slots is not None
         if not self.enable_prefix_caching:
             return []

@@ -19,7 +19,7 @@ NULL_PAGE = 0
 class Arena:
     """Equal pieces of memory (slabs), each free or owned by one pool.
 
-    `moved` lists slabs that still hold another pool's data, until the list is taken.
+    `moved` lists slabs that changed owner and still hold the old pool's data; whoever clears them empties the list.
     """
 
     def __init__(self, num_slabs: int, per_slab: Sequence[int], first_ids: Sequence[int]) -> None:
@@ -40,7 +40,8 @@ class Arena:
         return self._clock
 
     def fits(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> bool:
-        """Whether each pool can provide its pages, all at once, after `woken` pages of it have been shared."""
+        """Whether every pool can provide its pages at the same time, once `woken` of its idle cached pages are in use
+        again."""
         return self._slack(needs, woken) >= 0
 
     def lacking(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> int:
@@ -54,7 +55,7 @@ class Arena:
         return need + sum(map(pool.is_free, wake)) - pool.num_free
 
     def watch(self, names: Iterable[bytes]) -> None:
-        """Set `named_watched` when one of these is given to a page; forget about earlier ones."""
+        """From now on, set `named_watched` when a page gets one of these names. Replaces the names watched before."""
         self._watched, self.named_watched = set(names), False
 
     def note_name(self, name: bytes) -> None:
@@ -66,8 +67,8 @@ class Arena:
         slack = self._slack(needs)
         if slack < 0:
             return None
-        # A new page may take a slab although a cached page in a busy slab would do. That must not take a slab
-        # that another pool needs.
+        # A new page may take a whole slab even where evicting a cached page would do. Do not take a slab that another
+        # pool needs.
         careful = slack < sum(needs)
         taken = []
         for pool, need in zip(self.pools, needs, strict=True):
@@ -89,8 +90,8 @@ class Arena:
         return spare - missing
 
     def find_slab(self, taker: "PagePool", before: int | None = None) -> int | None:
-        """A slab for `taker`: a free one, else the one of another pool that has been idle the longest, and, with
-        `before`, since before then."""
+        """A slab for `taker`: a free one, else another pool's slab that has been idle the longest. `before`: only slabs
+        idle since before that time."""
         if self.free:
             slab = self.free.popleft()
         else:
@@ -191,7 +192,8 @@ class PagePool:
             self.refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reference less to each page. Give the last page of a sequence first: a chain is evicted from its end."""
+        """Drop one reference to each page. List the last page of a sequence first, so that a chain is evicted from its
+        end."""
         for page in pages:
             refs = self.refs[page] - 1
             if refs < 0:
@@ -211,7 +213,7 @@ class PagePool:
                     self._return_if_empty(slab)
 
     def register(self, page: int, digest: bytes) -> None:
-        """Make a full page findable by its hash. A hash that another page already answers to keeps that page."""
+        """Make a full page findable by its hash. If another page already has this hash, that page keeps it."""
         if digest not in self._page_of:
             self._page_of[digest] = page
             self._hash_of[page] = digest
@@ -263,7 +265,8 @@ class PagePool:
         return range(start, start + self.per_slab)
 
     def _find_slabs(self, count: int) -> None:
-        """Have `count` free pages, without evicting what is younger than what other pools have cached."""
+        """Acquire slabs until `count` pages are free. Never evicts a page that is younger than another pool's cached
+        pages."""
         while self._num_empty < count:
             oldest = next(iter(self._cached.values())) if self.num_free >= count else None
             slab = self._arena.find_slab(self, oldest)
@@ -282,7 +285,8 @@ class PagePool:
         self._num_empty -= len(self._empty.pop(slab, ()))
 
     def _return_if_empty(self, slab: int) -> None:
-        """Return a slab with nothing in use and nothing cached to the arena, unless there is no other pool."""
+        """Return an empty slab (nothing in use, nothing cached) to the arena. The only pool of an arena keeps its
+        slabs."""
         empty = self._empty.get(slab, ())
         if slab in self.idle and len(empty) == self.per_slab and len(self._arena.pools) > 1:
             self._part_with(slab)

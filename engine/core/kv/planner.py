@@ -12,8 +12,8 @@
 
 Tables that the GPU reads out of host memory are listed below it: they take none of this.
 
-What does not fit is fitted where the user left it open (context, sequences), else refused with the numbers and the flag
-to change: never an out-of-memory error minutes later.
+What the user left open (context, sequences) is reduced until it fits. Anything else is refused, with the numbers and
+the flag to change: better now than an out-of-memory error minutes later.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ from engine.errors import OutOfMemoryPlanError
 from engine.message import joined, msg
 
 GIB = 1 << 30
-_FEWEST_SEQS = 8   # sequences at once are not fitted to less than this for the sake of the request table
-_TABLE_SHARE = 8   # where the number of sequences is open, their table takes at most an eighth of what is left
+_FEWEST_SEQS = 8   # the request table never reduces the number of sequences below this
+_TABLE_SHARE = 8   # if the number of sequences is open, their table takes at most an eighth of the memory left
 _MUCH_MEMORY = 70 * GIB  # H100, A100 of 80 GB, H200, B200, RTX PRO 6000; not L4, A10, RTX 4090, L40S, parts of a GPU
 _FEWEST_TOKENS = 512     # of a step; fewer make prompts slow
-_STEP_SHARE = 8          # a step's activations take at most an eighth of what the weights leave
-_SHORT_CONTEXT = 256  # tokens that each sequence should have room for, where their number is open
+_STEP_SHARE = 8          # a step's activations take at most an eighth of the memory that the weights leave
+_SHORT_CONTEXT = 256  # if the number of sequences is open: tokens that each should have room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class MemoryBudget:
     graphs: int = 0
     overhead: int = 0
     buffers: int = 0
-    on_host: int = 0  # weights that a GPU reads out of host memory: no part of what is usable here
-    weights_text: str = ""  # how they are stored and what multiplies them
+    on_host: int = 0  # weights that the GPU reads from host memory; not part of `usable`
+    weights_text: str = ""  # how weights are stored and which GEMM reads them
 
     @property
     def parts(self) -> list[tuple[str, int, str]]:
@@ -80,7 +80,7 @@ class MemoryPlan:
 
     @property
     def num_pages(self) -> int:
-        """Of the first group, if it had all slabs; and the null page."""
+        """Pages of the first group if it owned all slabs, plus the null page."""
         return self.num_slabs * self.spec.per_slab[0] + 1
 
     @property
@@ -235,19 +235,19 @@ def plan_memory(
 
 
 def sensible_seqs(spec: CacheSpec, most: int, free: int) -> int:
-    """How many sequences to prepare for where nobody says: `most`, or fewer if not each could have a short context in
-    `free` bytes. What steps of more would take (logits, sampling, graphs) is better spent on their pages."""
+    """Default number of sequences: `most`, or fewer if `free` bytes cannot give each a short context. Memory for larger
+    steps (logits, sampling, graphs) is then better spent on pages."""
     choices = _halves(most)
     slabs = max(0, free - spec.fixed_bytes) // spec.slab_bytes
     return next((n for n in choices if spec.slabs_for(_SHORT_CONTEXT, 1, n) <= slabs), choices[-1])
 
 
 def sensible_batched_tokens(most: int, total: int, free: int, step_bytes: Callable[[int], int]) -> int:
-    """Tokens of a step where nobody says: `most` on a GPU with much memory, and a quarter of it on others.
+    """Default tokens per step: `most` on a GPU with much memory, a quarter of it on others.
 
-    GPUs with less memory compute more slowly as well: 2,048 tokens keep them busy, and running streams would wait for
-    seconds behind more. Fewer still where a step's activations, `step_bytes(tokens)`, would take much of the `free`
-    bytes beside the weights: pages are worth more.
+    GPUs with less memory are also slower: 2,048 tokens keep them busy, and a longer step would stall running streams
+    for seconds. Fewer still if a step's activations, `step_bytes(tokens)`, would take much of the `free` bytes beside
+    the weights: pages are worth more.
     """
     tokens = most if total >= _MUCH_MEMORY else most // 4
     while tokens > _FEWEST_TOKENS and step_bytes(tokens) * _STEP_SHARE > free:

@@ -43,21 +43,21 @@ class PrefixSearch:
             checkpoint = self.slots.find(digests[count - 1])
         tables = [pages[:count] for pages in found]
         for group in self._windows:
-            passed = min(self.memory.passed_pages(group, count * size), count)
+            passed = min(self.memory.pages_out_of_window(group, count * size), count)
             tables[group][:passed] = [NULL_PAGE] * passed
         return Prefix(count * size, tables, checkpoint, branch * size)
 
     def _resumable(self, found: list[list[int]], digests: list[bytes], most: int) -> tuple[int, int]:
-        """Pages, up to `most`, of the longest beginning after which all windows are there, and of the longest one where
-        there is a state, too."""
-        gap = [0] * len(self._windows)       # of each window group: pages up to and including its last gap
+        """(pages, pages) up to `most`: the longest prefix whose windows are all cached, and the longest that has a
+        state as well."""
+        gap = [0] * len(self._windows)       # for each window group: pages up to and including its last gap
         longest = with_state = 0
         for n in range(1, most + 1):
             whole = True
             for i, group in enumerate(self._windows):
                 if found[group][n - 1] == NULL_PAGE:
                     gap[i] = n
-                whole &= gap[i] <= self.memory.passed_pages(group, n * self.memory.page_size)
+                whole &= gap[i] <= self.memory.pages_out_of_window(group, n * self.memory.page_size)
             if whole:
                 longest = n
                 if self.slots is None or self.slots.find(digests[n - 1]) is not None:
@@ -66,7 +66,7 @@ class PrefixSearch:
 
 
 def _cached_pages(pool: PagePool, digests: list[bytes], window: int | None) -> list[int]:
-    """Pages by name; behind a missing one only a window goes on."""
+    """Pages by name. Full attention stops at the first missing page; a window continues after it."""
     pages = []
     for digest in digests:
         page = pool.find(digest)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 _ALIGN = 256       # bytes: where a page or a slot may begin
 _MOST_UNITS = 8    # a slab holds at most so many of the largest kind
-_ROW_ALIGN = 16    # int32 numbers
-_WASTE = 0.03      # of a slab, at its end, where a size that wastes less exists
+_ROW_ALIGN = 16    # int32 elements
+_WASTE = 0.03      # most of a slab that may be unused at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class AttentionLayer:
 
     num_kv_heads: int
     head_dim: int
-    window: int | None = None    # a token sees so many, itself included; None: all
+    window: int | None = None    # tokens that a token attends to, itself included; None: all
     kv_from: int | None = None   # index of the layer whose cache it reads: it stores nothing itself
 
 
@@ -51,7 +51,7 @@ class PageGroup:
     """Attention layers whose pages live equally long."""
 
     window: int | None
-    layers: tuple[int, ...]   # those that store, by index in CacheSpec.layers
+    layers: tuple[int, ...]   # layers with a cache of their own, by index in CacheSpec.layers
     page_bytes: int           # of all of them
 
 
@@ -162,14 +162,15 @@ class CacheMemory:
         """The groups whose layers see a window of tokens only."""
         return tuple(group for group, window in enumerate(self.windows) if window is not None)
 
-    def passed_pages(self, group: int, position: int) -> int:
+    def pages_out_of_window(self, group: int, position: int) -> int:
         """Pages of a group that no token from `position` on attends to."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.page_size
 
     def most_pages(self, group: int, length: int, step_tokens: int) -> int:
-        """The most pages of a group that a sequence of `length` tokens must hold at a time: what the first token of a
-        step sees, and what tokens after the step will see. What lies between can do without (KVManager.grow)."""
+        """The most pages of a group that a sequence of `length` tokens must hold at a time: those that the first token
+        of a step attends to, and those that tokens after the step will. Pages in between may be the null page
+        (KVManager.grow)."""
         every, window = pages_for(length, self.page_size), self.windows[group]
         if window is None:
             return every
@@ -180,7 +181,7 @@ class CacheMemory:
         count = -(-seqs // self.per_slab[-1]) if self.has_state else 0
         for group, per in zip(range(len(self.windows)), self.per_slab, strict=False):
             every = pages_for(length, self.page_size)
-            # One of them takes all that a step adds; the others hold their windows.
+            # Worst case: one sequence takes every token of the step, the others hold only their windows.
             pages = self.most_pages(group, length, step_tokens) + (seqs - 1) * self.most_pages(group, length, 1)
             # Pages that follow a window begin anywhere in a slab, and may end in the middle of one just emptied.
             slack = 2 if pages < seqs * every and per > 1 and len(self.per_slab) > 1 else 0
@@ -204,7 +205,7 @@ def _row_width(count: int) -> int:
 
 
 def _slab(units: list[int]) -> tuple[int, tuple[int, ...]]:
-    """(bytes of a slab, how many units of each size it holds), little of it wasted: units are spread evenly."""
+    """(bytes of a slab, how many units of each size it holds). Chosen so that little of a slab is wasted."""
     best: tuple[float, int, tuple[int, ...]] | None = None
     for count in range(1, _MOST_UNITS + 1):
         size = count * _aligned(max(units))

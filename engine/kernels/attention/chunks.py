@@ -120,9 +120,9 @@ def _mixed_kernel(
 
 
 def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int, fp8_units: bool = True) -> tuple[int, int]:
-    """Keys a step and pipeline depth: what fits `shared` bytes beside the queries (in two dtypes with an fp8 cache).
-    Keys and values take one tile each for every stage. Where e4m3 numbers are widened by their bits, 64 keys would
-    leave a thread 1,400 bytes short of registers."""
+    """Keys per iteration and pipeline depth that fit `shared` bytes beside the queries (in two dtypes with an fp8
+    cache). Each stage takes one tile of keys and one of values. GPUs without e4m3 instructions run out of registers
+    with 64 keys."""
     wanted = ((64, 3), (64, 2), (32, 2), (16, 2)) if fp8_units or not fp8 else ((32, 3), (32, 2), (16, 2))
     for tile, stages in wanted:
         if 2 * padded_dim * (block_m * (1 + fp8) + 2 * stages * tile) <= shared:

@@ -127,8 +127,8 @@ def _arrivals(device: torch.device) -> torch.Tensor:
 
 
 def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int]:
-    """Keys a step and pipeline depth, as a search on an H100 found them. Few sequences want small steps, so that more
-    programs have work; little `shared` memory does, too, because two programs must fit."""
+    """Keys per iteration and pipeline depth, tuned on an H100. Few sequences need small iterations, so that more
+    programs have work; so does little `shared` memory, because two programs must fit."""
     if batch <= SMALL_BATCH:
         return max(16, min(32, 4096 // padded_dim)), 3
     if padded_dim <= 128 and itemsize == 2:

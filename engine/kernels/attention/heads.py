@@ -1,10 +1,12 @@
-"""From a projection to heads, for families whose heads are unlike Llama's (pointwise.fused.rope_and_write_kv).
+"""From the QKV projection to heads, for families whose heads differ from Llama's (those:
+pointwise.fused.rope_and_write_kv).
 
     q, k   norm with a weight, in float32 throughout (offset + w)     RoPE of all pairs, of a small head, of the fastest
     v      norm without a weight, or as it is                         may be k, as k was before norm and RoPE
 
-One pass: a program takes some heads of a token, and writes q, and k and v to their page and (for a chunk of a prompt,
-whose attention reads them there) side by side. Its input stays as it is, so that numbers may trade places freely.
+One pass: a program takes some heads of a token and writes q, and k and v to their page. For a prompt chunk, whose
+attention reads them contiguously, it also writes k and v side by side. The input is not overwritten, because RoPE reads
+other elements than it writes.
 """
 
 import torch

@@ -48,8 +48,8 @@ def attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, S
 
 @triton.jit
 def pages_of(table, at, begin, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Pages [TILE] of positions at ...; the null page outside [begin, end). Loops ask for them a tile ahead: keys and
-    values that had to wait for their page ids could not be on their way while the tile before is worked on."""
+    """Pages [TILE] of positions at ...; the null page outside [begin, end). Loops load page ids one tile ahead, so that
+    the next tile's keys and values are in flight while the current one is computed."""
     token = at + tl.arange(0, TILE)
     return tl.load(table + token // PAGE, mask=(token >= begin) & (token < end), other=0)
 

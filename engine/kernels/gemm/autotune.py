@@ -22,12 +22,12 @@ from engine.kernels.runtime.cache_dir import use_cache_dir
 
 log = logging.getLogger(__name__)
 
-_BETTER = 0.98     # of PyTorch's time: less is noise
-_CANDIDATES = 3    # counts up when others are tried: what was chosen among the old ones is chosen again
+_BETTER = 0.98     # gain relative to PyTorch's choice: less is noise
+_CANDIDATES = 3    # increase it when other algorithms are tried: remembered choices are then measured again
 _FINALISTS = 3
 _TURNS = 4         # that they are measured in
-_MOST_BYTES = 256 << 20  # of weights of one shape, which follow one another: more than caches hold
-_MANY_ROWS = 1024  # they are bound by arithmetic, and one weight is enough
+_MOST_BYTES = 256 << 20  # total size of the weights that take turns: more than caches hold
+_MANY_ROWS = 1024  # bound by arithmetic: one weight is enough
 _HEAD_START = 200_000  # clock cycles that the GPU is kept waiting, while what is measured is being queued
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -115,7 +115,7 @@ def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
 
 
 def _inputs(shape: Shape, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and its scale. Random numbers: a GPU that multiplies zeros draws less power, and is faster."""
+    """x and its scale. Random, because a GPU that multiplies zeros draws less power and runs faster."""
     device = weight.values.device
     x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
     if not shape.fp8:
@@ -134,7 +134,7 @@ def _by_pytorch(x: torch.Tensor, x_scale: torch.Tensor | None, dtype: torch.dtyp
 
 
 def _seconds(multiply: Callable[[Weight], torch.Tensor], weights: Sequence[Weight], turns: int) -> float:
-    """Seconds of one GEMM, in the fastest turn."""
+    """Seconds per GEMM, of the fastest round."""
     times = []
     for _ in range(turns):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""In which numbers a CPU computes: bf16 where it has instructions for it, else float32.
+"""The dtype that a CPU computes in: bf16 if it has instructions for it, else float32.
 
 `--dtype` says how weights and the KV cache are stored. A CPU with AVX512-BF16 or AMX also multiplies bf16. Others would
 emulate it, at a quarter of the speed of float32 or less; there activations, products, attention and logits are float32,

@@ -22,21 +22,20 @@ _COMPUTE_32F = 68            # cublasComputeType_t
 # cublasLtMatmulDescAttributes_t
 _TRANSPOSE_A = 3
 _SCALE_OF_A, _SCALE_OF_B = 17, 18  # pointers
-_FAST_SUMS = 25              # of fp8: sums keep fewer bits, as everywhere where fp8 is multiplied fast
+_FAST_SUMS = 25              # of fp8: sums keep fewer bits, as is usual for fast fp8 GEMMs
 _KIND_OF_SCALE_A, _KIND_OF_SCALE_B = 31, 32
 _SCALE_EACH_ROW = 3          # cublasLtMatmulMatrixScale_t: a float32 for each row of x, and for each of W
 _MOST_WORKSPACE = 1          # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
-_WORKSPACE = 32 << 20        # bytes: where the inner side is split, the parts' sums
-_LIMITS = (0, 4 << 20, _WORKSPACE)  # what it is told it may use decides which algorithms it thinks of
-_EACH = 16                   # algorithms that are asked for under each of them
+_WORKSPACE = 32 << 20        # bytes: partial sums when the inner dimension is split
+_LIMITS = (0, 4 << 20, _WORKSPACE)  # the workspace it may use decides which algorithms the heuristic suggests
+_EACH = 16                   # algorithms requested for each workspace size
 
 # cublasLtMatmulAlgoConfigAttributes_t
 _TILE, _STAGES, _CLUSTER = 1, 6, 8
 _ON_HOPPER = 66              # the algorithm with tiles and clusters; on other GPUs the library refuses it
-_STEPS = 36                  # 128 numbers of the inner side at once, as many under way as fit
-# (cublasLtMatmulTile_t, cublasLtClusterShape_t). All forms were timed on an H200, for shapes of models of 8B and 31B:
-# each of these is the best one somewhere, and the best of them is everywhere within 2 % of the best of all. Which one,
-# a measurement decides (gemm/autotune.py).
+_STEPS = 36                  # 128 elements of the inner dimension a stage, as many stages as fit
+# (cublasLtMatmulTile_t, cublasLtClusterShape_t). This selection is within 2 % of the best of all variants for the
+# shapes of 8B and 31B models (H200); a measurement picks among them (gemm/autotune.py).
 _FP8_FORMS = (
     (157, 4), (188, 3), (183, 6), (164, 2), (143, 4), (15, 2), (151, 2), (158, 4), (18, 2), (196, 2), (134, 7),
     (217, 2), (27, 2), (193, 5), (208, 2), (183, 8), (92, 4), (20, 5), (164, 7), (15, 4), (188, 2), (124, 4),
@@ -61,17 +60,17 @@ class _Found(ctypes.Structure):
 
 
 class Shape(NamedTuple):
-    """Of y [rows, outputs] = x [rows, inner] W [outputs, inner]ᵀ, all row by row without gaps."""
+    """The shape of y [rows, outputs] = x [rows, inner] W [outputs, inner]ᵀ, all row-major and contiguous."""
 
     rows: int
     outputs: int
     inner: int
-    dtype: torch.dtype  # of y; x and W have it too, unless they are
+    dtype: torch.dtype  # dtype of y, and of x and W unless these are fp8
     fp8: bool = False   # with a scale for each of their rows
 
 
 class Product:
-    """A shape, and the algorithms that there are for it. Raises CublasLtError."""
+    """A GEMM of one shape, and the algorithms available for it. Raises CublasLtError."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -126,7 +125,7 @@ class Product:
         )  # fmt: skip
 
     def _named(self, limit: int) -> list[bytes]:
-        """By the library, if it may use so many bytes of workspace."""
+        """Suggestions of the library's heuristic for this many bytes of workspace."""
         preference = c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         try:
@@ -144,7 +143,7 @@ class Product:
         return [bytes(r.algorithm) for r in results[: count.value] if r.state == 0 and r.workspace <= limit]
 
     def _form(self, tile: int, cluster: int) -> bytes | None:
-        """This variant, or None where the GPU or the shape does not allow it."""
+        """The algorithm with this tile and cluster, or None if the GPU or the shape does not allow it."""
         algorithm = _Algorithm()
         types = (self._operand, self._operand, self._result, self._result)
         if self._library.cublasLtMatmulAlgoInit(
@@ -200,7 +199,7 @@ class BoundProduct:
 
 @functools.cache
 def has_forms() -> bool:
-    """Whether the forms of fp8 products are for this GPU: the library is asked about a product that all could serve."""
+    """Whether this GPU can run the listed fp8 variants: asks the library about a GEMM that all of them could serve."""
     try:
         product = Product(Shape(64, 4096, 4096, torch.bfloat16, fp8=True))
     except CublasLtError:
@@ -209,7 +208,7 @@ def has_forms() -> bool:
 
 
 def version() -> int:
-    """Of the library: algorithms are known by numbers that another version may read otherwise."""
+    """The library's version: algorithm ids may mean something else in another version."""
     return int(_library().cublasLtGetVersion())
 
 

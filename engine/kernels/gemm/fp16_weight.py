@@ -1,4 +1,4 @@
-"""A weight in 16 bits whose product is computed in float32: for CPUs that would have to emulate bf16.
+"""A weight stored in 16 bits and multiplied in float32: for CPUs that would have to emulate bf16.
 
 FBGEMM, a part of PyTorch on x86-64, keeps a matrix as fp16 in the blocks that its kernel reads, and widens them in
 registers. fp16 has more bits of mantissa than bf16 but fewer of exponent, so a bf16 weight fits once it is scaled by a
@@ -6,8 +6,7 @@ power of two:
 
     w = 2^-k * fp16(2^k w)        k: such that the largest weight stands just below 2^15
 
-What lies 2^32 times below the largest weight still comes back exactly; smaller weights are rounded by less than float32
-rounds a sum.
+Weights down to 2^-32 of the largest one are exact; smaller ones are rounded by less than a float32 sum is.
 
 A row's result does not depend on the other rows, nor on the number of threads. FBGEMM cuts rows into blocks of 120 and
 these into kernels of a few rows; all of them sum in one order, but for AVX2's kernel of a single row. Numbers of rows
@@ -22,7 +21,7 @@ import torch
 
 _TOP = 15                  # weights are scaled to just below 2^15; fp16 ends at 65504
 _NEGLIGIBLE = 2.0**-38     # of the largest weight: float32 rounds a product with that one by 2^-24
-_CHECKED = 8 << 20         # numbers at a time: bounds the copies that the comparison makes
+_CHECKED = 8 << 20         # elements at a time: bounds the copies that the comparison makes
 _BLOCK = (512, 32)         # FBGEMM's blocks of a weight are padded to so many inputs and outputs
 _ROWS = 120                # FBGEMM's blocks of rows
 
@@ -79,7 +78,8 @@ def _product(x: torch.Tensor, packed: Any) -> torch.Tensor:
 def _padding() -> list[int]:
     """By number of rows modulo 120: how many to add, so that each row is summed as in any other batch.
 
-    Found by trying: of equal rows all results must be equal, and equal to those of six rows, a kernel of their own.
+    Found by trying: equal rows must give equal results, and the same as in a batch of six, which has a kernel of its
+    own.
     """
     generator = torch.Generator().manual_seed(0)
     packed = torch.ops.quantized.linear_prepack_fp16(torch.randn(64, 600, generator=generator), None)
@@ -90,7 +90,7 @@ def _padding() -> list[int]:
 
 
 def _exponent(weight: torch.Tensor) -> int | None:
-    """k of the module's text: 0 if fp16 holds the weight as it is; None if it does not hold it at all."""
+    """The k of the module docstring: 0 if fp16 holds the weight as it is; None if it cannot hold it at all."""
     parts = weight.detach().reshape(-1).split(_CHECKED)
     largest = max(float(part.abs().max()) for part in parts)
     if not math.isfinite(largest):

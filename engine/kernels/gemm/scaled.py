@@ -15,8 +15,8 @@ import torch
 log = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
-_ROWS, _OUTPUTS, _INNER = 144, 256, 512  # of the product that is tried
-_TOLERANCE = 2e-2  # of the largest result: rounding to bfloat16, and what fast sums drop
+_ROWS, _OUTPUTS, _INNER = 144, 256, 512  # shape of the trial GEMM
+_TOLERANCE = 2e-2  # relative to the largest result: rounding to bfloat16, and the bits that fast accumulation drops
 
 
 def has_fp8_units(device: torch.device) -> bool:
@@ -28,8 +28,8 @@ def has_fp8_units(device: torch.device) -> bool:
 
 @functools.cache
 def refusal(dtype: torch.dtype) -> str | None:
-    """Why the library does not multiply fp8 matrices with a scale for each row here, with results in `dtype`; None if
-    it does. Tried on the current GPU, once. Where none is, kernels are only noted: it is taken for granted."""
+    """Why the library cannot multiply fp8 matrices with per-row scales and results in `dtype` here; None if it can.
+    Tried once, on the current GPU. Without a GPU kernels are only recorded, and the library is assumed to work."""
     if not torch.cuda.is_available():
         return None
     return tried(torch.device("cuda", torch.cuda.current_device()), dtype)

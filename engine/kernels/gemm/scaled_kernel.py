@@ -1,4 +1,4 @@
-"""Products with an fp8 weight for any number of rows: y [M, N] = (x [M, K] W [N, K]ᵀ) · scales.
+"""GEMM with an fp8 weight for any number of rows: y [M, N] = (x [M, K] W [N, K]ᵀ) · scales.
 
 For GPUs whose library has no such product. Where there are fp8 units, x is fp8 too, with a scale for each row; else
 (before compute capability 8.9) x stays as it is, and W is widened to x's dtype on its way to the matrix units. As in
@@ -67,7 +67,8 @@ def _scaled_kernel(
 
 
 def scaled_tiles(rows: int, x_bytes: int, shared: int) -> ScaledTiles:
-    """By rule, for `rows` of x with numbers of `x_bytes`; as deep as `shared` bytes allow. Nobody has tuned these."""
+    """Tiles by rule for `rows` of x with `x_bytes` an element, with as many stages as `shared` bytes allow. Not
+    tuned."""
     block_m = min(128, max(16, triton.next_power_of_2(rows)))
     block_n = 128 if block_m == 128 else 64
     block_k = 64 if x_bytes > 1 and block_m == 128 else 128

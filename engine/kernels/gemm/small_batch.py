@@ -1,19 +1,19 @@
-"""Products of a few rows with a large weight: y [M, N] = x [M, K] W [N, K]ᵀ, bound by reading W once.
+"""GEMMs of a few rows with a large weight: y [M, N] = x [M, K] W [N, K]ᵀ, bound by reading W once.
 
-In vector form, up to 4 rows; of a large weight a second row is better off on the matrix units (layers/linear.py). A
-program holds BLOCK_N rows of W in registers, multiplies them with each row of x, and sums: within each thread first,
-across threads once at the end. There are many small programs, so much of W is on its way at any time; the first block
-of it is asked for before the previous kernel's results are waited for, since nobody writes weights. What stands around
-a product in a decoder layer happens in passing, for each kernel less saves as much time as a megabyte of weights takes:
+Vector form, up to 4 rows (with a large weight, tensor cores win from the second row on: layers/linear.py). A program
+holds BLOCK_N rows of W in registers and multiplies them with each row of x; each thread sums for itself, and threads
+are reduced once at the end. Many small programs keep much of W in flight. Nothing writes weights, so the first block is
+requested before the kernel waits for its predecessor. The operations around a GEMM in a decoder layer are fused,
+because a kernel launch costs as much as reading a megabyte of weights:
 
     before   RMS norm of x: y = (W (x * weight)ᵀ) / |x|, so every program finds |x| for itself while it multiplies
     after    the gate of a gated MLP, y = act(x Wgᵀ) * (x Wuᵀ), with Wg above Wu;  or the residual, r += x Wᵀ
 
-On the matrix units, up to 128 rows, through a deep asynchronous pipeline. The weight's rows take the wide side, so M
-needs no padding beyond 16.
+Tensor-core form, up to 128 rows, with a deep asynchronous pipeline. The weight's rows take the wide side of the tile,
+so M is padded to 16 at most.
 
-fp8 weights have a scale per output channel. In vector form they are widened in registers; on the matrix units x is fp8
-as well, with a scale per row (pointwise.quantize).
+fp8 weights have a scale per output channel. The vector form widens them in registers; on tensor cores x is fp8 as well,
+with a scale per row (pointwise.quantize).
 """
 
 import torch
@@ -27,7 +27,7 @@ from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, target_of, wait_for_previous
 
 PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a kernel's variant
-_AHEAD = 1024    # bytes of each of a program's rows that it asks for before it waits for its input
+_AHEAD = 1024    # bytes of each of its weight rows that a program prefetches before it waits for its input
 _MATRIX_THREADS = tl.constexpr(128)
 VECTOR_ROWS = 4  # the most in vector form
 
@@ -205,14 +205,14 @@ def _matrix_kernel(
 
 
 def _ahead(row_bytes: int, block_n: int) -> int:
-    """Bytes of each row to prefetch: the same for each thread, in units of 16."""
+    """Bytes of each row to prefetch: equal for all threads, a multiple of 16."""
     bytes_each = min(_AHEAD, row_bytes)
     return 0 if interpreted() or row_bytes % 16 or bytes_each * block_n % (16 * 128) else bytes_each
 
 
 def _matrix_tiles(padded_rows: int, fp8: bool, shared: int) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_K, stages), all with 4 warps: what a search on an H100 found for the shapes of an 8B model, less
-    deep where shared memory is small."""
+    """(BLOCK_N, BLOCK_K, stages), all with 4 warps: tuned on an H100 for the shapes of an 8B model, with fewer stages
+    where shared memory is small."""
     return 64, 256 if fp8 else 128, min(6, (shared - 1024) // (256 * (64 + padded_rows)))
 
 
@@ -235,7 +235,8 @@ def gemv(
     norm: (weight [K], eps) of an RMS norm of x before the product; `wide_offset` as in pointwise.norm.rms_norm.
     gate: this activation of the first half of the outputs times the second, [M, N / 2].
     residual: [M, N], to which the product is added in place; it is the result.
-    in_order: the next kernel is not started before all older results are there, and may read those without waiting.
+    in_order: the next kernel starts only when all results older than this kernel's are complete, and may read those
+    without waiting.
     """
     rows, inner = x.shape
     assert rows <= VECTOR_ROWS

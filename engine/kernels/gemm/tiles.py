@@ -16,19 +16,19 @@ from engine.kernels.runtime.gpu_target import Target, tuned_file
 from engine.kernels.runtime.tuned_tables import TableError, number
 
 _FEW_OUTPUTS = 256
-_MOST_REGISTERS = 150  # of a thread, which can have 255: the more it takes, the fewer threads run side by side
-_REGISTERS = 512       # by `registers`, which is an estimate: tiles with more of them are a mistake in a table
-_WARP_BYTES = 512      # of a row that the threads of a warp read at once
+_MOST_REGISTERS = 150  # registers of a thread (the limit is 255): the more it uses, the fewer threads run side by side
+_REGISTERS = 512       # estimated by `registers`; a table entry above this is a mistake
+_WARP_BYTES = 512      # bytes of a row that a warp reads at once
 _TUNED = Path(__file__).with_name("tuned.json")
 
 
 class Product(NamedTuple):
-    """A weight [outputs, inner], and what stands around its product."""
+    """A weight [outputs, inner], and what is fused into its GEMM."""
 
     outputs: int
     inner: int
     itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
-    gated: bool = False  # half of the outputs is the gate of the other half
+    gated: bool = False  # half of the outputs gate the other half
     normed: bool = False  # x is normalised in passing
 
 
@@ -68,8 +68,8 @@ def registers(product: Product, tiles: VectorTiles, rows: int) -> int:
 
 
 def by_rule(product: Product) -> VectorTiles:
-    """For shapes that nobody measured: long rows, and 64 bytes of the weight a thread."""
-    if product.outputs <= _FEW_OUTPUTS:  # every one a program of its own: few programs would read for long
+    """Tiles for shapes without a measurement: long rows, and 64 bytes of the weight per thread."""
+    if product.outputs <= _FEW_OUTPUTS:  # few outputs: one program each, or a few programs would read for long
         rows, columns = (1, 2048)
     elif product.normed:  # each program reads all of x and the norm's weight: it should have some rows for them
         rows, columns = (4, 1024) if product.gated else (16, 512)
@@ -81,12 +81,12 @@ def by_rule(product: Product) -> VectorTiles:
 
 
 def line_of(product: Product, tiles: VectorTiles) -> str:
-    """As tuned.json has them, a line each."""
+    """The lines of tuned.json: one entry a line."""
     return json.dumps({**product._asdict(), "tiles": tiles})
 
 
 def read(lines: Iterable[str]) -> dict[Product, VectorTiles]:
-    """Of lines as `line_of` makes them."""
+    """Read lines that `line_of` wrote."""
     found = {}
     for line in lines:
         entry = json.loads(line)
@@ -96,7 +96,7 @@ def read(lines: Iterable[str]) -> dict[Product, VectorTiles]:
 
 
 def write_measured(path: Path, product: Product, tiles: VectorTiles) -> None:
-    """As tuned.json has them, a line each: those in `path` and this one, or without it where the rule is best."""
+    """Write tuned.json, one entry a line: those in `path` and this one, or without it if the rule's tiles are best."""
     entries = {}
     if path.exists():
         entries = read(json.dumps(entry) for entry in json.loads(path.read_text("utf-8")))
@@ -110,8 +110,8 @@ def write_measured(path: Path, product: Product, tiles: VectorTiles) -> None:
 
 @functools.cache
 def _measured(gpu: Target | None = None) -> dict[Product, VectorTiles]:
-    """On this server if there is a table, else on the shipped one of the GPU most like it. They use next to no shared
-    memory: any GPU can run them."""
+    """From this server's own table if there is one, else from the shipped table of the most similar GPU. Any GPU can
+    run these tiles: they use next to no shared memory."""
     lines = tuned_file(_TUNED, gpu).read_text("utf-8").splitlines()
     shipped = read(line.rstrip(",") for line in lines if line.startswith("{"))
     return shipped | dict(tuned_tables.entries("gemm", gpu, parse))

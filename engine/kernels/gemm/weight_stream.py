@@ -1,5 +1,5 @@
-"""Parts of kernels that stream rows of a weight past a few vectors: several blocks [.., BLOCK_K] of them are on their
-way at a time, and products add up within a thread until the end.
+"""Parts of kernels that stream rows of a weight past a few vectors. Several blocks [.., BLOCK_K] are in flight at a
+time, and each thread keeps its own partial sums until the end.
 
 The vector form of dense layers (small_batch.py) keeps a loop of its own, with one block ahead: its tiles were chosen by
 measuring with that loop, so to merge the two means to search all tiles again on a GPU.

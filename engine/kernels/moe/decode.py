@@ -1,5 +1,5 @@
-"""A sparse block for one to four tokens, in three kernels. A step of one sequence is bound by reading weights, and each
-kernel more costs as much as ten megabytes of them.
+"""A sparse block for one to four tokens, in three kernels. A step of one sequence is bound by reading weights, and
+every additional kernel costs as much as reading ten megabytes of them.
 
     route    norm, router, choice of experts;  beside it the first products of the MLP that every token goes through
     gate_up  the first products of the chosen experts
@@ -8,12 +8,12 @@ kernel more costs as much as ten megabytes of them.
 That MLP is the shared expert of Qwen3.5 (times a sigmoid, and part of the sum), or the dense MLP of Gemma 4 (a result
 of its own), or there is none.
 
-The choice (moe.top_k) is made by the last of the router's programs to arrive, while the others are at work on
-the MLP: were it made again by every program that needs it, one stream would be 2 % slower. `down` knows
-the experts before `gate_up` is done, and has their weights on the way by then.
+The last of the router's programs to arrive makes the choice (moe.top_k) while the others work on the MLP; repeating it
+in every program that needs it would be slower. `down` knows the experts before `gate_up` is done, so it can already
+load their weights.
 
-The products stream weights through their programs (gemm.weight_stream). Nothing is added atomically, and no token's
-result depends on others.
+The GEMMs stream weights (gemm.weight_stream). There are no atomic additions, and no token's result depends on
+another's.
 """
 
 import functools
@@ -44,7 +44,7 @@ class DenseBranch(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMS norm that is still to come; `offset` as in pointwise.norm.rms_norm."""
+    """An RMS norm that the kernel has yet to apply; `offset` as in pointwise.norm.rms_norm."""
 
     weight: torch.Tensor  # [H]
     eps: float
@@ -201,7 +201,7 @@ def _down_kernel(
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many of the router's programs are done: zero between launches, the last one sees to it."""
+    """Counter of the router's finished programs. The last one resets it, so it is zero between launches."""
     return torch.zeros(4, dtype=torch.int32, device=device)
 
 

@@ -2,13 +2,14 @@
 
 Up to VECTOR_TOKENS tokens each (token, expert) pair reads the expert's weights for itself: see moe.decode.
 
-More tokens: these pairs are grouped by expert, in blocks of so many rows. A block is multiplied on the matrix units,
-the weight's rows on the wide side, so that 16 rows need no padding. Each pair has a row of results; a last kernel
+More tokens: these pairs are grouped by expert, in blocks of so many rows. A block is multiplied on tensor cores, with
+the weight's rows on the wide side, so that a block is padded to 16 rows at most. Each pair has a row of results; a last
+kernel
 weighs and sums the k rows of a token in the order of its choice.
 
-Sizes of grids depend on the number of tokens alone, never on what the router chose: the list of blocks is as long as it
-can get, and programs without a block return. So nothing waits for the device, and CUDA graphs can hold it all. Nothing
-is added atomically: the same input gives the same bits.
+Grid sizes depend on the number of tokens alone, never on the router's choice: the list of blocks has its maximum
+length, and programs without a block return. So the host never waits for the device, and CUDA graphs can capture
+everything. No atomic additions: the same input gives the same bits.
 
 fp8 weights have a scale for each expert and output channel; activations are fp8 too, with a scale a row, before both
 products. On GPUs without fp8 units activations stay as they are, and weights are widened in passing.

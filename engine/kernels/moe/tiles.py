@@ -28,7 +28,7 @@ class Shape(NamedTuple):
     hidden: int
     inner: int
     itemsize: int  # bytes of a weight: 2 (bf16) or 1 (fp8)
-    widened: bool = False  # fp8 weights meet 16-bit activations on the matrix units: the GPU has none for fp8
+    widened: bool = False  # the GPU has no fp8 tensor cores: fp8 weights are multiplied with 16-bit activations
 
     @property
     def x_itemsize(self) -> int:
@@ -46,7 +46,7 @@ class MatrixTiles(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """For more than VECTOR_TOKENS tokens. `rows`: tokens of a block."""
+    """Tiles for more than VECTOR_TOKENS tokens. `rows`: tokens in a block."""
 
     rows: int
     gate_up: MatrixTiles
@@ -64,8 +64,8 @@ class StreamTiles(NamedTuple):
 
 
 class FewTiles(NamedTuple):
-    """For the kernels of moe.decode. The first two of these run in one, and so do the last two: they have the same
-    number of warps."""
+    """Tiles for the kernels of moe.decode. The first two share one kernel, and so do the last two; each pair has the
+    same number of warps."""
 
     router: StreamTiles  # of which all blocks are on their way at once, whatever its depth
     beside_gate_up: StreamTiles
@@ -86,9 +86,8 @@ def tiles_for(shape: Shape, tokens: int, shared: int, gpu: Target | None = None)
 def few_tiles(shape: Shape, tokens: int, beside: int = 0, gpu: Target | None = None) -> FewTiles:
     """For up to VECTOR_TOKENS tokens. `beside`: width of the MLP beside the experts, in the same dtype.
 
-    By rule 64 to 128 bytes of a weight a thread are on their way, in rows of 256 bytes or more, and programs are so
-    many that the memory is never idle. (Of 26B-A4B and 35B-A3B that was measured, in the decode step of one sequence:
-    the experts' first products like rows of 1,024 bytes.)
+    The rule keeps 64 to 128 bytes of a weight per thread in flight, in rows of 256 bytes or more, with enough programs
+    that the memory is never idle.
     """
     for most, tiles in _measured(gpu).get((*shape, beside), ()):
         if tokens <= most:
@@ -106,7 +105,7 @@ def few_tiles(shape: Shape, tokens: int, beside: int = 0, gpu: Target | None = N
 
 
 def all_kinds(shape: Shape, most: int, shared: int, gpu: Target | None = None) -> list[int]:
-    """Numbers of tokens, up to `most`, that stand for all: one for each set of kernels that a step may need."""
+    """Token counts, up to `most`, that cover every set of kernels that a step may need."""
     seen, found = set(), []
     for tokens in range(1, most + 1):
         pairs = tokens * shape.top_k
@@ -126,7 +125,8 @@ def chunk_size(pairs: int) -> int:
 
 
 def block_rows(shape: Shape, tokens: int) -> int:
-    """Half as many again as an expert has on average: few experts then need a second block, which reads it again."""
+    """1.5 times an expert's average number of tokens: then few experts need a second block, which would read their
+    weights again."""
     wanted = 1.5 * tokens * shape.top_k / shape.num_experts
     return next((rows for rows in _BLOCK_ROWS if rows >= wanted), _BLOCK_ROWS[-1])
 
@@ -137,7 +137,8 @@ def max_blocks(pairs: int, num_experts: int, rows: int) -> int:
 
 
 def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
-    """Few rows: deep pipelines, two programs on a multiprocessor. Many: large tiles, for the arithmetic."""
+    """Few rows: deep pipelines, two programs a multiprocessor, for bandwidth. Many rows: large tiles, for
+    arithmetic."""
     inner, outputs = (shape.hidden, shape.inner) if gate else (shape.inner, shape.hidden)
     weights = 2 if gate else 1
     large = rows == 128 and outputs % 128 == 0 and shared > 128 << 10
@@ -180,7 +181,7 @@ class Measured(NamedTuple):
 
 
 def write_measured(path: Path, found: Iterable[Measured]) -> None:
-    """As tuned.json has them, a line each: those in `path` and these, which count where both have some."""
+    """Write tuned.json, one entry a line: those in `path`, replaced by these where both have one."""
     entries = {} if not path.exists() else {_key(entry): entry for entry in _read(path)}
     entries |= {_key(entry): entry for entry in found}
     lines = ",\n".join(json.dumps(entries[key].as_json()) for key in sorted(entries, key=str))

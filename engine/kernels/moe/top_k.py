@@ -1,14 +1,14 @@
-"""The choice of one token's experts from the router's logits: of many tokens a program each (experts.py), of a few the
-router's last program, which others wait for (router.py).
+"""Top-k of one token's router logits. With many tokens each has a program of its own (experts.py); with few, the
+router's last program does it, and others wait for it (router.py).
 
-Experts are told apart, and put in order, by keys:
+Experts are ordered by keys:
 
     16-bit logits   int32   sortable bits of the logit (19) | EP - 1 - expert (13)
     float32         int64   sortable bits of the logit (32) | EP - 1 - expert (32)
 
-so the largest key is the largest logit, of equal ones the first expert's, and holds both. Sortable: as signed integers
-in the order of the numbers. A logit as float32 has 13 zeros behind it if it was bf16 or float16. A warp finds the
-largest of its 32-bit integers by one instruction; of 64-bit ones by ten.
+so the largest key holds the largest logit and its expert; among equal logits, the first expert. Sortable bits compare
+as signed integers in the order of the floats. As float32, a logit that was bf16 or float16 ends in 13 zero bits. A warp
+finds the largest of its 32-bit integers in one instruction, of 64-bit ones in ten.
 """
 
 import triton

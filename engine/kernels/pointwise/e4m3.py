@@ -1,9 +1,8 @@
 """e4m3 numbers (fp8) on every GPU: by instructions from compute capability 8.9 on, before that by their bits.
 
 A GPU without the instructions gets e4m3 tensors as bytes (launcher.py), so inside a kernel `dtype == uint8` means just
-that. e4m3's exponent and mantissa are the upper bits of a bfloat16's or a float16's, only the exponent counts from
-elsewhere: shifted into place, a multiplication by a power of two makes the number. Both are exact, and subnormal
-numbers need no case of their own.
+that. e4m3's exponent and mantissa are the upper bits of a bfloat16's or a float16's, but with another exponent bias:
+shift them into place, then multiply by a power of two. Both are exact, and subnormal numbers need no special case.
 """
 
 import triton

@@ -9,9 +9,8 @@
 Each can return fp8, for an fp8 GEMM. Every step is rounded to the activations' dtype, as separate kernels would, so fp8
 is made of the same numbers that would be returned otherwise.
 
-Norms that belong to another kernel's loop stay there, for they hold the row in that kernel's layout: of a few rows
-while they are multiplied (gemm/weight_stream.py, gemm/small_batch.py), of heads before RoPE (fused.py,
-attention/heads.py).
+Norms fused into another kernel's loop stay there, because they need the row in that kernel's layout: those of
+small-batch GEMMs (gemm/weight_stream.py, gemm/small_batch.py) and of heads before RoPE (fused.py, attention/heads.py).
 """
 
 from collections.abc import Sequence

@@ -49,8 +49,8 @@ def store_row_as_fp8(row, row_ptr, scale_ptr, N: tl.constexpr, BLOCK: tl.constex
 def blocks_for(size: int) -> tuple[int, int]:
     """(BLOCK, warps) of a program that holds a row of `size` numbers.
 
-    One block with 16 numbers a thread where that wastes little; else as few warps as make do with 40 numbers a thread,
-    loaded 8 at a time.
+    One block with 16 elements per thread if that wastes little; else the fewest warps with at most 40 elements per
+    thread, loaded 8 at a time.
     """
     padded = triton.next_power_of_2(size)
     if padded <= 1024 or size > padded * 7 // 8:

@@ -157,7 +157,7 @@ def solve_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For a warp alone: tiles of 16 x 16 then go from product to product in its registers."""
+    """Runs on a single warp, so that 16 x 16 tiles pass from one matmul to the next in registers."""
     tl.static_assert(SIZE == 64)
     C: tl.constexpr = 2 * HK * K + HV * V
     head = tl.program_id(0)

@@ -23,7 +23,7 @@ from engine.kernels.recurrent.chunk_solve import solve_kernel
 from engine.kernels.recurrent.reference import CHUNK
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
-_FEW_SEQUENCES = 16  # up to here a state is cut finer, so that all multiprocessors have a part
+_FEW_SEQUENCES = 16  # up to here a state is split finer, so that every multiprocessor has work
 
 
 @triton.jit
@@ -165,8 +165,8 @@ def decode(
     positions [T], slots [B]; out [T, HV, V]. Token i belongs to sequence i, or with `q_starts` and `counts` [B] to any:
     then sequences with more than one token are left to `prefill`.
 
-    early: the kernel before this one makes `ba`, and starts the next when all that is older is there. It counts without
-    `counts`: else the kernel before is another.
+    early: the previous kernel produces `ba`, and starts this one as soon as everything older is complete. Ignored with
+    `counts`, where another kernel comes first.
     """
     _check(conv_weight, state, conv_state, out)
     batch = slots.shape[0]
@@ -182,7 +182,7 @@ def decode(
 
 
 def _check(conv_weight: torch.Tensor, state: torch.Tensor, conv_state: torch.Tensor, out: torch.Tensor) -> None:
-    """Only slots may lie apart in memory."""
+    """Raise unless everything but the slots is contiguous."""
     assert conv_weight.is_contiguous()
     assert state[0].is_contiguous()
     assert conv_state[0].is_contiguous()
@@ -402,11 +402,11 @@ def solve_options(shape: DeltaShape) -> dict[str, int]:
 
 
 def run_options(shape: DeltaShape, dtype: torch.dtype, multiprocessors: int) -> dict[str, int]:
-    """A long prompt has as many programs as there are parts of states, whose chunks come one after the other. Half the
-    part takes about two thirds of the time, where each still has a multiprocessor of its own: two that share one would
-    wait for their inputs, which all parts of a head read.
+    """A long prompt runs one program per part of a state, and each walks through the chunks in order. Halving the parts
+    takes about two thirds of the time while each part still has a multiprocessor to itself; two on one multiprocessor
+    would compete for the inputs that all parts of a head read.
 
-    Nothing here depends on the step: a variant more would have to be compiled before the first request.
+    Nothing here depends on the step: each further variant would have to be compiled before the first request.
     """
     if dtype.itemsize == 4:  # no room for the next chunk beside this one
         return {"BLOCK_V": min(32, shape.value_dim), "num_warps": 4, "num_stages": 1}

@@ -14,8 +14,8 @@ A head keeps a state S [V, K], a linear map from keys to values, which each toke
 
 q and k have HK heads; each serves HV / HK value heads that stand together.
 
-The ring has one row more than the convolution looks back, so that on a GPU the row that a token writes is none of those
-that another program may still read.
+The ring has one row more than the convolution looks back. So on a GPU, the row that a token writes is never one that
+another program may still read.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class RecurrentBatch:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecurrentBatch:
-    """The same for a GPU's kernels: all on the device, none of it known to the host.
+    """The same for GPU kernels: all on the device; the host knows none of it.
 
     q_starts, counts and chunks are those of a mixed step; in a pure decode step token i belongs to sequence i.
     """
@@ -169,7 +169,7 @@ def chunked(
     n, key_heads, key_dim = k.shape
     heads, value_dim = v.shape[1:]
     size = min(CHUNK, n)
-    padding = -n % size  # tokens that neither decay nor write
+    padding = -n % size  # padding tokens: no decay, no write
 
     def chunks(x: torch.Tensor, heads: int) -> torch.Tensor:
         """[n, heads, ...] -> [HK, heads / HK, chunks, size, ...]"""

@@ -52,7 +52,7 @@ def _candidates() -> Iterator[Path]:
     if (given := os.environ.get("XDG_CACHE_HOME")) and Path(given).is_absolute():
         yield Path(given) / "atoll/triton"
     home = Path(os.path.expanduser("~"))
-    if home.is_dir() and home.is_absolute():  # a service's user often has none: "~" stays, or a path that is not there
+    if home.is_dir() and home.is_absolute():  # a service's user often has no home, and "~" stays
         yield home / ".cache/atoll/triton"
 
 
@@ -71,7 +71,7 @@ def _prepared(directory: Path) -> Path | None:
 
 
 def _is_private(place: Path) -> bool:
-    """Whether only this user and root can put files into `place` (a real path), or another directory in its stead."""
+    """Whether only this user and root can put files into `place` (a real path) or replace it by another directory."""
     found = place.stat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False

@@ -22,8 +22,9 @@ from engine.kernels.runtime.launcher import Job, source_key
 log = logging.getLogger(__name__)
 
 _SHOWN = 5
-_WORTH_A_POOL = 4  # fewer jobs are compiled sooner than a process has started
-# These first: the last one decides when all is done. (Seconds for sm_90 on one core: 3, 2.5, 1.5, 1; others below 0.7.)
+_WORTH_A_POOL = 4  # compiling fewer jobs is faster than starting the processes
+# Slowest first, because the last job decides when everything is done. (Seconds for sm_90 on one core: 3, 2.5, 1.5, 1;
+# others below 0.7.)
 _LONGEST = ("solve_kernel", "_mixed_kernel", "_decode_kernel", "_filter_kernel")
 
 
@@ -42,7 +43,7 @@ class Work(NamedTuple):
     """Where compilation time went."""
 
     jobs: int
-    guessed: int  # of those that were needed, given to the processes before that was known
+    guessed: int  # needed jobs that were given to the processes before it was known that they are needed
     ready: float  # when the first was begun, and when the last one was done, on the clock of time.monotonic()
     done: float
     seconds: float  # of all processes

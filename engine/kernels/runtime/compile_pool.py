@@ -81,11 +81,11 @@ class CompilePool:
             return
         self.seal()
         if self._waiting or not self._jobs:
-            self._process.kill()  # its forks take no more jobs then
+            self._process.kill()  # its forks then take no more jobs
         threading.Thread(target=self._bury, daemon=True).start()
 
     def _give(self) -> None:
-        """Write jobs from a thread of its own: a busy process may be slow to read them."""
+        """Write jobs from a separate thread: a busy process may be slow to read them."""
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(OSError):  # it ended: `_listen` sees that too
@@ -156,7 +156,8 @@ def start_early() -> None:
 
 
 def load_here() -> None:
-    """Load in the background what this process needs to find compiled kernels: Triton and its hash of itself."""
+    """In the background, load what this process needs to find compiled kernels: Triton, and Triton's hash of its own
+    files."""
 
     def load() -> None:
         from engine.kernels.runtime.launcher import load_compiler

@@ -30,9 +30,9 @@ def main() -> None:
     _load()
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever a compiler prints is no answer
-    give, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each fork takes a whole job at a time
+    give, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a fork takes one whole job at a time
     worker, most, forks = os.getpid(), min(_MOST_FORKS, len(os.sched_getaffinity(0))), 0
-    with suppress(OSError):  # no fork lives any more: the jobs that are left have no answer
+    with suppress(OSError):  # every fork is gone: the remaining jobs get no answer
         for number, job in enumerate(sys.stdin):
             if forks < most:
                 forks += 1

@@ -1,8 +1,8 @@
 """How many CPU threads a piece of work gets.
 
-Waking a sleeping team costs 0.1-0.6 ms on a virtual machine (measured: the norm of 64 rows takes 28 us on one thread,
-595 us on two), and a decode step would do it hundreds of times. Only weight products are worth it there: they stream
-megabytes each. So a small step runs on one thread, and its packed products ask for the rest.
+Waking a sleeping team of threads costs up to 0.6 ms on a virtual machine, and a decode step would do it hundreds of
+times. Only GEMMs are worth that: each streams megabytes of weights. So a small step runs on one thread, and its packed
+GEMMs ask for the rest.
 
 This asks OpenMP itself, whose setting belongs to the calling thread. `torch.set_num_threads` is for the whole process,
 and threads that start to compute while it is in use can meet a half-made pool ("Invalid thread pool!", torch 2.13).

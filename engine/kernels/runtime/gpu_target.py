@@ -1,4 +1,5 @@
-"""What kernels ask of a GPU, and which shipped table of tiles it takes. Plain Python: no GPU is needed to know it.
+"""The properties of a GPU that choose kernel variants, and which shipped table of tiles it uses. Plain Python: needs no
+GPU.
 
 Tiles that a search found come with Atoll in files, one for each kind of GPU that was measured:
 
@@ -21,16 +22,16 @@ LARGE_SHARED = 200 << 10  # H100, H200, B200 have 227 KiB, A100 has 163, and L40
 
 
 class Target(NamedTuple):
-    """What the choice of variants asks of a GPU."""
+    """The properties of a GPU that choose kernel variants."""
 
     capability: tuple[int, int]
     shared_memory: int  # bytes, of one program
     multiprocessors: int
-    name: str = ""      # the driver's, of a GPU that is here: its own table of tiles goes by it
+    name: str = ""      # the driver's name of a GPU in this machine, which names its own table of tiles
 
     @property
     def fp8_units(self) -> bool:
-        """Whether its matrix units multiply e4m3 numbers. Else products widen fp8 weights, and activations stay."""
+        """Whether its tensor cores multiply e4m3. If not, GEMMs widen fp8 weights and keep activations as they are."""
         return self == INTERPRETER or self.capability >= FP8_CAPABILITY
 
     @property
@@ -71,7 +72,7 @@ def tuned_on(common: Path, gpu: Target) -> str:
 
 
 def name_of(gpu: Target) -> str:
-    """As in the names of files."""
+    """As it stands in file names."""
     return f"{gpu.capability[0]}.{gpu.capability[1]}-{gpu.multiprocessors}-{gpu.shared_memory >> 10}"
 
 

@@ -1,10 +1,10 @@
-"""Host memory that kernels read by its address: for tables of which a step needs a few rows only.
+"""Page-locked host memory that kernels read directly: for tables of which a step needs only a few rows.
 
     anonymous pages ─► filled, by whoever loads ─► page-locked and mapped for the GPU ─► read over the bus ─► released
 
 The size is exact, where an allocator of pinned buffers rounds up to a power of two (a table of 4.7 GB would take 8).
-Pages are locked after they were filled: the threads that fill them have them made, side by side, and only then does the
-driver walk through them. The memory goes back when the last tensor in it is gone.
+Pages are filled before they are locked: the filling threads fault them in side by side, so the driver only has to walk
+through them. The memory goes back when the last tensor in it is gone.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ class _Pages(mmap.mmap):
     """Anonymous memory that unlocks itself before it is unmapped: the driver would hold on to the pages."""
 
     address: int | None = None  # set while locked
-    context: ctypes.c_void_p    # the one that was current then
+    context: ctypes.c_void_p    # the CUDA context that was current then
 
     def __new__(cls, size: int) -> "_Pages":
         whole = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -18,7 +18,7 @@ class _Name:
         self.__name__ = name
 
     def __getattr__(self, name: str) -> "_Name":
-        if name.startswith("__"):  # what Python asks an object for means something: there is no such thing here
+        if name.startswith("__"):  # Python looks special names up itself and acts on them: the stub must not have them
             raise AttributeError(f"{self.__name__} stands in for PyTorch's and has no {name}")
         found = _Name(f"{self.__name__}.{name}")
         setattr(self, name, found)
@@ -36,7 +36,7 @@ class _Name:
 class _Module(_Name, ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = []  # a package, of which nothing more can be found
+        self.__path__ = []  # a package without further modules
 
 
 def stand_in() -> None:

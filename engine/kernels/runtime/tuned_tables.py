@@ -34,7 +34,7 @@ Entry = TypeVar("Entry")
 
 
 class TableError(ValueError):
-    """Why a table cannot be used, as the end of a sentence."""
+    """Why a table cannot be used. The text completes a sentence."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
-"""Whether a start will find all its kernels compiled: a guess, before what would know is loaded.
+"""A guess whether a start will find all its kernels compiled, made before the code that could tell is loaded.
 
-A start that went well leaves a file in the cache, named by what decides which kernels it needs. The next one of the
-same name starts no compilers early. Where the guess is wrong they are started when it turns out (compile_ahead.py).
+A successful start leaves a file in the cache, named after everything that decides which kernels it needs. The next
+start with the same name does not start compilers early. If the guess was wrong, they are started once that is known
+(compile_ahead.py).
 """
 
 import hashlib

@@ -9,8 +9,8 @@ import triton.language as tl
 ROW, POSITION, TEMPERATURE, SEED_LO, SEED_HI, TOP_K, TOP_P, LOG_MIN_P = range(8)
 NUM_COLUMNS = 8
 
-BLOCK = 4096          # tokens a program of the kernels that split the vocabulary
-STREAM_BLOCK = 8192   # tokens at a time of the kernels that walk over a whole row
+BLOCK = 4096          # tokens per program, in kernels that split the vocabulary
+STREAM_BLOCK = 8192   # tokens at a time, in kernels that walk over a whole row
 STREAM_WARPS = 16
 
 INF = tl.constexpr(float("inf"))

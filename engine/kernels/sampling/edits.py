@@ -1,4 +1,4 @@
-"""Logit bias, bans, penalties and grammars on the GPU, on a float32 copy of the logits of the rows that have some."""
+"""Logit bias, bans, penalties and grammars on the GPU, applied to a float32 copy of the affected rows."""
 
 import torch
 import triton

@@ -1,5 +1,5 @@
-"""The decode step that a search for tiles times: one sequence at some position, of a model with random weights and a
-few of its layers, as a CUDA graph."""
+"""The decode step that the tile search times, as a CUDA graph: one sequence, random weights, a few of the model's
+layers."""
 
 import gc
 import json
@@ -25,11 +25,11 @@ from engine.models.config.model import read_json
 if TYPE_CHECKING:
     from engine.kernels.runtime.launcher import Job
 
-_LAYERS = 8  # enough that weights of one step are out of the caches before the next
+_LAYERS = 8  # enough layers that one step's weights have left the caches before the next step
 _POSITION = 200
 _MAX_MODEL_LEN = 2048
 _KV_BYTES = 2 << 30
-_SMALLEST = 100_000  # bytes of a weight: what reads less is over before its tiles matter
+_SMALLEST = 100_000  # bytes of a weight: smaller ones finish before their tiles matter
 _WRONG = 0.02  # of a result's norm: more than rounding
 _TURNS, _STEPS = 6, 16  # the least of so many turns counts, each of so many steps
 _KERNELS = ("experts' first products", "experts' second products", "router and what is beside the experts")
@@ -50,7 +50,7 @@ class DecodeStep(NamedTuple):
 
 
 def cut(raw: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with as few layers as have all kinds of them, two periods at least. The last may be of any kind."""
+    """A config.json with the fewest layers that include every kind: at least two periods of the pattern."""
     raw = deepcopy(raw)
     text = raw.get("text_config") or raw
     most = text["num_hidden_layers"]
@@ -77,12 +77,12 @@ def few_layers(config: Path) -> Iterator[Path]:
 
 @contextmanager
 def start(config: Path, quantization: str) -> Iterator[DecodeStep]:
-    """Start such a model on the GPU. `quantization`: "fp8" or "none"."""
+    """Start the cut model on the GPU. `quantization`: "fp8" or "none"."""
     from engine.llm import LLM
     from engine.worker.device_runner import DeviceRunner
     from engine.worker.staging import aligned
 
-    gc.unfreeze()  # a start freezes what there is, and a model before this one has to go
+    gc.unfreeze()  # start-up froze them: the previous model must be collected first
     gc.collect()
     with few_layers(config) as directory:
         runner = LLM(
@@ -105,7 +105,8 @@ def start(config: Path, quantization: str) -> Iterator[DecodeStep]:
 
 @contextmanager
 def using(chosen: Chosen) -> Iterator[Chosen]:
-    """Kernels take these tiles meanwhile, and where there are none what they take otherwise. Yields what they took."""
+    """Inside this context kernels use these tiles, and their usual ones where none are given. Yields the tiles that
+    were used."""
     from engine.kernels.gemm import small_batch
     from engine.kernels.moe import decode as moe_decode
 

@@ -1,7 +1,7 @@
-"""Which products of a weight with one row the decode steps of a model have: its own code is asked, not a list.
+"""Which one-row GEMMs a model's decode step runs, found by running the model's own code rather than from a list.
 
-The model is built without memory, and one decode step of it gone through with kernels only noted, on tensors of the
-`meta` device that say they are on a GPU. So this needs neither a GPU nor a weight.
+The model is built without memory. One decode step runs on `meta` tensors that claim to be on a GPU, and its kernels are
+recorded instead of launched. So this needs neither a GPU nor a weight.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,14 +22,14 @@ from engine.worker.cache import Cache
 if TYPE_CHECKING:
     from engine.kernels.runtime.launcher import Job
 
-_SMALLEST = 1_000_000  # bytes of a weight: what reads less is over before its tiles matter
+_SMALLEST = 1_000_000  # bytes of a weight: smaller ones finish before their tiles matter
 _BOTH_FORMS = 20 * 10**9  # bytes of a model in bf16, up to which it is served so as well as in fp8
 _PAGE_SIZE = 16
 _MULTIPROCESSORS = 132  # decides over attention's kernels only
 
 
 class Subject(NamedTuple):
-    """A product, and with what around it a model has it."""
+    """A GEMM with the operations that the model fuses into it."""
 
     product: Product
     models: tuple[str, ...]
@@ -62,13 +62,14 @@ def find_subjects(configs: Iterable[Path], quantization: str | None) -> list[Sub
 
 
 def sensible_forms(config: Path) -> Sequence[str]:
-    """In which a model of this size is served."""
+    """The weight formats in which a model of this size is usually served."""
     numbers = sum(parameter.numel() for parameter in empty_model(config).parameters())
     return ("fp8", "none") if 2 * numbers <= _BOTH_FORMS else ("fp8",)
 
 
 def of_step(model: CausalLM, quantization: str, name: str) -> list[Subject]:
-    """Of a decode step of one sequence, head and all. `model` is without memory; its modules take their final form."""
+    """The GEMMs of a one-sequence decode step, including the output head. `model` has no memory; its modules are
+    finalised here."""
     from engine.kernels.runtime.launcher import recording
 
     model.set_state_dtype("auto", "cuda")
@@ -98,7 +99,7 @@ def subjects_of(jobs: "Iterable[Job]", name: str) -> list[Subject]:
 
 
 class _AsOnGpu(TorchFunctionMode):
-    """Tensors say that they are on a GPU, so layers take the way they would take there."""
+    """Makes tensors claim to be on a GPU, so that layers choose their GPU path."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == _IS_CUDA else func(*args, **(kwargs or {}))

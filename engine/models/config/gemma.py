@@ -1,6 +1,6 @@
 """What the layers of a Gemma 2, 3 or 4 are, from its config.json: each may differ in window, heads, rope and width.
 
-Released configs leave fields out that have the value of their family's class; DEFAULTS has those (transformers 5).
+Released configs omit fields that equal the default of their family's class; DEFAULTS has those (transformers 5).
 """
 
 from dataclasses import dataclass

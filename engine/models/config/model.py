@@ -14,7 +14,7 @@ from engine.models.config.rope import read_rope
 _MAX_JSON_BYTES = 16 << 20
 _DTYPES = ("bfloat16", "float16", "float32")
 
-# Architectures whose layers differ from each other -> what a field means that is left out. Their own modules read
+# Architectures whose layers differ from each other -> the value of a field that is left out. Their own modules read
 # rope, windows and activation from `raw`; of the fields here, `rope` and `sliding_window` are empty.
 _LAYERED: dict[str, dict[str, Any]] = {**GEMMA}
 

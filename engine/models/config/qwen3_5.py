@@ -1,4 +1,4 @@
-"""What the config.json of Qwen3.5 and Qwen3-Next says beyond ModelConfig: which layers are recurrent, their shape."""
+"""Fields of Qwen3.5's and Qwen3-Next's config.json beyond ModelConfig: which layers are recurrent, and their shape."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class Qwen35Config:
     conv_width: int
     state_dtype: str | None    # of the rule's state, one of STATE_DTYPES; None: not said
     rope: dict[str, Any]
-    mixed_on_disk: bool    # the projections of a recurrent layer stand key head by key head
+    mixed_on_disk: bool    # the checkpoint interleaves a recurrent layer's projections by key head
     sparse: list[bool]     # layers with experts
     moe: MoeConfig | None = None
     shared_inner: int = 0  # width of the expert that all tokens share

@@ -22,7 +22,7 @@ def read_rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_rope(block: Any, raw: dict[str, Any], theta: float) -> dict[str, Any]:
-    """One block of all that its type needs. `theta` is for blocks that name none."""
+    """The block, checked and completed for its type. `theta` is the default for blocks without one."""
     if not isinstance(block, dict):
         raise ModelError(msg("config.json: rope_parameters must be an object."))
     rope = dict(block)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 _CPU = torch.device("cpu")
 _CONVERTIBLE = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16")}  # into each other, while they load
-_RANDOM_BLOCK = (8 << 20) + 1  # numbers; no multiple of a row, so that rows differ
+_RANDOM_BLOCK = (8 << 20) + 1  # elements; not a multiple of a row, so that rows differ
 
 
 def quantize(model: nn.Module, name: str, stored: str | None = None) -> None:
@@ -157,11 +157,11 @@ def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo
                                  "implies {shape_2}.", name=name, shape=list(tensors[name].shape),
                                  shape_2=list(target.shape)))
         if target.dtype in _CONVERTIBLE.values():
-            if dtype not in _CONVERTIBLE:  # it stands for numbers only together with a scale
+            if dtype not in _CONVERTIBLE:  # means nothing without its scale
                 raise ModelError(msg("Tensor {name} is {dtype} in the checkpoint, and no scale is beside it.",
                                      name=name, dtype=dtype),
                                  msg("Use the checkpoint in bfloat16: --quantization fp8 quantises it while it loads."))
-        elif DTYPES[dtype] != target.dtype:  # a quantised weight: bits that no conversion may touch
+        elif DTYPES[dtype] != target.dtype:  # quantised: its bits must not be converted
             expected = next(known for known, torch_dtype in DTYPES.items() if torch_dtype == target.dtype)
             raise ModelError(msg("Tensor {name} is {dtype} in the checkpoint; its quantisation format stores "
                                  "{expected}.",
@@ -237,7 +237,7 @@ def _materialize_all(
 
 
 def _widen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters that take part in computation: neither tables nor packed weights."""
+    """Convert the parameters that are computed with; tables and packed weights stay as they are."""
     if isinstance(module, Embedding) or (isinstance(module, Linear | ExpertLinear) and module.packed_bytes):
         return
     for key, parameter in module._parameters.items():
@@ -286,5 +286,5 @@ def _finalize(module: nn.Module) -> None:
 
 
 def _and_more(names: list[str]) -> str:
-    """The first name, and how many others there are."""
+    """For messages: the first name, and how many more there are."""
     return msg("{name} (and {count} more)", name=names[0], count=len(names) - 1) if len(names) > 1 else names[0]

@@ -32,9 +32,9 @@ DTYPES = {
 
 
 class Reader:
-    """Reads `tensors` in their order, each into the target that `copy_to` is given. A context manager.
+    """Context manager that reads `tensors` in order, each into the target given to `copy_to`.
 
-    Leaving it, by an exception too, ends the threads: they are never in anything longer than one buffer's read.
+    Leaving it, even by an exception, ends the threads; that takes at most one buffer's read.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Reader:
         self._files: dict[Path, int] = {}
         self._reads: deque[Future[None]] = deque()
         self._threads = ThreadPoolExecutor(max(1, min(_NUM_THREADS, num_buffers, os.cpu_count() or 1)), "weights")
-        self._next_buffer = 0   # the one that holds the next piece to copy
+        self._next_buffer = 0   # index of the buffer with the next piece to copy
         self._started = 0       # reads, each into buffer number i % num_buffers
 
     def __enter__(self) -> "Reader":
@@ -132,8 +132,8 @@ class Reader:
 
 
 def read_into(info: TensorInfo, target: torch.Tensor, advance: Callable[[int], None]) -> None:
-    """A tensor straight into host memory, by several threads, without a buffer between; if `target` has another dtype,
-    through a ring of buffers. `advance(bytes)` is called as they come. Raises ModelError as a Reader does."""
+    """Read a tensor into host memory with several threads: directly, or through a ring of buffers if `target` has
+    another dtype. Calls `advance(bytes)` on the way. Raises ModelError as a Reader does."""
     if DTYPES[info.dtype] != target.dtype:
         with Reader([info], torch.device("cpu")) as reader:
             reader.copy_to(target)

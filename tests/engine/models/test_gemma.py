@@ -172,7 +172,7 @@ def test_a_long_chunk_of_which_a_window_keeps_the_end_does_not_change_tokens(gem
     def watched(seq, num_tokens):
         nonlocal with_holes
         grown = grow(seq, num_tokens)
-        with_holes += any(0 in table[passed:] for table, passed in zip(seq.tables, seq.num_passed, strict=True))
+        with_holes += any(0 in table[passed:] for table, passed in zip(seq.tables, seq.num_out_of_window, strict=True))
         return grown
 
     core.kv.grow = watched
