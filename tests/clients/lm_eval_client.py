@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from report import MODEL, URL, check, main
+from report import KEY, MODEL, URL, check, main
 
 CASES = [{"question": f"The capital of {country} is", "choices": [right, wrong], "answer": 0}
          for country, right, wrong in (("France", " Paris", " Rome"), ("Italy", " Rome", " Paris"),
@@ -46,7 +46,8 @@ def score(model: str, arguments: str, kind: str, output: str, more: str, *flags:
 
 @check
 def log_likelihoods_by_local_completions() -> None:
-    arguments = f"model={MODEL},base_url={URL}/v1/completions,num_concurrent=2,tokenizer_backend=remote,max_length=2048"
+    arguments = (f"model={MODEL},base_url={URL}/v1/completions,num_concurrent=2,max_length=2048,"
+                 f"tokenizer_backend=remote,auth_token={KEY}")  # its tokenizer reads no environment
     found = score("local-completions", arguments, "choice", "multiple_choice", CHOICES)
     assert found["acc,none"] == 1.0, found
 
