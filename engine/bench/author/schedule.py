@@ -60,7 +60,7 @@ class Machine:
         self.plans.append(plan)
         return plan
 
-    def sample(self, plan: StepPlan) -> StepResult:
+    def sample(self, plan: StepPlan, masks: object = None) -> StepResult:
         return StepResult(plan.step_id, [SeqResult(token_id=7 if seq.samples else None) for seq in plan.seqs])
 
     def collect(self, handle: StepResult) -> StepResult:
