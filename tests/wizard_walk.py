@@ -31,11 +31,11 @@ class Walk:
             self.until("F10 Leave|Read to the end|Enter (accepts|begins)|I have kept it")
 
     def is_green(self, number: int) -> bool:
-        return re.search(f"{GREEN}{number} ", self.terminal.text()) is not None
+        return re.search(f"{GREEN} {number} ", self.terminal.text()) is not None
 
     def open(self, number: int) -> None:
         self.press(str(number))
-        self.until(f">.{number} ")
+        self.until(f">. {number} ")
 
     def green(self, number: int, seconds: float = 300.0) -> None:
         """Wait for this step's mark, reading on the way what is to be read."""
@@ -81,11 +81,11 @@ class Walk:
         self.press("tab", "tab", "tab")
         self.type(answers)
         self.press("enter")
-        self.until(">.1 GPU")
+        self.until(">. 1 GPU")
 
     def gpu(self) -> None:
         self.press("enter")
-        self.until(f"running|{GREEN}1 ")
+        self.until(f"running|{GREEN} 1 ")
         self.lose()
         self.green(1)
 
@@ -156,5 +156,5 @@ class Walk:
         self.press("enter")
         self.type(name)
         self.press("enter", "enter")
-        self.until(f"signed by {name}", f"{GREEN}6 ", seconds=120)
+        self.until(f"signed by {name}", f"{GREEN} 6 ", seconds=120)
         self._look()

@@ -206,7 +206,8 @@ def test_the_sampler_keeps_the_history_of_both_models(server: Server):
     rights = machine.run("cd /run/atoll/gateway && stat -c '%a %U %G' /var/lib/atoll/series . metrics.sock admin.sock")
     assert rights.out == ("700 atoll-sampler atoll-api\n750 atoll-gateway atoll-api\n"
                           "660 atoll-gateway atoll-api\n600 atoll-gateway atoll-api\n")  # fmt: skip
-    assert json.loads(machine.run("atoll top --json").check().out)["active_total"] == 0, "root sees active requests"
+    top = machine.run("/opt/atoll/current/bin/atoll top --json").check()
+    assert json.loads(top.out)["active_total"] == 0, "root sees active requests"
     status = machine.run(f"cat /proc/{pid}/status").out
     assert "CapBnd:\t0000000000000000" in status
     assert "Seccomp:\t2" in status

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_trouble import FAILED
+from test_trouble_screens import FAILED
 from test_tune_board import board
 
 from appliance.service.dashboard.snapshot import Alert, GpuRow, KeyRow, ModelRow, Snapshot
@@ -41,7 +41,7 @@ SEEN = Snapshot(
                  ttft_p95=640.0, itl_p50=18.0, itl_p95=31.0, kv=0.62, pages_in_use=6200, pages=10_000, prefix=0.41),
         ModelRow("code", False, progress="weights 12.10/60.30 GB"),
     ),
-    gpus=(GpuRow(0, "NVIDIA H100 80GB HBM3", 74 * GB, 80 * GB, 66, 700.0, 0, 0),),
+    gpus=(GpuRow(0, "NVIDIA H100 80GB HBM3", 74 * GB, 80 * GB, 66, 700.0, 700.0, 0, 0),),
     alerts=(Alert("certificate", "warning",
                   t("The certificate ends in {days} days, at {at}.", days=13, at="2026-12-06"), "atoll tls renew"),),
     keys=(KeyRow("a0761fbb", "hr-portal", "active"),), requests={"2xx": 120.0, "5xx": 0.0}, age=1.0,

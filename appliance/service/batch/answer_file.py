@@ -75,16 +75,18 @@ class AnswerFile:
         os.close(self._fd)
 
     def write(self, lines: Iterable[bytes]) -> None:
-        """Append whole lines, and wait until they are on the disk. If that fails, what was written of them goes."""
+        """Append whole lines, and wait until they are on the disk. If that fails, the whole lines among what was
+        written stay: they are answers."""
         end = os.fstat(self._fd).st_size
-        data = memoryview(b"".join(lines))
+        data = b"".join(lines)
+        written = 0
         try:
-            while data:
-                data = data[os.write(self._fd, data) :]
+            while written < len(data):
+                written += os.write(self._fd, memoryview(data)[written:])
             os.fsync(self._fd)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, end)
+                os.ftruncate(self._fd, end + data.rfind(b"\n", 0, written) + 1)
             raise
 
     def _open(self) -> None:

@@ -46,11 +46,12 @@ KEPT = {
     "it is too short to measure",              # caught again in the same module
     "tune reset", "pilot stop", "pilot sign",  # a job's command
     "not required",                            # as approvals.json has it
+    "HTTP … with a body that is not JSON.", "No answer within … seconds.",  # in a file that programs read
     "3 days ago",                              # as journalctl reads it
     r"satisfies the requirement torch[^ ]* \(from versions: ([^)]*)\)",  # a pattern
 }
 CONSTANTS = re.compile(r"_?(HELP|EXIT_CODES|EPILOG|INSTALL|UPGRADE|ROLLBACK|UNINSTALL|LANGUAGE_FLAG|TEMPLATE|COMMANDS|"
-                       r"GROUPS|HEADER|SERVER_HEADER|PROMPT|START|FIRST|SAID|REASON|ENGINE_SAYS)\Z")
+                       r"GROUPS|FORMAT|HEADER|SERVER_HEADER|PROMPT|START|FIRST|SAID|REASON|ENGINE_SAYS)\Z")
 SHOWN = {  # call → positions and keywords of what it tells a person
     "InstallError": ((0,), ("why", "changed", "hint")), "BundleError": ((0, 1), ("message", "hint")),
     "say": ((0,), ()), "note": ((0,), ()), "agrees": ((0,), ()), "_usage": ((0, 1), ()), "_refused": ((0, 1, 2), ()),

@@ -141,9 +141,10 @@ def test_what_was_logged_is_not_said_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [
-    "/m --trust-remote-code", "/m --api-key sk-secret", "/m --quantization fp8 --device cpu", "/m -q awq --device cpu",
-    "/m --kv-cache-dtype fp8 --device cpu", "/m --tensor-parallel-size 2 --device cpu",
-    "/m --pipeline-parallel-size 2", "/m --data-parallel-size 2", "/m --block-size 24", "/m --tokenizer /other",
+    "/m --trust-remote-code", "/m --api-key sk-secret", "/m --quantization fp8 --device cpu",
+    "/m -q bitsandbytes --device cpu", "/m --kv-cache-dtype fp8 --device cpu",
+    "/m --tensor-parallel-size 2 --device cpu", "/m --pipeline-parallel-size 2", "/m --data-parallel-size 2",
+    "/m --block-size 24", "/m --tokenizer /other",
     "/m --speculative-config {}", "/m --max-model-length 3", "/m --xyzzy", "/m --port 99999", "/m --port http",
     "/m --port", "/m --max-model-len 0", "/m --max-model-len 1.5", "/m --max-num-seqs many",
     "/m --gpu-memory-utilization 1.5", "/m --gpu-memory-utilization much", "/m --dtype int8", "/m --ssl-certfile x",

@@ -86,7 +86,7 @@ def test_the_largest_context_that_fits(value: str) -> None:
     ("/m --api-key sk-secret", "--api-key", "--api-key-file"),
     ("/m --api-key=sk-secret", "--api-key", "--api-key-file"),
     ("/m --quantization fp8 --device cpu", "--quantization", "not available on cpu"),
-    ("/m -q awq --device cpu", "--quantization", "not available on cpu"),
+    ("/m -q bitsandbytes --device cpu", "--quantization", "not available on cpu"),
     ("/m --kv-cache-dtype fp8 --device cpu", "--kv-cache-dtype", "not available on cpu"),
     ("/m --tensor-parallel-size 2 --device cpu", "--tensor-parallel-size", "Use 1"),
     ("/m -tp 4 --device cpu", "--tensor-parallel-size", "Use 1"),
