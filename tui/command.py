@@ -31,6 +31,8 @@ def register(app: typer.Typer) -> None:
 
 def open_screens(layout: Layout, *, ascii_only: bool = False, dashboard: bool = False) -> None:
     """Run the program until it is left, at the checklist or at the dashboard."""
+    for size in ("COLUMNS", "LINES"):  # a profile may export another terminal's; what lies outside would not be seen
+        os.environ.pop(size, None)
     plain = ascii_only or is_plain()
     if not plain:  # a serial line may take its time between the bytes of one key
         os.environ.setdefault("ESCDELAY", ESCAPE_MS)

@@ -29,7 +29,7 @@ from installer.tls import endpoint as tls_endpoint
 pytestmark = pytest.mark.incremental
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOMS = ("appliance", "engine", "installer", "offline_bundle", "systemd")
+ROOMS = ("appliance", "engine", "installer", "offline_bundle", "systemd", "tui")
 WATCHDOG = 8
 URL = "https://localhost:8443"
 START = """#!/bin/sh
