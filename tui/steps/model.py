@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _COLUMNS = (t("Model"), t("Size"), t("Weights"), t("Context"), t("Fits"), t("Licence"))
 _NARROW = (_COLUMNS[0], _COLUMNS[1], *_COLUMNS[4:])   # beside a rail in 80 columns
 _WIDE = 80
+_BESIDE_NAME = 46  # what the narrow table's other columns take
 
 
 class ModelBody(StepBody):
@@ -76,6 +77,11 @@ class ModelBody(StepBody):
 
     # -- drawing
 
+    def on_resize(self) -> None:
+        """The table has more columns where there is room for them."""
+        if self.is_open:
+            self.draw_facts()
+
     def draw_facts(self) -> None:
         table = self.query_one("#offers", Table)
         table.can_focus = len(self.offers) > 1
@@ -102,8 +108,11 @@ class ModelBody(StepBody):
             word, colour = FITS[offer.fit]
             more = [Text(offer.precision), Text(f"{offer.context:,}" if offer.context else "?")] if wide else []
             alone = sum(each.name == offer.name for each in self.offers) == 1
-            name = offer.name if alone and not wide else f"{offer.name} {offer.version}"
-            table.add_row(Text(mark), Text(name), Text(human(offer.bytes)), *more,
+            name = Text(offer.name if alone and not wide else f"{offer.name} {offer.version}")
+            if not wide:  # in full below the table
+                cut = "crop" if self.front.plain else "ellipsis"
+                name.truncate(max(12, self.size.width - _BESIDE_NAME), overflow=cut)
+            table.add_row(Text(mark), name, Text(human(offer.bytes)), *more,
                           Text(self.say(word), colour), Text(offer.spdx))  # fmt: skip
         if self.offers:
             table.move_cursor(row=min(row, len(self.offers) - 1))

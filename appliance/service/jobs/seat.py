@@ -28,6 +28,7 @@ from installer.base.layout import Layout
 
 GRACE_SECONDS = 60.0     # a request that nobody answers is granted then
 _POLL_SECONDS = 0.25
+_TAKING_SECONDS = 10.0   # for which the seat is kept for who was granted it
 _MAX_BYTES = 4096
 
 
@@ -97,8 +98,9 @@ class Seat:
 
     def ask(self) -> None:
         """Ask the holder to let me work."""
-        self.refused, self._mine = False, secrets.token_hex(8)
-        self._write("request", asdict(self.me) | {"id": self._mine, "since": time.time()})
+        with self._mutex:
+            self.refused, self._mine = False, secrets.token_hex(8)
+            self._write("request", asdict(self.me) | {"id": self._mine, "since": time.time()})
 
     def answer(self, yes: bool) -> None:
         """What the operator here says to the request."""
@@ -129,8 +131,8 @@ class Seat:
         if yes is None:
             return
         self._request = None
+        self._write("answer", {"id": request.id, "granted": yes})  # there is always one of the two for who asks
         self._remove("request")
-        self._write("answer", {"id": request.id, "granted": yes})
         self._asked(None)
         if yes:
             self._drop()
@@ -138,21 +140,26 @@ class Seat:
 
     def _wait(self) -> None:
         assert self._path is not None
-        if self._mine:
-            said = _read(self._path / "answer")
-            if said.get("id") == self._mine:
+        request, said = _read(self._path / "request"), _read(self._path / "answer")
+        granted = said.get("granted") is True
+        if self._mine and said.get("id") == self._mine:
+            if not granted:
                 self._remove("answer")
-                granted = said.get("granted") is True
-                self.refused = not granted
-                if not granted:
-                    self._mine = ""
-                    self._changed()
-                    return
-        elif (said := _read(self._path / "answer")) and said.get("granted") and self._fresh("answer"):
+                self._refuse()
+                return
+            # The answer stays until the seat is taken: its holder has yet to leave it, and nobody else may take it.
+        elif self._mine and request.get("id") != self._mine:
+            self._refuse()  # somebody else asked after me, or was quicker
+            return
+        elif said and granted and self._fresh("answer"):
             return  # the seat was given to somebody else, who is about to take it
         if self._take(self._mine):
             self._mine = ""
             self._changed()
+
+    def _refuse(self) -> None:
+        self.refused, self._mine = True, ""
+        self._changed()
 
     def _take(self, by_request: str) -> bool:
         assert self._path is not None
@@ -187,7 +194,7 @@ class Seat:
     def _fresh(self, name: str) -> bool:
         assert self._path is not None
         with contextlib.suppress(OSError):
-            return time.time() - (self._path / name).stat().st_mtime < 10 * _POLL_SECONDS
+            return time.time() - (self._path / name).stat().st_mtime < _TAKING_SECONDS
         return False
 
     def _write(self, name: str, facts: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.service.jobs import seat as seat_module
 from appliance.service.jobs import spool
 from appliance.service.jobs.seat import Person, Seat
 from installer.audit import log
@@ -27,6 +28,8 @@ def asked(person):
     print("asked" if person else "over", flush=True)
     if person and sys.argv[3] in ("yes", "no"):
         seat.answer(sys.argv[3] == "yes")
+    if person is None:
+        time.sleep(float(sys.argv[5]))
 seat = Seat(Layout.at(Path(sys.argv[1])), asked, lambda: print("held" if seat.held else "lost", flush=True),
             grace=float(sys.argv[4]))
 seat.open()
@@ -47,9 +50,10 @@ def layout(tmp_path: Path) -> Layout:
 def other(layout: Layout) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(answer: str, grace: float = 60.0) -> subprocess.Popen[str]:
+    def start(answer: str, grace: float = 60.0, farewell: float = 0.0) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", OTHER, str(layout.prefix), str(spool._base()), answer, str(grace)],
+            [sys.executable, "-c", OTHER, str(layout.prefix), str(spool._base()), answer, str(grace),
+             str(farewell)],
             stdout=subprocess.PIPE, text=True, env={**os.environ, "SSH_CONNECTION": "10.0.0.7 5 10.0.0.1 22"},
         )  # fmt: skip
         started.append(process)
@@ -114,6 +118,31 @@ def test_nobody_at_the_keyboard_gives_way_after_the_grace(layout: Layout, other,
     mine.ask()
     until(lambda: mine.held)
     assert time.monotonic() - began >= 0.9
+
+
+def test_a_holder_who_is_slow_to_leave_does_not_sit_down_again(
+    layout: Layout, other, mine: Seat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if the other looks seldom: between two of its looks the seat is left."""
+    monkeypatch.setattr(seat_module, "_POLL_SECONDS", 2.0)
+    other("yes", farewell=2.2)
+    mine.open()
+    mine.ask()
+    until(lambda: mine.held)
+
+
+def test_of_two_who_ask_one_is_told_that_it_was_not_granted(layout: Layout, other, mine: Seat) -> None:
+    other("", grace=2.0)
+    mine.open()
+    third = Seat(layout, lambda person: None, lambda: None).open()
+    try:
+        mine.ask()
+        third.ask()
+        until(lambda: mine.refused)
+        until(lambda: third.held)
+        assert not mine.held
+    finally:
+        third.close()
 
 
 def test_a_killed_program_frees_the_seat(layout: Layout, other, mine: Seat) -> None:
