@@ -8,7 +8,7 @@ from torch import nn
 
 from engine.kernels.gemm import autotune
 from engine.layers.gemm_inputs import Activations, QuantizedRows, UnnormedRows
-from engine.layers.quant.base import Gemm, LinearMethod, Tensors
+from engine.layers.quant.base import Gemm, LinearMethod, Tensors, plain_gemv
 from engine.layers.quant.unquantized import PLAIN, UNQUANTIZED
 from engine.layers.weight_memory import empty_parameter
 
@@ -92,6 +92,8 @@ class Linear(nn.Module):
         """The most rows that run in vector form, where fp8 weights meet activations that are not quantised."""
         if self.batch_invariant:
             return 0
+        if self.gemm.gemv_rows is not None:
+            return self.gemm.gemv_rows
         return _VECTOR_ROWS if self.in_features * self.out_features <= _SMALL_WEIGHT else 1
 
     def wants_fp8(self, rows: int) -> bool:
@@ -99,9 +101,12 @@ class Linear(nn.Module):
         return self.gemm.run_fp8 is not None and rows > self.vector_rows
 
     def in_vector_form(self, rows: int) -> bool:
-        """Whether this many rows run on gemm.small_batch.gemv, which fuses the norm, gate or residual around the
-        GEMM."""
-        return self.gemm.vector and rows <= self.vector_rows
+        """Whether this many rows run on the format's GEMV, which fuses the norm, gate or residual around it."""
+        return self.gemm.gemv is not None and rows <= self.vector_rows
+
+    def read_by_experts(self, rows: int) -> bool:
+        """Whether the experts' kernel for this many rows (kernels/moe/decode.py) can read this weight, too."""
+        return self.gemm.gemv is plain_gemv and rows <= self.vector_rows
 
     @property
     def by_library(self) -> autotune.Weight | None:
@@ -111,12 +116,11 @@ class Linear(nn.Module):
         return autotune.Weight(self.weight, self.scale)
 
     def _vector_gemm(self, x: torch.Tensor | UnnormedRows, **around: Any) -> torch.Tensor:
-        from engine.kernels.gemm.small_batch import gemv
-
         if isinstance(x, UnnormedRows):
             around |= {"norm": (x.weight, x.eps), "wide_offset": x.offset}
             x = x.values
-        return gemv(x, self.weight, self.scale, self.bias, **around)
+        assert self.gemm.gemv is not None
+        return self.gemm.gemv(self, x, **around)
 
 
 class MergedLinear(Linear):

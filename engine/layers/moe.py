@@ -217,7 +217,7 @@ class SparseMLP(nn.Module):
 
     def for_few(self, rows: int) -> bool:
         """Whether this few rows run the whole block, norm included, as three kernels (kernels/moe/decode.py)."""
-        return self.experts.fused and self.gate.in_vector_form(rows)
+        return self.experts.fused and self.gate.read_by_experts(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._of_few(x, None) if self.for_few(x.shape[0]) else self.experts(x, self.gate.choose(x))

@@ -127,7 +127,7 @@ class ParallelExperts(nn.Module):
         assert isinstance(x, torch.Tensor)
         assert isinstance(for_router, torch.Tensor)
         first, second, router = mlp.gate_up_proj, mlp.down_proj, self.router
-        few = all(linear.in_vector_form(x.shape[0]) for linear in (first, second, router.proj))
+        few = all(linear.read_by_experts(x.shape[0]) for linear in (first, second, router.proj))
         if not few or not self.experts.fused or not isinstance(normed, torch.Tensor):
             return mlp(normed), self(x, for_router)
         from engine.kernels.moe.decode import DenseBranch, sparse_block

@@ -109,7 +109,7 @@ class SharedExpertMLP(SparseMLP):
 
     def for_few(self, rows: int) -> bool:
         linears = *self.readers, self.shared_expert.down_proj
-        return self.experts.fused and all(linear.in_vector_form(rows) for linear in linears)
+        return self.experts.fused and all(linear.read_by_experts(rows) for linear in linears)
 
     def _beside(self) -> "DenseBranch":
         from engine.kernels.moe.decode import DenseBranch

@@ -50,6 +50,7 @@ class Side:
     heads: ModuleType = attention_reference
     norm: ModuleType = pointwise_reference
     packed: ModuleType = packed_reference
+    int4: ModuleType = packed_reference
     dry: bool = False
     ms: float = 0.0  # spent in kernels
     numbers: list[torch.Tensor] = field(default_factory=list)
@@ -102,7 +103,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     from engine.kernels.attention import chunks as attention_chunks
     from engine.kernels.attention import decode as attention_decode
     from engine.kernels.attention import heads as attention_heads
-    from engine.kernels.gemm import packed, small_batch
+    from engine.kernels.gemm import int4_gemv, packed, small_batch
     from engine.kernels.moe import experts as moe_experts
     from engine.kernels.pointwise import fused as pointwise_fused
     from engine.kernels.pointwise import inputs as pointwise_inputs
@@ -112,7 +113,7 @@ def kernel_side(device: torch.device, dtype: torch.dtype, *, dry: bool = False) 
     return Side(
         device, dtype, attention_chunks, attention_decode, pointwise_fused, small_batch, pointwise_inputs,
         pointwise_quantize,
-        moe_experts, attention_heads, pointwise_norm, packed, dry,
+        moe_experts, attention_heads, pointwise_norm, packed, int4_gemv, dry,
     )  # fmt: skip
 
 
@@ -247,8 +248,24 @@ def packed_product(side: Side, *, kind: Kind, rows: int, group: int, with_zero: 
     zero = side.randint(16, outputs, inner // group).to(torch.uint8) if with_zero else None
     weight = Packed(kind, group, values, 0.02 + side.randn(outputs, inner // group).abs() * 0.002, zero)
     with side.clock():
-        y, wide = side.packed.few_rows(x, weight), side.packed.unpacked(weight, side.dtype)
+        y, wide = side.packed.product(x, weight), side.packed.unpacked(weight, side.dtype)
     return [numbers(y, 2), exact(wide)]
+
+
+def int4_gemv_in_layer(side: Side, *, rows: int, with_zero: bool, **options: Any) -> list[Result]:
+    """With the norm before it, and a gate or the residual stream after it."""
+    outputs, inner = 128, 1024
+    dtype = side.dtype if side.dtype.itemsize == 2 else torch.float16  # this kernel reads no others
+    x = side.strided(rows, inner).to(dtype) * 0.1
+    values = side.randint(256, outputs, inner // 2).to(torch.uint8)
+    zero = side.randint(16, outputs, inner // 128).to(torch.uint8) if with_zero else None
+    weight = Packed("int4", 128, values, 0.02 + side.randn(outputs, inner // 128).abs() * 0.002, zero)
+    norm, bias = ((1 + side.randn(inner) * 0.1).to(dtype), 1e-5), side.randn(outputs).to(dtype)
+    if not options:
+        options["residual"] = side.randn(rows, outputs).to(dtype)
+    with side.clock():
+        y = side.int4.gemv(x, weight, bias, norm=norm, wide_offset=0.5, **options)
+    return [numbers(y, 3)]
 
 
 # Mixture of experts.
@@ -420,6 +437,9 @@ CHECKS: list[Check] = [
     Check("product 16 rows fp8", partial(few_rows, rows=16, out_features=1024, inner=2048, is_fp8=True), True),
     Check("packed product int4", partial(packed_product, kind="int4", rows=1, group=128)),
     Check("packed product int4, zero points", partial(packed_product, kind="int4", rows=16, group=32, with_zero=True)),
+    Check("packed product int4, many rows", partial(packed_product, kind="int4", rows=70, group=64, with_zero=True)),
+    Check("norm, int4 product, residual", partial(int4_gemv_in_layer, rows=2, with_zero=True)),
+    Check("norm, int4 product, gate", partial(int4_gemv_in_layer, rows=1, with_zero=False, gate="silu")),
     Check("packed product int8", partial(packed_product, kind="int8", rows=40, group=512)),
     Check("packed product fp4", partial(packed_product, kind="fp4", rows=5, group=16)),
     Check("packed product fp8", partial(packed_product, kind="fp8", rows=20, group=128), True),

@@ -9,9 +9,9 @@ slabs that they share.
 A page is always in exactly one of these states, or its slab belongs to another pool; `check` verifies it.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, compress, islice
 
 NULL_PAGE = 0
 
@@ -107,8 +107,9 @@ class Arena:
 
     def check(self) -> None:
         """Raise AssertionError unless every slab has one owner and every pool is sound."""
-        owned = [slab for pool in self.pools for slab in pool.used]
-        assert sorted([*self.free, *owned]) == list(range(self.num_slabs)), "an slab is lost or owned twice"
+        slabs = list(chain(self.free, *(pool.used for pool in self.pools)))
+        assert len(slabs) == self.num_slabs, "a slab is lost or owned twice"
+        assert set(slabs) == set(range(self.num_slabs)), "a slab is lost or owned twice"
         for pool in self.pools:
             pool.check()
 
@@ -326,20 +327,25 @@ class PagePool:
 
     def check(self) -> None:
         """Raise AssertionError unless every page of our slabs is in one state and the hash maps mirror each other."""
-        empty = [page for pages in self._empty.values() for page in pages]
-        assert len(set(empty)) == len(empty) == self._num_empty, "a page is twice in the free list"
-        assert not set(empty) & set(self._cached), "a page is both empty and cached"
-        free = {*empty, *self._cached}
-        ours = {page for slab in self.used for page in self._pages_of(slab)}
-        assert free <= ours, "a page of another pool is free here"
-        for page in range(self.num_pages):
-            assert page in ours or (self.refs[page] == 0 and page not in self._hash_of), f"page {page} is not ours"
-            assert page not in ours or (page in free) == (self.refs[page] == 0), f"page {page}: {self.refs[page]} refs"
-            assert (page in self._cached) <= (page in self._hash_of), f"page {page} is cached without a hash"
-        assert not any(page in self._hash_of for page in empty), "an empty page has a hash"
-        assert all(self._empty.values()), "an slab is listed without an empty page"
+        empty = set(chain.from_iterable(self._empty.values()))
+        assert len(empty) == sum(map(len, self._empty.values())) == self._num_empty, "a page is twice in the free list"
+        assert empty.isdisjoint(self._cached), "a page is both empty and cached"
+        ours = set(chain.from_iterable(map(self._pages_of, self.used)))
+        assert empty <= ours, "a page of another pool is free here"
+        assert self._cached.keys() <= ours, "a page of another pool is free here"
+        in_use = set(compress(range(self.num_pages), self.refs))
+        assert in_use <= ours, f"page {min(in_use - ours)} is not ours"
+        assert self._hash_of.keys() <= ours, f"page {min(self._hash_of.keys() - ours)} is not ours"
+        free = len(empty) + len(self._cached)
+        assert in_use.isdisjoint(empty), f"page {min(in_use & empty)}: in use and free"
+        assert in_use.isdisjoint(self._cached), f"page {min(in_use & self._cached.keys())}: in use and free"
+        assert free + len(in_use) == len(ours), f"page {min(ours - empty - in_use - self._cached.keys())}: 0 refs"
+        assert self._cached.keys() <= self._hash_of.keys(), "a page is cached without a hash"
+        assert empty.isdisjoint(self._hash_of), "an empty page has a hash"
+        assert all(self._empty.values()), "a slab is listed without an empty page"
         assert {p: d for d, p in self._page_of.items()} == self._hash_of, "hash maps disagree"
+        counted = Counter(map(self.slab_of, in_use))
         for slab, used in self.used.items():
-            assert used == sum(self.refs[page] > 0 for page in self._pages_of(slab)), f"slab {slab} lost count"
+            assert used == counted[slab], f"slab {slab} lost count"
             assert (slab in self.idle) == (used == 0), f"slab {slab}: {used} pages in use"
         assert self.num_in_use == sum(self.used.values()), "lost count of the pages in use"

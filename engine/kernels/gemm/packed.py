@@ -1,17 +1,15 @@
-"""Products with a packed weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as packed_weight.py describes it.
+"""GEMMs with a packed weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as packed_weight.py describes it.
 
-Up to VECTOR_ROWS rows in vector form: a thread reads words of eight 4-bit numbers. A float32 whose mantissa holds
-such a number is 128 + q, made by a shift and a mask; what is too much is taken off once for eight products.
+    int4 and 16-bit x   one or two rows   int4_gemv.py: integers, four at a time
+                        to MOST_ROWS      int4_gemm.py: tensor cores
+    the others          to FEW_ROWS       here: tensor cores
+    any                 more rows         W is made in x's dtype, in memory that a step frees again, and the library
+                                          multiplies
 
-    word    q7 q6 q5 q4 q3 q2 q1 q0     q0, q2, q4, q6: columns k to k + 3;  q1, q3, q5, q7: the same + PAIR
-
-Up to FEW_ROWS rows a product is still bound by reading W. A program streams the packed numbers of BLOCK_N outputs,
-makes numbers of x's dtype of them in registers, and multiplies on the matrix units. The two halves of a byte belong to
+Up to FEW_ROWS rows a GEMM is still bound by reading W. A program streams the packed numbers of BLOCK_N outputs, makes
+numbers of x's dtype of them in registers, and multiplies on the tensor cores. The two halves of a byte belong to
 columns that lie PAIR apart: each half is multiplied on its own, with its columns of x, and nothing has to be moved
 between threads.
-
-More rows are bound by the matrix units. Then W is made once in x's dtype, in memory that a step frees again, and the
-library multiplies.
 """
 
 from typing import NamedTuple
@@ -21,13 +19,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from engine.kernels.gemm import int4_gemm, int4_gemv
 from engine.kernels.gemm.packed_weight import MIDDLE, Packed, pair_distance
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 FEW_ROWS = 64
-VECTOR_ROWS = 2
-_HELD = tl.constexpr(0x43000000)  # 128.0 in float32, in which the bits from 16 on count ones
 
 
 class PackedTiles(NamedTuple):
@@ -172,72 +169,6 @@ def _unpack_kernel(
         tl.store(y_at + PAIR, ((_number(codes >> 4, KIND) - zero) * scale).to(dtype), mask=mask)
 
 
-@triton.jit
-def _eight_products(w, x_ptr, at, live, PAIR: tl.constexpr):
-    """Of words w [BLOCK_N, BLOCK_W] whose first columns are `at` [BLOCK_W]: sum of q x [BLOCK_N, BLOCK_W], and of x
-    [BLOCK_W]. PAIR is 4 at least, so four columns of x, of 16 bits each, lie side by side and are read as one number:
-    what is read has to be handed to the threads that hold the words, once for four columns."""
-    held = tl.zeros(w.shape, tl.float32)
-    total = tl.zeros([w.shape[1]], tl.float32)
-    fours = x_ptr.to(tl.pointer_type(tl.int64))
-    low = tl.load(fours + at // 4, mask=live, other=0)
-    high = tl.load(fours + (at + PAIR) // 4, mask=live, other=0)
-    for j in tl.static_range(8):
-        four = low if j % 2 == 0 else high
-        x = (four >> (j // 2 * 16)).to(tl.int16).to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
-        if j < 4:
-            moved = w << (16 - 4 * j)
-        else:
-            moved = w >> (4 * j - 16)
-        held += ((moved & 0xF0000) | _HELD).to(tl.float32, bitcast=True) * x[None, :]
-        total += x
-    return held - 128.0 * total[None, :], total
-
-
-@kernel
-def _vector_kernel(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, y_ptr, M, x_stride,
-    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, PAIR: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """int4 in words: w int32 [N, K / 8]."""
-    WORDS: tl.constexpr = K // 8
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    i = tl.arange(0, BLOCK_W)
-    n_live = n < N
-    w_at = w_ptr + n[:, None].to(tl.int64) * WORDS + i[None, :]
-    w = tl.load(w_at, mask=n_live[:, None] & (i < WORDS)[None, :], other=0)  # nobody writes weights: no need to wait
-    wait_for_previous(PDL)
-    sums = ()
-    for _ in tl.static_range(ROWS):
-        sums = sums + (tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32),)  # noqa: RUF005 - Triton's tuples
-    for start in tl.static_range(0, WORDS, BLOCK_W):
-        next_w = w
-        if start + BLOCK_W < WORDS:  # on its way while this one is multiplied
-            next_w = tl.load(w_at + start + BLOCK_W, mask=n_live[:, None] & (i < WORDS - start - BLOCK_W)[None, :],
-                             other=0)  # fmt: skip
-        live = i < WORDS - start
-        at = _column((start + i) * 4, 2, PAIR)
-        group_at = n[:, None].to(tl.int64) * GROUPS + (at // GROUP)[None, :]
-        some = n_live[:, None] & live[None, :]
-        scale = tl.load(scale_ptr + group_at, mask=some, other=0.0).to(tl.float32)
-        zero = MIDDLE * 1.0
-        if zero_ptr is not None:
-            zero = tl.load(zero_ptr + group_at, mask=some, other=0).to(tl.float32)
-        added = ()
-        for m in tl.static_range(ROWS):
-            held, total = _eight_products(w, x_ptr + m * x_stride, at, live & (m < M), PAIR)
-            products = (held - zero * total[None, :]) * scale
-            added = added + (  # noqa: RUF005
-                sums[m] + tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_W // 4, 4]), 2),
-            )
-        sums = added
-        w = next_w
-    for m in tl.static_range(ROWS):
-        tl.store(y_ptr + m * N + n, tl.sum(sums[m], 1).to(y_ptr.dtype.element_ty), mask=n_live & (m < M))
-
-
 def packed_tiles(rows: int, shared: int) -> PackedTiles:
     """For `rows` of x: of the tiles that were tried with the shapes of an 8B model on an H100, the fastest or nearly so
     (docs/performance.md)."""
@@ -250,8 +181,6 @@ def packed_tiles(rows: int, shared: int) -> PackedTiles:
 def few_rows(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = None) -> torch.Tensor:
     """Up to FEW_ROWS rows: x [M, K] in the order of the packed columns (rows may be strided) -> [M, N] in x's dtype."""
     rows, (outputs, inner) = x.shape[0], packed.shape
-    if tiles is None and rows <= VECTOR_ROWS and in_words(packed, x):
-        return vector_rows(x, packed)
     if tiles is None:
         tiles = packed_tiles(rows, shared_memory(x.device))
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -261,29 +190,6 @@ def few_rows(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = None) 
         PAIR=pair_distance(packed.group), MP=max(16, triton.next_power_of_2(rows)), BLOCK_N=tiles.block_n,
         BLOCK_W=tiles.block_w, STAGES=tiles.stages,
         num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-    return y
-
-
-def in_words(packed: Packed, x: torch.Tensor) -> bool:
-    """Whether there is a vector form of this product."""
-    if x.dtype.itemsize != 2 or x.stride(0) % 4 or x.data_ptr() % 8:
-        return False
-    return packed.kind == "int4" and packed.shape[1] % 8 == 0 and pair_distance(packed.group) >= 4
-
-
-def vector_rows(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = None) -> torch.Tensor:
-    """As `few_rows`, for up to VECTOR_ROWS rows of a weight `in_words`. Of `tiles`, block_w counts words of 4 bytes."""
-    rows, (outputs, inner) = x.shape[0], packed.shape
-    if tiles is None:
-        tiles = PackedTiles(4, min(512, triton.next_power_of_2(inner // 8)), 4, 1)
-    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    _vector_kernel(
-        (triton.cdiv(outputs, tiles.block_n),), x, packed.values.view(torch.int32), packed.scale, packed.zero, y, rows,
-        x.stride(0), N=outputs, K=inner, GROUP=packed.group, MIDDLE=MIDDLE[packed.kind],
-        PAIR=pair_distance(packed.group), ROWS=triton.next_power_of_2(rows), BLOCK_N=tiles.block_n,
-        BLOCK_W=tiles.block_w,
-        num_warps=tiles.warps, num_stages=1,
     )  # fmt: skip
     return y
 
@@ -310,6 +216,11 @@ def product(x: torch.Tensor, packed: Packed, *, batch_invariant: bool = False) -
         from engine.kernels.gemm import batch_invariant as invariant
 
         return invariant.product(x, unpacked(packed, x.dtype))
-    if x.shape[0] <= FEW_ROWS:
+    rows = x.shape[0]
+    if rows <= int4_gemv.MOST_ROWS and int4_gemv.supports(packed, x.dtype):
+        return int4_gemv.gemv(x, packed)
+    if rows <= int4_gemm.MOST_ROWS and int4_gemm.supports(packed, x.dtype):
+        return int4_gemm.gemm(x, packed)
+    if rows <= FEW_ROWS:
         return few_rows(x, packed)
     return F.linear(x, unpacked(packed, x.dtype))

@@ -8,9 +8,11 @@ all (packed.py).
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+
+from engine.kernels.gemm import reference
 
 Kind = Literal["int4", "int8", "fp4", "fp8"]
 
@@ -141,7 +143,17 @@ def _spread(of_groups: torch.Tensor, group: int, inner: int) -> torch.Tensor:
     return wide if of_groups.shape[1] == 1 else wide.repeat_interleave(group, 1)[:, :inner]
 
 
-# -- references of the kernels in packed.py ----------------------------------------------------------------------------
+# -- references of the kernels in packed.py and int4_gemv.py -----------------------------------------------------------
+
+
+def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """packed.product."""
+    return few_rows(x, packed)
+
+
+def gemv(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None, **around: Any) -> torch.Tensor:
+    """int4_gemv.gemv."""
+    return reference.gemv(x, dequantize(replace(packed, columns=None), torch.float32), None, bias, **around)
 
 
 def few_rows(x: torch.Tensor, packed: Packed) -> torch.Tensor:

@@ -33,8 +33,16 @@ class Gemm(NamedTuple):
 
     run: Callable[[Any, torch.Tensor], torch.Tensor]  # (layer, x [T, in]) -> [T, out]
     run_fp8: Callable[[Any, QuantizedRows], torch.Tensor] | None = None  # set where many rows are read in fp8
-    vector: bool = False   # a few rows may run on gemm.small_batch.gemv, which fuses norm, gate and residual
+    gemv: Callable[..., torch.Tensor] | None = None  # a few rows, fused with norm, gate and residual: (layer, x, **...)
+    gemv_rows: int | None = None  # the most of them; None: as the weight's size says
     library: bool = False  # many rows run on the GPU's library, whose algorithm gemm.autotune may choose
+
+
+def plain_gemv(layer: "LinearLayer", x: torch.Tensor, **around: Any) -> torch.Tensor:
+    """A few rows with a weight of one number an element, and a scale for each output if it is fp8."""
+    from engine.kernels.gemm.small_batch import gemv
+
+    return gemv(x, layer.weight, layer.scale, layer.bias, **around)
 
 
 class LinearLayer(Sides, Protocol):

@@ -18,7 +18,7 @@ from torch import nn
 from engine.kernels.gemm import autotune, scaled
 from engine.layers.gemm_inputs import QuantizedRows
 from engine.layers.quant import unquantized
-from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides
+from engine.layers.quant.base import ExpertLayer, Format, Gemm, LinearLayer, Sides, plain_gemv
 from engine.layers.quant.unquantized import Unquantized, UnquantizedExperts
 from engine.layers.weight_memory import for_good
 
@@ -67,9 +67,7 @@ def use_weight(layer: LinearLayer, weight: torch.Tensor, scale: torch.Tensor, dt
 
 def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
     if x.shape[0] <= layer.vector_rows:
-        from engine.kernels.gemm.small_batch import gemv
-
-        return gemv(x, layer.weight, layer.scale, layer.bias)
+        return plain_gemv(layer, x)
     from engine.kernels.pointwise.quantize import quantize_rows as quantize_rows_on_gpu
 
     return _on_fp8_units(layer, QuantizedRows(*quantize_rows_on_gpu(x), x.dtype))
@@ -97,9 +95,7 @@ def _on_widened_weight(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
     """On GPUs without fp8 units: activations stay in 16 bits."""
     assert layer.scale is not None
     if x.shape[0] <= layer.vector_rows:
-        from engine.kernels.gemm.small_batch import gemv
-
-        return gemv(x, layer.weight, layer.scale, layer.bias)
+        return plain_gemv(layer, x)
     from engine.kernels.gemm.scaled_kernel import scaled_product
 
     return scaled_product(x, layer.weight, layer.scale, layer.bias)
@@ -113,8 +109,8 @@ def _reference(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, dequantize(layer.weight, layer.scale, x.dtype), layer.bias)
 
 
-ON_FP8_UNITS = Gemm(_on_gpu, _on_fp8_units, vector=True, library=True)
-ON_WIDENED_WEIGHT = Gemm(_on_widened_weight, vector=True)
+ON_FP8_UNITS = Gemm(_on_gpu, _on_fp8_units, gemv=plain_gemv, library=True)
+ON_WIDENED_WEIGHT = Gemm(_on_widened_weight, gemv=plain_gemv)
 REFERENCE = Gemm(_reference)
 
 

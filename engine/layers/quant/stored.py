@@ -243,7 +243,26 @@ def _use_packed(layer: Any, matrices: Sequence[Packed | torch.Tensor], inputs: I
         elif order is not None:
             order = order.clone()
         layer.packed = PackedParts(pieces, order)
-    layer.gemm = _rounding_inputs(ON_PACKED, inputs)
+    layer.gemm = _rounding_inputs(_gemm_of(layer), inputs)
+
+
+def _gemm_of(layer: Any) -> Gemm:
+    """With a GEMV that fuses what surrounds it, where the whole layer is one weight that it reads."""
+    from engine.kernels.gemm import int4_gemv
+
+    pieces: PackedParts = layer.packed
+    whole = pieces.parts[0]
+    if len(pieces.parts) > 1 or pieces.order is not None or not isinstance(whole, Packed):
+        return ON_PACKED
+    if whole.columns is not None or not int4_gemv.supports(whole, layer.weight.dtype):
+        return ON_PACKED
+    return Gemm(_on_packed, gemv=_int4_gemv, gemv_rows=int4_gemv.MOST_ROWS)
+
+
+def _int4_gemv(layer: Any, x: torch.Tensor, **around: Any) -> torch.Tensor:
+    from engine.kernels.gemm import int4_gemv
+
+    return int4_gemv.gemv(x, layer.packed.parts[0], layer.bias, **around)
 
 
 def _on_packed(layer: Any, x: torch.Tensor) -> torch.Tensor:

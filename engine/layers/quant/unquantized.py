@@ -21,6 +21,7 @@ from engine.layers.quant.base import (
     LinearLayer,
     LinearMethod,
     Tensors,
+    plain_gemv,
 )
 from engine.layers.weight_memory import empty_parameter
 
@@ -100,9 +101,7 @@ def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
         return batch_invariant.product(x, layer.weight, layer.bias)
     if x.shape[0] <= layer.vector_rows:
-        from engine.kernels.gemm.small_batch import gemv
-
-        return gemv(x, layer.weight, None, layer.bias)
+        return plain_gemv(layer, x)
     if x.shape[0] > FEW_ROWS or layer.out_features < SOME_OUTPUTS:
         chosen = autotune.chosen(x, layer.weight) if layer.bias is None else None
         return F.linear(x, layer.weight, layer.bias) if chosen is None else chosen(x, layer.weight)
@@ -112,7 +111,7 @@ def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 PLAIN = Gemm(_plain)
-ON_GPU = Gemm(_on_gpu, vector=True, library=True)
+ON_GPU = Gemm(_on_gpu, gemv=plain_gemv, library=True)
 
 
 class UnquantizedExperts(ExpertMethod):

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.kernels.gemm import int4_gemm, int4_gemv
 from engine.kernels.gemm import packed as kernels
+from engine.kernels.gemm import packed_weight as reference
 from engine.kernels.gemm.packed import PackedTiles
 from engine.kernels.gemm.packed_weight import Packed, dequantize, joined, pack_pairs
 
@@ -41,18 +43,67 @@ def test_few_rows(kind, outputs, inner, group, zero, rows):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-3)
 
 
+INT4_CASES = [
+    (48, 128, 32, False), (40, 96, 32, True), (34, 256, 128, True), (22, 160, 160, False), (10, 2048, 64, False),
+    (8, 4608, 512, True),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize(("kind", "outputs", "inner", "group", "zero"), [
-    ("int4", 48, 128, 32, False), ("int4", 40, 96, 32, True), ("int4", 33, 256, 128, True), ("int4", 20, 80, 80, False),
-    ("int4", 9, 2048, 128, False),
+@pytest.mark.parametrize(("outputs", "inner", "group", "zero"), INT4_CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_int4_gemv(outputs, inner, group, zero, rows, dtype):
+    packed = make("int4", outputs, inner, group, zero=zero)
+    assert int4_gemv.supports(packed, dtype)
+    x = torch.randn(rows, inner + 3)[:, :inner].to(dtype)
+    expected = (x.float() @ dequantize(packed, torch.float32).t()).to(dtype)
+    torch.testing.assert_close(kernels.product(x, packed), expected, rtol=2**-7, atol=2e-2)
+    norm, bias = (torch.rand(inner).to(dtype), 1e-5), torch.randn(outputs).to(dtype)
+    for around in ({"residual": torch.randn(rows, outputs).to(dtype)}, {"gate": "silu"}):
+        given = {name: value.clone() if torch.is_tensor(value) else value for name, value in around.items()}
+        ours = int4_gemv.gemv(x * 0.01, packed, bias, norm=norm, wide_offset=1.0, **given)
+        expected = reference.gemv(x * 0.01, packed, bias, norm=norm, wide_offset=1.0, **around)
+        torch.testing.assert_close(ours.float(), expected.float(), rtol=2**-5, atol=2e-2 * expected.float().abs().max())
+
+
+def test_fixed_point_keeps_small_numbers_beside_large_ones_and_what_is_no_number():
+    """A chunk's unit follows its largest number: a hundredth of what bf16 has rounded off that one."""
+    packed = make("int4", 16, 256, 128)
+    x = torch.randn(1, 256)
+    x[0, ::32] *= 1000
+    x = x.to(torch.bfloat16)
+    weight = dequantize(packed, torch.float64)
+    errors = int4_gemv.gemv(x, packed).double() - x.double() @ weight.t()
+    largest = (x.double().abs().amax() * weight.abs().amax()).item()
+    assert errors.abs().max() <= largest * 8 * 32 * 2**-16 + 2**-8 * (x.double() @ weight.t()).abs().max()
+    zeros = torch.zeros(1, 256, dtype=torch.bfloat16)
+    assert int4_gemv.gemv(zeros, packed).abs().max() == 0
+    for bad in (float("nan"), float("inf")):
+        x[0, 40] = bad
+        assert not int4_gemv.gemv(x, packed).isfinite().any()
+
+
+@pytest.mark.parametrize("rows", [3, 17, 70])
+@pytest.mark.parametrize(("outputs", "inner", "group", "zero"), [
+    (48, 128, 32, False), (40, 96, 32, True), (33, 256, 128, True), (70, 512, 128, False), (16, 512, 512, True),
 ])
-def test_vector_form(kind, outputs, inner, group, zero, rows):
-    packed = make(kind, outputs, inner, group, zero=zero)
-    for dtype in (torch.bfloat16, torch.float16):
-        x = torch.randn(rows, inner).to(dtype)
-        expected = (x.float() @ dequantize(packed, torch.float32).t()).to(dtype)
-        for ours in (kernels.product(x, packed), kernels.vector_rows(x, packed, PackedTiles(4, 64, 4, 1))):
-            torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2e-2)
+def test_int4_gemm(outputs, inner, group, zero, rows):
+    packed = make("int4", outputs, inner, group, zero=zero)
+    assert int4_gemm.supports(packed, torch.float16)
+    x = torch.randn(rows, inner + 8).half()[:, :inner]
+    expected = (x.float() @ dequantize(packed, torch.float32).t()).half()
+    torch.testing.assert_close(kernels.product(x, packed), expected, rtol=2**-9, atol=2e-2)
+
+
+def test_int4_tiles_fit_and_cut_k_into_whole_blocks():
+    for shared in (99 << 10, 163 << 10, 227 << 10):
+        for rows in (3, 9, 17, 33, 65, 129, 256):
+            for outputs, blocks in ((1024, 32), (4096, 20), (24576, 96), (4096, 7)):
+                tiles = int4_gemm.tiles_for(rows, outputs, blocks, 64, shared)
+                assert int4_gemm._shared_bytes(tiles, 64) <= shared
+                assert blocks % tiles.split == 0
+                assert tiles.split == 1 or tiles.block_m >= rows
+                assert tiles.split > 1 or tiles.block_m >= 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

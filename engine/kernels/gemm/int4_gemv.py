@@ -1,0 +1,297 @@
+"""GEMMs of one or two rows with an int4 weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as packed_weight.py describes it.
+
+An H100's memory delivers 26 of W's numbers a clock to each multiprocessor, which issues 128 instructions in that time.
+To make a float of a number and multiply it takes four or more, so such a kernel reaches half the bandwidth. This one
+multiplies integers, four an instruction (dp4a), and takes 1.6 instructions a number:
+
+    word of W   q7 q6 q5 q4 q3 q2 q1 q0     q0, q2, q4, q6: columns k to k + 3;  q1, q3, q5, q7: the same + PAIR
+    x           (256 high + low) * unit     16-bit fixed point: high int8, low uint8, and a unit for each CHUNK of 32
+                                            columns, the largest of them / 32767
+
+A chunk is what a thread holds side by side: four words, which lie in one group. Its sum of q (256 high + low) is exact,
+and below 2^24, so as a float32 it is exact, too. x loses at most 2^-16 of the chunk's largest number, a hundredth of
+what rounding that number to bf16 has lost before.
+
+As in small_batch.py the operations around the GEMM are fused: a norm before it, a gate or the residual after it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.gemm.packed_weight import MIDDLE, Packed, pair_distance
+from engine.kernels.pointwise.gate import activated
+from engine.kernels.runtime.launcher import interpreted, kernel, wait_for_previous
+
+MOST_ROWS = 2
+CHUNK = 32  # columns
+_CHUNK = tl.constexpr(CHUNK)
+_WORDS = tl.constexpr(CHUNK // 8)  # of a chunk
+_LARGEST = tl.constexpr(32767.0)
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a small number it leaves round(number) in the lowest bits
+
+
+@triton.jit
+def _one(four, j: tl.constexpr, TYPE: tl.constexpr):
+    """Number j of four numbers of 16 bits that were read as one of 64; float32."""
+    return (four >> (j * 16)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _high_and_low(a, b, c, d, unit, DP4A: tl.constexpr):
+    """The bytes of round(number / unit), of four numbers in the order of the bytes of a word."""
+    a = (a * unit + _MAGIC).to(tl.int32, bitcast=True)
+    b = (b * unit + _MAGIC).to(tl.int32, bitcast=True)
+    c = (c * unit + _MAGIC).to(tl.int32, bitcast=True)
+    d = (d * unit + _MAGIC).to(tl.int32, bitcast=True)
+    if DP4A:
+        pick: tl.constexpr = """{ .reg .b32 p, q; prmt.b32 p, $2, $3, 0x5410; prmt.b32 q, $4, $5, 0x5410;
+            prmt.b32 $0, p, q, 0x7531; prmt.b32 $1, p, q, 0x6420; }"""
+        high, low = tl.inline_asm_elementwise(pick, "=r,=r,r,r,r,r", [a, b, c, d], (tl.int32, tl.int32), True, 1)
+    else:
+        low = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | ((d & 255) << 24)
+        high = ((a >> 8) & 255) | (b & 0xFF00) | ((c << 8) & 0xFF0000) | ((d & 0xFF00) << 16)
+    return high, low
+
+
+@triton.jit
+def _dot4(q, high, low, DP4A: tl.constexpr):
+    """Bytes q of 0 to 15: sum of q (256 high + low), int32."""
+    if DP4A:
+        dot: tl.constexpr = """{ .reg .s32 h, l; dp4a.u32.s32 h, $1, $2, 0; dp4a.u32.u32 l, $1, $3, 0;
+            mad.lo.s32 $0, h, 256, l; }"""
+        return tl.inline_asm_elementwise(dot, "=r,r,r,r", [q, high, low], tl.int32, True, 1)
+    else:
+        total = q * 0
+        for j in tl.static_range(4):
+            x = ((high << (24 - 8 * j)) >> 24) * 256 + ((low >> (8 * j)) & 255)
+            total += ((q >> (8 * j)) & 15) * x
+        return total
+
+
+@triton.jit
+def _dot8(word, high, low, far_high, far_low, DP4A: tl.constexpr):
+    """The same of a word's lower halves, and of its upper halves with what lies PAIR farther."""
+    if DP4A:
+        dot: tl.constexpr = """{ .reg .b32 q, p; .reg .s32 h, l;
+            and.b32 q, $1, 0x0F0F0F0F; shr.u32 p, $1, 4; and.b32 p, p, 0x0F0F0F0F;
+            dp4a.u32.s32 h, q, $2, 0; dp4a.u32.u32 l, q, $3, 0;
+            dp4a.u32.s32 h, p, $4, h; dp4a.u32.u32 l, p, $5, l; mad.lo.s32 $0, h, 256, l; }"""
+        operands = [word, high, low, far_high, far_low]
+        return tl.inline_asm_elementwise(dot, "=r,r,r,r,r,r", operands, tl.int32, True, 1)
+    else:
+        near = _dot4(word & 0x0F0F0F0F, high, low, DP4A)
+        return near + _dot4((word >> 4) & 0x0F0F0F0F, far_high, far_low, DP4A)
+
+
+@triton.jit
+def _by_chunk(words):
+    """[..., words] -> [..., chunks]: sums of what a thread holds side by side."""
+    if len(words.shape) == 1:
+        return tl.sum(tl.reshape(words, [words.shape[0] // _WORDS, _WORDS]), 1)
+    else:
+        return tl.sum(tl.reshape(words, [words.shape[0], words.shape[1] // _WORDS, _WORDS]), 2)
+
+
+@triton.jit
+def _fixed_point(x_ptr, norm_ptr, offset, at, live, PAIR: tl.constexpr, DP4A: tl.constexpr):
+    """What words that begin at columns `at` are multiplied with: (high, low, the same PAIR farther) [words], and the
+    chunks' units; and the sum of squares of x [words], for a norm."""
+    x_type: tl.constexpr = x_ptr.dtype.element_ty
+    fours = x_ptr.to(tl.pointer_type(tl.int64))
+    near = tl.load(fours + at // 4, mask=live, other=0)
+    far = tl.load(fours + (at + PAIR) // 4, mask=live, other=0)
+    a, b, c, d = _one(near, 0, x_type), _one(near, 1, x_type), _one(near, 2, x_type), _one(near, 3, x_type)
+    e, f, g, h = _one(far, 0, x_type), _one(far, 1, x_type), _one(far, 2, x_type), _one(far, 3, x_type)
+    squares = a * a + b * b + c * c + d * d + e * e + f * f + g * g + h * h
+    if norm_ptr is not None:
+        norm_type: tl.constexpr = norm_ptr.dtype.element_ty
+        norms = norm_ptr.to(tl.pointer_type(tl.int64))
+        near = tl.load(norms + at // 4, mask=live, other=0)
+        far = tl.load(norms + (at + PAIR) // 4, mask=live, other=0)
+        a *= _one(near, 0, norm_type) + offset
+        b *= _one(near, 1, norm_type) + offset
+        c *= _one(near, 2, norm_type) + offset
+        d *= _one(near, 3, norm_type) + offset
+        e *= _one(far, 0, norm_type) + offset
+        f *= _one(far, 1, norm_type) + offset
+        g *= _one(far, 2, norm_type) + offset
+        h *= _one(far, 3, norm_type) + offset
+    size = _larger(_larger(_larger(a, b), _larger(c, d)), _larger(_larger(e, f), _larger(g, h)))
+    chunks: tl.constexpr = at.shape[0] // _WORDS
+    largest = tl.reduce(tl.reshape(size, [chunks, _WORDS]), 1, _larger)
+    steps = _LARGEST / tl.maximum(largest, 1e-30)
+    steps = tl.reshape(tl.broadcast_to(steps[:, None], [chunks, _WORDS]), [at.shape[0]])
+    high, low = _high_and_low(a, b, c, d, steps, DP4A)
+    far_high, far_low = _high_and_low(e, f, g, h, steps, DP4A)
+    return high, low, far_high, far_low, largest / _LARGEST, squares
+
+
+@triton.jit
+def _words(w_at, n_live, words, start: tl.constexpr, WORDS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """W's words [BLOCK_N, BLOCK_W] from `start` on, zeros outside."""
+    if start + BLOCK_W <= WORDS:
+        return tl.load(w_at + start, mask=n_live[:, None], other=0)
+    else:
+        return tl.load(w_at + start, mask=n_live[:, None] & (words < WORDS - start)[None, :], other=0)
+
+
+@triton.jit
+def _of_chunks(at_ptr, n, n_live, column, K: tl.constexpr, GROUP: tl.constexpr):
+    """What each group of columns has one of, for outputs n and the chunks that begin at `column`: [N, chunks]."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    place = n[:, None].to(tl.int64) * GROUPS + (column // GROUP)[None, :]
+    return tl.load(at_ptr + place, mask=n_live[:, None] & (column < K)[None, :], other=0)
+
+
+@triton.jit
+def _chunk_sums(words, total, high, low, far_high, far_low, zero, scale, unit, DP4A: tl.constexpr):
+    """Sums of (q - zero) scale x over the chunks of words [BLOCK_N, BLOCK_W]; `total`: of x alone."""
+    dots = _dot8(words, high[None, :], low[None, :], far_high[None, :], far_low[None, :], DP4A)
+    return (_by_chunk(dots) - zero * total[None, :]).to(tl.float32) * (scale * unit[None, :])
+
+
+@kernel
+def _int4_gemv_kernel(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, M, x_stride, y_stride, eps, offset,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, PAIR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, GATE: tl.constexpr, IN_ORDER: tl.constexpr,
+    DP4A: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    WORDS: tl.constexpr = K // 8
+    CHUNKS: tl.constexpr = BLOCK_W // _WORDS
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    words = tl.arange(0, BLOCK_W)
+    n_live = n < N
+    w_at = w_ptr + n[:, None].to(tl.int64) * WORDS + words[None, :]
+    up_at = w_at + N * WORDS
+    w = _words(w_at, n_live, words, 0, WORDS, BLOCK_W)
+    up = w
+    if GATE is not None:
+        up = _words(up_at, n_live, words, 0, WORDS, BLOCK_W)
+    if IN_ORDER and PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    else:
+        wait_for_previous(PDL)
+    sums = ()
+    squares = ()
+    for _ in tl.static_range(ROWS):
+        sums = sums + (tl.zeros([BLOCK_N, CHUNKS], tl.float32),)  # noqa: RUF005 - Triton's tuples
+        squares = squares + (tl.zeros([BLOCK_W], tl.float32),)  # noqa: RUF005
+    up_sums = sums
+    for start in tl.static_range(0, WORDS, BLOCK_W):
+        next_w = w
+        next_up = up
+        if start + BLOCK_W < WORDS:  # the next block is on its way while this one is multiplied
+            next_w = _words(w_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
+            if GATE is not None:
+                next_up = _words(up_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
+        column = start * 8 + tl.arange(0, CHUNKS) * _CHUNK
+        scale = _of_chunks(scale_ptr, n, n_live, column, K, GROUP).to(tl.float32)
+        zero = MIDDLE
+        if zero_ptr is not None:
+            zero = _of_chunks(zero_ptr, n, n_live, column, K, GROUP).to(tl.int32)
+        up_scale = scale
+        up_zero = zero
+        if GATE is not None:
+            up_scale = _of_chunks(scale_ptr, N + n, n_live, column, K, GROUP).to(tl.float32)
+            if zero_ptr is not None:
+                up_zero = _of_chunks(zero_ptr, N + n, n_live, column, K, GROUP).to(tl.int32)
+        byte = (start + words) * 4
+        at = byte // PAIR * (2 * PAIR) + byte % PAIR
+        live = start + words < WORDS
+        so_far, up_so_far, squares_so_far = sums, up_sums, squares
+        sums, up_sums, squares = (), (), ()
+        for m in tl.static_range(ROWS):
+            high, low, far_high, far_low, unit, square = _fixed_point(
+                x_ptr + m * x_stride, norm_ptr, offset, at, live & (m < M), PAIR, DP4A
+            )
+            ones = tl.full([BLOCK_W], 0x11111111, tl.int32)
+            total = _by_chunk(_dot8(ones, high, low, far_high, far_low, DP4A))
+            added = _chunk_sums(w, total, high, low, far_high, far_low, zero, scale, unit, DP4A)
+            sums = sums + (so_far[m] + added,)  # noqa: RUF005
+            if GATE is not None:
+                added = _chunk_sums(up, total, high, low, far_high, far_low, up_zero, up_scale, unit, DP4A)
+            up_sums = up_sums + (up_so_far[m] + added,)  # noqa: RUF005
+            squares = squares + (squares_so_far[m] + square,)  # noqa: RUF005
+        w = next_w
+        up = next_up
+    bias = 0.0
+    up_bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
+        if GATE is not None:
+            up_bias = tl.load(bias_ptr + N + n, mask=n_live, other=0.0).to(tl.float32)
+    dtype = y_ptr.dtype.element_ty
+    for m in tl.static_range(ROWS):
+        factor = 1.0
+        if norm_ptr is not None:  # of the whole row: no product had to wait for it
+            factor = tl.rsqrt(tl.sum(squares[m], 0) / K + eps)
+        y = (tl.sum(sums[m], 1) * factor + bias).to(dtype)
+        if GATE is not None:  # rounded where separate kernels would round
+            y = activated(y.to(tl.float32), GATE).to(dtype).to(tl.float32)
+            y = (y * (tl.sum(up_sums[m], 1) * factor + up_bias).to(dtype).to(tl.float32)).to(dtype)
+        if residual_ptr is not None:
+            before = tl.load(residual_ptr + m * y_stride + n, mask=n_live & (m < M), other=0.0)
+            y = (y.to(tl.float32) + before.to(tl.float32)).to(dtype)
+        tl.store(y_ptr + m * y_stride + n, y, mask=n_live & (m < M))
+
+
+def supports(packed: Packed, dtype: torch.dtype) -> bool:
+    """Whether `gemv` multiplies activations of `dtype` with this weight, its columns aside."""
+    whole_chunks = packed.group % CHUNK == 0 and packed.shape[1] % CHUNK == 0
+    return packed.kind == "int4" and dtype in (torch.bfloat16, torch.float16) and whole_chunks
+
+
+def gemv(
+    x: torch.Tensor,
+    packed: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    wide_offset: float | None = None,
+    gate: str | None = None,
+    residual: torch.Tensor | None = None,
+    in_order: bool = False,
+    tiles: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    """small_batch.gemv for up to MOST_ROWS rows of a weight that `supports` says yes to; columns of x in packed order.
+
+    tiles: outputs of a program, words of each that it reads at a time, warps.
+    """
+    rows, inner = x.shape
+    assert rows <= MOST_ROWS
+    x = _aligned(x)
+    outputs = packed.shape[0] // (1 if gate is None else 2)
+    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if residual is None else residual
+    norm_weight, eps = (None, 0.0) if norm is None else (_aligned(norm[0]), norm[1])
+    block_n, block_w, warps = tiles or _tiles(rows, gated=gate is not None)
+    _int4_gemv_kernel(
+        (triton.cdiv(outputs, block_n),), x, packed.values.view(torch.int32), packed.scale, packed.zero, bias,
+        norm_weight, residual, y, rows, x.stride(0), y.stride(0), eps, wide_offset or 0.0,
+        N=outputs, K=inner, GROUP=packed.group, MIDDLE=MIDDLE[packed.kind], PAIR=pair_distance(packed.group),
+        ROWS=triton.next_power_of_2(rows), BLOCK_N=block_n,
+        BLOCK_W=max(4, min(block_w, triton.next_power_of_2(inner // 8))), GATE=gate, IN_ORDER=in_order,
+        DP4A=not interpreted(), num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def _tiles(rows: int, *, gated: bool) -> tuple[int, int, int]:
+    """Of those that were tried with the shapes of an 8B model on an H100, the fastest or nearly so."""
+    if rows == 1:
+        return (4, 512, 4) if gated else (8, 256, 2)
+    return 8, 512, 4
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Four numbers are read at a time."""
+    rows_apart = x.stride(0) if x.ndim > 1 else 0
+    return x.clone(memory_format=torch.contiguous_format) if rows_apart % 4 or x.data_ptr() % 8 else x
