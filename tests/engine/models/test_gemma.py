@@ -132,20 +132,22 @@ def test_greedy_equals_transformers(gemma_dir, shape, budget):
 
 @pytest.mark.parametrize("shape", ["gemma2", "gemma4_31b", "gemma4_26b", "gemma4_e2b"])
 def test_preemption_does_not_change_tokens(gemma_dir, shape):
-    """Less and less memory, until requests have to give theirs up."""
-    model_dir, preempted = gemma_dir(shape), 0
+    """In little more memory than the plan accepts, until requests have to give theirs up."""
+    model_dir, preempted, accepted = gemma_dir(shape), 0, 0
     requests = [greedy(list(range(i + 3, i + 43)), f"r{i}", 80) for i in range(4)]
-    memory = 4 << 20
+    memory = 64 << 10
     while not preempted:
+        memory = memory * 11 // 10
         try:
             core = engine(model_dir, memory=memory, max_num_batched_tokens=64)
         except OutOfMemoryPlanError:
-            pytest.fail(f"{memory} bytes hold no context of 192 tokens, and a little more held all requests")
+            continue
+        accepted += 1
+        assert accepted < 10, f"{memory} bytes hold all requests, and in less none had to wait for another's pages"
         tokens, _ = run(core, requests)
         preempted = core.stats().num_preemptions
-        for r in requests:
-            assert tokens[r.request_id] == oracle.greedy(model_dir, tuple(r.prompt_token_ids), 80)
-        memory = memory * 4 // 5
+    for r in requests:
+        assert tokens[r.request_id] == oracle.greedy(model_dir, tuple(r.prompt_token_ids), 80)
 
 
 def smallest_engine(model_dir):
