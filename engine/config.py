@@ -68,6 +68,10 @@ class EngineConfig:
     # None: 512 on CPU; on a GPU 8192, or what suits its memory (planner.py)
     max_num_batched_tokens: int | None = setting(
         None, "tokens of one step", group="scheduling", metavar="N", size=True, at_least=1)
+    # None: 60 on a GPU; 0 on a CPU, and offline (LLM)
+    max_itl_ms: int | None = setting(
+        None, "longest wait between two tokens of an answer that other requests' prompts may cause, in milliseconds; "
+        "0: no limit", group="scheduling", metavar="MS", at_least=0)
     tensor_parallel_size: int = setting(
         1, "GPUs to split over ({default})", group="scheduling", metavar="N", aliases=("-tp",), at_least=1)
     enable_chunked_prefill: bool = setting(True, "split long prompts over steps ({default})", group="scheduling")

@@ -59,6 +59,7 @@ class LLM:
         if unknown := kwargs.keys() - _CONFIG_FIELDS:
             known = ", ".join(sorted(_CONFIG_FIELDS))
             raise TypeError(f"LLM() has no argument {sorted(unknown)[0]!r}; it takes {known}")
+        kwargs.setdefault("max_itl_ms", 0)  # no one reads along
         config = EngineConfig(Path(model), **kwargs)
         self._pooling: Pooling = config.pooling
         self.tokenizer = None if config.skip_tokenizer_init else TextTokenizer.load(tokenizer or config.model)

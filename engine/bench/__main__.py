@@ -6,13 +6,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from engine.bench import guided, latency, report, workload
+from engine.bench import clients, guided, latency, report, workload
 from engine.errors import AtollError
 
 _EXAMPLES = """examples:
   python -m engine.bench workload mixed single --model DIR            DIR needs only a config.json: weights are random
   python -m engine.bench workload single --model DIR --json > rows.jsonl
   python -m engine.bench latency --model DIR                          streams' waits while long prompts arrive
+  python -m engine.bench clients --model DIR                          throughput and waits under latency targets
   python -m engine.bench guided --model DIR                           what structured output costs
 """
 # In a checkout only: a medium does not carry them.
@@ -32,7 +33,7 @@ of a checkout only:
 
 
 def main(argv: list[str] | None = None) -> int:
-    modules, examples = {"workload": workload, "latency": latency, "guided": guided}, _EXAMPLES
+    modules, examples = {"workload": workload, "latency": latency, "clients": clients, "guided": guided}, _EXAMPLES
     if importlib.util.find_spec(_AUTHOR) is not None:
         modules |= {name: importlib.import_module(f"{_AUTHOR}.{name}") for name in _AUTHOR_COMMANDS}
         examples += _AUTHOR_EXAMPLES

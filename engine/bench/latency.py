@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     parser.add_argument("--kv-cache-memory-bytes", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--max-itl-ms", type=int, default=0, metavar="MS", help="latency target; 0: none (default 0)")
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class _Request:
     tokens: list[float] = field(default_factory=list)
 
 
-class _Clock:
+class Clock:
     """Submits requests, steps the engine, and notes the time of every token."""
 
     def __init__(self, engine: EngineCore) -> None:
@@ -95,13 +96,14 @@ def run(args: argparse.Namespace) -> list[report.Row]:
         args.model, load_format=args.load_format, skip_tokenizer_init=True, device=args.device, dtype=args.dtype,
         quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype, max_model_len=longest,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes, mamba_ssm_cache_dtype=args.mamba_ssm_cache_dtype,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_batched_tokens=args.max_num_batched_tokens, max_itl_ms=args.max_itl_ms,
     )  # fmt: skip
     engine = llm.engine
     device = torch.device(engine.info().get("device", "cpu"))
     facts = {
         "engine": "atoll", "model": args.model.name, "dtype": args.dtype, "quantization": args.quantization,
-        "streams": args.streams, "stream_tokens": list(args.stream_tokens), **report.machine(device),
+        "streams": args.streams, "stream_tokens": list(args.stream_tokens), "max_itl_ms": args.max_itl_ms,
+        **report.machine(device),
     }  # fmt: skip
     _measure(engine, args, with_prompts=True)  # the first use of every shape is not what is asked for
     rows = []
@@ -117,7 +119,7 @@ def _measure(engine: EngineCore, args: argparse.Namespace, *, with_prompts: bool
         shape = workloads.Shape(count, (tokens, tokens), (1, 1))
         return workloads.draw(name, shape, engine.vocab_size, seed).prompts
 
-    clock = _Clock(engine)
+    clock = Clock(engine)
     preemptions = engine.stats().num_preemptions
     streams = clock.submit(prompts("streams", args.streams, args.stream_tokens[0], 1), args.stream_tokens[1])
     clock.run_until(streams, min(_SETTLED, args.stream_tokens[1]))
@@ -130,15 +132,15 @@ def _measure(engine: EngineCore, args: argparse.Namespace, *, with_prompts: bool
     seconds = time.perf_counter() - arrival
     tokens = sum(sum(t > arrival for t in request.tokens) for request in clock.requests.values())
     row = {"secs": round(seconds, 3), "out_tok_s": round(tokens / seconds, 1),
-           "preemptions": engine.stats().num_preemptions - preemptions, **_spread("itl", clock.waits(streams, arrival))}
+           "preemptions": engine.stats().num_preemptions - preemptions, **spread("itl", clock.waits(streams, arrival))}
     if with_prompts:
         row |= {"prompts": args.prompts, "prompt_tokens": args.prompt_tokens, "short": args.short}
-        row |= _spread("ttft_long", clock.first_tokens(long)) | _spread("ttft_short", clock.first_tokens(short))
-        row |= _spread("itl_short", clock.waits(short, arrival))
+        row |= spread("ttft_long", clock.first_tokens(long)) | spread("ttft_short", clock.first_tokens(short))
+        row |= spread("itl_short", clock.waits(short, arrival))
     return row
 
 
-def _spread(name: str, seconds: np.ndarray) -> report.Row:
+def spread(name: str, seconds: np.ndarray) -> report.Row:
     if not len(seconds):
         return {}
     p50, p99, worst = (round(float(q) * 1e3, 1) for q in np.quantile(seconds, (0.5, 0.99, 1.0)))

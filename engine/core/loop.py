@@ -70,6 +70,7 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         depth: int = 1,
+        max_itl: float = 0.0,  # seconds
         grammars: Grammars | None = None,
         description: dict[str, Any] | None = None,
     ) -> None:
@@ -90,13 +91,14 @@ class EngineCore:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=config.enable_chunked_prefill,
             policy=config.scheduling_policy,
+            max_itl=max_itl,
         )
         self.depth = depth
         # Called with request ids (that went back to the queue, that left it) before the step that computes them starts.
         self.on_moved: Callable[[list[str], list[str]], None] | None = None
         self._grammars = grammars
         self._compiling: dict[str, tuple[Sequence, Pending]] = {}  # not in the queue before its grammar is compiled
-        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # (plan, what `sample` returned, launch time)
         self._pending: list[StepOutput] = []   # aborts since the last step
         self._order = 0
         self._description = description or {}
@@ -260,18 +262,19 @@ class EngineCore:
         return outputs
 
     def _launch(self, plan: StepPlan, outputs: list[StepOutput]) -> None:
+        launched = time.monotonic()
         forwarded = self.runner.forward(plan)
         under = self.scheduler.with_grammar(plan)
         if not under:
-            self._in_flight.append((plan, self.runner.sample(forwarded)))
+            self._in_flight.append((plan, self.runner.sample(forwarded), launched))
             return
-        self._in_flight.append((plan, None))  # if an earlier step fails, this one fails with it
+        self._in_flight.append((plan, None, launched))  # if an earlier step fails, this one fails with it
         while len(self._in_flight) > 1:
             outputs += self._collect_oldest()
         if self._in_flight:
             self._in_flight.clear()
             masks = self._masks(plan, outputs)
-            self._in_flight.append((plan, self.runner.sample(forwarded, masks)))
+            self._in_flight.append((plan, self.runner.sample(forwarded, masks), launched))
 
     def _masks(self, plan: StepPlan, outputs: list[StepOutput]) -> TokenMasks | None:
         """What the grammars of the step's sequences allow, whose tokens are all known. A sequence whose grammar takes
@@ -287,15 +290,17 @@ class EngineCore:
         return masks
 
     def _collect_oldest(self) -> list[StepOutput]:
-        plan, handle = self._in_flight.popleft()
+        plan, handle, launched = self._in_flight.popleft()
         try:
             result = self.runner.collect(handle)
         except Exception as error:
-            behind = [p for p, _ in self._in_flight]  # they read what the failed step should have written
+            behind = [p for p, _, _ in self._in_flight]  # they read what the failed step should have written
             self._in_flight.clear()
             return self._fail([plan, *behind], error)
         self._stats.steps += 1
-        self._stats.last_step_time = time.monotonic()
+        now = time.monotonic()
+        self.scheduler.pace.observe(plan, now - max(launched, self._stats.last_step_time))
+        self._stats.last_step_time = now
         return self.scheduler.update(plan, result)
 
     def _fail(self, plans: list[StepPlan], error: Exception) -> list[StepOutput]:

@@ -4,7 +4,8 @@
     2. running sequences with more (prompts, recomputation after preemption) share the rest of the budget
     3. waiting sequences are admitted while budget, rows and pages last
 
-So a prompt never delays a running stream by more than one step of `max_num_batched_tokens` tokens.
+So a prompt never delays a running stream by more than one step of `max_num_batched_tokens` tokens, and of fewer if a
+latency target is set (`pace`).
 
 A sequence that lacks pages does not stop the others. After `_PATIENCE` such steps it goes first, and the sequence that
 would be served last is preempted for it: that one gives up its pages and recomputes later (usually from the prefix
@@ -21,6 +22,7 @@ from engine.core.batch import PageUpdate, PooledChunk, RowInit, ScheduledSeq, Se
 from engine.core.grammar import Matcher
 from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
+from engine.core.pace import PromptPace
 from engine.core.request import FinishReason, Refusal, StepOutput
 from engine.core.sequence import NO_ROW, Sequence, Status
 from engine.core.waiting import WaitingQueue
@@ -41,12 +43,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool = True,
         policy: str = "fcfs",
+        max_itl: float = 0.0,
     ) -> None:
         self.kv = kv
         self._page_size = kv.page_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
+        self.pace = PromptPace(max_itl if enable_chunked_prefill else 0.0)  # a whole prompt might never fit
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(policy)
         self.seqs: dict[str, Sequence] = {}
@@ -111,12 +115,14 @@ class Scheduler:
         if served is not None:
             singles, chunks = ([s for s in seqs if s not in served] for seqs in (singles, chunks))
         page_size = self._page_size
+        before = len(draft.items)
         for seq in singles[: draft.budget]:
             room = len(seq.tables[0]) * page_size  # most steps of most sequences need no more
             if seq.num_computed_tokens >= room and (keep_pages or not self.kv.grow(seq, 1)):
                 stalled[seq] = self._stalled.get(seq, 0) + 1
                 continue
             self._commit(draft, seq, 1, True)
+        draft.budget = self.pace.tokens(len(draft.items) - before, draft.budget)
         for seq in chunks:
             if not draft.budget:
                 break

@@ -64,6 +64,7 @@ Progress = Callable[[str, int, int], None]
 
 DEFAULT_SEQS = {"cpu": 256, "cuda": 1024}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+_DEFAULT_MAX_ITL_MS = {"cpu": 0, "cuda": 60}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -169,6 +170,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         depth=depth,
+        max_itl=(_DEFAULT_MAX_ITL_MS[device.type] if config.max_itl_ms is None else config.max_itl_ms) / 1e3,
         grammars=_grammars(config, model_config),
         description=_describe(plan, model_config, dtype, compute, device),
     )
