@@ -215,25 +215,25 @@ class SparseMLP(nn.Module):
         self.gate = Router(hidden_size, num_experts, top_k, renormalize=renormalize)
         self.experts = RoutedExperts(hidden_size, inner, num_experts)
 
-    def for_few(self, rows: int) -> bool:
+    def fits_decode(self, rows: int) -> bool:
         """Whether this few rows run the whole block, norm included, as three kernels (kernels/moe/decode.py)."""
         return self.experts.fused and self.gate.read_by_experts(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._of_few(x, None) if self.for_few(x.shape[0]) else self.experts(x, self.gate.choose(x))
+        return self._decode(x, None) if self.fits_decode(x.shape[0]) else self.experts(x, self.gate.choose(x))
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor | UnnormedRows) -> torch.Tensor | None:
         """As RoutedExperts.onto."""
-        if isinstance(x, UnnormedRows) or self.for_few(x.shape[0]):
-            self._of_few(x, residual)
+        if isinstance(x, UnnormedRows) or self.fits_decode(x.shape[0]):
+            self._decode(x, residual)
             return None
         return self.experts.onto(residual, x, self.gate.choose(x))
 
-    def _beside(self) -> "DenseBranch | None":
+    def _dense_branch(self) -> "DenseBranch | None":
         """The MLP that every token goes through (a shared expert), if there is one."""
         return None
 
-    def _of_few(self, x: torch.Tensor | UnnormedRows, residual: torch.Tensor | None) -> torch.Tensor:
+    def _decode(self, x: torch.Tensor | UnnormedRows, residual: torch.Tensor | None) -> torch.Tensor:
         from engine.kernels.moe.decode import Norm, sparse_block
 
         norm = None
@@ -241,7 +241,7 @@ class SparseMLP(nn.Module):
             x, norm = x.values, Norm(x.weight, x.eps, x.offset)
         out, _ = sparse_block(
             x, self.gate.weight, *self.experts.stacks, top_k=self.gate.top_k, renormalize=self.gate.renormalize,
-            gate=self.experts.gate, norm=norm, beside=self._beside(), residual=residual,
+            gate=self.experts.gate, norm=norm, dense=self._dense_branch(), residual=residual,
         )  # fmt: skip
         return out
 

@@ -132,13 +132,13 @@ class ParallelExperts(nn.Module):
             return mlp(normed), self(x, for_router)
         from engine.kernels.moe.decode import DenseBranch, sparse_block
 
-        ours, beside = sparse_block(
+        ours, dense = sparse_block(
             x, router.proj.weight, *self.experts.stacks, top_k=router.proj.top_k, gate=self.experts.gate,
-            expert_scale=router.per_expert_scale, for_router=for_router, for_beside=normed,
-            beside=DenseBranch(first.weight, first.scale, second.weight, second.scale),
+            expert_scale=router.per_expert_scale, for_router=for_router, for_dense=normed,
+            dense=DenseBranch(first.weight, first.scale, second.weight, second.scale),
         )  # fmt: skip
-        assert beside is not None
-        return beside, ours
+        assert dense is not None
+        return dense, ours
 
     def weights(self, prefix: str) -> Weights:
         experts = self.experts.stacked_weights if self.stacked else self.experts.weights

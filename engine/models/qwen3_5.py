@@ -107,11 +107,11 @@ class SharedExpertMLP(SparseMLP):
         """Products that read the layer's norm; experts do as well, and need it in plain numbers."""
         return self.shared_expert.gate_up_proj, self.shared_expert_gate, self.gate
 
-    def for_few(self, rows: int) -> bool:
+    def fits_decode(self, rows: int) -> bool:
         linears = *self.readers, self.shared_expert.down_proj
         return self.experts.fused and all(linear.read_by_experts(rows) for linear in linears)
 
-    def _beside(self) -> "DenseBranch":
+    def _dense_branch(self) -> "DenseBranch":
         from engine.kernels.moe.decode import DenseBranch
 
         first, second = self.shared_expert.gate_up_proj, self.shared_expert.down_proj
@@ -119,12 +119,12 @@ class SharedExpertMLP(SparseMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        if self.for_few(x.shape[0]):
+        if self.fits_decode(x.shape[0]):
             return y
         return y.addcmul_(self.shared_expert_gate(x).sigmoid(), self.shared_expert(x))
 
     def onto(self, residual: torch.Tensor, x: Activations) -> torch.Tensor | None:
-        if isinstance(x, UnnormedRows) or (isinstance(x, torch.Tensor) and self.for_few(x.shape[0])):
+        if isinstance(x, UnnormedRows) or (isinstance(x, torch.Tensor) and self.fits_decode(x.shape[0])):
             return super().onto(residual, x)
         plain = x.plain if isinstance(x, QuantizedRows) else x
         assert plain is not None

@@ -226,7 +226,7 @@ def gemv_in_layer(side: Side, *, rows: int, is_fp8: bool) -> list[Result]:
     return [numbers(residual, 3)]
 
 
-def few_rows(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bool = False) -> list[Result]:
+def small_batch_gemm(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bool = False) -> list[Result]:
     x = side.strided(rows, inner)
     weight = side.randn(out_features, inner) * 0.05
     scales = {}
@@ -234,7 +234,7 @@ def few_rows(side: Side, *, rows: int, out_features: int, inner: int, is_fp8: bo
         x, scales["x_scale"] = pointwise_reference.quantize_rows(x)
         weight, scales["scale"] = pointwise_reference.quantize_rows(weight)
     with side.clock():
-        y = side.gemv.few_rows(x, weight, dtype=side.dtype, **scales)
+        y = side.gemv.small_batch_gemm(x, weight, dtype=side.dtype, **scales)
     return [numbers(y, 2)]
 
 
@@ -248,7 +248,7 @@ def packed_product(side: Side, *, kind: Kind, rows: int, group: int, with_zero: 
     zero = side.randint(16, outputs, inner // group).to(torch.uint8) if with_zero else None
     weight = Packed(kind, group, values, 0.02 + side.randn(outputs, inner // group).abs() * 0.002, zero)
     with side.clock():
-        y, wide = side.packed.product(x, weight), side.packed.unpacked(weight, side.dtype)
+        y, wide = side.packed.matmul(x, weight), side.packed.unpacked(weight, side.dtype)
     return [numbers(y, 2), exact(wide)]
 
 
@@ -423,7 +423,7 @@ def _attention_checks() -> Iterator[Check]:
 
 CHECKS: list[Check] = [
     Check("product 1 row", partial(gemv, rows=1, out_features=1024, inner=2048)),
-    Check("product 16 rows", partial(few_rows, rows=16, out_features=1024, inner=2048)),
+    Check("product 16 rows", partial(small_batch_gemm, rows=16, out_features=1024, inner=2048)),
     Check("product, odd shape, bias", partial(gemv, rows=3, out_features=1000, inner=1048, bias=True)),
     Check("product and gate", partial(gemv, rows=2, out_features=2048, inner=1024, gate="silu")),
     Check("norm, product, residual", partial(gemv_in_layer, rows=3, is_fp8=False)),
@@ -434,7 +434,7 @@ CHECKS: list[Check] = [
         True,
     ),
     Check("product 1 row fp8", partial(gemv, rows=1, out_features=1024, inner=2048, is_fp8=True), True),
-    Check("product 16 rows fp8", partial(few_rows, rows=16, out_features=1024, inner=2048, is_fp8=True), True),
+    Check("product 16 rows fp8", partial(small_batch_gemm, rows=16, out_features=1024, inner=2048, is_fp8=True), True),
     Check("packed product int4", partial(packed_product, kind="int4", rows=1, group=128)),
     Check("packed product int4, zero points", partial(packed_product, kind="int4", rows=16, group=32, with_zero=True)),
     Check("packed product int4, many rows", partial(packed_product, kind="int4", rows=70, group=64, with_zero=True)),

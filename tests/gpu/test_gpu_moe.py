@@ -54,7 +54,7 @@ def compiled() -> None:
                 for tokens in CHAINED:
                     link(rows(tokens), norm, layer, lambda: None)
             if shape in BESIDE:
-                around = make_router(shape), layer, make_beside(shape, fp8=fp8), norm
+                around = make_router(shape), layer, make_dense_branch(shape, fp8=fp8), norm
                 for tokens in IN_A_BLOCK:
                     in_one_block(shape, rows(tokens), *around, 1.0)
                     in_parts(shape, rows(tokens), *around)
@@ -156,7 +156,7 @@ def test_kernels_that_start_early_see_what_they_must(tokens: int, fp8: bool) -> 
         assert torch.equal(captured, expected)
 
 
-def make_beside(shape: str, *, fp8: bool) -> DenseBranch | None:
+def make_dense_branch(shape: str, *, fp8: bool) -> DenseBranch | None:
     """The MLP beside the experts, and in some models a factor for it."""
     width, factor = BESIDE[shape]
     hidden = SHAPES[shape][2]
@@ -181,33 +181,33 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]  # of the experts, and of an MLP
 
 
 def in_one_block(
-    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, beside: DenseBranch | None, norm: torch.Tensor,
+    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, dense: DenseBranch | None, norm: torch.Tensor,
     offset: float | None, residual: torch.Tensor | None = None,
 ) -> Pair:  # fmt: skip
     _, top_k, _, _, gate = SHAPES[shape]
     return sparse_block(
-        x, router, *layer, top_k=top_k, gate=gate, norm=Norm(norm, 1e-6, offset), beside=beside,
+        x, router, *layer, top_k=top_k, gate=gate, norm=Norm(norm, 1e-6, offset), dense=dense,
         residual=residual,
     )  # fmt: skip
 
 
 def in_parts(
-    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, beside: DenseBranch | None, norm: torch.Tensor
+    shape: str, x: torch.Tensor, router: torch.Tensor, layer: Layer, dense: DenseBranch | None, norm: torch.Tensor
 ) -> Pair:
     """The same by kernels that do less at a time, and round where the block does: experts take x normed and rounded,
     all other products norm it in passing."""
     normed = rms_norm(x, norm, 1e-6, wide_offset=1.0)
     scores = small_batch.gemv(x, router, norm=(norm, 1e-6), wide_offset=1.0)
     parts = routed(shape, normed, scores, layer)[2].float()
-    if beside is None:
+    if dense is None:
         return parts, None
     h = small_batch.gemv(
-        x, beside.gate_up, beside.gate_up_scale, norm=(norm, 1e-6), wide_offset=1.0, gate=SHAPES[shape][4]
+        x, dense.gate_up, dense.gate_up_scale, norm=(norm, 1e-6), wide_offset=1.0, gate=SHAPES[shape][4]
     )
-    other = small_batch.gemv(h, beside.down, beside.down_scale).float()
-    if beside.factor is None:
+    other = small_batch.gemv(h, dense.down, dense.down_scale).float()
+    if dense.factor is None:
         return parts, other
-    factor = small_batch.gemv(x, beside.factor, norm=(norm, 1e-6), wide_offset=1.0)
+    factor = small_batch.gemv(x, dense.factor, norm=(norm, 1e-6), wide_offset=1.0)
     return parts + factor.float().sigmoid() * other, None
 
 
@@ -233,11 +233,11 @@ def clear_rows(shape: str, count: int, router: torch.Tensor, norm: torch.Tensor)
 
 
 def next_block(
-    shape: str, residual: torch.Tensor, router: torch.Tensor, layer: Layer, beside: DenseBranch | None,
+    shape: str, residual: torch.Tensor, router: torch.Tensor, layer: Layer, dense: DenseBranch | None,
     norm: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """The residual stream behind a block, in place."""
-    _, apart = in_one_block(shape, residual, router, layer, beside, norm, None, residual)
+    _, apart = in_one_block(shape, residual, router, layer, dense, norm, None, residual)
     if apart is not None:
         residual = rms_norm(apart, norm, 1e-6, residual)
     return residual
@@ -247,7 +247,7 @@ def next_block(
 @pytest.mark.parametrize("shape", BESIDE)
 def test_a_block_of_few_tokens_equals_its_parts(shape: str, fp8: bool) -> None:
     hidden = SHAPES[shape][2]
-    around = make_router(shape), make_layer(shape, fp8=fp8), make_beside(shape, fp8=fp8)
+    around = make_router(shape), make_layer(shape, fp8=fp8), make_dense_branch(shape, fp8=fp8)
     norm = torch.rand(hidden, device=DEVICE).bfloat16()
     for tokens in IN_A_BLOCK:
         x = clear_rows(shape, tokens, around[0], norm)
@@ -269,7 +269,7 @@ def test_blocks_that_start_early_see_what_they_must(
     bits.
     (The last kernel of a block reads the choice and the other MLP's first result before it waits.)"""
     hidden = SHAPES[shape][2]
-    around = make_router(shape), make_layer(shape, fp8=fp8), make_beside(shape, fp8=fp8)
+    around = make_router(shape), make_layer(shape, fp8=fp8), make_dense_branch(shape, fp8=fp8)
     norm = torch.ones(hidden, device=DEVICE).bfloat16()
     start = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
 

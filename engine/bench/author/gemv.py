@@ -54,7 +54,7 @@ def measure(subject: Subject, device: torch.device, read: float) -> report.Row:
     """With the tiles that are used. `read`: GB/s."""
     from engine.kernels.runtime.launcher import target_of
 
-    tiles = vector_tiles(subject.product, gpu=target_of(device))
+    tiles = vector_tiles(subject.gemm, gpu=target_of(device))
     with torch.inference_mode():
         seconds = step_seconds(Operands(subject, device).steps(tiles), device)
     return {"us": round(seconds * 1e6, 1), "tiles": list(tiles), **speed(subject, seconds, read)}

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.gemm import cublaslt, scaled
-from engine.kernels.gemm.cublaslt import BoundProduct, CublasLtError, Product, Shape
+from engine.kernels.gemm.cublaslt import BoundMatmul, CublasLtError, Matmul, Shape
 from engine.kernels.runtime.cache_dir import use_cache_dir
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _MANY_ROWS = 1024  # bound by arithmetic: one weight is enough
 _HEAD_START = 200_000  # clock cycles that the GPU is kept waiting, while what is measured is being queued
 _DTYPES = (torch.bfloat16, torch.float16)
 
-_chosen: dict[Shape, BoundProduct] = {}
+_chosen: dict[Shape, BoundMatmul] = {}
 
 
 class Weight(NamedTuple):
@@ -39,7 +39,7 @@ class Weight(NamedTuple):
     scale: torch.Tensor | None  # [out] of an fp8 weight
 
 
-def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> BoundProduct | None:
+def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> BoundMatmul | None:
     """The algorithm for contiguous x [T, in] and W [out, in]; `dtype` is the result's if both are fp8. None: PyTorch's
     own choice is as good."""
     if not _chosen or not x.is_contiguous():
@@ -70,7 +70,7 @@ def choose(
                     memory.known[shape] = _fastest(shape, some)
                     measured += 1
                 if algorithm := memory.known[shape]:
-                    bound = Product(shape).bind(algorithm)
+                    bound = Matmul(shape).bind(algorithm)
                     x, x_scale = _inputs(shape, some[0])
                     bound(x, some[0].values, _scales(x_scale, some[0]))  # it works
                     _chosen[shape] = bound
@@ -88,8 +88,8 @@ def choose(
 def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
     """The best algorithm, or b"" for PyTorch's own. All are tried once, then the best ones against PyTorch's."""
     try:
-        product = Product(shape)
-        algorithms = product.algorithms()
+        matmul = Matmul(shape)
+        algorithms = matmul.algorithms()
     except CublasLtError as error:  # this shape's alone: fp8 with scales for rows is not for every GPU
         log.info("no algorithms for %s: %s", shape, error)
         return b""
@@ -98,7 +98,7 @@ def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
     x, x_scale = _inputs(shape, weights[0])
 
     def seconds(algorithm: bytes, turns: int) -> float:
-        bound = product.bind(algorithm)
+        bound = matmul.bind(algorithm)
         return _seconds(lambda weight: bound(x, weight.values, _scales(x_scale, weight)), weights, turns)
 
     tried: list[tuple[float, bytes]] = []

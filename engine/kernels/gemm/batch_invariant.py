@@ -50,7 +50,7 @@ def _product_kernel(
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=n_mask & m_mask)
 
 
-def product(
+def matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,

@@ -69,7 +69,7 @@ class Shape(NamedTuple):
     fp8: bool = False   # with a scale for each of their rows
 
 
-class Product:
+class Matmul:
     """A GEMM of one shape, and the algorithms available for it. Raises CublasLtError."""
 
     def __init__(self, shape: Shape) -> None:
@@ -101,9 +101,9 @@ class Product:
                 found[algorithm] = None
         return list(found)
 
-    def bind(self, algorithm: bytes) -> "BoundProduct":
+    def bind(self, algorithm: bytes) -> "BoundMatmul":
         """To be called with tensors."""
-        return BoundProduct(self, _Algorithm.from_buffer_copy(algorithm))
+        return BoundMatmul(self, _Algorithm.from_buffer_copy(algorithm))
 
     def run(
         self,
@@ -181,19 +181,19 @@ class Product:
             raise CublasLtError(f"{name} for {self.shape}: status {status}")
 
 
-class BoundProduct:
+class BoundMatmul:
     """x [rows, inner], W [outputs, inner] -> [rows, outputs], by one algorithm. Of fp8 with scales: [rows] of x and
     [outputs] of W, float32."""
 
-    def __init__(self, product: Product, algorithm: _Algorithm) -> None:
-        self._product, self._algorithm = product, algorithm
+    def __init__(self, matmul: Matmul, algorithm: _Algorithm) -> None:
+        self._matmul, self._algorithm = matmul, algorithm
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        shape = self._product.shape
+        shape = self._matmul.shape
         y = torch.empty(shape.rows, shape.outputs, dtype=shape.dtype, device=x.device)
-        self._product.run(x, weight, y, self._algorithm, scales)
+        self._matmul.run(x, weight, y, self._algorithm, scales)
         return y
 
 
@@ -201,10 +201,10 @@ class BoundProduct:
 def has_forms() -> bool:
     """Whether this GPU can run the listed fp8 variants: asks the library about a GEMM that all of them could serve."""
     try:
-        product = Product(Shape(64, 4096, 4096, torch.bfloat16, fp8=True))
+        matmul = Matmul(Shape(64, 4096, 4096, torch.bfloat16, fp8=True))
     except CublasLtError:
         return False
-    return any(product._form(tile, cluster) is not None for tile, cluster in _FP8_FORMS)
+    return any(matmul._form(tile, cluster) is not None for tile, cluster in _FP8_FORMS)
 
 
 def version() -> int:

@@ -178,7 +178,7 @@ def packed_tiles(rows: int, shared: int) -> PackedTiles:
     return PackedTiles(block_n, block_w, 4, max(2, min(4, stages)))
 
 
-def few_rows(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = None) -> torch.Tensor:
+def small_batch_gemm(x: torch.Tensor, packed: Packed, tiles: PackedTiles | None = None) -> torch.Tensor:
     """Up to FEW_ROWS rows: x [M, K] in the order of the packed columns (rows may be strided) -> [M, N] in x's dtype."""
     rows, (outputs, inner) = x.shape[0], packed.shape
     if tiles is None:
@@ -208,19 +208,19 @@ def unpacked(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
     return y
 
 
-def product(x: torch.Tensor, packed: Packed, *, batch_invariant: bool = False) -> torch.Tensor:
+def matmul(x: torch.Tensor, packed: Packed, *, batch_invariant: bool = False) -> torch.Tensor:
     """x [M, K] -> [M, N] in x's dtype, for any M. `batch_invariant`: one kernel, and one order of sums, for all."""
     if packed.columns is not None:
         x = x.index_select(1, packed.columns)
     if batch_invariant:
         from engine.kernels.gemm import batch_invariant as invariant
 
-        return invariant.product(x, unpacked(packed, x.dtype))
+        return invariant.matmul(x, unpacked(packed, x.dtype))
     rows = x.shape[0]
     if rows <= int4_gemv.MOST_ROWS and int4_gemv.supports(packed, x.dtype):
         return int4_gemv.gemv(x, packed)
     if rows <= int4_gemm.MOST_ROWS and int4_gemm.supports(packed, x.dtype):
         return int4_gemm.gemm(x, packed)
     if rows <= FEW_ROWS:
-        return few_rows(x, packed)
+        return small_batch_gemm(x, packed)
     return F.linear(x, unpacked(packed, x.dtype))

@@ -146,9 +146,9 @@ def _spread(of_groups: torch.Tensor, group: int, inner: int) -> torch.Tensor:
 # -- references of the kernels in packed.py and int4_gemv.py -----------------------------------------------------------
 
 
-def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """packed.product."""
-    return few_rows(x, packed)
+def matmul(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """packed.matmul."""
+    return small_batch_gemm(x, packed)
 
 
 def gemv(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None, **around: Any) -> torch.Tensor:
@@ -156,8 +156,8 @@ def gemv(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None, **ar
     return reference.gemv(x, dequantize(replace(packed, columns=None), torch.float32), None, bias, **around)
 
 
-def few_rows(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """packed.few_rows."""
+def small_batch_gemm(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """packed.small_batch_gemm."""
     return (x.float() @ unpacked(packed, x.dtype).float().T).to(x.dtype)
 
 

@@ -21,14 +21,14 @@ def gemv(
         normed = rms_norm(x, *norm, wide_offset=wide_offset)
         assert isinstance(normed, torch.Tensor)
         x = normed
-    y = few_rows(x, weight, bias, scale=scale)
+    y = small_batch_gemm(x, weight, bias, scale=scale)
     if gate is not None:
         first, second = y.chunk(2, -1)
         y = gated(first, second, gate)
     return y if residual is None else residual.copy_(residual.float() + y.float())
 
 
-def few_rows(
+def small_batch_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -37,7 +37,7 @@ def few_rows(
     scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """gemm.small_batch.few_rows."""
+    """gemm.small_batch.small_batch_gemm."""
     y = x.float() @ weight.float().T
     if scale is not None:
         y = y * scale.float()

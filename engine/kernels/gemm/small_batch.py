@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.gemm.tiles import Product, vector_tiles
+from engine.kernels.gemm.tiles import GemmShape, vector_tiles
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, target_of, wait_for_previous
@@ -243,9 +243,9 @@ def gemv(
     out_features = weight.shape[0] // (1 if gate is None else 2)
     y = torch.empty(rows, out_features, dtype=x.dtype, device=x.device) if residual is None else residual
     norm_weight, eps = (None, 0.0) if norm is None else norm
-    product = Product(weight.shape[0], inner, weight.element_size(), gate is not None, norm is not None)
+    gemm = GemmShape(weight.shape[0], inner, weight.element_size(), gate is not None, norm is not None)
     padded = triton.next_power_of_2(rows)
-    block_n, block_k, warps = tiles or vector_tiles(product, padded, target_of(x.device))
+    block_n, block_k, warps = tiles or vector_tiles(gemm, padded, target_of(x.device))
     _vector_kernel(
         (triton.cdiv(out_features, block_n),), x, weight, scale, bias, norm_weight, residual, y, rows,
         x.stride(0), y.stride(0), eps, wide_offset or 0.0, N=out_features, K=inner,
@@ -254,7 +254,7 @@ def gemv(
     return y
 
 
-def few_rows(
+def small_batch_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,

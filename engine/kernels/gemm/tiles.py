@@ -22,7 +22,7 @@ _WARP_BYTES = 512      # bytes of a row that a warp reads at once
 _TUNED = Path(__file__).with_name("tuned.json")
 
 
-class Product(NamedTuple):
+class GemmShape(NamedTuple):
     """A weight [outputs, inner], and what is fused into its GEMM."""
 
     outputs: int
@@ -40,76 +40,76 @@ class VectorTiles(NamedTuple):
     warps: int
 
 
-def vector_tiles(product: Product, rows: int = 1, gpu: Target | None = None) -> VectorTiles:
+def vector_tiles(gemm: GemmShape, rows: int = 1, gpu: Target | None = None) -> VectorTiles:
     """For so many rows of x (1, 2 or 4). Of one row as measured, or by rule; of more these are cut until a thread has
     its numbers in registers. What has no room there goes to memory and back, and the driver sets that memory aside for
     every thread of the GPU: 16 x 1024 of a weight took 5,000 bytes a thread with four rows, 1 GiB in all.
     """
-    tiles = _measured(gpu).get(product) or by_rule(product)
+    tiles = _measured(gpu).get(gemm) or by_rule(gemm)
     if rows == 1:
         return tiles
-    while registers(product, tiles, rows) > _MOST_REGISTERS and tiles.block_k * product.itemsize > _WARP_BYTES:
+    while registers(gemm, tiles, rows) > _MOST_REGISTERS and tiles.block_k * gemm.itemsize > _WARP_BYTES:
         tiles = tiles._replace(block_k=tiles.block_k // 2)
-    while registers(product, tiles, rows) > _MOST_REGISTERS and tiles.block_n > 1:
+    while registers(gemm, tiles, rows) > _MOST_REGISTERS and tiles.block_n > 1:
         tiles = tiles._replace(block_n=tiles.block_n // 2)
     return tiles
 
 
-def registers(product: Product, tiles: VectorTiles, rows: int) -> int:
+def registers(gemm: GemmShape, tiles: VectorTiles, rows: int) -> int:
     """Roughly how many a thread needs: two blocks of the weight and what of one is widened, and for each row of x its
     sums, x, and with a norm the squares of x. ptxas takes 0.5 to 1.6 times as many: for 2 and 4 rows of the benchmarks'
     52 products, cut to _MOST_REGISTERS, at most 240; in two cases 8 bytes of a thread go to memory all the same.
     """
-    threads, part = 32 * tiles.warps, 16 // product.itemsize  # of a row a thread reads 16 bytes side by side
-    numbers = tiles.block_n * (2 if product.gated else 1) * tiles.block_k // threads
+    threads, part = 32 * tiles.warps, 16 // gemm.itemsize  # of a row a thread reads 16 bytes side by side
+    numbers = tiles.block_n * (2 if gemm.gated else 1) * tiles.block_k // threads
     columns = part * max(1, tiles.block_k // part // threads)
-    weights = 2 * numbers * product.itemsize // 4 + min(numbers, 64)
-    return weights + rows * (numbers // part + columns * (2 if product.normed else 1))
+    weights = 2 * numbers * gemm.itemsize // 4 + min(numbers, 64)
+    return weights + rows * (numbers // part + columns * (2 if gemm.normed else 1))
 
 
-def by_rule(product: Product) -> VectorTiles:
+def by_rule(gemm: GemmShape) -> VectorTiles:
     """Tiles for shapes without a measurement: long rows, and 64 bytes of the weight per thread."""
-    if product.outputs <= _FEW_OUTPUTS:  # few outputs: one program each, or a few programs would read for long
+    if gemm.outputs <= _FEW_OUTPUTS:  # few outputs: one program each, or a few programs would read for long
         rows, columns = (1, 2048)
-    elif product.normed:  # each program reads all of x and the norm's weight: it should have some rows for them
-        rows, columns = (4, 1024) if product.gated else (16, 512)
+    elif gemm.normed:  # each program reads all of x and the norm's weight: it should have some rows for them
+        rows, columns = (4, 1024) if gemm.gated else (16, 512)
     else:
-        rows, columns = (2, 2048) if product.gated else (4, 2048)
-    columns = min(columns, 1 << (product.inner - 1).bit_length())
-    size = rows * (2 if product.gated else 1) * columns * product.itemsize
+        rows, columns = (2, 2048) if gemm.gated else (4, 2048)
+    columns = min(columns, 1 << (gemm.inner - 1).bit_length())
+    size = rows * (2 if gemm.gated else 1) * columns * gemm.itemsize
     return VectorTiles(rows, columns, max(1, min(8, size // (64 * 32))))
 
 
-def line_of(product: Product, tiles: VectorTiles) -> str:
+def line_of(gemm: GemmShape, tiles: VectorTiles) -> str:
     """The lines of tuned.json: one entry a line."""
-    return json.dumps({**product._asdict(), "tiles": tiles})
+    return json.dumps({**gemm._asdict(), "tiles": tiles})
 
 
-def read(lines: Iterable[str]) -> dict[Product, VectorTiles]:
+def read(lines: Iterable[str]) -> dict[GemmShape, VectorTiles]:
     """Read lines that `line_of` wrote."""
     found = {}
     for line in lines:
         entry = json.loads(line)
         tiles = VectorTiles(*entry.pop("tiles"))
-        found[Product(**entry)] = tiles
+        found[GemmShape(**entry)] = tiles
     return found
 
 
-def write_measured(path: Path, product: Product, tiles: VectorTiles) -> None:
+def write_measured(path: Path, gemm: GemmShape, tiles: VectorTiles) -> None:
     """Write tuned.json, one entry a line: those in `path` and this one, or without it if the rule's tiles are best."""
     entries = {}
     if path.exists():
         entries = read(json.dumps(entry) for entry in json.loads(path.read_text("utf-8")))
-    if tiles == by_rule(product):
-        entries.pop(product, None)
+    if tiles == by_rule(gemm):
+        entries.pop(gemm, None)
     else:
-        entries[product] = tiles
+        entries[gemm] = tiles
     lines = ",\n".join(line_of(*entry) for entry in entries.items())
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 @functools.cache
-def _measured(gpu: Target | None = None) -> dict[Product, VectorTiles]:
+def _measured(gpu: Target | None = None) -> dict[GemmShape, VectorTiles]:
     """From this server's own table if there is one, else from the shipped table of the most similar GPU. Any GPU can
     run these tiles: they use next to no shared memory."""
     lines = tuned_file(_TUNED, gpu).read_text("utf-8").splitlines()
@@ -117,13 +117,13 @@ def _measured(gpu: Target | None = None) -> dict[Product, VectorTiles]:
     return shipped | dict(tuned_tables.entries("gemm", gpu, parse))
 
 
-def parse(raw: Any, gpu: Target) -> tuple[Product, VectorTiles]:
+def parse(raw: Any, gpu: Target) -> tuple[GemmShape, VectorTiles]:
     """An entry of a server's own table. Raises TableError if this GPU cannot run it."""
     block_n, block_k, warps = raw["tiles"]
     gated, normed = raw["gated"], raw["normed"]
     if type(gated) is not bool or type(normed) is not bool:
         raise TableError("says neither yes nor no to a gate or a norm")
-    product = Product(
+    gemm = GemmShape(
         number(raw["outputs"], "outputs", 1, 1 << 24), number(raw["inner"], "inner", 1, 1 << 24),
         number(raw["itemsize"], "itemsize", 1, 4, power_of_two=True), gated, normed,
     )  # fmt: skip
@@ -131,6 +131,6 @@ def parse(raw: Any, gpu: Target) -> tuple[Product, VectorTiles]:
         number(block_n, "block_n", 1, 128, power_of_two=True), number(block_k, "block_k", 16, 16384, power_of_two=True),
         number(warps, "warps", 1, 16, power_of_two=True),
     )  # fmt: skip
-    if registers(product, tiles, 1) > _REGISTERS:
+    if registers(gemm, tiles, 1) > _REGISTERS:
         raise TableError(f"has tiles {list(tiles)} that no thread has registers for")
-    return product, tiles
+    return gemm, tiles

@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.gemm.weight_stream import block, first_blocks, halves, times_rows, within_threads
 from engine.kernels.moe.router import route_kernel
-from engine.kernels.moe.tiles import FewTiles, Shape, few_tiles
+from engine.kernels.moe.tiles import DecodeTiles, Shape, decode_tiles
 from engine.kernels.moe.top_k import MOST_EXPERTS
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
@@ -119,7 +119,7 @@ def _experts_down(
 
 
 @triton.jit
-def _beside_down(
+def _dense_down(
     h_ptr, w_ptr, scale_ptr, M, n, N: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -143,12 +143,12 @@ def _beside_down(
 
 
 @triton.jit
-def _beside_out(
+def _dense_out(
     h_ptr, w_ptr, scale_ptr, out_ptr, M, N: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    y = _beside_down(h_ptr, w_ptr, scale_ptr, M, n, N, J, ROWS, BLOCK_J, DEPTH_J, SCALED)
+    y = _dense_down(h_ptr, w_ptr, scale_ptr, M, n, N, J, ROWS, BLOCK_J, DEPTH_J, SCALED)
     wait_for_previous(PDL)
     for m in tl.static_range(ROWS):
         tl.store(out_ptr + m * N + n, y[m].to(out_ptr.dtype.element_ty), mask=(n < N) & (m < M))
@@ -156,21 +156,21 @@ def _beside_out(
 
 @kernel
 def _down_kernel(
-    h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, beside_h_ptr, beside_ptr, beside_scale_ptr, out_ptr,
-    residual_ptr, beside_out_ptr, M,
+    h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, dense_h_ptr, dense_ptr, dense_scale_ptr, out_ptr,
+    residual_ptr, dense_out_ptr, M,
     N: tl.constexpr, K: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, FACTOR: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, BESIDE_SCALED: tl.constexpr,
+    BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, DENSE_SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     # The other MLP's h is older than the previous kernel's results, as the choice of experts is. Its result has
     # programs and an output of its own, or (with a factor) is a part of the sum.
-    APART: tl.constexpr = 0 if beside_out_ptr is None else (N + BLOCK_O - 1) // BLOCK_O
+    APART: tl.constexpr = 0 if dense_out_ptr is None else (N + BLOCK_O - 1) // BLOCK_O
     if tl.program_id(0) < APART:
-        if beside_out_ptr is not None:
-            _beside_out(
-                beside_h_ptr, beside_ptr, beside_scale_ptr, beside_out_ptr, M, N, J, ROWS, BLOCK_O, BLOCK_J, DEPTH_J,
-                BESIDE_SCALED, PDL,
+        if dense_out_ptr is not None:
+            _dense_out(
+                dense_h_ptr, dense_ptr, dense_scale_ptr, dense_out_ptr, M, N, J, ROWS, BLOCK_O, BLOCK_J, DEPTH_J,
+                DENSE_SCALED, PDL,
             )
     else:
         BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -179,8 +179,8 @@ def _down_kernel(
         n = (tl.program_id(0) - APART) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
         dtype = out_ptr.dtype.element_ty
         if FACTOR:
-            beside = _beside_down(
-                beside_h_ptr + token * J, beside_ptr, beside_scale_ptr, 1, n, N, J, 1, BLOCK_J, DEPTH_J, BESIDE_SCALED
+            dense = _dense_down(
+                dense_h_ptr + token * J, dense_ptr, dense_scale_ptr, 1, n, N, J, 1, BLOCK_J, DEPTH_J, DENSE_SCALED
             )
             factor = tl.load(weights_ptr + token * STRIDE + TOP_K, cache_modifier=".cg")
         y = _experts_down(
@@ -189,7 +189,7 @@ def _down_kernel(
         )
         y = y.to(dtype)  # rounded where kernels of their own would round
         if FACTOR:
-            y = (y.to(tl.float32) + factor * beside[0].to(dtype).to(tl.float32)).to(dtype)
+            y = (y.to(tl.float32) + factor * dense[0].to(dtype).to(tl.float32)).to(dtype)
         at = token * N + n
         if residual_ptr is not None:  # it is the output too: each program adds to its own part
             y = (y.to(tl.float32) + tl.load(residual_ptr + at, mask=n < N, other=0.0).to(tl.float32)).to(dtype)
@@ -219,26 +219,26 @@ def sparse_block(
     gate: str = "silu",
     norm: Norm | None = None,
     for_router: torch.Tensor | None = None,
-    beside: DenseBranch | None = None,
-    for_beside: torch.Tensor | None = None,
+    dense: DenseBranch | None = None,
+    for_dense: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    tiles: FewTiles | None = None,
+    tiles: DecodeTiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T, H], T up to 4 -> Σ_j weight_j · expert_j(x) [T, H], and the result of an MLP `beside` that has no factor.
+    """x [T, H], T up to 4 -> Σ_j weight_j · expert_j(x) [T, H], and the result of the MLP `dense` if it has no factor.
 
     Router [E, H], experts' weights, `renormalize`, `expert_scale`, `gate` and `residual` as in moe.experts. All read x,
-    or what is given `for_router` and `for_beside`; with `norm` x is normalised first, and then for all. Rows of inputs
+    or what is given `for_router` and `for_dense`; with `norm` x is normalised first, and then for all. Rows of inputs
     may be strided.
     """
     (tokens, hidden), num_experts = x.shape, w2.shape[0]
     device, dtype = x.device, x.dtype
-    with_factor = beside is not None and beside.factor is not None
-    width = 0 if beside is None else beside.down.shape[1]
+    with_factor = dense is not None and dense.factor is not None
+    width = 0 if dense is None else dense.down.shape[1]
     if tiles is None:
         shape = Shape(num_experts, top_k, hidden, w2.shape[2], w2.element_size())
-        tiles = few_tiles(shape, tokens, width, target_of(device))
-    of_router, of_beside = x if for_router is None else for_router, x if for_beside is None else for_beside
-    assert norm is None or (for_router is None and for_beside is None)
+        tiles = decode_tiles(shape, tokens, width, target_of(device))
+    of_router, of_beside = x if for_router is None else for_router, x if for_dense is None else for_dense
+    assert norm is None or (for_router is None and for_dense is None)
     assert num_experts <= MOST_EXPERTS
     rows = triton.next_power_of_2(tokens)
     columns = num_experts + with_factor
@@ -247,20 +247,20 @@ def sparse_block(
     weights = torch.empty(tokens, top_k + with_factor, dtype=torch.float32, device=device)
     experts = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
     normed = None if norm is None else torch.empty(tokens, hidden, dtype=dtype, device=device)
-    beside_h = None if beside is None else torch.empty(tokens, width, dtype=dtype, device=device)
+    dense_h = None if dense is None else torch.empty(tokens, width, dtype=dtype, device=device)
     out = torch.empty(tokens, hidden, dtype=dtype, device=device) if residual is None else residual
     assert out.is_contiguous()
-    gate_up, gate_up_scale, down, down_scale, factor = (None,) * 5 if beside is None else beside
-    apart = torch.empty_like(out) if beside is not None and not with_factor else None
+    gate_up, gate_up_scale, down, down_scale, factor = (None,) * 5 if dense is None else dense
+    apart = torch.empty_like(out) if dense is not None and not with_factor else None
 
     weight, eps, offset = (None, 0.0, None) if norm is None else norm
-    first = tiles.beside_gate_up
+    first = tiles.dense_gate_up
     programs = triton.cdiv(columns, tiles.router.block_n) + (normed is not None)
-    if beside is not None:
+    if dense is not None:
         programs += triton.cdiv(width, first.block_n)
     route_kernel(
         (programs,), of_router, weight, router, factor, expert_scale, of_beside, gate_up, gate_up_scale, logits,
-        _arrivals(device), weights, experts, normed, beside_h, tokens, of_router.stride(0), of_beside.stride(0), eps,
+        _arrivals(device), weights, experts, normed, dense_h, tokens, of_router.stride(0), of_beside.stride(0), eps,
         offset or 0.0, E=num_experts, EP=triton.next_power_of_2(num_experts), TOP_K=top_k,
         KP=triton.next_power_of_2(top_k), COLUMNS=columns, H=hidden, HP=triton.next_power_of_2(hidden), J=width,
         ROWS=rows, BLOCK_E=tiles.router.block_n, BLOCK_H=tiles.router.block_k, BLOCK_N=first.block_n,
@@ -269,7 +269,7 @@ def sparse_block(
     )  # fmt: skip
     routed = _experts(
         x if normed is None else normed, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles,
-        (beside_h, down, down_scale, apart),
+        (dense_h, down, down_scale, apart),
     )  # fmt: skip
     return routed, apart
 
@@ -285,12 +285,12 @@ def routed_experts(
     gate: str,
     out: torch.Tensor,
     residual: torch.Tensor | None,
-    tiles: FewTiles | None = None,
+    tiles: DecodeTiles | None = None,
 ) -> torch.Tensor:
     """moe.experts.routed_experts for few tokens: the last two kernels alone."""
     if tiles is None:
         shape = Shape(w2.shape[0], experts.shape[1], w2.shape[1], w2.shape[2], w2.element_size())
-        tiles = few_tiles(shape, x.shape[0], 0, target_of(x.device))
+        tiles = decode_tiles(shape, x.shape[0], 0, target_of(x.device))
     return _experts(x, weights, experts, (w13, w2, scale13, scale2), gate, out, residual, tiles, (None,) * 4)
 
 
@@ -302,12 +302,12 @@ def _experts(
     gate: str,
     out: torch.Tensor,
     residual: torch.Tensor | None,
-    tiles: FewTiles,
-    beside: tuple[torch.Tensor | None, ...],
+    tiles: DecodeTiles,
+    dense: tuple[torch.Tensor | None, ...],
 ) -> torch.Tensor:
-    (tokens, top_k), (w13, w2, scale13, scale2), (beside_h, down, down_scale, apart) = experts.shape, stacks, beside
+    (tokens, top_k), (w13, w2, scale13, scale2), (dense_h, down, down_scale, apart) = experts.shape, stacks, dense
     _, hidden, inner = w2.shape
-    first, second, third = tiles.gate_up, tiles.down, tiles.beside_down
+    first, second, third = tiles.gate_up, tiles.down, tiles.dense_down
     h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     _gate_up_kernel(
         (tokens * top_k, triton.cdiv(inner, first.block_n)), x, w13, scale13, experts, h, x.stride(0),
@@ -319,10 +319,10 @@ def _experts(
         programs += triton.cdiv(hidden, third.block_n)
         rows = triton.next_power_of_2(tokens)
     _down_kernel(
-        (programs,), h, w2, scale2, weights, experts, beside_h, down, down_scale, out, residual, apart, tokens,
+        (programs,), h, w2, scale2, weights, experts, dense_h, down, down_scale, out, residual, apart, tokens,
         N=hidden, K=inner, J=0 if down is None else down.shape[1], TOP_K=top_k, KP=triton.next_power_of_2(top_k),
         FACTOR=down is not None and apart is None, ROWS=rows, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
         DEPTH=second.depth, BLOCK_O=third.block_n, BLOCK_J=third.block_k, DEPTH_J=third.depth,
-        SCALED=scale2 is not None, BESIDE_SCALED=down_scale is not None, num_warps=second.warps,
+        SCALED=scale2 is not None, DENSE_SCALED=down_scale is not None, num_warps=second.warps,
     )  # fmt: skip
     return out

@@ -22,7 +22,7 @@ import triton.language as tl
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
-    FewTiles,
+    DecodeTiles,
     MatrixTiles,
     Shape,
     Tiles,
@@ -264,7 +264,7 @@ def routed_experts(
     *,
     gate: str = "silu",
     residual: torch.Tensor | None = None,
-    tiles: Tiles | FewTiles | None = None,
+    tiles: Tiles | DecodeTiles | None = None,
 ) -> torch.Tensor:
     """x [T, H] (rows may be strided), weights and experts [T, k] as `choose_experts` gives them, w13 [E, 2 I, H] (gate
     above up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].

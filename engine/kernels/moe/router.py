@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gemm.weight_stream import first_blocks, halves, times_rows
-from engine.kernels.moe.top_k import all_experts, weight_beside
+from engine.kernels.moe.top_k import all_experts, dense_factor
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
@@ -23,7 +23,7 @@ def _choose(
     tl.store(experts_ptr + j, experts, mask=j < TOP_K)
     tl.store(weights_ptr + j, weights, mask=j < TOP_K)
     if COLUMNS > E:
-        tl.store(weights_ptr + TOP_K, weight_beside(logits_ptr, E))
+        tl.store(weights_ptr + TOP_K, dense_factor(logits_ptr, E))
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _normalise(
 
 
 @triton.jit
-def _beside_part(
+def _dense_gate_up(
     x_ptr, norm_ptr, w_ptr, scale_ptr, h_ptr, program, M, x_stride, eps, offset,
     H: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPTH: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
@@ -100,8 +100,8 @@ def _beside_part(
 
 @kernel
 def route_kernel(
-    x_ptr, norm_ptr, router_ptr, factor_ptr, expert_scale_ptr, beside_x_ptr, beside_ptr, beside_scale_ptr,
-    logits_ptr, arrived_ptr, weights_ptr, experts_ptr, normed_ptr, h_ptr, M, x_stride, beside_stride, eps, offset,
+    x_ptr, norm_ptr, router_ptr, factor_ptr, expert_scale_ptr, dense_x_ptr, dense_ptr, dense_scale_ptr,
+    logits_ptr, arrived_ptr, weights_ptr, experts_ptr, normed_ptr, h_ptr, M, x_stride, dense_stride, eps, offset,
     E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr,
     HP: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, RENORMALIZE: tl.constexpr,
@@ -121,8 +121,8 @@ def route_kernel(
             RENORMALIZE, PDL,
         )
     else:
-        if beside_ptr is not None:
-            _beside_part(
-                beside_x_ptr, norm_ptr, beside_ptr, beside_scale_ptr, h_ptr, program - ROUTERS, M, beside_stride, eps,
+        if dense_ptr is not None:
+            _dense_gate_up(
+                dense_x_ptr, norm_ptr, dense_ptr, dense_scale_ptr, h_ptr, program - ROUTERS, M, dense_stride, eps,
                 offset, H, J, ROWS, BLOCK_N, BLOCK_K, DEPTH, SCALED, GATE, PDL,
             )

@@ -63,15 +63,15 @@ class StreamTiles(NamedTuple):
     warps: int
 
 
-class FewTiles(NamedTuple):
+class DecodeTiles(NamedTuple):
     """Tiles for the kernels of moe.decode. The first two share one kernel, and so do the last two; each pair has the
     same number of warps."""
 
     router: StreamTiles  # of which all blocks are on their way at once, whatever its depth
-    beside_gate_up: StreamTiles
+    dense_gate_up: StreamTiles
     gate_up: StreamTiles
     down: StreamTiles
-    beside_down: StreamTiles  # its block_n counts only where that MLP has an output of its own
+    dense_down: StreamTiles  # its block_n counts only where that MLP has an output of its own
 
 
 def tiles_for(shape: Shape, tokens: int, shared: int, gpu: Target | None = None) -> Tiles:
@@ -83,24 +83,24 @@ def tiles_for(shape: Shape, tokens: int, shared: int, gpu: Target | None = None)
     return Tiles(rows, matrix(shape, rows, shared, gate=True), matrix(shape, rows, shared, gate=False))
 
 
-def few_tiles(shape: Shape, tokens: int, beside: int = 0, gpu: Target | None = None) -> FewTiles:
-    """For up to VECTOR_TOKENS tokens. `beside`: width of the MLP beside the experts, in the same dtype.
+def decode_tiles(shape: Shape, tokens: int, dense_width: int = 0, gpu: Target | None = None) -> DecodeTiles:
+    """For up to VECTOR_TOKENS tokens. `dense_width`: width of the MLP that every token goes through, in the same dtype.
 
     The rule keeps 64 to 128 bytes of a weight per thread in flight, in rows of 256 bytes or more, with enough programs
     that the memory is never idle.
     """
-    for most, tiles in _measured(gpu).get((*shape, beside), ()):
+    for most, tiles in _measured(gpu).get((*shape, dense_width), ()):
         if tokens <= most:
             return tiles
     whole = _power_of_two(shape.hidden)  # a router's weight has two bytes
     row, short_row = 512 // shape.itemsize, max(128, 2048 // _power_of_two(shape.top_k)) // shape.itemsize
-    wide = beside > 1024
-    return FewTiles(
+    wide = dense_width > 1024
+    return DecodeTiles(
         router=StreamTiles(2, whole if whole <= 2048 else 1024, 1, 4),
-        beside_gate_up=StreamTiles(8 if wide else 4, row, 3, 4),
+        dense_gate_up=StreamTiles(8 if wide else 4, row, 3, 4),
         gate_up=StreamTiles(2, 2 * row, 2, 1),
         down=StreamTiles(4, min(short_row, _power_of_two(shape.inner)), 3, 4),
-        beside_down=StreamTiles(16, 256 // shape.itemsize, 4, 4) if wide else StreamTiles(16, row, 2, 4),
+        dense_down=StreamTiles(16, 256 // shape.itemsize, 4, 4) if wide else StreamTiles(16, row, 2, 4),
     )
 
 
@@ -168,16 +168,16 @@ def _power_of_two(n: int) -> int:
 
 
 class Measured(NamedTuple):
-    """The best tiles of a shape for up to so many tokens; `beside` is None for more than VECTOR_TOKENS."""
+    """The best tiles of a shape for up to so many tokens; `dense_width` is None for more than VECTOR_TOKENS."""
 
     shape: Shape
-    beside: int | None
+    dense_width: int | None
     tokens: int
-    tiles: Tiles | FewTiles
+    tiles: Tiles | DecodeTiles
 
     def as_json(self) -> dict[str, Any]:
         shape = self.shape if self.shape.widened else self.shape[:-1]
-        return {"shape": shape, "beside": self.beside, "tokens": self.tokens, "tiles": self.tiles._asdict()}
+        return {"shape": shape, "dense_width": self.dense_width, "tokens": self.tokens, "tiles": self.tiles._asdict()}
 
 
 def write_measured(path: Path, found: Iterable[Measured]) -> None:
@@ -189,7 +189,7 @@ def write_measured(path: Path, found: Iterable[Measured]) -> None:
 
 
 def _key(entry: Measured) -> tuple[int | None, ...]:
-    return *entry.shape, entry.beside, entry.tokens
+    return *entry.shape, entry.dense_width, entry.tokens
 
 
 def _read(path: Path) -> list[Measured]:
@@ -197,13 +197,13 @@ def _read(path: Path) -> list[Measured]:
 
 
 def _entry(raw: dict[str, Any]) -> Measured:
-    tiles: Tiles | FewTiles
-    if raw["beside"] is None:
+    tiles: Tiles | DecodeTiles
+    if raw["dense_width"] is None:
         rows, gate_up, down = (raw["tiles"][name] for name in Tiles._fields)
         tiles = Tiles(rows, MatrixTiles(*gate_up), MatrixTiles(*down))
     else:
-        tiles = FewTiles(*[StreamTiles(*raw["tiles"][name]) for name in FewTiles._fields])
-    return Measured(Shape(*raw["shape"]), raw["beside"], raw["tokens"], tiles)
+        tiles = DecodeTiles(*[StreamTiles(*raw["tiles"][name]) for name in DecodeTiles._fields])
+    return Measured(Shape(*raw["shape"]), raw["dense_width"], raw["tokens"], tiles)
 
 
 def parse(raw: Any, gpu: Target) -> Measured:
@@ -230,20 +230,20 @@ def parse(raw: Any, gpu: Target) -> Measured:
             )
         return entry
     number(entry.tokens, "tokens", 1, VECTOR_TOKENS)
-    number(entry.beside, "beside", 0, 1 << 24)
+    number(entry.dense_width, "dense_width", 0, 1 << 24)
     for stream in tiles:
         number(stream.block_n, "block_n", 1, 128, power_of_two=True)
         number(stream.block_k, "block_k", 16, 8192, power_of_two=True)
         number(stream.depth, "depth", 1, 8)
         number(stream.warps, "warps", 1, 16, power_of_two=True)
-    if tiles.router.warps != tiles.beside_gate_up.warps or tiles.down.warps != tiles.beside_down.warps:
+    if tiles.router.warps != tiles.dense_gate_up.warps or tiles.down.warps != tiles.dense_down.warps:
         raise TableError("has different warps in one kernel")
     return entry
 
 
 @functools.cache
 def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
-    """(shape, beside) -> (most tokens, tiles), in order of tokens. Of this server's own table, and for more tokens than
+    """(shape, dense_width) -> (most tokens, tiles), in order of tokens. Of this server's own table, and for more tokens
     were measured here of the shipped one of the GPU most like it, whose tiles are taken where they fit."""
     table = _by_shape(tuned_tables.entries("moe", gpu, parse))
     for key, shipped in _by_shape(_read(tuned_file(_TUNED, gpu))).items():
@@ -256,5 +256,5 @@ def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tu
 def _by_shape(entries: Iterable[Measured]) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
     table: dict[tuple[int | None, ...], list[tuple[int, Any]]] = {}
     for entry in sorted(entries, key=lambda entry: entry.tokens):
-        table.setdefault((*entry.shape, entry.beside), []).append((entry.tokens, entry.tiles))
+        table.setdefault((*entry.shape, entry.dense_width), []).append((entry.tokens, entry.tiles))
     return table

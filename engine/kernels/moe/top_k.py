@@ -85,7 +85,7 @@ def all_experts(
 
 
 @triton.jit
-def weight_beside(logits_ptr, E: tl.constexpr):
+def dense_factor(logits_ptr, E: tl.constexpr):
     """The sigmoid of the logit behind the experts', rounded as theirs are."""
     factor = tl.load(logits_ptr + E, cache_modifier=".cg")
     return sigmoid(factor.to(tl.float32)).to(factor.dtype).to(tl.float32)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine.kernels.gemm.tiles import Product, VectorTiles, by_rule, vector_tiles
-from engine.kernels.moe.tiles import FewTiles, Shape, few_tiles
+from engine.kernels.gemm.tiles import GemmShape, VectorTiles, by_rule, vector_tiles
+from engine.kernels.moe.tiles import DecodeTiles, Shape, decode_tiles
 from engine.kernels.runtime.gpu_target import Target
-from engine.kernels.tuning.experts_search import few_stages
+from engine.kernels.tuning.experts_search import decode_stages
 from engine.kernels.tuning.gemm_operands import Operands
 from engine.kernels.tuning.rows import say
 from engine.kernels.tuning.step_gemms import Subject, subjects_of
@@ -32,7 +32,7 @@ _KV_BYTES = 2 << 30
 _SMALLEST = 100_000  # bytes of a weight: smaller ones finish before their tiles matter
 _WRONG = 0.02  # of a result's norm: more than rounding
 _TURNS, _STEPS = 6, 16  # the least of so many turns counts, each of so many steps
-_KERNELS = ("experts' first products", "experts' second products", "router and what is beside the experts")
+_KERNELS = ("experts' first products", "experts' second products", "router and dense branch")
 
 
 class DecodeStep(NamedTuple):
@@ -112,19 +112,19 @@ def using(chosen: Chosen) -> Iterator[Chosen]:
 
     taken: Chosen = {}
 
-    def vector(product: Product, rows: int = 1, gpu: Target | None = None) -> Tiles:
+    def vector(gemm: GemmShape, rows: int = 1, gpu: Target | None = None) -> Tiles:
         assert rows == 1, "a step of one sequence"
-        return taken.setdefault(product, chosen.get(product) or vector_tiles(product, rows, gpu))
+        return taken.setdefault(gemm, chosen.get(gemm) or vector_tiles(gemm, rows, gpu))
 
-    def few(shape: Shape, tokens: int, beside: int = 0, gpu: Target | None = None) -> Tiles:
-        block = Block(shape, beside)
-        return taken.setdefault(block, chosen.get(block) or few_tiles(shape, tokens, beside, gpu))
+    def few(shape: Shape, tokens: int, dense_width: int = 0, gpu: Target | None = None) -> Tiles:
+        block = Block(shape, dense_width)
+        return taken.setdefault(block, chosen.get(block) or decode_tiles(shape, tokens, dense_width, gpu))
 
-    small_batch.vector_tiles, moe_decode.few_tiles = vector, few
+    small_batch.vector_tiles, moe_decode.decode_tiles = vector, few
     try:
         yield taken
     finally:
-        small_batch.vector_tiles, moe_decode.few_tiles = vector_tiles, few_tiles
+        small_batch.vector_tiles, moe_decode.decode_tiles = vector_tiles, decode_tiles
 
 
 def record(step: DecodeStep, chosen: Chosen, *, head: bool) -> tuple["set[Job]", Chosen]:
@@ -141,7 +141,7 @@ class Plan(NamedTuple):
 
     stages: list[Stage]  # the largest weights first, then sparse blocks
     start: Chosen
-    subjects: dict[Product, Subject]
+    subjects: dict[GemmShape, Subject]
 
 
 def plan(step: DecodeStep, name: str, known: Chosen) -> Plan:
@@ -149,15 +149,15 @@ def plan(step: DecodeStep, name: str, known: Chosen) -> Plan:
     there are is searched as it is here."""
     _, inside = record(step, known, head=False)
     jobs, start = record(step, known, head=True)
-    subjects = {subject.product: subject for subject in subjects_of(jobs, name)}
+    subjects = {subject.gemm: subject for subject in subjects_of(jobs, name)}
     large = sorted((s for s in subjects.values() if s.num_bytes >= _SMALLEST), key=lambda s: -s.num_bytes)
     stages = [
-        Stage(str(s), s.product, [tiles._asdict() for tiles in candidates(s.product)], s.product not in inside)
-        for s in large if s.product in start
+        Stage(str(s), s.gemm, [tiles._asdict() for tiles in candidates(s.gemm)], s.gemm not in inside)
+        for s in large if s.gemm in start
     ]  # fmt: skip
     for block, tiles in start.items():
-        if isinstance(block, Block) and isinstance(tiles, FewTiles):
-            changes = few_stages(tiles, block.shape, block.width)
+        if isinstance(block, Block) and isinstance(tiles, DecodeTiles):
+            changes = decode_stages(tiles, block.shape, block.width)
             stages += [Stage(kernel, block, some) for kernel, some in zip(_KERNELS, changes, strict=True)]
     return Plan(stages, start, subjects)
 
@@ -215,8 +215,8 @@ class OnGpu:
             return float("inf")
 
     def _right(self, part: Part, tiles: Tiles) -> bool:
-        """Of a product, beside the tiles by rule, which the self-test compares with plain torch."""
-        if not isinstance(part, Product) or not isinstance(tiles, VectorTiles):
+        """Of a GEMM, next to the tiles by rule, which the self-test compares with plain torch."""
+        if not isinstance(part, GemmShape) or not isinstance(tiles, VectorTiles):
             return True
         operands = Operands(self._todo.subjects[part], self._device)
         expected = operands.result(by_rule(part))

@@ -30,7 +30,7 @@ class Subject:
     quantization: str
     layer: SparseMLP
     shape: Shape
-    beside: "DenseBranch | None"  # the MLP beside the experts, which only a search runs
+    dense: "DenseBranch | None"  # the MLP beside the experts, which only a search runs
     width: int
     widened: bool = False  # fp8 weights on a GPU without fp8 tensor cores
 
@@ -47,8 +47,8 @@ class Subject:
 def make_subject(config: Path, device: torch.device, quantization: str) -> Subject:
     raw = read_json(config / "config.json")
     layer, shape = make_layer(raw, device, fp8=quantization == "fp8")
-    width, factor = beside_experts(raw)
-    beside = None
+    width, factor = dense_branch_of(raw)
+    dense = None
     if width and device.type == "cuda":
         from engine.kernels.moe.decode import DenseBranch
 
@@ -57,9 +57,9 @@ def make_subject(config: Path, device: torch.device, quantization: str) -> Subje
             return quantize_weight(values) if shape.itemsize == 1 else (values, None)
 
         first, second = weight(2 * width, shape.hidden), weight(shape.hidden, width)
-        beside = DenseBranch(*first, *second, layer.gate.weight[:1] if factor else None)
+        dense = DenseBranch(*first, *second, layer.gate.weight[:1] if factor else None)
     widened = shape.itemsize == 1 and device.type == "cuda" and not _has_fp8_units(device)
-    return Subject(config.name, quantization, layer, shape, beside, width, widened)
+    return Subject(config.name, quantization, layer, shape, dense, width, widened)
 
 
 def _has_fp8_units(device: torch.device) -> bool:
@@ -113,7 +113,7 @@ def has_experts(raw: dict[str, Any]) -> bool:
     return bool(raw.get("num_experts") or raw.get("num_local_experts"))
 
 
-def beside_experts(raw: dict[str, Any]) -> tuple[int, bool]:
+def dense_branch_of(raw: dict[str, Any]) -> tuple[int, bool]:
     """Width of the MLP beside the experts (0: none), and whether a sigmoid weighs it."""
     raw = raw.get("text_config") or raw
     if raw.get("enable_moe_block"):

@@ -14,13 +14,13 @@ import torch
 
 from engine.kernels.moe.tiles import (
     VECTOR_TOKENS,
-    FewTiles,
+    DecodeTiles,
     MatrixTiles,
     Measured,
     Shape,
     StreamTiles,
     Tiles,
-    few_tiles,
+    decode_tiles,
     matrix,
     shared_bytes,
     tiles_for,
@@ -44,7 +44,7 @@ _MATRIX = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (
            (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 2), (128, 256, 8, 3))  # fmt: skip
 _ROWS = (16, 32, 64, 128)
 
-AnyTiles = Tiles | FewTiles
+AnyTiles = Tiles | DecodeTiles
 Change = dict[str, Any]  # fields of such a tuple, and what they become
 
 
@@ -77,8 +77,8 @@ def cells(
     for number in tokens:
         for subject in subjects:
             if number <= VECTOR_TOKENS:
-                start: AnyTiles = few_tiles(subject.shape, number, subject.width, gpu)
-                stages = few_stages(start, subject.shape, subject.width)
+                start: AnyTiles = decode_tiles(subject.shape, number, subject.width, gpu)
+                stages = decode_stages(start, subject.shape, subject.width)
                 if number > 1:  # its kernel takes long to compile, and has the same weights to read
                     del stages[-1]
             else:
@@ -89,7 +89,7 @@ def cells(
     return found
 
 
-def few_stages(start: FewTiles, shape: Shape, width: int) -> list[list[Change]]:
+def decode_stages(start: DecodeTiles, shape: Shape, width: int) -> list[list[Change]]:
     """Experts' first products; second products, all of which have the same warps; the router and what is beside it, an
     MLP of this `width` (0: none)."""
     size = shape.itemsize
@@ -99,14 +99,14 @@ def few_stages(start: FewTiles, shape: Shape, width: int) -> list[list[Change]]:
 
     gate_up: list[Change] = [{"gate_up": tiles(*each)} for each in _GATE_UP]
     down: list[Change] = [
-        {"down": tiles(*each), "beside_down": start.beside_down._replace(warps=each[-1])} for each in _DOWN
+        {"down": tiles(*each), "dense_down": start.dense_down._replace(warps=each[-1])} for each in _DOWN
     ]
     router: list[Change] = [{"router": start.router._replace(block_n=rows)} for rows in _ROUTER_ROWS]
     if width:
-        beside: list[Change] = [
-            {"beside_gate_up": tiles(*each), "router": start.router._replace(warps=each[-1])} for each in _BESIDE
+        dense: list[Change] = [
+            {"dense_gate_up": tiles(*each), "router": start.router._replace(warps=each[-1])} for each in _BESIDE
         ]
-        router += beside
+        router += dense
     return [gate_up, down, router]
 
 
@@ -189,10 +189,10 @@ def run_block(
     from engine.kernels.moe.experts import routed_experts
 
     layer = subject.layer
-    if isinstance(tiles, FewTiles):
+    if isinstance(tiles, DecodeTiles):
         out, _ = sparse_block(
             x, layer.gate.weight, *layer.experts.stacks, top_k=layer.gate.top_k, gate=layer.experts.gate,
-            beside=subject.beside, tiles=tiles,
+            dense=subject.dense, tiles=tiles,
         )  # fmt: skip
         return out
     return routed_experts(x, *routing, *layer.experts.stacks, gate=layer.experts.gate, tiles=tiles)

@@ -17,24 +17,24 @@ class Operands:
     """Random numbers in a product's shapes: a row, weights that take turns, and what is around them."""
 
     def __init__(self, subject: Subject, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-        product = subject.product
+        gemm = subject.gemm
         self.gate = subject.gate
-        outputs = product.outputs // 2 if product.gated else product.outputs
+        outputs = gemm.outputs // 2 if gemm.gated else gemm.outputs
 
         def numbers(*shape: int, deviation: float = 1.0) -> torch.Tensor:
             return torch.empty(*shape, dtype=dtype, device=device).normal_(0, deviation)
 
-        shape, small = (product.outputs, product.inner), product.inner**-0.5  # results as wide as the row
+        shape, small = (gemm.outputs, gemm.inner), gemm.inner**-0.5  # results as wide as the row
         copies = max(2, -(-_TURNS_BYTES // subject.num_bytes))
-        self.x = numbers(1, product.inner)
-        if product.itemsize == 1:
+        self.x = numbers(1, gemm.inner)
+        if gemm.itemsize == 1:
             self.weights = [numbers(*shape).to(FP8) for _ in range(copies)]
-            self.scale = torch.full((product.outputs,), small, device=device)
+            self.scale = torch.full((gemm.outputs,), small, device=device)
         else:
             self.weights = [numbers(*shape, deviation=small) for _ in range(copies)]
             self.scale = None
-        self.bias = numbers(product.outputs) if subject.bias else None
-        self.norm = (numbers(product.inner), _EPS) if product.normed else None
+        self.bias = numbers(gemm.outputs) if subject.bias else None
+        self.norm = (numbers(gemm.inner), _EPS) if gemm.normed else None
         self.residual = numbers(1, outputs).zero_() if subject.residual else None
 
     def steps(self, tiles: VectorTiles) -> Sequence[Callable[[], torch.Tensor]]:

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from engine.kernels.gemm import tiles as gemm_tiles
-from engine.kernels.gemm.tiles import Product, VectorTiles
+from engine.kernels.gemm.tiles import GemmShape, VectorTiles
 from engine.kernels.moe import tiles as moe_tiles
-from engine.kernels.moe.tiles import FewTiles, Measured
+from engine.kernels.moe.tiles import DecodeTiles, Measured
 from engine.kernels.runtime import tuned_tables
 from engine.kernels.runtime.gpu_target import H100, Target, name_of
 from engine.kernels.runtime.tuned_tables import Table, TableError
@@ -45,7 +45,7 @@ class OwnTable:
 
     def __init__(self, path: Path, gpu: Target, *, again: bool = False) -> None:
         self.path, self._gpu = path, gpu
-        self._gemm: dict[Product, VectorTiles] = {}
+        self._gemm: dict[GemmShape, VectorTiles] = {}
         self._moe: dict[tuple[int | None, ...], Measured] = {}
         self._done: dict[str, None] = {}
         try:
@@ -70,12 +70,12 @@ class OwnTable:
 
     def keep_found(self, key: str, found: Found) -> None:
         part, tiles = found.stage.part, found.tiles
-        if isinstance(part, Product) and isinstance(tiles, VectorTiles):
+        if isinstance(part, GemmShape) and isinstance(tiles, VectorTiles):
             # Tiles by rule, too: without an entry the GPU would take those that ship, which were measured elsewhere.
             if self._is_usable(key, json.loads(gemm_tiles.line_of(part, tiles)), gemm_tiles.parse):
                 self._gemm[part] = tiles
             self._save(key)
-        elif isinstance(part, Block) and isinstance(tiles, FewTiles):
+        elif isinstance(part, Block) and isinstance(tiles, DecodeTiles):
             self.keep_measured(key, Measured(part.shape, part.width, 1, tiles))
 
     def keep_measured(self, key: str, measured: Measured) -> None:
@@ -111,9 +111,9 @@ class ShippedTables:
 
     def keep_found(self, key: str, found: Found) -> None:
         part, tiles = found.stage.part, found.tiles
-        if isinstance(part, Product) and isinstance(tiles, VectorTiles):
+        if isinstance(part, GemmShape) and isinstance(tiles, VectorTiles):
             gemm_tiles.write_measured(self._gemm, part, tiles)
-        elif isinstance(part, Block) and isinstance(tiles, FewTiles) and found.is_new:
+        elif isinstance(part, Block) and isinstance(tiles, DecodeTiles) and found.is_new:
             moe_tiles.write_measured(self._moe, [Measured(part.shape, part.width, 1, tiles)])
 
     def keep_measured(self, key: str, measured: Measured) -> None:
@@ -138,7 +138,7 @@ def only_tuner(directory: Path) -> Iterator[None]:
 
 
 def _key(entry: Measured) -> tuple[int | None, ...]:
-    return *entry.shape, entry.beside, entry.tokens
+    return *entry.shape, entry.dense_width, entry.tokens
 
 
 def _tuner() -> str:

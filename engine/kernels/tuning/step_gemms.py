@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from engine.core.kv.spec import CacheSpec
-from engine.kernels.gemm.tiles import Product
+from engine.kernels.gemm.tiles import GemmShape
 from engine.layers.context import DeviceBatch, ForwardContext, StateBatch, forward_context
 from engine.models.base import CausalLM
 from engine.models.loading.loader import quantize
@@ -31,7 +31,7 @@ _MULTIPROCESSORS = 132  # decides over attention's kernels only
 class Subject(NamedTuple):
     """A GEMM with the operations that the model fuses into it."""
 
-    product: Product
+    gemm: GemmShape
     models: tuple[str, ...]
     gate: str | None = None
     bias: bool = False
@@ -39,26 +39,26 @@ class Subject(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.product.outputs * self.product.inner * self.product.itemsize
+        return self.gemm.outputs * self.gemm.inner * self.gemm.itemsize
 
     def __str__(self) -> str:
-        product = self.product
-        words = [f"{product.outputs}x{product.inner}", "fp8" if product.itemsize == 1 else "bf16"]
-        return " ".join(words + ["gated"] * product.gated + ["normed"] * product.normed)
+        gemm = self.gemm
+        words = [f"{gemm.outputs}x{gemm.inner}", "fp8" if gemm.itemsize == 1 else "bf16"]
+        return " ".join(words + ["gated"] * gemm.gated + ["normed"] * gemm.normed)
 
 
 def find_subjects(configs: Iterable[Path], quantization: str | None) -> list[Subject]:
     """Every distinct product of these models once, the largest weight first. `quantization`: "fp8", "none", or None for
     all that is sensible: both, of large models fp8 alone."""
-    found: dict[Product, Subject] = {}
+    found: dict[GemmShape, Subject] = {}
     for config in configs:
         for form in [quantization] if quantization else sensible_forms(config):
             for subject in of_step(empty_model(config), form, config.name):
-                before = found.setdefault(subject.product, subject)
+                before = found.setdefault(subject.gemm, subject)
                 names = dict.fromkeys((*before.models, config.name))
-                found[subject.product] = before._replace(models=tuple(names))
+                found[subject.gemm] = before._replace(models=tuple(names))
     large = [subject for subject in found.values() if subject.num_bytes >= _SMALLEST]
-    return sorted(large, key=lambda subject: (-subject.num_bytes, subject.product))
+    return sorted(large, key=lambda subject: (-subject.num_bytes, subject.gemm))
 
 
 def sensible_forms(config: Path) -> Sequence[str]:
@@ -85,16 +85,16 @@ def subjects_of(jobs: "Iterable[Job]", name: str) -> list[Subject]:
     """The products among the kernels of a decode step, each once."""
     from engine.kernels.gemm import small_batch
 
-    found: dict[Product, Subject] = {}
+    found: dict[GemmShape, Subject] = {}
     for job in sorted((job for job in jobs if job.kernel is small_batch._vector_kernel), key=repr):
         types, constants = dict(zip(job.kernel.arguments, job.types, strict=True)), dict(job.constants)
         gate = constants["GATE"]
-        product = Product(
+        gemm = GemmShape(
             constants["N"] * (1 if gate is None else 2), constants["K"], 1 if types["scale_ptr"] else 2,
             gate is not None, types["norm_ptr"] is not None,
         )  # fmt: skip
         around = {"bias": types["bias_ptr"] is not None, "residual": types["residual_ptr"] is not None}
-        found.setdefault(product, Subject(product, (name,), gate, **around))
+        found.setdefault(gemm, Subject(gemm, (name,), gate, **around))
     return list(found.values())
 
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from engine.kernels.gemm.tiles import Product, VectorTiles
-from engine.kernels.moe.tiles import FewTiles, Shape
+from engine.kernels.gemm.tiles import GemmShape, VectorTiles
+from engine.kernels.moe.tiles import DecodeTiles, Shape
 from engine.kernels.tuning.rows import Row
 
 _BETTER = 0.998  # of the step's time: less is noise
@@ -29,8 +29,8 @@ class Block(NamedTuple):
     width: int
 
 
-Part = Product | Block
-Tiles = VectorTiles | FewTiles
+Part = GemmShape | Block
+Tiles = VectorTiles | DecodeTiles
 Chosen = dict[Part, Tiles]
 Change = dict[str, Any]  # fields of a part's tiles, and what they become
 
@@ -61,20 +61,20 @@ class Found(NamedTuple):
     row: Row
 
 
-def candidates(product: Product) -> list[VectorTiles]:
+def candidates(gemm: GemmShape) -> list[VectorTiles]:
     """64 or 128 bytes of the weight a thread. Of few outputs each has a program nearly to itself."""
     found = []
     rows_and_bytes: dict[int, tuple[int, ...]] = _ROW_BYTES
     least = 64
-    if product.outputs <= _FEW_OUTPUTS:
-        rows_and_bytes = dict.fromkeys((1, 2, 4), tuple(n * product.itemsize for n in (512, 1024, 2048)))
+    if gemm.outputs <= _FEW_OUTPUTS:
+        rows_and_bytes = dict.fromkeys((1, 2, 4), tuple(n * gemm.itemsize for n in (512, 1024, 2048)))
         least = 16
     for rows, all_bytes in rows_and_bytes.items():
         for row_bytes in all_bytes:
-            columns = row_bytes // product.itemsize
+            columns = row_bytes // gemm.itemsize
             for warps in _WARPS:
-                each = rows * row_bytes * (2 if product.gated else 1) // (32 * warps)
-                if columns < 2 * product.inner and least <= each <= 128:
+                each = rows * row_bytes * (2 if gemm.gated else 1) // (32 * warps)
+                if columns < 2 * gemm.inner and least <= each <= 128:
                     found.append(VectorTiles(rows, columns, warps))
     return found
 

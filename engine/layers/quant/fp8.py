@@ -79,15 +79,15 @@ def _on_fp8_units(layer: LinearLayer, x: QuantizedRows) -> torch.Tensor:
         from engine.kernels.gemm import batch_invariant
 
         scales = x.scale, layer.scale
-        return batch_invariant.product(x.values, layer.weight, layer.bias, scales=scales, dtype=x.dtype)
+        return batch_invariant.matmul(x.values, layer.weight, layer.bias, scales=scales, dtype=x.dtype)
     chosen = autotune.chosen(x.values, layer.weight, x.dtype) if layer.bias is None else None
     if chosen is not None:
         return chosen(x.values, layer.weight, (x.scale, layer.scale))
     most = FEW_ROWS if layer.out_features < _MANY_OUTPUTS else FEW_ROWS // 2
     if x.values.shape[0] <= most and layer.out_features >= unquantized.SOME_OUTPUTS:
-        from engine.kernels.gemm.small_batch import few_rows
+        from engine.kernels.gemm.small_batch import small_batch_gemm
 
-        return few_rows(x.values, layer.weight, layer.bias, x_scale=x.scale, scale=layer.scale, dtype=x.dtype)
+        return small_batch_gemm(x.values, layer.weight, layer.bias, x_scale=x.scale, scale=layer.scale, dtype=x.dtype)
     return scaled.multiply(x.values, layer.weight_t, x.scale, layer.scale_row, layer.bias, x.dtype)
 
 

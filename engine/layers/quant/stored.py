@@ -272,7 +272,7 @@ def _on_packed(layer: Any, x: torch.Tensor) -> torch.Tensor:
     results = []
     for part in whole.parts:
         if isinstance(part, Packed):
-            results.append(packed.product(x, part, batch_invariant=layer.batch_invariant))
+            results.append(packed.matmul(x, part, batch_invariant=layer.batch_invariant))
         else:
             results.append(torch.nn.functional.linear(x, part))
     y = results[0] if len(results) == 1 else torch.cat(results, -1)

@@ -99,15 +99,15 @@ def _on_gpu(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
     if layer.batch_invariant:
         from engine.kernels.gemm import batch_invariant
 
-        return batch_invariant.product(x, layer.weight, layer.bias)
+        return batch_invariant.matmul(x, layer.weight, layer.bias)
     if x.shape[0] <= layer.vector_rows:
         return plain_gemv(layer, x)
     if x.shape[0] > FEW_ROWS or layer.out_features < SOME_OUTPUTS:
         chosen = autotune.chosen(x, layer.weight) if layer.bias is None else None
         return F.linear(x, layer.weight, layer.bias) if chosen is None else chosen(x, layer.weight)
-    from engine.kernels.gemm.small_batch import few_rows
+    from engine.kernels.gemm.small_batch import small_batch_gemm
 
-    return few_rows(x, layer.weight, layer.bias)
+    return small_batch_gemm(x, layer.weight, layer.bias)
 
 
 PLAIN = Gemm(_plain)

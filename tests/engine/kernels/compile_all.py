@@ -104,14 +104,14 @@ def sparse_block(num_experts, top_k, hidden, inner, width, dtype, tokens, *, fac
         return zeros(*shape, dtype=dtype), torch.zeros(shape[:-1]) if dtype == FP8 else None
 
     (w13, scale13), (w2, scale2) = weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner)
-    x, beside = zeros(tokens, hidden), None
+    x, dense = zeros(tokens, hidden), None
     if width:
         extra = zeros(1, hidden) if factor else None
-        beside = moe_decode.DenseBranch(*weight(2 * width, hidden), *weight(hidden, width), extra)
+        dense = moe_decode.DenseBranch(*weight(2 * width, hidden), *weight(hidden, width), extra)
     if factor:
         options |= {"norm": moe_decode.Norm(zeros(hidden), 1e-6, 1.0), "residual": x}
     moe_decode.sparse_block(
-        x, zeros(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, beside=beside, **options
+        x, zeros(num_experts, hidden), w13, w2, scale13, scale2, top_k=top_k, dense=dense, **options
     )
 
 
@@ -149,10 +149,10 @@ def run_all(gpu):
     small_batch.gemv(zeros(2, 5376), zeros(512, 5376), norm=(zeros(5376), 1e-6), wide_offset=1.0, gate="gelu_tanh")
     small_batch.gemv(zeros(2, 3072), zeros(1024, 3072), residual=zeros(2, 1024))
     small_batch.gemv(zeros(1, 5120), zeros(96, 5120), norm=(zeros(5120), 1e-6), in_order=True)
-    small_batch.few_rows(zeros(40, 960), zeros(100, 960), zeros(100))
-    batch_invariant.product(zeros(40, 960), zeros(100, 960), zeros(100))
-    batch_invariant.product(zeros(40, 960, dtype=torch.float32), zeros(100, 960, dtype=torch.float32))
-    small_batch.few_rows(zeros(128, 4096), zeros(4096, 4096))
+    small_batch.small_batch_gemm(zeros(40, 960), zeros(100, 960), zeros(100))
+    batch_invariant.matmul(zeros(40, 960), zeros(100, 960), zeros(100))
+    batch_invariant.matmul(zeros(40, 960, dtype=torch.float32), zeros(100, 960, dtype=torch.float32))
+    small_batch.small_batch_gemm(zeros(128, 4096), zeros(4096, 4096))
     norm.rms_norm(zeros(3, 960), zeros(960), 1e-6)
     norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-6, zeros(3, 4096))
     fused.gate_mul(*zeros(3, 3000).chunk(2, -1), "silu")
@@ -182,7 +182,7 @@ def packed_products(kind, group, scales):
     zero = zeros(4096, 4096 // group, dtype=torch.uint8) if scales == torch.float16 else None
     weight = Packed(kind, group, values, scale, zero)
     for rows in (1, 2, 8, 32, 64, 200):
-        packed.product(zeros(rows, 4096), weight)
+        packed.matmul(zeros(rows, 4096), weight)
     if kind == "int4":
         int4_gemv.gemv(zeros(2, 4096), weight, norm=(zeros(4096), 1e-6), gate="silu")
         int4_gemv.gemv(zeros(1, 4096), weight, zeros(4096), residual=zeros(1, 4096))
@@ -219,9 +219,9 @@ def with_fp8_weights(units):
 
 def with_fp8_activations():
     both = torch.zeros(64), torch.zeros(100)
-    batch_invariant.product(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), scales=both, dtype=BF16)
+    batch_invariant.matmul(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), scales=both, dtype=BF16)
     scales = {"x_scale": torch.zeros(64), "scale": torch.zeros(100)}
-    small_batch.few_rows(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
+    small_batch.small_batch_gemm(zeros(64, 1024, dtype=FP8), zeros(100, 1024, dtype=FP8), dtype=BF16, **scales)
     quantize.quantize_rows(zeros(3, 960))
     quantize.quantize_rows(zeros(3, 6144))
     post_norm(5376, 1, quantize=True)

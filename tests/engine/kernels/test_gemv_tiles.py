@@ -10,7 +10,7 @@ from torch import nn
 from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
-from engine.kernels.gemm.tiles import Product, VectorTiles
+from engine.kernels.gemm.tiles import GemmShape, VectorTiles
 from engine.kernels.pointwise import reference as pointwise_reference
 from engine.layers.gemm_inputs import UnnormedRows
 from engine.layers.linear import Linear
@@ -41,7 +41,7 @@ def test_tiles_by_rule_multiply(inner, outputs, wide_offset):
     x, weight = torch.randn(2, inner), torch.randn(10, inner)
     for normed in (False, True):
         for gated in (False, True):
-            tiles = gemm_tiles.by_rule(Product(outputs, inner, 4, gated, normed))
+            tiles = gemm_tiles.by_rule(GemmShape(outputs, inner, 4, gated, normed))
             around = {"norm": (torch.rand(inner), 1e-6), "wide_offset": wide_offset} if normed else {}
             gate = "gelu_tanh" if gated else None
             ours = small_batch.gemv(x, weight, **around, gate=gate, tiles=tiles)
@@ -67,7 +67,7 @@ def every_product():
     for itemsize in (1, 2):
         for gated in (False, True):
             for normed in (False, True):
-                yield from (Product(2 * n, k, itemsize, gated, normed) for n in sides for k in sides)
+                yield from (GemmShape(2 * n, k, itemsize, gated, normed) for n in sides for k in sides)
     yield from gemm_tiles._measured()
 
 
@@ -84,7 +84,7 @@ def test_more_rows_keep_their_numbers_in_registers(rows):
 
 def test_tiles_of_one_row_would_not_do_for_four():
     """By ptxas, for compute capability 9.0: 5,832 and 832 bytes of a thread's numbers have no register."""
-    large, small = Product(8192, 2816, 1, normed=True), Product(12288, 2048, 1, normed=True)
+    large, small = GemmShape(8192, 2816, 1, normed=True), GemmShape(12288, 2048, 1, normed=True)
     assert gemm_tiles.vector_tiles(large) == (16, 1024, 4)
     assert gemm_tiles.vector_tiles(small) == (4, 1024, 1)
     for product in (large, small):

@@ -36,8 +36,8 @@ def test_a_shape_that_the_library_has_nothing_for_keeps_pytorch_s_product(monkey
     def nothing(product):
         raise cublaslt.CublasLtError("cublasLtMatmulAlgoGetHeuristic: status 15")
 
-    monkeypatch.setattr(cublaslt.Product, "__init__", lambda product, shape: None)
-    monkeypatch.setattr(cublaslt.Product, "algorithms", nothing)
+    monkeypatch.setattr(cublaslt.Matmul, "__init__", lambda product, shape: None)
+    monkeypatch.setattr(cublaslt.Matmul, "algorithms", nothing)
     assert autotune._fastest(Shape(48, 8, 4, torch.bfloat16, True), []) == b""
 
 

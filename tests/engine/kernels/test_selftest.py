@@ -36,7 +36,7 @@ def run(*names, dtype=torch.float32, with_fp8=True):
 
 
 KERNELS = [
-    (attention_decode, "decode"), (attention_chunks, "mixed"), (small_batch, "gemv"), (small_batch, "few_rows"),
+    (attention_decode, "decode"), (attention_chunks, "mixed"), (small_batch, "gemv"), (small_batch, "small_batch_gemm"),
     (experts, "routed_experts"), (heads, "heads_and_write_kv"), (moe_decode, "_experts"), (gated_delta, "decode"),
     (gated_delta, "prefill"), (sampler, "sample_rows"), (logprobs, "logprobs"),
 ]  # fmt: skip
@@ -140,7 +140,7 @@ def spoil(monkeypatch, module, name, which=None):
         ("mixed d64 window softcap", attention_chunks, "mixed", None),
         ("mixed d512", attention_chunks, "mixed", None),
         ("product 1 row", small_batch, "gemv", None),
-        ("product 16 rows fp8", small_batch, "few_rows", None),
+        ("product 16 rows fp8", small_batch, "small_batch_gemm", None),
         ("choice of experts", experts, "choose_experts", None),
         ("experts, 3 tokens", experts, "routed_experts", None),
         ("experts, 20 tokens", experts, "routed_experts", None),

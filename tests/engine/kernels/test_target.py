@@ -12,7 +12,7 @@ from engine.kernels.attention import chunks as attention_chunks
 from engine.kernels.attention import decode as attention_decode
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
-from engine.kernels.gemm.tiles import Product, VectorTiles
+from engine.kernels.gemm.tiles import GemmShape, VectorTiles
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.runtime import gpu_target
 from engine.kernels.runtime.gpu_target import H100, Target
@@ -31,13 +31,13 @@ def every_choice(gpu: Target) -> list:
     sides, found = (16, 720, 2048, 2816, 5376, 17408), []
     flags = (False, True)
     products = [
-        Product(2 * n, k, size, gated, normed)
+        GemmShape(2 * n, k, size, gated, normed)
         for n in sides for k in sides for size in (1, 2) for gated in flags for normed in flags
     ]  # fmt: skip
     for rows in (1, 2, 4):
         found += [gemm_tiles.vector_tiles(p, rows, gpu) for p in [*products, *gemm_tiles._measured()]]
     for shape in (moe_tiles.Shape(*shape) for shape in SHAPES):
-        found += [moe_tiles.few_tiles(shape, n, beside, gpu) for n in (1, 2, 4) for beside in (0, 512, 2112)]
+        found += [moe_tiles.decode_tiles(shape, n, width, gpu) for n in (1, 2, 4) for width in (0, 512, 2112)]
         found += [moe_tiles.tiles_for(shape, n, gpu.shared_memory, gpu) for n in (5, 16, 64, 128, 300, 5000)]
     for dim in (64, 128, 256, 512):
         rows = attention_chunks._query_rows(dim, gpu)
@@ -71,7 +71,7 @@ def tables(tmp_path, monkeypatch):
     common = tmp_path / "tuned.json"
     shutil.copy(gemm_tiles._TUNED, common)
     for n, gpu in enumerate((A100, L40S, PRO_6000), 1):
-        line = gemm_tiles.line_of(Product(7, 7, 2), VectorTiles(n, 512, 1))
+        line = gemm_tiles.line_of(GemmShape(7, 7, 2), VectorTiles(n, 512, 1))
         (tmp_path / f"tuned-{gpu_target.name_of(gpu)}.json").write_text(f"[\n{line}\n]\n")
     monkeypatch.setattr(gemm_tiles, "_TUNED", common)
     gemm_tiles._measured.cache_clear()
@@ -81,8 +81,8 @@ def tables(tmp_path, monkeypatch):
 
 def test_a_gpu_takes_its_own_table_else_the_nearest_one(tables):
     def number(gpu):
-        tiles = gemm_tiles.vector_tiles(Product(7, 7, 2), gpu=gpu)
-        return 0 if tiles == gemm_tiles.by_rule(Product(7, 7, 2)) else tiles.block_n
+        tiles = gemm_tiles.vector_tiles(GemmShape(7, 7, 2), gpu=gpu)
+        return 0 if tiles == gemm_tiles.by_rule(GemmShape(7, 7, 2)) else tiles.block_n
 
     assert [number(gpu) for gpu in (H100, H200, H100_PCIE, None)] == [0, 0, 0, 0]
     assert [number(gpu) for gpu in (A100, L40S, PRO_6000)] == [1, 2, 3]

@@ -246,18 +246,19 @@ def test_gemv_fp8_weight(gate):
 @pytest.mark.parametrize("out_features, inner", [(64, 256), (33, 192), (100, 1000)])
 def test_few_rows(rows, out_features, inner):
     x, weight, bias = strided(rows, inner), torch.randn(out_features, inner), torch.randn(out_features)
-    close(small_batch.few_rows(x, weight, bias), gemm_reference.few_rows(x, weight, bias), 2e-4)
+    close(small_batch.small_batch_gemm(x, weight, bias), gemm_reference.small_batch_gemm(x, weight, bias), 2e-4)
 
 
 def test_few_rows_float16():
     x, weight = strided(5, 256, torch.float16), torch.randn(70, 256).half()
-    close(small_batch.few_rows(x, weight), gemm_reference.few_rows(x, weight), 5e-3)
+    close(small_batch.small_batch_gemm(x, weight), gemm_reference.small_batch_gemm(x, weight), 5e-3)
 
 
 def test_few_rows_fp8():
     x, weight, bias = strided(7, 512), torch.randn(70, 512), torch.randn(70)
     (x8, x_scale), (weight8, scale) = pointwise_reference.quantize_rows(x), pointwise_reference.quantize_rows(weight)
-    ours = small_batch.few_rows(x8, weight8, bias, x_scale=x_scale, scale=scale, dtype=torch.float32)
-    close(ours, gemm_reference.few_rows(x8, weight8, bias, x_scale=x_scale, scale=scale, dtype=torch.float32), 1e-4)
-    exact = gemm_reference.few_rows(x, weight, bias)
+    ours = small_batch.small_batch_gemm(x8, weight8, bias, x_scale=x_scale, scale=scale, dtype=torch.float32)
+    expected = gemm_reference.small_batch_gemm(x8, weight8, bias, x_scale=x_scale, scale=scale, dtype=torch.float32)
+    close(ours, expected, 1e-4)
+    exact = gemm_reference.small_batch_gemm(x, weight, bias)
     assert (ours - exact).norm() < 0.06 * exact.norm()

@@ -132,7 +132,7 @@ def test_vector_form(tokens, dtype, tol, gate):
 
 def test_vector_form_in_several_steps():
     """Rows longer than a step, the last step in part, and outputs that do not fill a program."""
-    tiles = moe_tiles.few_tiles(Shape(5, 2, 88, 42, 4), 2)
+    tiles = moe_tiles.decode_tiles(Shape(5, 2, 88, 42, 4), 2)
     tiles = tiles._replace(gate_up=StreamTiles(4, 32, 2, 1), down=StreamTiles(4, 16, 1, 4))
     compare(2, 5, 2, 88, 42, torch.float32, 1e-5, tiles=tiles)
     compare(2, 5, 2, 64, 64, torch.float32, 1e-5, tiles=tiles)
@@ -183,21 +183,21 @@ def test_tiles_fit_each_card_and_suit_each_number_of_tokens(shape):
 def test_what_was_measured_counts(tmp_path, monkeypatch):
     """And is read as it was written; a later measurement replaces an earlier one, and other shapes go by rule."""
     shape, shared = REAL[0], 227 << 10
-    few = moe_tiles.few_tiles(shape, 1)._replace(gate_up=StreamTiles(16, 128, 1, 2))
+    few = moe_tiles.decode_tiles(shape, 1)._replace(gate_up=StreamTiles(16, 128, 1, 2))
     many = Tiles(32, MatrixTiles(32, 64, 4, 3), MatrixTiles(32, 64, 4, 3))
     found = [moe_tiles.Measured(shape, 0, 1, few), moe_tiles.Measured(shape, None, 64, many),
              moe_tiles.Measured(shape, None, 16, many._replace(rows=16))]
     path = tmp_path / "tuned.json"
-    moe_tiles.write_measured(path, [found[0]._replace(tiles=moe_tiles.few_tiles(shape, 1))])
+    moe_tiles.write_measured(path, [found[0]._replace(tiles=moe_tiles.decode_tiles(shape, 1))])
     moe_tiles.write_measured(path, found)
     assert sorted(moe_tiles._read(path), key=str) == sorted(found, key=str)
-    rule = moe_tiles.few_tiles(shape, 2), moe_tiles.tiles_for(shape, 65, shared)
+    rule = moe_tiles.decode_tiles(shape, 2), moe_tiles.tiles_for(shape, 65, shared)
     monkeypatch.setattr(moe_tiles, "_TUNED", path)
     moe_tiles._measured.cache_clear()
     try:
-        assert moe_tiles.few_tiles(shape, 1) == few
+        assert moe_tiles.decode_tiles(shape, 1) == few
         assert [moe_tiles.tiles_for(shape, n, shared).rows for n in (5, 16, 17, 64)] == [16, 16, 32, 32]
-        assert (moe_tiles.few_tiles(shape, 2), moe_tiles.tiles_for(shape, 65, shared)) == rule
+        assert (moe_tiles.decode_tiles(shape, 2), moe_tiles.tiles_for(shape, 65, shared)) == rule
         assert moe_tiles.tiles_for(shape, 64, 8 << 10) != many, "too large for a small card"
     finally:
         moe_tiles._measured.cache_clear()
@@ -205,9 +205,9 @@ def test_what_was_measured_counts(tmp_path, monkeypatch):
 
 def test_the_shipped_table_is_sound():
     for entry in moe_tiles._read(moe_tiles._TUNED):
-        assert (entry.beside is None) == (entry.tokens > moe_tiles.VECTOR_TOKENS)
+        assert (entry.dense is None) == (entry.tokens > moe_tiles.VECTOR_TOKENS)
         if isinstance(entry.tiles, Tiles):
             assert moe_tiles.shared_bytes(entry.tiles, entry.shape) <= 227 << 10
         else:
-            assert entry.tiles.router.warps == entry.tiles.beside_gate_up.warps
-            assert entry.tiles.down.warps == entry.tiles.beside_down.warps
+            assert entry.tiles.router.warps == entry.tiles.dense_gate_up.warps
+            assert entry.tiles.down.warps == entry.tiles.dense_down.warps

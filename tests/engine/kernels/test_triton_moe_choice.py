@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 from engine.kernels.moe import reference as moe_reference
-from engine.kernels.moe.top_k import all_experts, weight_beside
+from engine.kernels.moe.top_k import all_experts, dense_factor
 from engine.kernels.runtime.launcher import kernel
 
 
 @kernel
 def _choose(
-    logits_ptr, scale_ptr, experts_ptr, weights_ptr, beside_ptr, stride,
+    logits_ptr, scale_ptr, experts_ptr, weights_ptr, dense_ptr, stride,
     E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
     at = logits_ptr + tl.program_id(0) * stride
@@ -21,19 +21,19 @@ def _choose(
     experts, weights = all_experts(at, scale_ptr, E, EP, TOP_K, KP, RENORMALIZE)
     tl.store(experts_ptr + out + j, experts, mask=j < TOP_K)
     tl.store(weights_ptr + out + j, weights, mask=j < TOP_K)
-    tl.store(beside_ptr + tl.program_id(0), weight_beside(at, E))
+    tl.store(dense_ptr + tl.program_id(0), dense_factor(at, E))
 
 
 def choose(logits, top_k, renormalize=True, expert_scale=None):
     """logits [T, E + 1] -> experts [T, k], their weights, and that of the last column."""
     tokens, num_experts = logits.shape[0], logits.shape[1] - 1
     experts = torch.empty(tokens, top_k, dtype=torch.int32)
-    weights, beside = torch.empty(tokens, top_k), torch.empty(tokens)
+    weights, dense = torch.empty(tokens, top_k), torch.empty(tokens)
     _choose(
-        (tokens,), logits, expert_scale, experts, weights, beside, logits.stride(0), E=num_experts,
+        (tokens,), logits, expert_scale, experts, weights, dense, logits.stride(0), E=num_experts,
         EP=triton.next_power_of_2(num_experts), TOP_K=top_k, KP=triton.next_power_of_2(top_k), RENORMALIZE=renormalize,
     )  # fmt: skip
-    return experts, weights, beside
+    return experts, weights, dense
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -48,13 +48,13 @@ def test_the_choice_is_that_of_choose_experts(num_experts, top_k, renormalize, d
     logits[3, :-1] = 4.0 * (torch.arange(num_experts) - num_experts // 2).sign()
     logits[4] = logits[4] * 1e-4
     scale = torch.rand(num_experts) + 0.5
-    experts, weights, beside = choose(logits, top_k, renormalize, scale)
+    experts, weights, dense = choose(logits, top_k, renormalize, scale)
     want_weights, want = moe_reference.choose_experts(
         logits[:, :-1].float(), top_k, renormalize=renormalize, expert_scale=scale
     )
     assert torch.equal(experts, want)
     torch.testing.assert_close(weights, want_weights)
-    torch.testing.assert_close(beside, logits[:, -1].sigmoid().float())
+    torch.testing.assert_close(dense, logits[:, -1].sigmoid().float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -39,7 +39,7 @@ def test_few_rows(kind, outputs, inner, group, zero, rows):
     packed = make(kind, outputs, inner, group, zero=zero)
     x = torch.randn(rows, inner)
     expected = x @ dequantize(packed, torch.float32).t()
-    ours = kernels.few_rows(x, packed, PackedTiles(16, 32, 4, 2))
+    ours = kernels.small_batch_gemm(x, packed, PackedTiles(16, 32, 4, 2))
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-3)
 
 
@@ -57,7 +57,7 @@ def test_int4_gemv(outputs, inner, group, zero, rows, dtype):
     assert int4_gemv.supports(packed, dtype)
     x = torch.randn(rows, inner + 3)[:, :inner].to(dtype)
     expected = (x.float() @ dequantize(packed, torch.float32).t()).to(dtype)
-    torch.testing.assert_close(kernels.product(x, packed), expected, rtol=2**-7, atol=2e-2)
+    torch.testing.assert_close(kernels.matmul(x, packed), expected, rtol=2**-7, atol=2e-2)
     norm, bias = (torch.rand(inner).to(dtype), 1e-5), torch.randn(outputs).to(dtype)
     for around in ({"residual": torch.randn(rows, outputs).to(dtype)}, {"gate": "silu"}):
         given = {name: value.clone() if torch.is_tensor(value) else value for name, value in around.items()}
@@ -92,7 +92,7 @@ def test_int4_gemm(outputs, inner, group, zero, rows):
     assert int4_gemm.supports(packed, torch.float16)
     x = torch.randn(rows, inner + 8).half()[:, :inner]
     expected = (x.float() @ dequantize(packed, torch.float32).t()).half()
-    torch.testing.assert_close(kernels.product(x, packed), expected, rtol=2**-9, atol=2e-2)
+    torch.testing.assert_close(kernels.matmul(x, packed), expected, rtol=2**-9, atol=2e-2)
 
 
 def test_int4_tiles_fit_and_cut_k_into_whole_blocks():
@@ -119,10 +119,10 @@ def test_rows_may_be_strided_and_columns_in_another_order():
     packed = replace(packed, columns=order)
     x = torch.randn(5, 100)[:, :64]
     expected = x @ dequantize(packed, torch.float32).t()
-    torch.testing.assert_close(kernels.product(x, packed), expected, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(kernels.matmul(x, packed), expected, rtol=1e-5, atol=1e-3)
     x = torch.randn(kernels.FEW_ROWS + 1, 64)
     expected = x @ dequantize(packed, torch.float32).t()
-    torch.testing.assert_close(kernels.product(x, packed), expected, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(kernels.matmul(x, packed), expected, rtol=1e-5, atol=1e-3)
 
 
 def test_joined_weights_are_one():

@@ -116,8 +116,8 @@ def test_the_norm_before_a_sparse_block():
     block, norm = SparseMLP(HIDDEN, 32, EXPERTS, 2), RMSNorm(HIDDEN, 1e-6)
     norm.weight = nn.Parameter(torch.ones(HIDDEN), requires_grad=False)
     block.gate.gemm = ON_GPU
-    assert block.for_few(4)
-    assert not block.for_few(5)
+    assert block.fits_decode(4)
+    assert not block.fits_decode(5)
     assert isinstance(norm.add(None, torch.ones(4, HIDDEN), block.gate)[0], UnnormedRows)
     assert isinstance(norm.add(None, torch.ones(5, HIDDEN), block.gate)[0], torch.Tensor)
     assert not block.gate.wants_fp8(100)

@@ -11,7 +11,7 @@ import pytest
 
 from engine.bench import __main__ as bench
 from engine.bench.author import gemv
-from engine.kernels.gemm.tiles import Product
+from engine.kernels.gemm.tiles import GemmShape
 from engine.kernels.tuning import decode_step
 from engine.kernels.tuning.step_gemms import Subject
 
@@ -195,7 +195,7 @@ def test_sparse_blocks_of_a_step_come_last(steps):
     assert steps["qwen3.6-35b-a3b"]["blocks"] == [[[256, 8, 2048, 512, 1, False], 512]]
     *products, first, second, router = steps["qwen3.6-35b-a3b"]["stages"]
     assert not any(stage["block"] for stage in products)
-    for stage, names in (first, {"gate_up"}), (second, {"down", "beside_down"}):
+    for stage, names in (first, {"gate_up"}), (second, {"down", "dense_down"}):
         assert {name for change in stage["changes"] for name in change} == names
         kernels = [{kernel["name"] for kernel in kernels} for kernels in stage["own"]]
         assert all(len(each) == 1 for each in kernels)
@@ -203,7 +203,7 @@ def test_sparse_blocks_of_a_step_come_last(steps):
 
 
 def test_speed_is_of_the_weights_bytes():
-    half = gemv.speed(Subject(Product(4096, 4096, 1), ()), 4096 * 4096 / 500e9, 1000.0)
+    half = gemv.speed(Subject(GemmShape(4096, 4096, 1), ()), 4096 * 4096 / 500e9, 1000.0)
     assert half == {"tb_s": 0.5, "of_floor": 0.5}
 
 

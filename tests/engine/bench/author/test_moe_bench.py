@@ -42,9 +42,9 @@ def test_rows(tmp_path, quantization):
 @pytest.mark.parametrize("name, width, factor", [
     ("gemma4-26b-a4b", 2112, False), ("qwen3.6-35b-a3b", 512, True), ("qwen3-30b-a3b", 0, False),
 ])
-def test_the_mlp_beside_the_experts(name, width, factor):
+def test_the_dense_branch(name, width, factor):
     raw = json.loads((CONFIGS / name / "config.json").read_text())
-    assert experts_layer.beside_experts(raw) == (width, factor)
+    assert experts_layer.dense_branch_of(raw) == (width, factor)
 
 
 def test_qwen3_30b_a3b_has_the_published_size():

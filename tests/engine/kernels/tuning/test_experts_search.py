@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels.moe import tiles as moe_tiles
-from engine.kernels.moe.tiles import FewTiles, Shape
+from engine.kernels.moe.tiles import DecodeTiles, Shape
 from engine.kernels.tuning import experts_search
 from engine.kernels.tuning.search import _EXPERT_TOKENS
 from engine.layers.moe import SparseMLP
@@ -27,9 +27,9 @@ def test_the_search_covers_each_layer_and_number_of_tokens_with_tiles_that_fit()
         found = cell.all_tiles()
         assert 8 < len(found) < 40
         for tiles in found:
-            if isinstance(tiles, FewTiles):
-                assert tiles.router.warps == tiles.beside_gate_up.warps
-                assert tiles.down.warps == tiles.beside_down.warps
+            if isinstance(tiles, DecodeTiles):
+                assert tiles.router.warps == tiles.dense_gate_up.warps
+                assert tiles.down.warps == tiles.dense_down.warps
             else:
                 # of both kernels; each was looked at alone
                 # of both kernels; each was looked at alone
@@ -51,7 +51,7 @@ def test_the_search_finds_the_best_of_each_kernel(tokens):
     ready = experts_search.Ready(seconds, lambda *_: True)
     ((_, measured, row),) = experts_search.search([cell], ready, 1000)
     assert measured.tiles == best
-    assert measured.beside == (512 if tokens == 1 else None)
+    assert measured.dense_width == (512 if tokens == 1 else None)
     assert row["us"] == 1e6
     assert row["us_by_rule"] == seconds(None, None, cell.start) * 1e6
 

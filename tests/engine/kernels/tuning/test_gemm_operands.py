@@ -11,7 +11,7 @@ from engine.bench.author import gemv
 from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
-from engine.kernels.gemm.tiles import Product, VectorTiles
+from engine.kernels.gemm.tiles import GemmShape, VectorTiles
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.moe.tiles import Shape, StreamTiles
@@ -25,17 +25,17 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("subject", [
-    Subject(Product(96, 80, 2), (), residual=True),
-    Subject(Product(96, 80, 1, normed=True), (), bias=True),
-    Subject(Product(96, 80, 1, gated=True), (), "gelu_tanh"),
-    Subject(Product(96, 80, 2, gated=True, normed=True), (), "silu"),
+    Subject(GemmShape(96, 80, 2), (), residual=True),
+    Subject(GemmShape(96, 80, 1, normed=True), (), bias=True),
+    Subject(GemmShape(96, 80, 1, gated=True), (), "gelu_tanh"),
+    Subject(GemmShape(96, 80, 2, gated=True, normed=True), (), "silu"),
 ], ids=str)  # fmt: skip
 def test_copies_take_turns_with_what_is_around_them(monkeypatch, subject):
     torch.manual_seed(0)
     monkeypatch.setattr(gemm_operands, "_TURNS_BYTES", 3 * subject.num_bytes)
     operands = gemm_operands.Operands(subject, CPU, torch.float32)
-    tiles = gemm_tiles.by_rule(subject.product)
-    assert [weight.element_size() == 1 for weight in operands.weights] == [subject.product.itemsize == 1] * 3
+    tiles = gemm_tiles.by_rule(subject.gemm)
+    assert [weight.element_size() == 1 for weight in operands.weights] == [subject.gemm.itemsize == 1] * 3
     around = {"norm": operands.norm, "gate": subject.gate}
     outputs = 48 if subject.gate else 96
     sum_of_all = torch.zeros(1, outputs)
@@ -50,13 +50,13 @@ def test_copies_take_turns_with_what_is_around_them(monkeypatch, subject):
 
 
 def test_a_row_of_a_product(monkeypatch):
-    subject = Subject(Product(512, 256, 2), ("one", "other"))
+    subject = Subject(GemmShape(512, 256, 2), ("one", "other"))
     monkeypatch.setattr(gemm_operands, "_TURNS_BYTES", 0)
     row = {**gemv.facts(subject), **gemv.measure(subject, CPU, 0.001)}
     assert row["product"] == "512x256 bf16"
     assert row["models"] == "one other"
     assert row["mb"] == 0.3
-    assert row["tiles"] == list(gemm_tiles.by_rule(subject.product))
+    assert row["tiles"] == list(gemm_tiles.by_rule(subject.gemm))
     assert row["of_floor"] == pytest.approx(512 * 256 * 2 / 1e6 / (row["us"] / 1e6), abs=1e-3)
 
 
@@ -92,7 +92,7 @@ class Layer:
 def test_a_step_takes_the_tiles_chosen_for_it_and_tells_which_it_took():
     torch.manual_seed(0)
     layer = Layer()
-    inside, head = Product(256, 512, 4), Product(320, 256, 4)
+    inside, head = GemmShape(256, 512, 4), GemmShape(320, 256, 4)
     with decode_step.using({}) as taken:
         expected = layer.step().run(head=True)
     assert taken == {product: gemm_tiles.vector_tiles(product) for product in (inside, head)}
@@ -118,7 +118,7 @@ def test_a_sparse_block_takes_the_tiles_chosen_for_it():
     def forward():
         return moe_decode.sparse_block(x, router, *stacks, top_k=2)[0]
 
-    rule = moe_tiles.few_tiles(shape, 1)
+    rule = moe_tiles.decode_tiles(shape, 1)
     tiles = rule._replace(gate_up=StreamTiles(4, 32, 2, 1), down=StreamTiles(2, 16, 2, rule.down.warps))
     with decode_step.using({}) as taken:
         expected = forward()
@@ -131,8 +131,8 @@ def test_a_sparse_block_takes_the_tiles_chosen_for_it():
 
 def test_a_search_on_a_card(monkeypatch):
     """Only what a GPU would tell is made up. Tiles with which a result is wrong are never taken, however fast."""
-    subject = Subject(Product(96, 512, 2), ())
-    product = subject.product
+    subject = Subject(GemmShape(96, 512, 2), ())
+    product = subject.gemm
     rule = gemm_tiles.by_rule(product)
     wrong, missing, refused, good, *_ = found = [t for t in step_search.candidates(product) if t != rule]
     stage = Stage("a product", product, [tiles._asdict() for tiles in found])

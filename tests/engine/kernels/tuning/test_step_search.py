@@ -5,19 +5,19 @@ import math
 import pytest
 
 from engine.kernels.gemm import tiles as gemm_tiles
-from engine.kernels.gemm.tiles import Product
+from engine.kernels.gemm.tiles import GemmShape
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.moe.tiles import Shape
 from engine.kernels.tuning import step_search
-from engine.kernels.tuning.experts_search import few_stages
+from engine.kernels.tuning.experts_search import decode_stages
 from engine.kernels.tuning.step_search import Block, Stage
 
-PRODUCTS = [Product(4096, 4096, 1), Product(24576, 4096, 2, True, True), Product(1536, 256, 2, False, True)]
+PRODUCTS = [GemmShape(4096, 4096, 1), GemmShape(24576, 4096, 2, True, True), GemmShape(1536, 256, 2, False, True)]
 BLOCK = Block(Shape(128, 8, 2048, 768, 1), 0)
 SOON = math.inf
 
 
-@pytest.mark.parametrize("product", [*PRODUCTS, Product(64, 2048, 2)], ids=str)
+@pytest.mark.parametrize("product", [*PRODUCTS, GemmShape(64, 2048, 2)], ids=str)
 def test_candidates_read_whole_vectors(product):
     found = step_search.candidates(product)
     assert len(set(found)) == len(found) >= 4
@@ -78,8 +78,8 @@ def test_each_product_is_timed_in_the_step_with_the_tiles_chosen_before_it():
 
 
 def test_kernels_of_a_block_get_their_tiles_one_after_the_other():
-    start = moe_tiles.few_tiles(*BLOCK[:1], 1)
-    stages = [Stage(str(i), BLOCK, some) for i, some in enumerate(few_stages(start, *BLOCK))]
+    start = moe_tiles.decode_tiles(*BLOCK[:1], 1)
+    stages = [Stage(str(i), BLOCK, some) for i, some in enumerate(decode_stages(start, *BLOCK))]
     gate_up, down = stages[0].changes[2]["gate_up"], stages[1].changes[3]["down"]
 
     def ms(chosen, _):

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.gemm import small_batch
 from engine.kernels.gemm import tiles as gemm_tiles
-from engine.kernels.gemm.tiles import Product, VectorTiles
+from engine.kernels.gemm.tiles import GemmShape, VectorTiles
 from engine.kernels.moe import tiles as moe_tiles
 from engine.kernels.moe.tiles import MatrixTiles, Measured, Shape, StreamTiles, Tiles
 from engine.kernels.runtime import tuned_tables, warm_cache_hint
@@ -21,7 +21,7 @@ from engine.kernels.runtime.tuned_tables import Table
 
 L40S = Target((8, 9), 101_376, 142, "NVIDIA L40S")
 OTHER = L40S._replace(name="NVIDIA RTX 6000 Ada Generation")
-PRODUCT, TILES = Product(43008, 5376, 1, True), VectorTiles(2, 512, 2)  # the shipped table has other tiles for it
+PRODUCT, TILES = GemmShape(43008, 5376, 1, True), VectorTiles(2, 512, 2)  # the shipped table has other tiles for it
 SHAPE = Shape(128, 8, 2816, 704, 1)
 MATRIX = Tiles(16, MatrixTiles(64, 128, 4, 2), MatrixTiles(64, 128, 4, 2))
 
@@ -41,8 +41,8 @@ def line(product=PRODUCT, tiles=TILES, **changes):
     return json.loads(gemm_tiles.line_of(product, tiles)) | changes
 
 
-def moe_line(tiles=MATRIX, tokens=64, beside=None, **changes):
-    return Measured(SHAPE, beside, tokens, tiles).as_json() | {"tiles": tiles._asdict()} | changes
+def moe_line(tiles=MATRIX, tokens=64, dense_width=None, **changes):
+    return Measured(SHAPE, dense_width, tokens, tiles).as_json() | {"tiles": tiles._asdict()} | changes
 
 
 def save(gemm=(), moe=(), gpu=L40S):
@@ -62,7 +62,7 @@ def test_the_gpu_that_was_measured_prefers_its_table_and_others_take_the_shipped
     ]
     for gpu in (OTHER, L40S._replace(name=""), None):
         assert gemm_tiles.vector_tiles(PRODUCT, gpu=gpu) == shipped
-    unsearched = Product(16384, 5376, 1)
+    unsearched = GemmShape(16384, 5376, 1)
     assert gemm_tiles.vector_tiles(unsearched, gpu=L40S) == gemm_tiles.vector_tiles(unsearched, gpu=OTHER)
 
 
@@ -71,11 +71,11 @@ def test_experts_take_what_was_measured_and_for_more_tokens_the_shipped_tiles():
         return [moe_tiles.tiles_for(SHAPE, tokens, gpu.shared_memory, gpu) for tokens in (5, 16, 17, 64, 128)]
 
     shipped = chosen(OTHER)
-    few = moe_tiles.few_tiles(SHAPE, 1, 2112, OTHER)._replace(gate_up=StreamTiles(8, 256, 2, 2))
+    few = moe_tiles.decode_tiles(SHAPE, 1, 2112, OTHER)._replace(gate_up=StreamTiles(8, 256, 2, 2))
     save(moe=[moe_line(tokens=64), moe_line(few, 1, 2112)])
     assert chosen(L40S) == [MATRIX] * 4 + shipped[4:]
-    assert moe_tiles.few_tiles(SHAPE, 1, 2112, L40S) == few
-    assert moe_tiles.few_tiles(SHAPE, 1, 0, L40S) == moe_tiles.few_tiles(SHAPE, 1, 0, OTHER)
+    assert moe_tiles.decode_tiles(SHAPE, 1, 2112, L40S) == few
+    assert moe_tiles.decode_tiles(SHAPE, 1, 0, L40S) == moe_tiles.decode_tiles(SHAPE, 1, 0, OTHER)
 
 
 def broken(text):
@@ -117,7 +117,7 @@ def test_a_table_that_cannot_be_right_is_one_line_in_the_log(caplog, kind, spoil
     spoil(path)
     if kind == "gemm":
         assert gemm_tiles.vector_tiles(PRODUCT, gpu=L40S) == shipped[0]
-        gemm_tiles.vector_tiles(Product(7, 7, 2), gpu=L40S)
+        gemm_tiles.vector_tiles(GemmShape(7, 7, 2), gpu=L40S)
     else:
         assert moe_tiles.tiles_for(SHAPE, 64, L40S.shared_memory, L40S) == shipped[1]
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -137,14 +137,14 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(cache, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        save([line(), line(Product(1, 2, 1))])
+        save([line(), line(GemmShape(1, 2, 1))])
     assert path.read_text() == before
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_kernels_run_with_the_tiles_of_the_table(monkeypatch):
     """In the interpreter: the launch has them, and the result is right."""
-    product = Product(96, 256, 4)
+    product = GemmShape(96, 256, 4)
     tiles = VectorTiles(8, 64, 2)
     assert tiles != gemm_tiles.by_rule(product)
     save([line(product, tiles)])

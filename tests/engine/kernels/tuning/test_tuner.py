@@ -29,8 +29,8 @@ PROGRAM = """
 import sys, time
 from contextlib import contextmanager
 import torch
-from engine.kernels.gemm.tiles import Product, VectorTiles
-from engine.kernels.moe.tiles import FewTiles
+from engine.kernels.gemm.tiles import GemmShape, VectorTiles
+from engine.kernels.moe.tiles import DecodeTiles
 from engine.kernels.runtime.gpu_target import Target
 from engine.kernels.tuning import __main__ as tuner
 from engine.kernels.tuning import decode_step, experts_layer, experts_search, search, step_gemms, step_search
@@ -40,7 +40,7 @@ from engine.models.registry import empty_model
 from engine.kernels.moe.tiles import Shape
 
 gpu, pause = Target((8, 9), 101_376, 142, "NVIDIA L40S"), float(sys.argv[1])
-best = {Product(2048, 4096, 1): VectorTiles(16, 1024, 4)}
+best = {GemmShape(2048, 4096, 1): VectorTiles(16, 1024, 4)}
 
 @contextmanager
 def start(config, form):
@@ -120,8 +120,8 @@ def test_two_models_are_searched_and_a_second_run_finds_nothing_left():
     assert (last["searched"], last["found_before"], last["left"]) == (len(rows) - 1, 0, 0)
     assert "3.0 → 2.0 ms a step (+50.0%)" in said
     gemm, moe, done = table()
-    assert gemm[gemm_tiles.Product(2048, 4096, 1)] == (16, 1024, 4)
-    few = [(entry.shape.num_experts, entry.beside, entry.tiles.gate_up) for entry in moe if entry.tokens == 1]
+    assert gemm[gemm_tiles.GemmShape(2048, 4096, 1)] == (16, 1024, 4)
+    few = [(entry.shape.num_experts, entry.dense_width, entry.tiles.gate_up) for entry in moe if entry.tokens == 1]
     assert few == [(128, 0, (8, 256, 3, 1)), (256, 512, (8, 256, 3, 1))]
     assert {entry.tokens for entry in moe} == {1, 2, 4, 16, 64, 256, 1024, 4096}
     assert len(done) == len(rows) - 1
@@ -158,7 +158,7 @@ def test_without_time_nothing_is_started_and_the_rest_is_named():
 
 def test_a_search_by_another_version_begins_again_with_what_was_found(cache):
     path = tuned_tables.path_for(L40S)
-    entry = json.loads(gemm_tiles.line_of(gemm_tiles.Product(8, 8, 1), gemm_tiles.VectorTiles(1, 16, 1)))
+    entry = json.loads(gemm_tiles.line_of(gemm_tiles.GemmShape(8, 8, 1), gemm_tiles.VectorTiles(1, 16, 1)))
     tuned_tables.save(path, L40S, tuned_tables.Table([entry], [], ["a"], "another"))
     own = OwnTable(path, L40S)
     assert (len(own), own.is_done("a")) == (1, False)

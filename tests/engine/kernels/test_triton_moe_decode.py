@@ -9,11 +9,11 @@ from engine.kernels.gemm import reference as gemm_reference
 from engine.kernels.moe import decode as moe_decode
 from engine.kernels.moe import reference as moe_reference
 from engine.kernels.moe.decode import DenseBranch, Norm, sparse_block
-from engine.kernels.moe.tiles import FewTiles, StreamTiles
+from engine.kernels.moe.tiles import DecodeTiles, StreamTiles
 from engine.kernels.pointwise import reference as pointwise_reference
 
 FP8 = torch.float8_e4m3fn
-SMALL = FewTiles(
+SMALL = DecodeTiles(
     StreamTiles(2, 32, 0, 4), StreamTiles(4, 32, 2, 4), StreamTiles(4, 32, 2, 1), StreamTiles(8, 32, 2, 4),
     StreamTiles(16, 16, 2, 4),
 )  # fmt: skip
@@ -38,32 +38,32 @@ def block(num_experts, hidden, inner, width, dtype, *, factor):
     plain = torch.float32 if dtype == FP8 else dtype
     w13, scale13 = weight(num_experts, 2 * inner, hidden, dtype=dtype)
     w2, scale2 = weight(num_experts, hidden, inner, dtype=dtype)
-    beside = None
+    dense = None
     if width:
         first, second = weight(2 * width, hidden, dtype=dtype), weight(hidden, width, dtype=dtype)
-        beside = DenseBranch(*first, *second, weight(1, hidden, dtype=plain)[0] if factor else None)
+        dense = DenseBranch(*first, *second, weight(1, hidden, dtype=plain)[0] if factor else None)
     router, _ = weight(num_experts, hidden, dtype=plain)
     router *= 3
-    return {"router": router, "w13": w13, "w2": w2, "scale13": scale13, "scale2": scale2, "beside": beside}
+    return {"router": router, "w13": w13, "w2": w2, "scale13": scale13, "scale2": scale2, "dense": dense}
 
 
 def reference(
     x, router, w13, w2, scale13=None, scale2=None, *, top_k, renormalize=True, expert_scale=None, gate="silu",
-    norm=None, for_router=None, beside=None, for_beside=None, residual=None,
+    norm=None, for_router=None, dense=None, for_dense=None, residual=None,
 ):  # fmt: skip
     if norm is not None:
         x = pointwise_reference.rms_norm(x, norm.weight, norm.eps, wide_offset=norm.offset)
-    of_router, of_beside = (x if other is None else other for other in (for_router, for_beside))
+    of_router, of_dense = (x if other is None else other for other in (for_router, for_dense))
     routing = moe_reference.choose_experts(
         gemm_reference.gemv(of_router, router), top_k, renormalize=renormalize, expert_scale=expert_scale
     )
     y = moe_reference.routed_experts(x, *routing, w13, w2, scale13, scale2, gate=gate)
     apart = None
-    if beside is not None:
-        h = gemm_reference.gemv(of_beside, beside.gate_up, beside.gate_up_scale, gate=gate)
-        apart = gemm_reference.gemv(h, beside.down, beside.down_scale)
-        if beside.factor is not None:
-            y = y + gemm_reference.gemv(of_router, beside.factor).sigmoid() * apart
+    if dense is not None:
+        h = gemm_reference.gemv(of_dense, dense.gate_up, dense.gate_up_scale, gate=gate)
+        apart = gemm_reference.gemv(h, dense.down, dense.down_scale)
+        if dense.factor is not None:
+            y = y + gemm_reference.gemv(of_router, dense.factor).sigmoid() * apart
             apart = None
     return y if residual is None else residual.add_(y), apart
 
@@ -108,13 +108,13 @@ def test_shared_expert_onto_the_residual(tokens, dtype, tol):
 
 @pytest.mark.parametrize("dtype, tol", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_dense_mlp_beside(tokens, dtype, tol):
+def test_dense_branch(tokens, dtype, tol):
     """Gemma 4: three inputs, two results, a factor for each expert."""
     plain = torch.float32 if dtype == FP8 else dtype
-    x, for_router, for_beside = torch.randn(3, tokens, 88).to(plain)
+    x, for_router, for_dense = torch.randn(3, tokens, 88).to(plain)
     compare(
         x, tol, **block(8, 88, 36, 100, dtype, factor=False), top_k=2, gate="gelu_tanh", for_router=for_router,
-        for_beside=for_beside, expert_scale=torch.rand(8) + 0.5, tiles=SMALL,
+        for_dense=for_dense, expert_scale=torch.rand(8) + 0.5, tiles=SMALL,
     )
 
 

@@ -41,9 +41,9 @@ def sparse_block(side: Side, *, tokens: int, is_fp8: bool, with_factor: bool) ->
         else:
             from engine.kernels.moe.decode import DenseBranch, Norm, sparse_block
 
-            beside = DenseBranch(gate_up, gate_up_scale, down, down_scale, factor)
+            dense = DenseBranch(gate_up, gate_up_scale, down, down_scale, factor)
             _, apart = sparse_block(
-                x, router, w13, w2, scale13, scale2, top_k=num_experts, norm=Norm(*norm, None), beside=beside,
+                x, router, w13, w2, scale13, scale2, top_k=num_experts, norm=Norm(*norm, None), dense=dense,
                 residual=residual,
             )  # fmt: skip
     return [numbers(residual, 6), *([] if apart is None else [numbers(apart, 6)])]

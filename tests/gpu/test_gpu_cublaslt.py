@@ -42,7 +42,7 @@ def exact(x: torch.Tensor, weight: autotune.Weight, scales: tuple[torch.Tensor, 
 @pytest.mark.parametrize("outputs, inner, rows", SHAPES)
 def test_every_algorithm_multiplies(outputs: int, inner: int, rows: int, fp8: bool) -> None:
     x, weight, scales = inputs(outputs, inner, rows, fp8)
-    product = cublaslt.Product(cublaslt.Shape(rows, outputs, inner, torch.bfloat16, fp8))
+    product = cublaslt.Matmul(cublaslt.Shape(rows, outputs, inner, torch.bfloat16, fp8))
     algorithms = product.algorithms()
     assert algorithms
     if fp8 and cublaslt.has_forms():
@@ -97,13 +97,13 @@ def test_a_layer_multiplies_by_what_was_chosen(tmp_path: Path, monkeypatch: pyte
     usual = linear(x)
     assert autotune.choose({(768, 1024): [weight]}, [48], torch.bfloat16, fp8=True) == 1
     used: list[cublaslt.Shape] = []
-    plain = cublaslt.BoundProduct.__call__
+    plain = cublaslt.BoundMatmul.__call__
 
-    def noted(self: cublaslt.BoundProduct, *operands: Any) -> torch.Tensor:
+    def noted(self: cublaslt.BoundMatmul, *operands: Any) -> torch.Tensor:
         used.append(self._product.shape)
         return plain(self, *operands)
 
-    monkeypatch.setattr(cublaslt.BoundProduct, "__call__", noted)
+    monkeypatch.setattr(cublaslt.BoundMatmul, "__call__", noted)
     torch.testing.assert_close(linear(x), usual, rtol=2e-2, atol=0.5)
     linear(x[:47])
     assert used == [cublaslt.Shape(48, 768, 1024, torch.bfloat16, True)]
