@@ -34,7 +34,7 @@ SHAPES = Path(__file__).parent / "bench/configs"  # of models that are planned a
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCard:
+class PlannedGpu:
     """A GPU that need not be here."""
 
     name: str
@@ -77,7 +77,7 @@ def native_context(model: Path) -> int:
     return ModelConfig.load(model).max_position_embeddings
 
 
-def plan_engine(config: EngineConfig, card: PlannedCard, measured: Measured | None = None) -> MemoryPlan:
+def plan_engine(config: EngineConfig, card: PlannedGpu, measured: Measured | None = None) -> MemoryPlan:
     """Raises ModelError, ConfigError or OutOfMemoryPlanError, as the engine would."""
     if card.capability < MIN_COMPUTE_CAPABILITY:
         version = ".".join(map(str, card.capability))

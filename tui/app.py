@@ -144,7 +144,7 @@ class Wizard(App[None]):
         self.set_interval(PLAIN_SECONDS if self.plain else 1.0, self._watch)
 
     def on_unmount(self) -> None:
-        self.desk.leave()
+        self.desk.close()
 
     def say(self, text: Any) -> str:
         said = str(told(text, self.language))

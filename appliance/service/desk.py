@@ -54,7 +54,7 @@ class Desk:
         with contextlib.suppress(OSError, InstallError):  # without a place for a seat there is none for a job either
             self.seat = Seat(self.layout, asked, changed).open()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         if self.seat is not None:
             self.seat.close()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.service.facts import GpuFact
-from appliance.service.presets.catalogue import Card, catalogue, find_card, find_model
+from appliance.service.presets.catalogue import GpuModel, catalogue, find_card, find_model
 from installer.base.errors import InstallError
 from installer.preflight.machine import Machine
 
@@ -28,7 +28,7 @@ def subject(asked: str) -> Subject:
     return Subject(model.title, model.directory, asked if slash else None)
 
 
-def card(asked: str | None) -> Card | None:
+def card(asked: str | None) -> GpuModel | None:
     """The card by its name; without a name, this machine's first GPU, if it has one. Raises InstallError."""
     if asked is not None:
         return find_card(asked)
@@ -38,7 +38,7 @@ def card(asked: str | None) -> Card | None:
     return None
 
 
-def card_of(gpu: GpuFact | None) -> Card | None:
+def card_of(gpu: GpuFact | None) -> GpuModel | None:
     """The card of this machine's GPU; None without one, or if its driver reports too little."""
     if gpu is None or not (gpu.memory_bytes and gpu.compute_capability and gpu.name):
         return None
@@ -46,7 +46,7 @@ def card_of(gpu: GpuFact | None) -> Card | None:
     return _of_this_machine(gpu.name, gpu.memory_bytes, (int(major), int(minor or 0)))
 
 
-def _of_this_machine(name: str, memory: int, capability: tuple[int, int]) -> Card:
+def _of_this_machine(name: str, memory: int, capability: tuple[int, int]) -> GpuModel:
     """The memory as its driver reports it; the rest from the known card, if it is one."""
     try:
         known = find_card(name)
@@ -54,7 +54,7 @@ def _of_this_machine(name: str, memory: int, capability: tuple[int, int]) -> Car
         known = None
     # The driver's figure includes what ECC and firmware keep: PyTorch sees about 1 % less.
     gib = round(memory * 0.99 / (1 << 30), 2)
-    return Card.model_validate({
+    return GpuModel.model_validate({
         "name": known.name if known else "this", "title": name, "class": known.gpu_class if known else None,
         "memory_gib": gib, "capability": ".".join(map(str, capability)), "sms": known.sms if known else None,
         "tb_per_s": known.tb_per_s if known else None, "measured": True,

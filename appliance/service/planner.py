@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.service.presets.catalogue import Card, catalogue
+from appliance.service.presets.catalogue import GpuModel, catalogue
 from engine.config import EngineConfig
 from engine.errors import AtollError, OutOfMemoryPlanError
 from engine.plan import bytes_per_token, full_requests, native_context, plan_engine, weight_bytes
@@ -71,7 +71,7 @@ def check(knobs: Knobs) -> None:
         )
 
 
-def plan(model: Path, card: Card, knobs: Knobs) -> Planned | None:
+def plan(model: Path, card: GpuModel, knobs: Knobs) -> Planned | None:
     """None if it does not fit. Raises InstallError for what no amount of memory would solve."""
     check(knobs)
     try:
@@ -87,7 +87,7 @@ def plan(model: Path, card: Card, knobs: Knobs) -> Planned | None:
     return Planned(knobs, found.max_model_len, users, found.numbers())
 
 
-def refusal(model: Path, card: Card, knobs: Knobs) -> str:
+def refusal(model: Path, card: GpuModel, knobs: Knobs) -> str:
     """Why `plan` found nothing, in the engine's words if it has any."""
     try:
         found = plan_engine(_config(model, replace(knobs, users=None, sequences=knobs.users)), card.planned)
@@ -98,7 +98,7 @@ def refusal(model: Path, card: Card, knobs: Knobs) -> str:
              context=f"{found.max_model_len:,}", fit=f"{fit:,}")  # fmt: skip
 
 
-def what_if(model: Path, card: Card, base: Planned) -> Iterator[tuple[str, str, Planned | None]]:
+def what_if(model: Path, card: GpuModel, base: Planned) -> Iterator[tuple[str, str, Planned | None]]:
     """(setting, change, what then fits): each of the four settings changed alone.
 
     Users follow from the rest, and so does the context unless it was given.
@@ -121,7 +121,7 @@ def what_if(model: Path, card: Card, base: Planned) -> Iterator[tuple[str, str, 
             yield "gpu_memory_utilization", changed, plan(model, card, replace(free, gpu_memory_utilization=share))
 
 
-def smaller_weights(model: Path, card: Card, asked: Knobs) -> Knobs | None:
+def smaller_weights(model: Path, card: GpuModel, asked: Knobs) -> Knobs | None:
     """Weights in fp8, if they make the request fit, or make anything fit at all."""
     fp8 = replace(asked, quantization="fp8")
     if plan(model, card, fp8) or (not plan(model, card, _open(asked)) and plan(model, card, _open(fp8))):
@@ -129,7 +129,7 @@ def smaller_weights(model: Path, card: Card, asked: Knobs) -> Knobs | None:
     return None
 
 
-def fitting(model: Path, card: Card, asked: Knobs) -> Iterator[tuple[str, str, str, Planned]]:
+def fitting(model: Path, card: GpuModel, asked: Knobs) -> Iterator[tuple[str, str, str, Planned]]:
     """(kind, change, GPU, what then fits): single changes that make the request fit, the smallest first."""
     if asked.users is not None and (found := plan(model, card, replace(asked, users=None, sequences=None))):
         yield "users", t("fewer at once"), card.title, found
@@ -152,7 +152,7 @@ def _open(knobs: Knobs) -> Knobs:
     return replace(knobs, context=None, users=None, sequences=None)
 
 
-def stream_bound(model: Path, card: Card, knobs: Knobs) -> float | None:
+def stream_bound(model: Path, card: GpuModel, knobs: Knobs) -> float | None:
     """Upper bound of one stream's tokens per second: the data sheet's bandwidth over the bytes that a token must move.
 
     An estimate; real engines stay below it.
@@ -170,7 +170,7 @@ def weights_of(model: Path, quantization: str | None) -> tuple[int, int]:
         raise _told(error) from error
 
 
-def longest(model: Path, card: Card, knobs: Knobs, users: int) -> Planned | None:
+def longest(model: Path, card: GpuModel, knobs: Knobs, users: int) -> Planned | None:
     """The longest context that `users` requests can have at once."""
     if users > MOST_USERS:
         return None

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from appliance.service.planner import Knobs, plan, weights_of
-from appliance.service.presets.catalogue import Card, catalogue
+from appliance.service.presets.catalogue import GpuModel, catalogue
 from engine.plan import shipped_shape
 from installer.base.i18n import t, told
 
@@ -30,7 +30,7 @@ def table(language: str) -> Iterator[str]:
             yield f"| {title} {weights}, {size:.1f} GiB | " + " | ".join(cells) + " |"
 
 
-def _cell(model: Path, card: Card, quantization: str | None) -> str:
+def _cell(model: Path, card: GpuModel, quantization: str | None) -> str:
     longest = plan(model, card, Knobs(quantization=quantization))
     if longest is None:
         return "–"
@@ -41,9 +41,9 @@ def _cell(model: Path, card: Card, quantization: str | None) -> str:
     return f"{' / '.join(counts)} ({longest.context:,})"
 
 
-def _smallest(cards: list[Card]) -> Card:
+def _smallest(cards: list[GpuModel]) -> GpuModel:
     return min(cards, key=lambda card: card.memory_gib)
 
 
-def _short(card: Card) -> str:
+def _short(card: GpuModel) -> str:
     return card.title.removeprefix("NVIDIA ").removeprefix("GeForce ").removesuffix(f" {card.gpu_class} GB")

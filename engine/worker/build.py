@@ -152,7 +152,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         cache = Cache(spec, plan.num_slabs, kv_dtype, device)
     if gpu is not None:
         runner = _start_on_gpu(config, model, plan, cache, max_tokens, gpu, progress)
-        warm_cache_hint.leave(*_deciding(config, model_config, gpu))
+        warm_cache_hint.write(*_deciding(config, model_config, gpu))
         depth = 1 if config.overlap is False else 2
     else:
         runner = Runner(
@@ -194,7 +194,7 @@ def gpu_defaults(
     return sensible_seqs(spec, DEFAULT_SEQS["cuda"], min(free, config.kv_cache_memory_bytes or free)), tokens
 
 
-def prepare(config: EngineConfig) -> None:
+def preload_worker(config: EngineConfig) -> None:
     """The part of `build_engine` that needs no device: import every library, check the flags and the model's config.
 
     Raises ModelError or ConfigError.
@@ -222,12 +222,12 @@ def _measured_budget(
 ) -> MemoryBudget:
     """The memory left on a GPU that holds the weights. Raises OutOfMemoryPlanError if not even one step fits."""
     from engine.worker.memory_profile import measure_steps
-    from engine.worker.warmup import choose_products
+    from engine.worker.warmup import choose_matmuls
 
     weights = weight_bytes(model)
     try:
         if not config.enforce_eager:  # the library keeps whatever code it has run: half a gigabyte
-            choose_products(model, dtype, min(num_seqs, max_tokens), max_tokens)
+            choose_matmuls(model, dtype, min(num_seqs, max_tokens), max_tokens)
         needs = measure_steps(
             model, spec, kv_dtype, max_tokens, num_seqs, gpu.device, graphs=not config.enforce_eager
         )

@@ -22,7 +22,7 @@ from engine.worker.cache import Cache
 from engine.worker.cuda_graphs import DecodeGraphs, Graphs, Key, MixedGraphs, graph_sizes
 from engine.worker.device_runner import DeviceRunner
 from engine.worker.memory import StepNeeds
-from engine.worker.warmup import prepare
+from engine.worker.warmup import compile_steps
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
 _GRANULE = 2 << 20      # the driver allocates in pieces: part of what was measured may lie in a piece allocated earlier
@@ -59,7 +59,7 @@ def measure_steps(
     # step.
     small = [[2]] if longest > 1 else [[2], [2, *[1] * (count - 2)]]
     steps = [*_largest_steps(lengths), *(_largest_steps(prompts)[0] for prompts in small)]
-    prepare(runner, count, (plan for plan in steps if plan.num_tokens > len(plan.seqs)))
+    compile_steps(runner, count, (plan for plan in steps if plan.num_tokens > len(plan.seqs)))
     torch.cuda.empty_cache()
     ours = torch.cuda.memory_allocated(device) - before
     buffers = ours - cache.nbytes - runner.token_ids.nbytes - runner.block_tables.nbytes

@@ -32,7 +32,7 @@ _CHOSEN_BYTES = 8 << 20    # of fp8: choosing for the small products of 35B-A3B 
 
 
 @torch.inference_mode()
-def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> int:
+def compile_steps(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> int:
     """Compile for decode steps of up to `max_batch` sequences, and for mixed steps like these.
 
     Returns how many variants had to be compiled. The runner's caches must be bound; their content does not change.
@@ -51,7 +51,7 @@ def prepare(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> 
 
 
 @torch.inference_mode()
-def choose_products(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tokens: int) -> None:
+def choose_matmuls(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tokens: int) -> None:
     """Measure which cuBLASLt algorithms are fastest for decode steps, before their graphs are recorded, and for full
     steps, because nearly all steps are full while there are prompts. `dtype`: of activations."""
     kinds: dict[torch.dtype, dict[tuple[int, int], list[autotune.Weight]]] = {}

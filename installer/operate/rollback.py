@@ -69,7 +69,7 @@ class Rollback(Run):
         committed = context.before.committed
         if committed is None:
             raise _nothing(t("The install that was cut off was the first one."))
-        prepare(context, committed["release"], committed.get("snapshot"))
+        target_release(context, committed["release"], committed.get("snapshot"))
         if self.options.dry_run:
             return self._result(context, "dry-run")
         outcome = roll_back(context, InstallError(t("An install was interrupted."), exit_code=ExitCode.OK))
@@ -85,11 +85,11 @@ def _discover(context: Context) -> str:
         raise _nothing(t("No release has been committed here."))
     if committed.get("previous") is None:
         raise _nothing(t("The release that runs is the first one."))
-    prepare(context, committed["previous"], committed.get("previous_snapshot"))
+    target_release(context, committed["previous"], committed.get("previous_snapshot"))
     return f"{committed['release']} -> {context.target().name}"
 
 
-def prepare(context: Context, name: str, snapshot: str | None) -> None:
+def target_release(context: Context, name: str, snapshot: str | None) -> None:
     layout = context.layout
     info = release.read_info(layout, name)
     if not info or not (layout.releases / name / "bin/atoll").is_file():

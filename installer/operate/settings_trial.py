@@ -27,7 +27,7 @@ from installer.decide.frontend import Frontend
 from installer.decide.options import InstallOptions
 from installer.operate.install import Journalled
 from installer.operate.lifecycle import history_of, start
-from installer.operate.rollback import prepare
+from installer.operate.rollback import target_release
 from installer.release import config, migrate
 from installer.service.choice import service_for
 from installer.service.manager import ServiceManager
@@ -105,7 +105,7 @@ class SettingsTrial(Journalled):
                 t("No release is installed on {name}.", name=self.layout.name), exit_code=ExitCode.USAGE,
                 changed=t("Nothing was changed."), hint=t("Install one: atoll install MEDIUM"),
             )
-        prepare(context, committed["release"], committed.get("snapshot"))
+        target_release(context, committed["release"], committed.get("snapshot"))
         self.proven = context.config_text = context.base_config or ""
         context.endpoint = config.standing(self.layout)
         self.model = self._chosen()

@@ -14,13 +14,13 @@ from engine.errors import ConfigError, OutOfMemoryPlanError
 from engine.models.config.model import ModelConfig
 from engine.models.loading.loader import quantize
 from engine.models.registry import model_class
-from engine.plan import PlannedCard, bytes_per_token, plan_engine, weight_bytes
+from engine.plan import PlannedGpu, bytes_per_token, plan_engine, weight_bytes
 from engine.worker.build import build_engine
 from engine.worker.memory import host_bytes, loaded_bytes
 
 CONFIGS = sorted((Path(engine.__file__).parent / "bench" / "configs").iterdir())
-H200 = PlannedCard("H200", 139 << 30, (9, 0))
-L4 = PlannedCard("L4", 22 << 30, (8, 9))
+H200 = PlannedGpu("H200", 139 << 30, (9, 0))
+L4 = PlannedGpu("L4", 22 << 30, (8, 9))
 
 
 @pytest.mark.parametrize("model", CONFIGS, ids=lambda path: path.name)
@@ -53,7 +53,7 @@ def test_the_room_for_pages_is_within_three_percent_of_a_real_gpus(flags):
     model = next(path for path in CONFIGS if path.name == name)
     config = EngineConfig(model, quantization=quantization, kv_cache_dtype=kv_dtype, max_model_len=context,
                           gpu_memory_utilization=0.9)  # fmt: skip
-    planned = plan_engine(config, PlannedCard("NVIDIA H100 80GB HBM3", 85017493504, (9, 0))).numbers()
+    planned = plan_engine(config, PlannedGpu("NVIDIA H100 80GB HBM3", 85017493504, (9, 0))).numbers()
     found = planned["usable"] - planned["parts"]["weights"] - (MEASURED[flags] << 20) - planned["request_table"]
     assert planned["kv_cache"] == pytest.approx(found, rel=0.03)
 
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused_and_what_would_fit_is_named():
 
 def test_a_card_that_is_too_old_is_refused():
     with pytest.raises(ConfigError, match=r"7\.5"):
-        plan_engine(EngineConfig(CONFIGS[0]), PlannedCard("T4", 15 << 30, (7, 5)))
+        plan_engine(EngineConfig(CONFIGS[0]), PlannedGpu("T4", 15 << 30, (7, 5)))
 
 
 def test_a_started_engine_logs_the_pages_that_were_planned(tmp_path, caplog):

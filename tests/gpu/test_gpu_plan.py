@@ -11,7 +11,7 @@ import torch
 
 import engine
 from engine.config import EngineConfig
-from engine.plan import PlannedCard, plan_engine
+from engine.plan import PlannedGpu, plan_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # each engine takes its share of the whole GPU
 
@@ -40,7 +40,7 @@ def test_the_planners_pages_are_within_three_percent_of_the_engines(model: Path)
     assert ended.returncode == 0, ended.stderr[-2000:]
     line = next(line for line in ended.stdout.splitlines() if line.startswith("Planned memory in numbers: "))
     found = json.loads(line.partition(": ")[2])
-    gpu = PlannedCard(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1], torch.cuda.get_device_capability())
+    gpu = PlannedGpu(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1], torch.cuda.get_device_capability())
     planned = plan_engine(EngineConfig(model, **flags), gpu).numbers()
     print(model.name, "planned", planned["parts"], "found", found["parts"])
     assert planned["parts"]["weights"] == pytest.approx(found["parts"]["weights"], rel=0.001)

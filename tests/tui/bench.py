@@ -103,7 +103,7 @@ def main() -> int:
             quiet = times(terminal, given.keys)
             terminal.press("f10")
             terminal.wait()
-        job = launch.prepare(layout, "bench", kind="bench", given={"steps": ["install"]}, interactive=False)
+        job = launch.new_job(layout, "bench", kind="bench", given={"steps": ["install"]}, interactive=False)
         launch.launch(job, flood(given.lines))
         try:
             with Pty([ATOLL], words, draws=False) as terminal:

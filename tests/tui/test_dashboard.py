@@ -251,7 +251,7 @@ async def test_who_looks_on_may_not_act(installed: Layout) -> None:
             assert caught.value.exit_code == ExitCode.BUSY
             assert service_for(installed).state().up
     finally:
-        holder.leave()
+        holder.close()
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -10,7 +10,7 @@ from installer.base.i18n import language_of, t
 
 if TYPE_CHECKING:
     from appliance.service.planner import Planned
-    from appliance.service.presets.catalogue import Card
+    from appliance.service.presets.catalogue import GpuModel
 
 _DOES_NOT_FIT = ExitCode.PREFLIGHT_FAIL
 
@@ -125,7 +125,7 @@ def _plan(
     return found is not None
 
 
-def _print_plan(title: str, card: "Card", found: "Planned", turned: list[Any]) -> None:
+def _print_plan(title: str, card: "GpuModel", found: "Planned", turned: list[Any]) -> None:
     numbers = found.numbers
     weights = found.knobs.quantization or "bf16"
     say(t("{model} ({weights}) on {gpu}: {fits}", model=title, weights=weights, gpu=card.title, fits=_outcome(found)))

@@ -73,7 +73,7 @@ def start(
     """
     from appliance.cli.view.install_view import Terminal
     from appliance.service import jobs
-    from appliance.service.jobs.launch import launch, prepare
+    from appliance.service.jobs.launch import launch, new_job
     from appliance.service.pilot import records
     from appliance.service.pilot.plan import read_plan
     from appliance.service.pilot.run import PilotRequest, nothing_installed, pilot_work
@@ -87,7 +87,7 @@ def start(
         request = PilotRequest(plan=read_plan(plan) if plan else None, by=_who(by))
         given, work = request.model_dump(mode="json"), pilot_work(request, layout)
         if detach:
-            job = prepare(layout, "pilot", kind="pilot", given=given, interactive=False)
+            job = new_job(layout, "pilot", kind="pilot", given=given, interactive=False)
             launch(job, work)
             if as_json:
                 print_json({"job": job.id})

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-from appliance.service.jobs.launch import launch, prepare
+from appliance.service.jobs.launch import launch, new_job
 from appliance.service.jobs.process import Work
 from appliance.service.jobs.spool import Job
 from installer.access.licence import LicenceRequest
@@ -108,7 +108,7 @@ def run(
 
     Without `work` its process is a fresh one.
     """
-    job = prepare(layout, purpose, kind=kind, given=given, interactive=interactive)
+    job = new_job(layout, purpose, kind=kind, given=given, interactive=interactive)
     with _Line(job) as line:  # before the job begins, so that nothing it hands over comes too early
         launch(job, work)
         return _attached(job, reader, line)

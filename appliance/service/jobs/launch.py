@@ -22,7 +22,7 @@ _PASSED_ON = (CHOSEN, "ATOLL_PREFIX", "SUDO_USER", "LANG", "LC_ALL", "LC_MESSAGE
 _FIRST_FD, _LAST_FD = 3, 4096
 
 
-def prepare(layout: Layout, purpose: str, *, kind: str, given: dict[str, Any], interactive: bool) -> Job:
+def new_job(layout: Layout, purpose: str, *, kind: str, given: dict[str, Any], interactive: bool) -> Job:
     """The files of a new job, which does not run yet. Raises InstallError, OSError."""
     unit = _booted(layout)
     spec = {

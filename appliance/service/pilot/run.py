@@ -67,7 +67,7 @@ def run(layout: Layout, request: PilotRequest, frontend: JobFrontend) -> dict[st
             try:
                 watch.stages()
             except BaseException:
-                watch.leave()
+                watch.withdraw_users()
                 raise
         return summary(records.state)
 
@@ -213,7 +213,7 @@ class _Watch:
                 return
         self.records.add("closed", outcome="done", by=self.by)
 
-    def leave(self) -> None:
+    def withdraw_users(self) -> None:
         """Shut out the stage's users when the watcher ends before the stage: nobody may use what nobody watches."""
         state = self.records.state
         number = state.current

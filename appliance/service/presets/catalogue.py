@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from engine.plan import PlannedCard, shipped_shape
+from engine.plan import PlannedGpu, shipped_shape
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
 
@@ -35,7 +35,7 @@ class Reason(Words):
     source: str = Field(min_length=2)
 
 
-class Card(_Data):
+class GpuModel(_Data):
     """A GPU by name. `memory_gib` is what PyTorch reports; `tb_per_s` and `sms` are the data sheet's. `source`: what
     they were compared with; `unchecked`: which of them it does not confirm."""
 
@@ -51,9 +51,9 @@ class Card(_Data):
     name: str
 
     @property
-    def planned(self) -> PlannedCard:
+    def planned(self) -> PlannedGpu:
         major, minor = self.capability.split(".")
-        return PlannedCard(self.title, int(self.memory_gib * (1 << 30)), (int(major), int(minor)))
+        return PlannedGpu(self.title, int(self.memory_gib * (1 << 30)), (int(major), int(minor)))
 
 
 class Sampling(_Data):
@@ -115,7 +115,7 @@ class Verbatim(_Data):
 
 @dataclass(frozen=True)
 class Catalogue:
-    cards: dict[str, Card]
+    cards: dict[str, GpuModel]
     models: dict[str, Model]
     families: dict[str, Family]
     workloads: dict[str, Workload]
@@ -129,7 +129,7 @@ def catalogue() -> Catalogue:
     """Raises pydantic's ValidationError for data that is wrong: a defect of the release, found by its tests."""
     speeds = TypeAdapter(dict[str, dict[str, dict[str, Speed]]])
     return Catalogue(
-        cards={name: Card(name=name, **entry) for name, entry in _read("cards").items()},
+        cards={name: GpuModel(name=name, **entry) for name, entry in _read("cards").items()},
         models={name: Model(name=name, **entry) for name, entry in _read("models").items()},
         families={name: Family(**entry) for name, entry in _read("families").items()},
         workloads={name: Workload(name=name, **entry) for name, entry in _read("workloads").items()},
@@ -139,7 +139,7 @@ def catalogue() -> Catalogue:
     )
 
 
-def find_card(asked: str) -> Card:
+def find_card(asked: str) -> GpuModel:
     """By name ("h100", "NVIDIA H100 80GB HBM3") or class ("80", "80GB": the first card of it).
 
     Raises InstallError for what is not known.
@@ -172,7 +172,7 @@ def find_model(name: str) -> Model:
     return models[name]
 
 
-def _is_called(card: Card, asked: str) -> bool:
+def _is_called(card: GpuModel, asked: str) -> bool:
     """Whether neighbouring words of `asked` make up the card's name, and no other size is named beside it."""
     words = re.findall(r"[a-z0-9]+", asked.lower())
     spans = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, min(i + 4, len(words) + 1))}

@@ -12,7 +12,7 @@ from typing import Any
 
 from appliance.service.findings import Finding, made
 from appliance.service.presets.answers import PresetAnswers
-from appliance.service.presets.catalogue import Card, Model, catalogue
+from appliance.service.presets.catalogue import GpuModel, Model, catalogue
 from appliance.service.presets.resolve import Preset, find
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
@@ -35,7 +35,7 @@ class Chosen:
 
 
 def choose(
-    name: str, config: Any, card: Card | None, answers: PresetAnswers, standing: Mapping[str, Any],
+    name: str, config: Any, card: GpuModel | None, answers: PresetAnswers, standing: Mapping[str, Any],
     earlier: Mapping[str, Any],
 ) -> Chosen:  # fmt: skip
     """For the model called `name` with this config.json on `card` (None: no GPU).

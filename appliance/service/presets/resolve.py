@@ -7,7 +7,7 @@ from typing import Any
 
 from appliance.service.planner import Knobs, Planned, plan, stream_bound
 from appliance.service.presets.catalogue import (
-    Card,
+    GpuModel,
     Model,
     Reason,
     Sampling,
@@ -47,7 +47,7 @@ class Speed:
 class Preset:
     name: str
     model: Model
-    card: Card
+    card: GpuModel
     choices: tuple[Choice, ...]
     planned: Planned
     sampling: Sampling
@@ -91,7 +91,7 @@ def names() -> list[str]:
     return of_models + [f"{model}/{WHITE_PAPER}" for model in data.white_paper]
 
 
-def find(name: str, card: Card | None) -> Preset:
+def find(name: str, card: GpuModel | None) -> Preset:
     """`card` None: the white paper's own, for its presets. Raises InstallError: not known, or it does not fit."""
     model_name, _, workload_name = name.partition("/")
     model, data = find_model(model_name), catalogue()
@@ -112,7 +112,7 @@ def no_gpu() -> InstallError:
                   t("Name one: --gpu h100. The known ones: {names}.", names=known))  # fmt: skip
 
 
-def resolve(model: Model, card: Card, workload: Workload) -> Preset:
+def resolve(model: Model, card: GpuModel, workload: Workload) -> Preset:
     """The first choice that holds the workload's users; else half of them, and so on. Raises InstallError."""
     if model.needs_several_gpus:
         raise _unfit(
@@ -139,7 +139,7 @@ def resolve(model: Model, card: Card, workload: Workload) -> Preset:
     return _preset(f"{model.name}/{name}", model, card, choices, planned)
 
 
-def _first_that_fits(model: Model, card: Card, workload: Workload) -> Planned | None:
+def _first_that_fits(model: Model, card: GpuModel, workload: Workload) -> Planned | None:
     limit = native_context(model.directory)
     contexts = [context for context in workload.contexts if context <= limit]
     users = workload.users * 2
@@ -155,7 +155,7 @@ def _first_that_fits(model: Model, card: Card, workload: Workload) -> Planned | 
     return None
 
 
-def _verbatim(name: str, model: Model, card: Card | None) -> Preset:
+def _verbatim(name: str, model: Model, card: GpuModel | None) -> Preset:
     data = catalogue()
     printed = data.white_paper[model.name]
     card = card or find_card(printed.card)
@@ -183,13 +183,13 @@ def _verbatim(name: str, model: Model, card: Card | None) -> Preset:
     return _preset(name, model, card, choices, planned)
 
 
-def _preset(name: str, model: Model, card: Card, choices: list[Choice], planned: Planned) -> Preset:
+def _preset(name: str, model: Model, card: GpuModel, choices: list[Choice], planned: Planned) -> Preset:
     family = catalogue().families[model.family]
     speed = _speed(model, card, planned)
     return Preset(name, model, card, tuple(choices), planned, family.sampling, family.licence, speed)
 
 
-def _speed(model: Model, card: Card, planned: Planned) -> Speed:
+def _speed(model: Model, card: GpuModel, planned: Planned) -> Speed:
     """Measured with the same weights, GPU and KV cache; else the bound."""
     weights = planned.knobs.quantization or "bf16"
     found = catalogue().speeds.get(model.name, {}).get(weights, {}).get(card.name)
@@ -199,7 +199,7 @@ def _speed(model: Model, card: Card, planned: Planned) -> Speed:
     return Speed(False, round(bound, 1) if bound else None, None, t("memory bandwidth (data sheet) / bytes per token"))
 
 
-def _nearest(model: Model, card: Card, workload: Workload) -> str:
+def _nearest(model: Model, card: GpuModel, workload: Workload) -> str:
     """The smallest GPU that this would fit, and the largest model of the family that fits here."""
     data = catalogue()
     larger = sorted((c for c in data.cards.values() if c.memory_gib > card.memory_gib), key=lambda c: c.memory_gib)

@@ -12,7 +12,7 @@ from appliance.service import pick, planner
 from appliance.service.facts import machine_facts
 from appliance.service.planner import MOST_TOKENS, MOST_USERS, Knobs, Planned
 from appliance.service.presets.answers import PresetAnswers
-from appliance.service.presets.catalogue import Card
+from appliance.service.presets.catalogue import GpuModel
 from appliance.service.presets.choose import choose
 from appliance.service.presets.resolve import Preset
 from appliance.service.tuning.knobs import engine_config
@@ -64,7 +64,7 @@ class Board:
     model: str
     title: str
     directory: Path
-    card: Card | None
+    card: GpuModel | None
     knobs: Knobs
     preset: Preset | None = None
     why_no_preset: str = ""
@@ -148,7 +148,7 @@ def boards(layout: Layout, answers: PresetAnswers) -> list[Board]:
 
 
 def board_of(
-    name: str, title: str, directory: Path, card: Card | None, config: EngineConfig, answers: PresetAnswers,
+    name: str, title: str, directory: Path, card: GpuModel | None, config: EngineConfig, answers: PresetAnswers,
 ) -> Board:  # fmt: skip
     """With the knobs as the settings have them; what these leave to the engine is as it would choose."""
     context = config.max_model_len if isinstance(config.max_model_len, int) else None

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from appliance.service.presets.catalogue import Card
+from appliance.service.presets.catalogue import GpuModel
 from appliance.service.tuning.search import Knob, Setting, Space, Value
 from engine.capabilities import nvidia_driver_present, resolve_device
 from engine.config import EngineConfig
 from engine.errors import AtollError
-from engine.plan import PlannedCard, plan_engine
+from engine.plan import PlannedGpu, plan_engine
 from engine.server.settings.commands import model_config, parse_serve
 from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
@@ -75,7 +75,7 @@ class Knobs:
     """
 
     def __init__(
-        self, config: EngineConfig, settings: Mapping[str, Any], traffic: Traffic, *, card: Card | None = None,
+        self, config: EngineConfig, settings: Mapping[str, Any], traffic: Traffic, *, card: GpuModel | None = None,
         ours: Mapping[str, Collection[Any]] | None = None, only: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.config, self.settings, self.traffic, self.card = config, normal(settings), traffic, card
@@ -163,7 +163,7 @@ class Knobs:
         """The planner's numbers; None if it refuses, or if there is nothing to plan with."""
         if self.device != "cuda" or self.card is None:
             return None
-        planned: PlannedCard = self.card.planned
+        planned: PlannedGpu = self.card.planned
         try:
             return plan_engine(config, planned).numbers()
         except AtollError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from appliance.service import pick
 from appliance.service.jobs.frontend import JobFrontend
-from appliance.service.presets.catalogue import Card, catalogue
+from appliance.service.presets.catalogue import GpuModel, catalogue
 from appliance.service.presets.resolve import find as find_preset
 from appliance.service.tuning import advice, records
 from appliance.service.tuning.knobs import Knobs, Pinned, Traffic, engine_config, preset_values
@@ -66,13 +66,13 @@ class Tuning:
             if request.fresh:
                 records.mend(self.layout)
             with Records(self.layout, run) as self.records:
-                self._prepare()
+                self._plan_search()
                 stopped = self._search()
                 return self._conclude(stopped)
 
     # -- the request
 
-    def _prepare(self) -> None:
+    def _plan_search(self) -> None:
         trial, request = self.trial, self.request
         model = trial.model
         config = engine_config(self.layout, model.instance)
@@ -98,7 +98,7 @@ class Tuning:
             )
         self._open_session()
 
-    def _preset(self, card: Card | None) -> dict[str, Any]:
+    def _preset(self, card: GpuModel | None) -> dict[str, Any]:
         """The values of the named preset, or of the one that this model has for this traffic."""
         name = self.request.preset
         if name is None:

@@ -18,8 +18,8 @@ def found(*what: str) -> bool:
     return _path(what).exists()
 
 
-def leave(*what: str) -> None:
-    """Leave the hint for the next start. Failing to write it does no harm."""
+def write(*what: str) -> None:
+    """Write the hint for the next start. Failing to write it does no harm."""
     with suppress(OSError):
         _path(what).touch(mode=0o600)
 

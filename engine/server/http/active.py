@@ -62,11 +62,11 @@ class ActiveRequests:
         self._entries: dict[str, _Entry] = {}  # in the order of their arrival
         self._usual: dict[str, float] = {}     # model -> tokens of its answers, a mean of the last ones
 
-    def enter(self, model: str, caller: Caller, request: EngineRequest, client: EngineClient,
+    def add(self, model: str, caller: Caller, request: EngineRequest, client: EngineClient,
               tracker: RequestTracker) -> None:
         self._entries[request.request_id] = _Entry(model, caller, request, client, tracker)
 
-    def leave(self, request: EngineRequest) -> None:
+    def remove(self, request: EngineRequest) -> None:
         entry = self._entries.pop(request.request_id, None)
         if entry is not None and not request.pooling:
             usual, tokens = self._usual.get(entry.model, 0.0), entry.tracker.generated

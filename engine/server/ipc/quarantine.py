@@ -110,7 +110,7 @@ class Quarantine:
                 self.held -= 1
         return None
 
-    def leave(self, key: bytes, *, cleared: bool) -> None:
+    def release(self, key: bytes, *, cleared: bool) -> None:
         if cleared and (suspect := self._suspects.get(key)) is not None and not suspect.refused:
             del self._suspects[key]
         self._holders -= 1
@@ -132,4 +132,4 @@ class Trial:
         return tokens > self.tokens + _UNSENT
 
     def end(self, *, cleared: bool) -> None:
-        self.quarantine.leave(self.key, cleared=cleared)
+        self.quarantine.release(self.key, cleared=cleared)

@@ -96,7 +96,7 @@ class Vectors:
                                 pooling=self._model.pooling, owner=self._caller.key_id)
         tracker = self._gateway.metrics.track(self._model.name, prompt_tokens=len(ids), params=_PARAMS)
         client = self._model.client
-        self._gateway.active.enter(self._model.name, self._caller, request, client, tracker)
+        self._gateway.active.add(self._model.name, self._caller, request, client, tracker)
         outputs = client.generate(request)
         try:
             async for output in outputs:
@@ -113,7 +113,7 @@ class Vectors:
             raise
         finally:
             tracker.finish(FinishReason.ABORT)
-            self._gateway.active.leave(request)
+            self._gateway.active.remove(request)
             await outputs.aclose()
 
 

@@ -106,7 +106,7 @@ class Generation:
         tracker = self._gateway.metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
         self._trackers.append(tracker)
         client, budget = self._model.client, self._budget
-        self._gateway.active.enter(self._model.name, self._caller, request, client, tracker)
+        self._gateway.active.add(self._model.name, self._caller, request, client, tracker)
         outputs = client.generate(request) if budget is None else within_budget(client, request, budget)
         try:
             async for output in outputs:
@@ -132,7 +132,7 @@ class Generation:
             raise
         finally:
             tracker.finish(FinishReason.ABORT)
-            self._gateway.active.leave(request)
+            self._gateway.active.remove(request)
             await outputs.aclose()  # type: ignore[attr-defined]
 
     def _delta(self, index: int, output: StepOutput, detokenizer: Detokenizer) -> ChoiceDelta:

@@ -352,10 +352,10 @@ def preload(config: EngineConfig) -> int:
 
     Returns 0, or the exit status of a start that cannot succeed.
     """
-    from engine.worker.build import prepare as prepare_worker
+    from engine.worker.build import preload_worker
 
     try:
-        prepare_worker(config)
+        preload_worker(config)
     except AtollError as error:
         log.error("%s", error, extra=log_fields(error))
         complain("atoll engine", error, logged=True)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from appliance.cli import app as tree
-from appliance.service.presets.catalogue import Card, catalogue, find_card
+from appliance.service.presets.catalogue import GpuModel, catalogue, find_card
 from appliance.service.presets.resolve import find, names, resolve
 from engine.plan import full_requests, plan_engine
 from engine.server.settings.commands import parse_serve
@@ -141,7 +141,7 @@ def test_exit_codes(arguments: list[str], code: int) -> None:
 
 
 @pytest.mark.parametrize("card", DATA.cards.values(), ids=lambda card: card.name)
-def test_the_figures_of_a_card_say_where_they_come_from(card: Card) -> None:
+def test_the_figures_of_a_card_say_where_they_come_from(card: GpuModel) -> None:
     assert card.source.startswith("https://") or {"tb_per_s", "sms"} <= set(card.unchecked)
     assert card.tb_per_s is not None
     assert card.sms is not None

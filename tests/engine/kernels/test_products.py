@@ -10,7 +10,7 @@ from engine.kernels.gemm.cublaslt import Shape
 from engine.layers.linear import Linear
 from engine.layers.quant.fp8 import FP8, ON_FP8_UNITS
 from engine.layers.quant.unquantized import ON_GPU
-from engine.worker.warmup import choose_products
+from engine.worker.warmup import choose_matmuls
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_what_is_measured_are_products_of_decode_steps_and_full_ones(monkeypatch
     monkeypatch.setattr(cublaslt, "has_forms", lambda: on_hopper)
     layers = [linear(4096, 1024), linear(4096, 1024), linear(8192, 1024, fp8=True), linear(1024, 1024)]
     layers += [linear(4096, 512, fp8=True), linear(4096, 2048, bias=True), linear(1 << 17, 64)]
-    choose_products(torch.nn.ModuleList(layers), torch.float16, 512, 2048)
+    choose_matmuls(torch.nn.ModuleList(layers), torch.float16, 512, 2048)
     assert set(asked) == {(4096, 1024), (8192, 1024), (1024, 1024)}, "no bias, no head, no small one of fp8"
     rows, *others = asked[4096, 1024]
     assert others == [torch.bfloat16, False, 2]

@@ -23,7 +23,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def test_it_is_found_by_the_same_start_only(cache):
     assert not warm_cache_hint.found("a", "b")
-    warm_cache_hint.leave("a", "b")
+    warm_cache_hint.write("a", "b")
     assert warm_cache_hint.found("a", "b")
     assert not warm_cache_hint.found("a", "c")
     assert not warm_cache_hint.found("ab", "")
@@ -37,7 +37,7 @@ def test_other_kernels_other_tiles_or_another_triton_are_another_start(monkeypat
     kernels = tmp_path / "kernels"
     shutil.copytree(Path(warm_cache_hint.__file__).parents[1], kernels)
     monkeypatch.setattr(warm_cache_hint, "__file__", str(kernels / "runtime/warm_cache_hint.py"))
-    warm_cache_hint.leave("a")
+    warm_cache_hint.write("a")
     (kernels / "__pycache__").mkdir(exist_ok=True)
     (kernels / "__pycache__/new.pyc").write_bytes(b"x")
     for name in ("pointwise/fused.py", "moe/tuned.json"):
@@ -54,7 +54,7 @@ def test_other_kernels_other_tiles_or_another_triton_are_another_start(monkeypat
 
 def test_a_cache_that_takes_nothing_does_no_harm(cache):
     cache.rmdir()
-    warm_cache_hint.leave("a")
+    warm_cache_hint.write("a")
     assert not warm_cache_hint.found("a")
 
 

@@ -161,7 +161,7 @@ def test_kernels_run_with_the_tiles_of_the_table(monkeypatch):
 
 
 def test_a_start_with_another_table_is_another_start():
-    warm_cache_hint.leave("a")
+    warm_cache_hint.write("a")
     assert warm_cache_hint.found("a")
     path = save([line()])
     assert not warm_cache_hint.found("a"), "it may need other kernels"
