@@ -16,9 +16,10 @@ Nothing here touches the device.
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from engine.core.batch import PageUpdate, PooledChunk, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
+from engine.core.batch import PooledChunk, RowInit, ScheduledSeq, SeqResult, StepPlan, StepResult
+from engine.core.draft import StepDraft
 from engine.core.grammar import Matcher
 from engine.core.kv.manager import KVManager
 from engine.core.kv.prefix_search import Prefix
@@ -99,7 +100,7 @@ class Scheduler:
         return plan
 
     def _plan(self, patience: int) -> StepPlan | None:
-        draft = _Draft(self.max_num_batched_tokens)
+        draft = StepDraft(self.max_num_batched_tokens)
         stalled: dict[Sequence, int] = {}
         served = self._serve_overdue(draft, stalled, patience) if self._stalled else None
         keep_pages = bool(stalled)  # released pages go to the first overdue sequence
@@ -222,14 +223,14 @@ class Scheduler:
         """
         seq = self.waiting.peek()
         promised = sum(map(self.kv.missing_pages, self.running))
-        if seq is None or len(self.kv.arena.pools) > 1 or not self._still_blocked(seq, _Draft(0), promised):
+        if seq is None or len(self.kv.arena.pools) > 1 or not self._still_blocked(seq, StepDraft(0), promised):
             return
         hit = self.kv.find_prefix(seq)
         assert self.kv.lacking(seq, hit, promised=promised, reserve=bool(self.running)), "a waiting sequence fits"
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _serve_overdue(self, draft: "_Draft", stalled: dict[Sequence, int], patience: int) -> set[Sequence]:
+    def _serve_overdue(self, draft: StepDraft, stalled: dict[Sequence, int], patience: int) -> set[Sequence]:
         """Serve the sequences that have lacked pages for too long, preempting later ones for them, last first. The
         first that must still wait (for pages in flight) goes into `stalled`."""
         overdue = [seq for seq in self.running if self._stalled.get(seq, -1) >= patience]
@@ -260,7 +261,7 @@ class Scheduler:
             num_tokens = min(num_tokens, seq.checkpoints[0] - seq.num_computed_tokens)
         return num_tokens
 
-    def _admit_waiting(self, draft: "_Draft", promised: int) -> None:
+    def _admit_waiting(self, draft: StepDraft, promised: int) -> None:
         """Admit while budget, rows and pages last. `promised`: pages that running prompts have yet to take."""
         while draft.budget and self._free_rows and (seq := self.waiting.peek()):
             if seq.num_placeholders:
@@ -287,7 +288,7 @@ class Scheduler:
             self.kv.watch(seq, hit)
             break
 
-    def _still_blocked(self, seq: Sequence, draft: "_Draft", promised: int) -> bool:
+    def _still_blocked(self, seq: Sequence, draft: StepDraft, promised: int) -> bool:
         """Whether it is certain, without a search for its prefix, that `seq` cannot be admitted now."""
         blocked = self._blocked
         if blocked is None or blocked.seq is not seq or blocked.length != len(seq.token_ids):
@@ -322,7 +323,7 @@ class Scheduler:
             )
         )
 
-    def _commit(self, draft: "_Draft", seq: Sequence, num_tokens: int, ends: bool) -> None:
+    def _commit(self, draft: StepDraft, seq: Sequence, num_tokens: int, ends: bool) -> None:
         """Add `num_tokens` of `seq` to the step. `ends`: they reach the last known token, so a token is sampled."""
         start = seq.num_computed_tokens
         params = seq.params
@@ -437,26 +438,6 @@ class Scheduler:
         self.finish(seq, FinishReason.STOP)
         return StepOutput(seq.request_id, finish_reason=FinishReason.STOP, num_cached_tokens=seq.num_cached_tokens,
                           times=seq.times, embedding=embedding)
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The step that is being planned."""
-
-    budget: int
-    items: list[ScheduledSeq] = field(default_factory=list)
-    seqs: list[Sequence] = field(default_factory=list)   # parallel to `items`
-    row_inits: list[RowInit] = field(default_factory=list)
-    page_updates: list[PageUpdate] = field(default_factory=list)
-    pooled: dict[int, PooledChunk] = field(default_factory=dict)
-    mixed: bool = False      # some have more than one token
-    preempted: bool = False  # somebody was
-
-    def put_singles_first(self) -> None:
-        """Sequences with one token first, then chunks: kernels and graphs of mixed steps require this order."""
-        order = sorted(range(len(self.items)), key=lambda i: self.items[i].num_tokens > 1)
-        self.items = [self.items[i] for i in order]
-        self.seqs = [self.seqs[i] for i in order]
 
 
 @dataclass(frozen=True, slots=True)
