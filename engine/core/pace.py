@@ -16,7 +16,7 @@ from engine.core.batch import StepPlan
 
 log = logging.getLogger(__name__)
 
-_MARGIN = 2.0             # mean errors of the newest steps that a step is planned below the target
+_MARGIN = 2.5             # mean errors of the newest steps that a step is planned below the target
 _FIRST_TOKENS = 512       # until a step with prompts was timed
 _FEWEST_TOKENS = 256      # whatever the target: prompts must come to an end
 _WORTH_TIMING = 64        # prompt tokens; fewer say little about the time of one
