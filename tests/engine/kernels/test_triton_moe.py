@@ -205,7 +205,7 @@ def test_what_was_measured_counts(tmp_path, monkeypatch):
 
 def test_the_shipped_table_is_sound():
     for entry in moe_tiles._read(moe_tiles._TUNED):
-        assert (entry.dense is None) == (entry.tokens > moe_tiles.VECTOR_TOKENS)
+        assert (entry.dense_width is None) == (entry.tokens > moe_tiles.VECTOR_TOKENS)
         if isinstance(entry.tiles, Tiles):
             assert moe_tiles.shared_bytes(entry.tiles, entry.shape) <= 227 << 10
         else:
