@@ -54,26 +54,26 @@ def command(
 
 
 def _print(seen: Snapshot) -> None:
-    from appliance.service.dashboard import lines
-    say(lines.headline(seen))
+    from appliance.service.dashboard import cells
+    say(cells.headline(seen))
     if seen.endpoint:
         say(t("endpoint {url}", url=seen.endpoint))
     if seen.models:
         typer.echo()
-        _table(lines.MODEL_HEADS, [lines.model_cells(model) for model in seen.models])
+        _table(cells.MODEL_HEADS, [cells.model_cells(model) for model in seen.models])
         typer.echo()
         for model in seen.models:
-            for line in lines.model_details(model):
+            for line in cells.model_details(model):
                 say(line)
-        say(lines.requests_line(seen))
-    if said := lines.active_line(seen):
+        say(cells.requests_line(seen))
+    if said := cells.active_line(seen):
         typer.echo()
         say(said)
         if seen.active:
-            _table(lines.ACTIVE_HEADS, [lines.active_cells(active) for active in seen.active])
+            _table(cells.ACTIVE_HEADS, [cells.active_cells(active) for active in seen.active])
     if seen.gpus:
         typer.echo()
-        _table(lines.GPU_HEADS, [lines.gpu_cells(gpu) for gpu in seen.gpus])
+        _table(cells.GPU_HEADS, [cells.gpu_cells(gpu) for gpu in seen.gpus])
     if seen.why_not:
         say(seen.why_not)
     for alert in seen.alerts:

@@ -31,7 +31,7 @@ from installer.release.release import THIS_CODE
 from installer.service.choice import service_for
 from installer.service.manager import ServiceManager
 from installer.service.smoke_test import health
-from installer.steps import activate, decide, inspect, stage
+from installer.steps import activate, approve, inspect, stage
 from installer.steps.prune import prune
 from installer.steps.undo import roll_back
 from offline_bundle.errors import BundleError
@@ -44,9 +44,9 @@ LOOK: Steps = (
     ("verify", inspect.verify),
 )
 ASK: Steps = (
-    ("preflight", decide.preflight),
-    ("licence", decide.accept_licences),
-    ("plan", decide.plan),
+    ("preflight", approve.preflight),
+    ("licence", approve.accept_licences),
+    ("plan", approve.plan),
 )
 STAGE: Steps = (("stage", stage.stage),)
 UNITS: Steps = (("units", activate.write_units),)

@@ -17,7 +17,7 @@ from checklist_kit import Front
 from screens import seen, until, widths
 
 from appliance.series import Store, sampler
-from appliance.service.dashboard import lines
+from appliance.service.dashboard import cells
 from appliance.service.dashboard.alerts import alerts
 from appliance.service.dashboard.snapshot import GpuRow, ModelRow
 from appliance.service.dashboard.watcher import KEY, Watcher
@@ -270,9 +270,9 @@ def test_the_minutes_before_come_from_the_sampler_else_from_the_pilot(tmp_path: 
 
 def test_a_gpu_tells_what_it_draws() -> None:
     row = GpuRow(0, "H100", 2**30, 80 * 2**30, 60, 350.4, 700.0, 0, 0)
-    assert "350 / 700 W" in lines.gpu_cells(row)
-    assert len(lines.gpu_cells(row)) == len(lines.GPU_HEADS)
-    assert "350 W" in lines.gpu_cells(replace(row, power_limit=None))
+    assert "350 / 700 W" in cells.gpu_cells(row)
+    assert len(cells.gpu_cells(row)) == len(cells.GPU_HEADS)
+    assert "350 W" in cells.gpu_cells(replace(row, power_limit=None))
 
 
 async def test_nothing_is_installed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from textual.reactive import reactive
 from textual.screen import Screen
 from textual.widgets import Static
 
-from appliance.service.dashboard import control, lines
+from appliance.service.dashboard import cells, control
 from appliance.service.dashboard.snapshot import Alert, Snapshot
 from appliance.service.dashboard.watcher import Watcher
 from appliance.service.desk import InstallError
@@ -167,7 +167,7 @@ class Dashboard(Told, Screen[None]):
             self._put("headline", Text(self.say(t("Looking at the service ..."))))
             return
         room = self.size.width - 2
-        headline = self.say(lines.headline(seen))
+        headline = self.say(cells.headline(seen))
         self._put("headline", Text(f"{headline}  {self.say(t('HELD'))}" if self.held else headline))
         self._put("models", self._models(seen, room))
         self._gpus(seen)
@@ -184,13 +184,13 @@ class Dashboard(Told, Screen[None]):
     def _models(self, seen: Snapshot, room: int) -> Text:
         if not seen.models:
             return Text(self.say(t("Nothing is installed here. Esc opens the checklist, which installs it.")))
-        heads = [self.say(head) for head in lines.MODEL_HEADS]
-        rows = [[self.say(cell) for cell in lines.model_cells(model)] for model in seen.models]
+        heads = [self.say(head) for head in cells.MODEL_HEADS]
+        rows = [[self.say(cell) for cell in cells.model_cells(model)] for model in seen.models]
         return columns(heads, rows, room, 6)
 
     def _gpus(self, seen: Snapshot) -> None:
-        heads = [self.say(head) for head in lines.GPU_HEADS]
-        rows = [[self.say(cell) for cell in lines.gpu_cells(gpu)] for gpu in seen.gpus]
+        heads = [self.say(head) for head in cells.GPU_HEADS]
+        rows = [[self.say(cell) for cell in cells.gpu_cells(gpu)] for gpu in seen.gpus]
         wide = bool(rows) and self.size.width >= 100
         self.set_class(wide, "wide")
         if wide:
@@ -202,11 +202,11 @@ class Dashboard(Told, Screen[None]):
         shown = self.query_one("#active").display = bool(seen.active) and rows > 0 and not self.has_class("small")
         if shown:
             table = self._active_table(seen, room, min(rows, MOST_ACTIVE))
-            self._put("active", Text(self.say(lines.active_line(seen)) + "\n", end="").append_text(table))
+            self._put("active", Text(self.say(cells.active_line(seen)) + "\n", end="").append_text(table))
 
     def _active_table(self, seen: Snapshot, room: int, most: int) -> Text:
-        heads = [self.say(head) for head in lines.ACTIVE_HEADS]
-        return columns(heads, [[self.say(cell) for cell in lines.active_cells(row)] for row in seen.active], room, most)
+        heads = [self.say(head) for head in cells.ACTIVE_HEADS]
+        return columns(heads, [[self.say(cell) for cell in cells.active_cells(row)] for row in seen.active], room, most)
 
     def _alerts(self, seen: Snapshot) -> Text:
         text = Text(end="")
@@ -220,7 +220,7 @@ class Dashboard(Told, Screen[None]):
             text.append(self.say(t("No alerts.")), "dim")
             if not self.has_class("wide"):
                 for gpu in seen.gpus[:4]:
-                    text.append("\nGPU " + "  ".join(self.say(cell) for cell in lines.gpu_cells(gpu)))
+                    text.append("\nGPU " + "  ".join(self.say(cell) for cell in cells.gpu_cells(gpu)))
         return text
 
     def _alert(self, alert: Alert) -> Text:
@@ -285,9 +285,9 @@ class Dashboard(Told, Screen[None]):
         seen = self.seen
         if seen is None:
             return
-        told = [self.say(line) for model in seen.models for line in lines.model_details(model)]
-        told += [self.say(lines.requests_line(seen))]
-        told += ["GPU " + "  ".join(self.say(cell) for cell in lines.gpu_cells(gpu)) for gpu in seen.gpus]
+        told = [self.say(line) for model in seen.models for line in cells.model_details(model)]
+        told += [self.say(cells.requests_line(seen))]
+        told += ["GPU " + "  ".join(self.say(cell) for cell in cells.gpu_cells(gpu)) for gpu in seen.gpus]
         told += [self.say(t("API key {id}  {name}  {state}", id=key.id, name=key.name, state=key.state))
                  for key in seen.keys]  # fmt: skip
         told += [self._alert(alert).plain for alert in seen.alerts]
@@ -296,7 +296,7 @@ class Dashboard(Told, Screen[None]):
     def action_active(self) -> None:
         if (seen := self.seen) is None:
             return
-        text = self.say(lines.active_line(seen) or t("The gateway does not tell its active requests."))
+        text = self.say(cells.active_line(seen) or t("The gateway does not tell its active requests."))
         if seen.active:
             text += "\n" + self._active_table(seen, self.size.width - 8, len(seen.active)).plain
         self.app.push_screen(Read(self.say, t("Active requests"), text))

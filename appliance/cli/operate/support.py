@@ -11,8 +11,8 @@ from appliance.engines import engine_facts
 from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.release import release
-from installer.support import bundle as support_bundle
-from installer.support.bundle import Taken
+from installer.support import archive
+from installer.support.archive import Taken
 from installer.support.items import Item
 
 _HELP = """Collect what is needed to find a fault into one archive that only you can read.
@@ -38,7 +38,7 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Where to write it.", show_default="atoll-support-HOST-TIME.tar.gz, here"),
     ] = None,
-    since: Annotated[str, typer.Option(metavar="TIME", help="How far back logs go.")] = support_bundle.SINCE,
+    since: Annotated[str, typer.Option(metavar="TIME", help="How far back logs go.")] = archive.SINCE,
     redact_addresses: Annotated[
         bool,
         typer.Option("--redact-addresses", help="Replace IP addresses and this machine's names with placeholders."),
@@ -50,11 +50,11 @@ def command(
         layout = layout_for(prefix)
         extra = [Item("memory-plan.txt", t("how the engines divide their memory"), lambda: _plans(layout))]
         if list_only:
-            _list(support_bundle.planned(layout, extra), as_json)
+            _list(archive.planned(layout, extra), as_json)
             return
         said = (lambda taken: None) if as_json else _say
-        target = (out or Path(support_bundle.default_name())).absolute()
-        made = support_bundle.make(
+        target = (out or Path(archive.default_name())).absolute()
+        made = archive.make(
             layout, target, extra=extra, since=since, redact_addresses=redact_addresses, said=said
         )
     if as_json:

@@ -10,7 +10,7 @@ from installer.base.i18n import t
 from installer.decide.answers import Answers
 from installer.preflight import CHECKS, PreflightContext, run_checks
 from installer.release import config
-from installer.steps.decide import preflight_context
+from installer.steps.approve import preflight_context
 
 
 class GpuStep(Step):

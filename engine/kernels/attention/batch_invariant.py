@@ -1,15 +1,15 @@
 """Attention of `--batch-invariant`: a token's result has the same bits, whatever else is in the step.
 
-Decode attention usually cuts a sequence into as many slices as the batch leaves room for, so sums run in another order.
-Here a tile of queries reads its keys in tiles that begin at multiples of TILE, from position 0 on (or from where the
-window begins). Chunks of a prompt may begin anywhere, and a token that decodes takes the same path, so a prompt that is
-read again after preemption gives the same numbers. A row of a tile never depends on other rows: tensor cores compute
-each output from its own row and column.
+The usual decode kernel splits a sequence into a number of slices that depends on the batch size, so the order of its
+sums varies. Here a tile of queries reads its keys in tiles that begin at multiples of TILE, starting at position 0 (or
+at the tile in which the window begins). A prompt's chunks may begin anywhere, and decoding tokens take the same path:
+a prompt that is recomputed after preemption gives the same numbers. A row of a tile never depends on other rows,
+because tensor cores compute each output from its own row and column.
 
-The step's own keys come from the projection, as in attention.chunks, since pages that leave the window within the step
-may be missing. They are rounded as the cache rounds them, so that it does not matter where a chunk begins.
+As in attention.chunks, the step's own keys come from the projection, because pages that leave the window within the
+step may be missing. They are rounded as the cache would round them, so it does not matter where a chunk begins.
 
-The GEMM's part is gemm.batch_invariant.
+The counterpart for GEMMs is gemm.batch_invariant.
 """
 
 import torch
@@ -20,14 +20,15 @@ from engine.kernels.attention.pages import attend, for_cache, page_tile, pages_o
 from engine.kernels.pointwise.fused import saturated
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
-_QUERY_ROWS = 64  # of a tile of queries: tokens times heads that share a key head
-_KEYS = 64        # of a tile
+_QUERY_ROWS = 64  # query rows in a tile: tokens times heads that share a key head
+_KEYS = 64        # keys in a tile
 _NOWHERE = 1 << 30
 
 
 @triton.jit
 def _as_cached(x, inverse_scale, FP8: tl.constexpr):
-    """The step's own keys or values [.., ..] as a cache of fp8 would hold them, in the dtype of products with it."""
+    """The step's own keys or values [.., ..], rounded as an fp8 cache would round them, in the dtype that cached ones
+    are multiplied in."""
     if FP8:
         return saturated(x.to(tl.float32) * inverse_scale).to(tl.float8e4nv).to(tl.float16)
     else:
@@ -93,7 +94,7 @@ def _attention_kernel(
 
 
 def tile_tokens(group: int) -> int:
-    """Query tokens of a tile, of `group` heads that share a key head."""
+    """Query tokens in a tile if `group` heads share a key head."""
     return max(1, _QUERY_ROWS // group)
 
 
@@ -117,8 +118,8 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """As attention.chunks.mixed, for tiles of `block_q` tokens, at most `tile_tokens`. `own`: the step's own keys and
-    values [T, Hkv, D], or None where they are to be read from the cache, too."""
+    """Like attention.chunks.mixed, for tiles of `block_q` tokens, at most `tile_tokens`. `own`: the step's own keys and
+    values [T, Hkv, D]; None if these, too, are read from the cache."""
     num_heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
     group = num_heads // kv_heads

@@ -1,9 +1,10 @@
 """Paged attention of chunks of any length on the GPU, in one launch, over the pages of attention.pages.
 
-Grid (tiles, Hkv). The host lists the tiles of BLOCK_Q query tokens; a tile holds BLOCK_Q * G query rows, those of all
+Grid (tiles, Hkv). The host lists the tiles of BLOCK_Q query tokens. A tile holds BLOCK_Q * G query rows, those of all
 G = Hq / Hkv heads that share a key head (FlashAttention-2, Dao 2023, arXiv:2307.08691), padded to a power of two. Keys
-before the chunk come from the pages, the chunk's own straight from the projections: in full precision, and side by
-side. A sequence with one token takes a path with few rows; most of them go to attention.decode.
+before the chunk come from the pages. The chunk's own keys come straight from the projection: in full precision, and
+contiguous. A sequence with one token in a mixed step takes a path with few rows; pure decode steps use
+attention.decode.
 """
 
 import torch
@@ -70,7 +71,7 @@ def _mixed_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DP], tl.float32)
     n = tl.arange(0, TILE)
-    # What came before the chunk, from the pages.
+    # Keys before the chunk, from the pages.
     first = 0
     if WINDOW:
         first = tl.maximum(start + first_q + 1 - window, 0)
@@ -89,7 +90,7 @@ def _mixed_kernel(
             scale * k_scale, softcap, True, SOFTCAP,
         )  # fmt: skip
     acc = acc * v_scale
-    # The chunk itself, from the projections it stands in. Tiles that every query sees whole need no mask.
+    # The chunk's own keys, from the projection. Tiles that every query sees in full need no mask.
     k_new = k_new_ptr + q_start * own_stride + h * D
     v_new = v_new_ptr + q_start * own_stride + h * D
     begin = 0
@@ -120,9 +121,9 @@ def _mixed_kernel(
 
 
 def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int, fp8_units: bool = True) -> tuple[int, int]:
-    """Keys per iteration and pipeline depth that fit `shared` bytes beside the queries (in two dtypes with an fp8
-    cache). Each stage takes one tile of keys and one of values. GPUs without e4m3 instructions run out of registers
-    with 64 keys."""
+    """Keys per iteration and pipeline depth that fit into `shared` bytes beside the queries (which, with an fp8 cache,
+    are held in two dtypes). Each stage takes one tile of keys and one of values. GPUs without e4m3 instructions run out
+    of registers with 64 keys."""
     wanted = ((64, 3), (64, 2), (32, 2), (16, 2)) if fp8_units or not fp8 else ((32, 3), (32, 2), (16, 2))
     for tile, stages in wanted:
         if 2 * padded_dim * (block_m * (1 + fp8) + 2 * stages * tile) <= shared:
@@ -131,7 +132,7 @@ def _mixed_tiles(block_m: int, padded_dim: int, fp8: bool, shared: int, fp8_unit
 
 
 def query_rows(dim: int, device: torch.device) -> int:
-    """Query rows (tokens times heads that share a key head) of a tile of `mixed`: what a multiprocessor holds."""
+    """Query rows (tokens times heads that share a key head) in a tile of `mixed`: as many as a multiprocessor holds."""
     return _query_rows(dim, target_of(device))
 
 
@@ -169,13 +170,13 @@ def mixed(
 ) -> torch.Tensor:
     """Chunks of any length, one token included: q [T, Hq, D] -> out [T, Hq, D], contiguous.
 
-    k and v [T, Hkv, D] are the step's own keys and values, which stand in the caches as well; rows may be strided, as
-    in a fused projection, both alike.
+    k and v [T, Hkv, D] are the step's own keys and values, which the caches hold as well. Their rows may be strided, as
+    in a fused projection, with the same stride for both.
 
-    Sequence i has counts[i] query tokens at positions starts[i] ..., which stand in q from q_starts[i] on. `tiles`
-    [n, 2] int32 lists (sequence, first token within its chunk) for every block_q tokens of every chunk; one whose first
-    token is past the chunk's end does nothing (padding). block_q need not be a power of two: `query_rows` // G fills
-    the tile best.
+    Sequence i has counts[i] query tokens at positions starts[i] ..., which begin at row q_starts[i] of q. `tiles`
+    [n, 2] int32 lists (sequence, first token within its chunk) for every block_q tokens of every chunk; an entry whose
+    first token is past the chunk's end is padding and does nothing. block_q need not be a power of two:
+    `query_rows` // G fills the tile best.
     """
     num_heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]

@@ -1,11 +1,11 @@
 """Paged attention of sequences with one token each on the GPU: split-KV, over the pages of attention.pages.
 
-    rows, seq_lens     [B] int32: the table row of each sequence, and its length including the step's token
+    rows, seq_lens     [B] int32: the block-table row of each sequence, and its length including the step's token
 
 The G = Hq / Hkv query heads that share a key head are the rows of one tile, so K and V are read once for all of them.
-Grid (B, Hkv, SPLITS): a program attends to one slice of the sequence; the last of a sequence's programs to arrive
-merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Empty slices return at once: one captured
-grid serves any length.
+Grid (B, Hkv, SPLITS): a program attends to one slice of the sequence; the last of a sequence's programs to finish
+merges the slices by their log-sum-exp ("Flash-Decoding", Dao et al. 2023). Programs with an empty slice return at once,
+so one captured grid serves any length.
 """
 
 import functools
@@ -19,7 +19,7 @@ from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
 SMALL_BATCH = 8  # sequences
-_LARGEST_TILE = 74 << 10  # bytes of shared memory that 128 keys of 128 numbers take, as compiled
+_LARGEST_TILE = 74 << 10  # bytes of shared memory that the compiled kernel takes for 128 keys of 128 numbers
 
 
 @kernel
@@ -66,14 +66,14 @@ def _decode_kernel(
             softcap, True, SOFTCAP,
         )  # fmt: skip
     out = acc * v_scale / total[:, None]
-    used = tl.cdiv(seq_len - aligned, per_split * TILE)  # slices that hold something
+    used = tl.cdiv(seq_len - aligned, per_split * TILE)  # slices that are not empty
     if SPLITS == 1 or used == 1:
         tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)
         return
     slot = (b * HKV * G + head) * SPLITS + split
     tl.store(part_ptr + slot[:, None] * D + d[None, :], out, mask=q_mask)
     tl.store(lse_ptr + slot, m + tl.log2(total), mask=g < G)
-    tl.debug_barrier()  # the whole program's part is written before its arrival is
+    tl.debug_barrier()  # every thread has written its part before the program announces that it is done
     arrived = tl.atomic_add(arrived_ptr + b * HKV + h, 1, sem="acq_rel")
     if arrived == used - 1:
         _merge(part_ptr, lse_ptr, out_ptr, b * HKV * G + h * G, used, G, GM, D, DP, SPLITS)
@@ -85,7 +85,7 @@ def _merge(
     part_ptr, lse_ptr, out_ptr, first_head, used,
     G: tl.constexpr, GM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The slices' outputs, weighted by their log-sum-exp, always in the same order."""
+    """The sum of the slices' outputs, weighted by their log-sum-exp, always in the same order."""
     g = tl.arange(0, GM)
     d = tl.arange(0, DP)
     s = tl.arange(0, SPLITS)
@@ -99,7 +99,7 @@ def _merge(
     weight = weight / tl.where(total == 0, 1.0, total)[:, None]
     acc = tl.zeros([GM, DP], tl.float32)
     for at in range(0, used, 8):
-        for i in tl.static_range(8):  # on their way together
+        for i in tl.static_range(8):  # unrolled, so that the loads are in flight together
             at_part = part_ptr + (slot + at + i)[:, None] * D + d[None, :]
             part = tl.load(at_part, mask=mask & (at + i < used), other=0.0)
             acc += part * tl.sum(tl.where((s == at + i)[None, :], weight, 0.0), 1)[:, None]
@@ -107,11 +107,11 @@ def _merge(
 
 
 def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Slices per sequence so that every multiprocessor has a few programs; a power of two, at most 64.
+    """Slices per sequence, so that every multiprocessor has a few programs; a power of two, at most 64.
 
-    Choose it from the padded batch size of a captured graph, not from lengths: slices beyond a sequence's end cost one
-    load. Every slice but the last is a whole number of tiles, so short sequences simply leave slices empty. Results do
-    depend on the number in the last bits, as the slices are summed in another order.
+    Choose it by the padded batch size of a captured graph, not by lengths: a slice beyond a sequence's end costs only
+    one load. Every slice but the last is a whole number of tiles, so short sequences simply leave slices empty. The
+    number of slices changes the last bits of a result, because it changes the order of summation.
     """
     wanted = max(1, 4 * multiprocessors // max(1, batch * num_kv_heads))
     return min(64, 1 << (wanted.bit_length() - 1))
@@ -119,16 +119,16 @@ def num_splits(batch: int, num_kv_heads: int, multiprocessors: int) -> int:
 
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of finished slices, for each sequence and key head. The last program resets its counter to zero.
+    """Counters of finished slices, one per sequence and key head. The last program resets its counter to zero.
 
-    Enough for any batch: there is more than one slice only while sequences times key heads are at most twice the
-    multiprocessors (`num_splits`)."""
+    There are enough for any batch: `num_splits` gives more than one slice only while sequences times key heads are at
+    most twice the number of multiprocessors."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 def _decode_tile(batch: int, padded_dim: int, itemsize: int, shared: int) -> tuple[int, int]:
-    """Keys per iteration and pipeline depth, tuned on an H100. Few sequences need small iterations, so that more
-    programs have work; so does little `shared` memory, because two programs must fit."""
+    """Keys per iteration and pipeline depth, tuned on an H100. Iterations are small for few sequences, so that more
+    programs have work, and where `shared` memory is small, because two programs must fit."""
     if batch <= SMALL_BATCH:
         return max(16, min(32, 4096 // padded_dim)), 3
     if padded_dim <= 128 and itemsize == 2:
@@ -158,9 +158,10 @@ def decode(
 ) -> torch.Tensor:
     """One query token a sequence: q [B, Hq, D] (rows may be strided) -> out [B, Hq, D], contiguous.
 
-    `splits`, a power of two (see `num_splits`), is the number of programs that share a sequence and a key head. With
-    more than one, float32 scratch of B Hq splits (D + 1) is taken from torch's allocator, also inside a CUDA graph.
-    Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice is at least `shortest` keys.
+    `splits`, a power of two (see `num_splits`), is the number of programs that share a sequence and a key head. If it
+    is above one, B Hq splits (D + 1) float32 numbers of scratch come from torch's allocator, inside a CUDA graph, too.
+    Both caches have the same strides. A sequence of length 0 (padding) gets zeros. A slice has at least `shortest`
+    keys.
     """
     batch, num_heads, dim = q.shape
     kv_heads = k_cache.shape[2]

@@ -1,12 +1,13 @@
-"""From the QKV projection to heads, for families whose heads differ from Llama's (those:
-pointwise.fused.rope_and_write_kv).
+"""From the QKV projection to heads, for families whose heads differ from Llama's. (Llama's heads:
+pointwise.fused.rope_and_write_kv.)
 
-    q, k   norm with a weight, in float32 throughout (offset + w)     RoPE of all pairs, of a small head, of the fastest
-    v      norm without a weight, or as it is                         may be k, as k was before norm and RoPE
+    q, k   norm with a weight, in float32 throughout (offset + w)     RoPE of all pairs, a head's first part, or its
+                                                                      fastest pairs
+    v      norm without a weight, or none                             may be k as it was before norm and RoPE
 
-One pass: a program takes some heads of a token and writes q, and k and v to their page. For a prompt chunk, whose
-attention reads them contiguously, it also writes k and v side by side. The input is not overwritten, because RoPE reads
-other elements than it writes.
+One pass: a program takes some heads of a token, writes q to the output, and k and v to their page. For a prompt chunk,
+whose attention reads keys contiguously, it also writes k and v to a contiguous tensor. The input is not overwritten,
+because RoPE reads other elements than it writes.
 """
 
 import torch
@@ -20,7 +21,7 @@ from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 @triton.jit
 def _weighted(x, scale, weight_q_ptr, weight_k_ptr, d, inside, is_q, offset):
-    """x * scale * (offset + w), w that of q's or k's norm, as float32 of a number rounded to x's dtype."""
+    """x * scale * (offset + w) with the weight w of q's or k's norm, rounded to x's dtype and widened to float32."""
     q = tl.load(weight_q_ptr + d, mask=inside, other=0.0).to(tl.float32)
     k = tl.load(weight_k_ptr + d, mask=inside, other=0.0).to(tl.float32)
     return (x.to(tl.float32) * scale * (offset + tl.where(is_q, q, k))).to(x.dtype).to(tl.float32)
@@ -42,7 +43,8 @@ def _heads_kernel(
     mask = (head < HQ + 2 * HKV) & inside
     is_q = head < HQ
     is_v = head >= HQ + HKV
-    # The other number of each pair, and the pair's frequency; what is outside of pairs is its own partner, and rests.
+    # The other number of each pair, and the pair's frequency. A number outside of all pairs is its own partner and is
+    # not rotated.
     first = d < PAIRS
     turns = first | ((d >= DISTANCE) & (d < DISTANCE + PAIRS))
     pair = tl.where(first, d, d - DISTANCE)
@@ -110,9 +112,9 @@ def heads_and_write_kv(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [T, (Hq + 2 Hkv) D], (Hq + Hkv) D with `k_eq_v`, or Hq D without `own_kv`; rows may be strided.
 
-    cos, sin [max_len, 1, pairs] float32, pairs (i, i + distance); positions, slots [T]. Norm weights [D] come together,
-    or without own_kv q's alone. Returns q [T, Hq, D] and, with `keep`, k and v [T, 2, Hkv, D]. Caches as in
-    pointwise.fused.rope_and_write_kv; without own_kv they stay as they are.
+    cos, sin [max_len, 1, pairs] float32, pairs (i, i + distance); positions, slots [T]. Norm weights [D]: both q's and
+    k's, or without own_kv q's alone. Returns q [T, Hq, D] and, with `keep`, k and v [T, 2, Hkv, D]. Caches as in
+    pointwise.fused.rope_and_write_kv; without own_kv they are not written.
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens, padded = x.shape[0], triton.next_power_of_2(dim)
@@ -122,7 +124,7 @@ def heads_and_write_kv(
         kv_heads = 0
     elif keep:
         own = torch.empty(tokens, 2, kv_heads, dim, dtype=x.dtype, device=x.device)
-    heads = max(1, 2048 // padded)  # numbers of a program: 16 a thread of four warps
+    heads = max(1, 2048 // padded)  # 2048 numbers a program: 16 for each thread of four warps
     _heads_kernel(
         (tokens, triton.cdiv(num_heads + 2 * kv_heads, heads)), x, cos, sin, positions, slots, q_norm,
         q_norm if k_norm is None else k_norm, q, q if own is None else own, k_cache, v_cache,

@@ -1,6 +1,6 @@
-"""The attention kernels in plain torch: the same names and arguments (tuning apart), in float32 arithmetic.
+"""The attention kernels in plain torch: the same names and arguments (except for tuning), in float32 arithmetic.
 
-For comparison only: simple and slow. What a CPU serves with is reference.py.
+For comparison only: simple and slow. A CPU serves with reference.py.
 """
 
 import torch
@@ -24,7 +24,7 @@ def decode(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """attention.decode.decode. `splits` changes nothing here."""
+    """attention.decode.decode. `splits` has no effect here."""
     for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         key, value = _sequence(k_cache, v_cache, block_table[row], length, k_scale, v_scale)
         out[i : i + 1] = _attend(q[i : i + 1], key, value, length - 1, scale, window, softcap)
@@ -52,7 +52,7 @@ def mixed(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """attention.chunks.mixed. Only the sequences that `tiles` lists are computed, tile by tile, as there."""
+    """attention.chunks.mixed. Like the kernel, it computes only the sequences that `tiles` lists, tile by tile."""
     for seq, first in tiles.tolist():
         count = min(int(counts[seq]) - first, block_q)
         if count <= 0:
@@ -127,7 +127,7 @@ def heads_and_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """attention.heads.heads_and_write_kv. `k_eq_v` shows in the width of x."""
+    """attention.heads.heads_and_write_kv. The width of x says whether `k_eq_v` holds."""
     _, page_size, kv_heads, dim = k_cache.shape
     at, pairs = positions.long(), cos.shape[-1]
 

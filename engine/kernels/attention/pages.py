@@ -1,16 +1,16 @@
-"""What the attention kernels share: keys and values out of pages, a tile of them at a time.
+"""What the attention kernels share: reading keys and values from pages, a tile at a time.
 
     k_cache, v_cache   [num_pages, PAGE_SIZE, Hkv, D]  (any strides, both alike; D contiguous)
     block_table        [rows, max_pages] int32
 
-Scores are kept in base 2: exp2 is one instruction.
+Exponents are in base 2, because exp2 is one instruction.
 
-fp8 caches hold k / k_scale and v / v_scale. They are widened to float16 before each product, and both products
-accumulate in float32: the short accumulator of fp8 tensor cores, against which two-level accumulation is the remedy, is
-never used, so long sequences lose nothing to it. GPUs without fp8 instructions read the same cache by its bits.
+fp8 caches hold k / k_scale and v / v_scale. They are widened to float16 before each matmul, and both matmuls accumulate
+in float32. So the short accumulator of fp8 tensor cores is never used, and long sequences need no two-level
+accumulation. GPUs without fp8 instructions decode the same cache from its bits.
 
-What no query sees is never loaded: slots past a sequence's end or before its window may hold anything, NaN included
-(0 * NaN is NaN: a zero probability alone would not protect the sum).
+Keys that no query sees are never loaded: slots past a sequence's end or before its window may hold anything, NaN
+included (0 * NaN is NaN, so a probability of zero would not protect the sum).
 """
 
 import triton
@@ -19,8 +19,8 @@ import triton.language as tl
 
 @triton.jit
 def _capped(s, scale, softcap, SOFTCAP: tl.constexpr):
-    """Products s of queries and keys, and the factor that makes exponents of base 2 of them. Without a cap the factor
-    is left to the exponent's argument, where the multiplication costs nothing."""
+    """Capped scores, and the factor that turns them into exponents of base 2; `s` are products of queries and keys.
+    Without a cap, the scale is part of that factor: in the exponent's argument its multiplication is free."""
     if SOFTCAP:  # softcap * tanh(s / softcap); tanh(x) = 1 - 2 / (exp2(2 x log2 e) + 1)
         e = tl.exp2(s * (scale / softcap * 2.8853900817779268))
         return softcap * (1 - 2 / (e + 1)), 1.4426950408889634
@@ -29,8 +29,8 @@ def _capped(s, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """One tile of keys k [D, n] and values v [n, D] more, for running maxima m, sums `total` and outputs acc of q's
-    rows; with MASKED only where `live` (which broadcasts to [rows, n])."""
+    """Attend to one more tile, keys k [D, n] and values v [n, D]: updates the running maxima m, sums `total` and
+    outputs acc of q's rows. With MASKED, keys count only where `live` (broadcast to [rows, n]) is true."""
     s, factor = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
     if MASKED:
         s = tl.where(live, s, -float("inf"))
@@ -48,8 +48,8 @@ def attend(q, k, v, m, total, acc, live, scale, softcap, MASKED: tl.constexpr, S
 
 @triton.jit
 def pages_of(table, at, begin, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Pages [TILE] of positions at ...; the null page outside [begin, end). Loops load page ids one tile ahead, so that
-    the next tile's keys and values are in flight while the current one is computed."""
+    """Page ids [TILE] of the positions from `at` on; the null page outside [begin, end). Loops load page ids one tile
+    ahead, so that the next tile's keys and values are in flight while the current one is computed."""
     token = at + tl.arange(0, TILE)
     return tl.load(table + token // PAGE, mask=(token >= begin) & (token < end), other=0)
 
@@ -59,7 +59,8 @@ def page_tile(
     k_ptr, v_ptr, pages, at, begin, end, h, k_stride_page, k_stride_token, k_stride_head,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keys [D, TILE] and values [TILE, D] of positions at ... from their `pages`, zeros outside [begin, end)."""
+    """Keys [D, TILE] and values [TILE, D] of the positions from `at` on, read from `pages`; zeros outside
+    [begin, end)."""
     d = tl.arange(0, DP)
     token = at + tl.arange(0, TILE)
     live = (token >= begin) & (token < end)
@@ -75,8 +76,8 @@ def page_tile(
 
 @triton.jit
 def for_cache(q, FP8: tl.constexpr):
-    """Queries in the dtype of products with the cache. fp8 widens to float16 in one instruction for two numbers, to
-    bfloat16 in many."""
+    """Queries in the dtype in which the cache is multiplied. For fp8 that is float16: one instruction widens two
+    numbers to float16, bfloat16 takes many."""
     if FP8 and q.dtype == tl.bfloat16:
         wide = q.to(tl.float32)
         return tl.where(wide > 65504.0, 65504.0, tl.where(wide < -65504.0, -65504.0, wide)).to(tl.float16)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-# A decode bucket ends where its padding would cost more than one more bucket. Measured on 2 Zen 5 cores: about 100 us
-# for the calls of a bucket, 0.1 us for a token that is gathered and attended to.
+# A decode bucket ends where its padding would cost more than another bucket: the calls of a bucket take as long as
+# gathering and attending to about a thousand tokens.
 _MAX_PADDING = 1024
 
 
@@ -21,7 +21,7 @@ _MAX_PADDING = 1024
 class DecodeBucket:
     """b sequences with one query token each, padded to L = P * max pages."""
 
-    q_index: torch.Tensor      # [b] which of the T tokens
+    q_index: torch.Tensor      # [b] index of the query among the step's T tokens
     pages: torch.Tensor        # [b * max_pages]
     seq_lens: torch.Tensor     # [b]
     max_len: int               # L
@@ -74,7 +74,7 @@ class AttentionBatch:
         block_table: torch.Tensor,
         page_size: int,
     ) -> "AttentionBatch":
-        """Group the sequences of a step; all lists are parallel, one entry a sequence."""
+        """Group the sequences of a step; all lists are parallel, with one entry per sequence."""
         prefills = []
         decodes: list[tuple[int, int, int]] = []  # (seq_len, index of the query token, row)
         for q_start, start, n, row in zip(q_starts, starts, num_tokens, rows, strict=True):
@@ -111,7 +111,7 @@ def _bucket(group: list[tuple[int, int, int]], block_table: torch.Tensor, page_s
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where visible, -inf elsewhere, made once a step: SDPA would convert a bool mask again in every layer."""
+    """0 where visible, -inf elsewhere. Made once a step, because SDPA would convert a bool mask in every layer."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
@@ -140,9 +140,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """softmax(q kᵀ · scale) v for every token of the step, causal; [T, Hq, D].
 
-    q [T, Hq, D], k and v [T, Hkv, D] are the step's own. Of a sequence with several tokens only these are read: the
-    cache may not hold those that a window passes within the step. With `window`, a token sees the `window` newest
-    positions, itself included. With `softcap` c, a score s counts as c tanh(s / c).
+    q [T, Hq, D], k and v [T, Hkv, D] are those of the step's tokens. For a sequence with several of them, their keys
+    are read from k and v alone: the cache may not hold those that leave the window within the step. With `window`, a
+    token sees the `window` newest positions, itself included. With `softcap` c, a score s becomes c tanh(s / c).
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for bucket in batch.decodes:
@@ -167,7 +167,8 @@ def _decode(
     group = num_q_heads // num_kv_heads
     b = bucket.q_index.shape[0]
     # One GEMM over all key heads at once: each query head occupies its key head's columns of an otherwise zero row.
-    #     [b, Hq, Hkv D] x [b, L, Hkv D]ᵀ     Hkv times the arithmetic, a third of the time: far fewer, larger products
+    #     [b, Hq, Hkv D] x [b, L, Hkv D]ᵀ
+    # This is Hkv times the arithmetic, and still faster: there are far fewer and larger GEMMs.
     wide = q.new_zeros(b, num_kv_heads, group, num_kv_heads, head_dim)
     query = q.index_select(0, bucket.q_index).view(b, num_kv_heads, group, head_dim)
     wide.diagonal(dim1=1, dim2=3).copy_(query.permute(0, 2, 3, 1))
@@ -220,7 +221,8 @@ def _prefill(
 def _prefill_capped(
     q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
 ) -> torch.Tensor:
-    """One sequence, written out: torch's attention has no cap. q [n, Hq, D], key and value [Hkv, L, D] -> [n, Hq, D]"""
+    """Attention of one sequence, written out because torch's has no softcap. q [n, Hq, D], key and value [Hkv, L, D] ->
+    [n, Hq, D]"""
     n, num_q_heads, head_dim = q.shape
     num_kv_heads, length, _ = key.shape
     group = num_q_heads // num_kv_heads
@@ -242,7 +244,8 @@ def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:
 
 
 def _with_past(cache: torch.Tensor, seg: PrefillSegment, own: torch.Tensor) -> torch.Tensor:
-    """[1, Hkv, start + n, D]: what the pages hold of a sequence, and of its chunk what the step computed itself."""
+    """[1, Hkv, start + n, D]: a sequence's past from its pages, and the chunk's own numbers as the step computed
+    them."""
     every = _gather(cache, seg.pages, 1)[:, :, : seg.start + seg.num_tokens].to(own.dtype)
     every[:, :, seg.start :] = own
     return every

@@ -1,7 +1,7 @@
-"""Chooses cuBLASLt's algorithm for the GEMMs of usual steps: measured once on this GPU, then remembered.
+"""Chooses cuBLASLt's algorithm for the GEMMs of common step sizes: measured once on this GPU, then remembered.
 
-The library's first choice is often not its fastest (measurements: docs/performance.md). What is chosen here serves
-GEMMs of exactly this many rows, which captured graphs and full steps have; all others use PyTorch's choice.
+The library's first choice is often not its fastest (measurements: docs/performance.md). A choice holds for one number
+of rows exactly, so only the row counts of captured graphs and of full steps get one; all others use PyTorch's choice.
 
 Choices are stored next to the compiled kernels, so that the next start gives the same results, bit for bit.
 """
@@ -23,12 +23,12 @@ from engine.kernels.runtime.cache_dir import use_cache_dir
 log = logging.getLogger(__name__)
 
 _BETTER = 0.98     # gain relative to PyTorch's choice: less is noise
-_CANDIDATES = 3    # increase it when other algorithms are tried: remembered choices are then measured again
+_CANDIDATES = 3    # version of the list of algorithms: increase it when the list changes, to measure everything again
 _FINALISTS = 3
-_TURNS = 4         # that they are measured in
+_TURNS = 4         # rounds of measurement for the finalists
 _MOST_BYTES = 256 << 20  # total size of the weights that take turns: more than caches hold
-_MANY_ROWS = 1024  # bound by arithmetic: one weight is enough
-_HEAD_START = 200_000  # clock cycles that the GPU is kept waiting, while what is measured is being queued
+_MANY_ROWS = 1024  # from here on a GEMM is compute-bound, and measuring with one weight is enough
+_HEAD_START = 200_000  # clock cycles for which the GPU waits while the measured calls are being queued
 _DTYPES = (torch.bfloat16, torch.float16)
 
 _chosen: dict[Shape, BoundMatmul] = {}
@@ -40,8 +40,8 @@ class Weight(NamedTuple):
 
 
 def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> BoundMatmul | None:
-    """The algorithm for contiguous x [T, in] and W [out, in]; `dtype` is the result's if both are fp8. None: PyTorch's
-    own choice is as good."""
+    """The algorithm for contiguous x [T, in] and W [out, in]; `dtype` is the result's if both are fp8. None if
+    PyTorch's own choice is as good."""
     if not _chosen or not x.is_contiguous():
         return None
     outputs, inner = weight.shape
@@ -51,8 +51,8 @@ def chosen(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = No
 def choose(
     weights: Mapping[tuple[int, int], Sequence[Weight]], rows: Iterable[int], dtype: torch.dtype, *, fp8: bool = False
 ) -> int:
-    """Choose for every shape in `weights` and every number of rows. Results have `dtype`, and so do weights unless they
-    are fp8. Returns how many shapes were measured.
+    """Choose an algorithm for every shape in `weights` and every number of rows. Results have `dtype`, and so do
+    weights unless they are fp8. Returns how many shapes were measured.
 
     Nothing changes if the library is missing or a measurement fails.
     """
@@ -72,7 +72,7 @@ def choose(
                 if algorithm := memory.known[shape]:
                     bound = Matmul(shape).bind(algorithm)
                     x, x_scale = _inputs(shape, some[0])
-                    bound(x, some[0].values, _scales(x_scale, some[0]))  # it works
+                    bound(x, some[0].values, _scales(x_scale, some[0]))  # fails here if it does not work
                     _chosen[shape] = bound
     except (CublasLtError, OSError) as error:
         log.info("products keep PyTorch's algorithms: %s", error)
@@ -86,11 +86,11 @@ def choose(
 
 
 def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
-    """The best algorithm, or b"" for PyTorch's own. All are tried once, then the best ones against PyTorch's."""
+    """The best algorithm, or b"" for PyTorch's own. All are timed once, then the best ones against PyTorch's."""
     try:
         matmul = Matmul(shape)
         algorithms = matmul.algorithms()
-    except CublasLtError as error:  # this shape's alone: fp8 with scales for rows is not for every GPU
+    except CublasLtError as error:  # concerns this shape only: not every GPU has fp8 GEMMs with a scale per row
         log.info("no algorithms for %s: %s", shape, error)
         return b""
     size = weights[0].values.nbytes
@@ -106,7 +106,7 @@ def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
         try:
             tried.append((seconds(algorithm, 1), algorithm))
         except CublasLtError:
-            continue  # it is not for this GPU
+            continue  # this GPU cannot run it
     best, least = b"", _BETTER * _seconds(partial(_by_pytorch, x, x_scale, shape.dtype), weights, _TURNS)
     for _, algorithm in sorted(tried)[:_FINALISTS]:
         if (time := seconds(algorithm, _TURNS)) < least:
@@ -115,7 +115,7 @@ def _fastest(shape: Shape, weights: Sequence[Weight]) -> bytes:
 
 
 def _inputs(shape: Shape, weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and its scale. Random, because a GPU that multiplies zeros draws less power and runs faster."""
+    """x and its scale. x is random, because a GPU that multiplies zeros draws less power and runs faster."""
     device = weight.values.device
     x = torch.randn(shape.rows, shape.inner, dtype=shape.dtype, device=device)
     if not shape.fp8:
@@ -134,7 +134,7 @@ def _by_pytorch(x: torch.Tensor, x_scale: torch.Tensor | None, dtype: torch.dtyp
 
 
 def _seconds(multiply: Callable[[Weight], torch.Tensor], weights: Sequence[Weight], turns: int) -> float:
-    """Seconds per GEMM, of the fastest round."""
+    """Seconds per GEMM in the fastest round."""
     times = []
     for _ in range(turns):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -150,7 +150,7 @@ def _seconds(multiply: Callable[[Weight], torch.Tensor], weights: Sequence[Weigh
 
 
 class _Memory:
-    """What earlier starts found on this GPU with this library."""
+    """Choices of earlier starts on this GPU with this library."""
 
     def __init__(self, path: Path, known: dict[Shape, bytes]) -> None:
         self._path, self.known = path, known
@@ -175,7 +175,7 @@ class _Memory:
             [s.rows, s.outputs, s.inner, str(s.dtype).removeprefix("torch."), s.fp8, algorithm.hex()]
             for s, algorithm in self.known.items()
         ]
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # at the first start Triton has not made it
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # at a first start it does not exist yet
         written = self._path.with_suffix(".new")
         written.write_text(json.dumps(lines), "utf-8")
         written.replace(self._path)

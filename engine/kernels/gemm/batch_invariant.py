@@ -1,11 +1,11 @@
 """The GEMM of `--batch-invariant`: a token's result has the same bits, whatever else is in the step.
 
-The usual kernels differ by the number of rows (vector form for a few, tensor cores for more, the library for many), and
-so does the order in which they add. Here tiles have one size for any number of rows, and the inner dimension is never
-split: the order of summation depends on the shape of the weight alone. A row of a tile never depends on the other rows,
+The usual kernel depends on the number of rows (vector form for a few, tensor cores for more, the library for many), and
+with it the order of summation. Here tiles have one size for any number of rows, and the inner dimension is never split,
+so the order of summation depends only on the shape of the weight. A row of a tile never depends on the other rows,
 because tensor cores compute each output from its own row and column.
 
-Attention's part is attention.batch_invariant.
+The counterpart for attention is attention.batch_invariant.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
-_ROWS = 64     # of x, that a program multiplies by as many outputs' weights
+_ROWS = 64     # rows of x, and outputs, in a program's tile
 _OUTPUTS = 64
 _INNER_BYTES = 256
 
@@ -26,7 +26,7 @@ def _product_kernel(
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
-    # Programs that follow one another read the same weights.
+    # Consecutive programs read the same weights.
     blocks = tl.cdiv(M, BLOCK_M)
     m = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -60,7 +60,7 @@ def matmul(
 ) -> torch.Tensor:
     """x [M, K] (rows may be strided), weight [N, K], bias [N] -> [M, N] in `dtype` or x's, for any M.
 
-    x and weight have the same dtype; fp8 ones have `scales`: [M] of x and [N] of the weight, float32.
+    x and weight have the same dtype; if it is fp8, `scales` are the float32 scales of x [M] and of the weight [N].
     """
     (rows, inner), outputs = x.shape, weight.shape[0]
     y = torch.empty(rows, outputs, dtype=dtype or x.dtype, device=x.device)

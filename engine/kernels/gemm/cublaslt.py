@@ -1,10 +1,11 @@
 """GEMMs by cuBLASLt with an algorithm of our choice: its own first choice is often not the fastest one.
 
-The library's heuristic names only some of the algorithms for a shape. On Hopper it only returns variants of a single
-algorithm (a tile of the result, and a cluster of programs that share what they read). For fp8 GEMMs with a scale for
-each row it names one variant of the 918 that exist, so this file lists some more and requests them by name.
+The library's heuristic suggests only some of the algorithms for a shape. On Hopper it only returns variants of a single
+algorithm, which differ in the tile of the result and in the cluster of programs that share their loads. For fp8 GEMMs
+with a scale per row it suggests one of 918 variants, so this file lists some more and requests them explicitly.
 
-The library is the one that PyTorch has loaded. Products share one workspace: they follow one another on one stream.
+The library is the one that PyTorch has loaded. All GEMMs share one workspace, which is safe because they run one after
+another on one stream.
 """
 
 import ctypes
@@ -22,20 +23,20 @@ _COMPUTE_32F = 68            # cublasComputeType_t
 # cublasLtMatmulDescAttributes_t
 _TRANSPOSE_A = 3
 _SCALE_OF_A, _SCALE_OF_B = 17, 18  # pointers
-_FAST_SUMS = 25              # of fp8: sums keep fewer bits, as is usual for fast fp8 GEMMs
+_FAST_SUMS = 25              # fp8 fast accumulation: sums keep fewer bits, as is usual for fp8 GEMMs
 _KIND_OF_SCALE_A, _KIND_OF_SCALE_B = 31, 32
-_SCALE_EACH_ROW = 3          # cublasLtMatmulMatrixScale_t: a float32 for each row of x, and for each of W
+_SCALE_EACH_ROW = 3          # cublasLtMatmulMatrixScale_t: a float32 for each row of x and of W
 _MOST_WORKSPACE = 1          # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
 _WORKSPACE = 32 << 20        # bytes: partial sums when the inner dimension is split
 _LIMITS = (0, 4 << 20, _WORKSPACE)  # the workspace it may use decides which algorithms the heuristic suggests
-_EACH = 16                   # algorithms requested for each workspace size
+_EACH = 16                   # algorithms requested for each workspace limit
 
 # cublasLtMatmulAlgoConfigAttributes_t
 _TILE, _STAGES, _CLUSTER = 1, 6, 8
 _ON_HOPPER = 66              # the algorithm with tiles and clusters; on other GPUs the library refuses it
 _STEPS = 36                  # 128 elements of the inner dimension a stage, as many stages as fit
-# (cublasLtMatmulTile_t, cublasLtClusterShape_t). This selection is within 2 % of the best of all variants for the
-# shapes of 8B and 31B models (H200); a measurement picks among them (gemm/autotune.py).
+# (cublasLtMatmulTile_t, cublasLtClusterShape_t). For the shapes of 8B and 31B models the best of these is within 2 % of
+# the best of all variants (H200). gemm/autotune.py picks among them by measuring.
 _FP8_FORMS = (
     (157, 4), (188, 3), (183, 6), (164, 2), (143, 4), (15, 2), (151, 2), (158, 4), (18, 2), (196, 2), (134, 7),
     (217, 2), (27, 2), (193, 5), (208, 2), (183, 8), (92, 4), (20, 5), (164, 7), (15, 4), (188, 2), (124, 4),
@@ -43,7 +44,7 @@ _FP8_FORMS = (
 
 
 class CublasLtError(RuntimeError):
-    """The library is not there, or refused a call."""
+    """The library is missing, or refused a call."""
 
 
 class _Algorithm(ctypes.Structure):
@@ -66,7 +67,7 @@ class Shape(NamedTuple):
     outputs: int
     inner: int
     dtype: torch.dtype  # dtype of y, and of x and W unless these are fp8
-    fp8: bool = False   # with a scale for each of their rows
+    fp8: bool = False   # x and W are fp8, with a scale per row
 
 
 class Matmul:
@@ -79,7 +80,7 @@ class Matmul:
         self._operand = _E4M3 if shape.fp8 else self._result
         self._description = c_void_p()
         self._call("cublasLtMatmulDescCreate", byref(self._description), c_int(_COMPUTE_32F), c_int(_FLOAT32))
-        # cuBLAS counts column by column: it multiplies W [inner, outputs], transposed, with x [inner, rows].
+        # cuBLAS matrices are column-major: to it, W is [inner, outputs], to be transposed, and x is [inner, rows].
         self._describe(_TRANSPOSE_A, c_int32(1))
         self._w = self._layout(self._operand, shape.inner, shape.outputs)
         self._x = self._layout(self._operand, shape.inner, shape.rows)
@@ -89,7 +90,7 @@ class Matmul:
             self._describe(_FAST_SUMS, c_int8(1))
             for kind, scale in ((_KIND_OF_SCALE_A, _SCALE_OF_A), (_KIND_OF_SCALE_B, _SCALE_OF_B)):
                 self._describe(kind, c_int32(_SCALE_EACH_ROW))
-                self._describe(scale, c_void_p(_workspace(torch.cuda.current_device()).data_ptr()))  # any will do yet
+                self._describe(scale, c_void_p(_workspace(torch.cuda.current_device()).data_ptr()))  # a placeholder
 
     def algorithms(self) -> list[bytes]:
         """The library's suggestions, best guess first, then the variants listed here."""
@@ -102,7 +103,7 @@ class Matmul:
         return list(found)
 
     def bind(self, algorithm: bytes) -> "BoundMatmul":
-        """To be called with tensors."""
+        """The GEMM with this algorithm, ready to be called with tensors."""
         return BoundMatmul(self, _Algorithm.from_buffer_copy(algorithm))
 
     def run(
@@ -125,7 +126,7 @@ class Matmul:
         )  # fmt: skip
 
     def _named(self, limit: int) -> list[bytes]:
-        """Suggestions of the library's heuristic for this many bytes of workspace."""
+        """What the library's heuristic suggests for this many bytes of workspace."""
         preference = c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         try:
@@ -182,8 +183,8 @@ class Matmul:
 
 
 class BoundMatmul:
-    """x [rows, inner], W [outputs, inner] -> [rows, outputs], by one algorithm. Of fp8 with scales: [rows] of x and
-    [outputs] of W, float32."""
+    """x [rows, inner], W [outputs, inner] -> [rows, outputs], by one algorithm. fp8 tensors have float32 scales: x's
+    [rows] and W's [outputs]."""
 
     def __init__(self, matmul: Matmul, algorithm: _Algorithm) -> None:
         self._matmul, self._algorithm = matmul, algorithm
@@ -199,7 +200,7 @@ class BoundMatmul:
 
 @functools.cache
 def has_forms() -> bool:
-    """Whether this GPU can run the listed fp8 variants: asks the library about a GEMM that all of them could serve."""
+    """Whether this GPU can run the listed fp8 variants: asks the library about a GEMM whose shape suits all of them."""
     try:
         matmul = Matmul(Shape(64, 4096, 4096, torch.bfloat16, fp8=True))
     except CublasLtError:

@@ -4,13 +4,13 @@ FBGEMM, a part of PyTorch on x86-64, keeps a matrix as fp16 in the blocks that i
 registers. fp16 has more bits of mantissa than bf16 but fewer of exponent, so a bf16 weight fits once it is scaled by a
 power of two:
 
-    w = 2^-k * fp16(2^k w)        k: such that the largest weight stands just below 2^15
+    w = 2^-k * fp16(2^k w)        k: such that the largest weight becomes just less than 2^15
 
-Weights down to 2^-32 of the largest one are exact; smaller ones are rounded by less than a float32 sum is.
+Weights down to 2^-32 of the largest one are exact; smaller ones lose less than a float32 sum does by rounding.
 
-A row's result does not depend on the other rows, nor on the number of threads. FBGEMM cuts rows into blocks of 120 and
-these into kernels of a few rows; all of them sum in one order, but for AVX2's kernel of a single row. Numbers of rows
-that would use it are padded.
+A row's result depends neither on the other rows nor on the number of threads. FBGEMM cuts the rows into blocks of 120
+and these into kernels of a few rows each. All of these kernels sum in the same order except AVX2's kernel for a single
+row, so row counts that would use it are padded.
 """
 
 import math
@@ -20,22 +20,22 @@ from typing import Any
 import torch
 
 _TOP = 15                  # weights are scaled to just below 2^15; fp16 ends at 65504
-_NEGLIGIBLE = 2.0**-38     # of the largest weight: float32 rounds a product with that one by 2^-24
-_CHECKED = 8 << 20         # elements at a time: bounds the copies that the comparison makes
-_BLOCK = (512, 32)         # FBGEMM's blocks of a weight are padded to so many inputs and outputs
-_ROWS = 120                # FBGEMM's blocks of rows
+_NEGLIGIBLE = 2.0**-38     # error relative to the largest weight: float32 rounds products with that weight by 2^-24
+_CHECKED = 8 << 20         # elements compared at a time: bounds the memory of the copies
+_BLOCK = (512, 32)         # FBGEMM pads a weight to multiples of these numbers of inputs and outputs
+_ROWS = 120                # rows in a block of FBGEMM's
 
 
 @cache
 def is_available() -> bool:
-    """Whether FBGEMM is there and knows this CPU (AVX2 with F16C, or AVX-512)."""
+    """Whether PyTorch has FBGEMM and it supports this CPU (AVX2 with F16C, or AVX-512)."""
     return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(
         torch.ops.quantized, "linear_dynamic_fp16"
     )
 
 
 class Fp16Weight:
-    """W [out, in], packed, and perhaps a bias [out]."""
+    """A packed weight W [out, in] and an optional bias [out]."""
 
     def __init__(self, packed: Any, unscale: float, num_bytes: int) -> None:
         self._packed = packed
@@ -44,7 +44,7 @@ class Fp16Weight:
 
     @classmethod
     def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "Fp16Weight | None":
-        """None if fp16 does not hold the weight (float32 with more bits, NaN), or there is no FBGEMM."""
+        """None if fp16 cannot hold the weight (float32 with more bits, NaN), or there is no FBGEMM."""
         if weight.device.type != "cpu" or not is_available():
             return None
         exponent = _exponent(weight)
@@ -76,10 +76,10 @@ def _product(x: torch.Tensor, packed: Any) -> torch.Tensor:
 
 @cache
 def _padding() -> list[int]:
-    """By number of rows modulo 120: how many to add, so that each row is summed as in any other batch.
+    """How many rows to add, by the number of rows modulo 120, so that each row is summed as in any other batch.
 
-    Found by trying: equal rows must give equal results, and the same as in a batch of six, which has a kernel of its
-    own.
+    Found by trying: equal rows must give equal results, the same as in a batch of six, which never uses the single-row
+    kernel.
     """
     generator = torch.Generator().manual_seed(0)
     packed = torch.ops.quantized.linear_prepack_fp16(torch.randn(64, 600, generator=generator), None)
@@ -90,7 +90,7 @@ def _padding() -> list[int]:
 
 
 def _exponent(weight: torch.Tensor) -> int | None:
-    """The k of the module docstring: 0 if fp16 holds the weight as it is; None if it cannot hold it at all."""
+    """The k of the module docstring: 0 if fp16 can hold the weight unscaled, None if it cannot hold it at all."""
     parts = weight.detach().reshape(-1).split(_CHECKED)
     largest = max(float(part.abs().max()) for part in parts)
     if not math.isfinite(largest):
@@ -104,7 +104,7 @@ def _exponent(weight: torch.Tensor) -> int | None:
 
 
 def _loss(numbers: torch.Tensor) -> float:
-    """The largest error that fp16 makes of float32 numbers."""
+    """The largest error of rounding these float32 numbers to fp16."""
     return float((numbers.half().float() - numbers).abs().max())
 
 

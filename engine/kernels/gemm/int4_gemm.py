@@ -1,11 +1,11 @@
 """GEMMs of 3 to MOST_ROWS rows with an int4 weight on tensor cores: y [M, N] = x [M, K] W [N, K]ᵀ.
 
-A byte becomes two 16-bit floats in 1.4 instructions a number: its halves are put below the exponent of a number whose
-last bit counts ones (128 in bf16, 1024 in fp16), and that number, or with a zero point that number and the point, is
-taken off; the result, q - zero, is exact. Each group's product is scaled in float32.
+A byte becomes two 16-bit floats at 1.4 instructions a number. Each half is put into the mantissa of a float whose last
+mantissa bit is worth one (128 in bf16, 1024 in fp16); then that float, plus the zero point if there is one, is
+subtracted. The result, q - zero, is exact. Each group's product is scaled in float32.
 
-A few rows are bound by reading W, so K is cut into SPLIT parts, one or two for each warp, which read at the same time:
-this keeps enough of W in flight even where there are few outputs. More rows share what is read among all warps.
+A few rows are bound by reading W. So K is cut into SPLIT parts, one or two for each warp, which are read at the same
+time: this keeps enough of W in flight even with few outputs. With more rows, all warps share what is read.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,12 @@ from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, 
 
 MOST_ROWS = 256
 _MANY_OUTPUTS = 16384  # enough programs for every multiprocessor without cutting K
-_MOST_BYTES = 64  # of a row of W, read at a time
+_MOST_BYTES = 64  # bytes of a row of W that are read at a time
 
 
 class Tiles(NamedTuple):
-    """A program multiplies BLOCK_N outputs with BLOCK_M rows, SPLIT parts of K at a time. Without a split several
-    programs share the rows; with one, BLOCK_M holds them all."""
+    """A program computes BLOCK_N outputs of BLOCK_M rows, SPLIT parts of K at a time. With a split, BLOCK_M holds all
+    rows; without one, several programs share them."""
 
     block_n: int
     block_m: int
@@ -35,7 +35,8 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _halves(codes, zero, TYPE: tl.constexpr, FAST: tl.constexpr):
-    """Bytes of two codes -> q - zero of the lower and of the upper halves, in TYPE. `zero`: uint8, as wide as codes."""
+    """Bytes of two codes each -> q - zero of the lower halves, and of the upper halves, in TYPE. `zero`: uint8, shaped
+    like `codes`."""
     if not FAST:
         low = (codes & 15).to(tl.float32) - zero.to(tl.float32)
         high = (codes >> 4).to(tl.float32) - zero.to(tl.float32)
@@ -143,7 +144,8 @@ def _int4_tile_kernel(
 
 
 def block_bytes(group: int) -> int:
-    """Bytes of a row of W that are read at a time: of one group, and a power of two. 0: the group has no such part."""
+    """Bytes of a row of W that are read at a time: a power of two, within one group. 0 if the group's size allows
+    none."""
     size = _MOST_BYTES
     while (group // 2) % size:
         size //= 2
@@ -158,9 +160,9 @@ def supports(packed: Packed, dtype: torch.dtype) -> bool:
 
 
 def tiles_for(rows: int, outputs: int, blocks: int, block_w: int, shared: int) -> Tiles:
-    """For `rows` of x and a weight of `outputs` rows of `blocks` blocks of `block_w` bytes, where a program may have
-    `shared` bytes of shared memory: of the tiles that were tried with the shapes of an 8B model on an H100, the fastest
-    or nearly so (docs/performance.md)."""
+    """Tiles for `rows` of x and a weight of `outputs` rows, each of `blocks` blocks of `block_w` bytes, if a program
+    may have `shared` bytes of shared memory: the fastest or nearly the fastest that were tried with the shapes of an 8B
+    model on an H100 (docs/performance.md)."""
     block_m = max(8, triton.next_power_of_2(rows))
     if rows <= 16 or (rows <= 32 and outputs < _MANY_OUTPUTS):
         tiles = Tiles(32, block_m, 8 if rows <= 8 else 4, 4, 3 if rows <= 8 else 4)
@@ -181,8 +183,8 @@ def _shared_bytes(tiles: Tiles, block_w: int) -> int:
 
 
 def gemm(x: torch.Tensor, packed: Packed, tiles: Tiles | None = None) -> torch.Tensor:
-    """Up to MOST_ROWS rows: x [M, K] in the order of the packed columns (rows may be strided), a weight that `supports`
-    says yes to -> [M, N] in x's dtype."""
+    """Up to MOST_ROWS rows: x [M, K], columns in packed order (rows may be strided), and a weight that passes
+    `supports` -> [M, N] in x's dtype."""
     rows, (outputs, inner) = x.shape[0], packed.shape
     block_w = block_bytes(packed.group)
     tiles = tiles or tiles_for(rows, outputs, inner // (2 * block_w), block_w, shared_memory(x.device))

@@ -1,18 +1,18 @@
 """GEMMs of one or two rows with an int4 weight: y [M, N] = x [M, K] W [N, K]ᵀ, W as packed_weight.py describes it.
 
-An H100's memory delivers 26 of W's numbers a clock to each multiprocessor, which issues 128 instructions in that time.
-To make a float of a number and multiply it takes four or more, so such a kernel reaches half the bandwidth. This one
-multiplies integers, four an instruction (dp4a), and takes 1.6 instructions a number:
+An H100's memory delivers 26 numbers of W per clock to each multiprocessor, which can issue 128 instructions in that
+time. Converting a number to a float and multiplying it takes four instructions or more: too many to keep up with the
+memory. So this kernel multiplies integers, four per instruction (dp4a), at 1.6 instructions a number:
 
     word of W   q7 q6 q5 q4 q3 q2 q1 q0     q0, q2, q4, q6: columns k to k + 3;  q1, q3, q5, q7: the same + PAIR
-    x           (256 high + low) * unit     16-bit fixed point: high int8, low uint8, and a unit for each CHUNK of 32
-                                            columns, the largest of them / 32767
+    x           (256 high + low) * unit     16-bit fixed point: high int8, low uint8; unit: for each CHUNK of 32 columns
+                                            their largest |x| / 32767
 
-A chunk is what a thread holds side by side: four words, which lie in one group. Its sum of q (256 high + low) is exact,
-and below 2^24, so as a float32 it is exact, too. x loses at most 2^-16 of the chunk's largest number, a hundredth of
-what rounding that number to bf16 has lost before.
+A chunk is what a thread holds contiguously: four words, within one group. Its sum of q (256 high + low) is exact and
+below 2^24, so a float32 holds it exactly, too. x loses at most 2^-16 of the chunk's largest number, a hundredth of what
+that number has already lost by rounding to bf16.
 
-As in small_batch.py the operations around the GEMM are fused: a norm before it, a gate or the residual after it.
+As in small_batch.py, the operations around the GEMM are fused: a norm before it, a gate or the residual after it.
 """
 
 import torch
@@ -27,14 +27,14 @@ from engine.kernels.runtime.launcher import interpreted, kernel, wait_for_previo
 MOST_ROWS = 2
 CHUNK = 32  # columns
 _CHUNK = tl.constexpr(CHUNK)
-_WORDS = tl.constexpr(CHUNK // 8)  # of a chunk
+_WORDS = tl.constexpr(CHUNK // 8)  # words in a chunk
 _LARGEST = tl.constexpr(32767.0)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a small number it leaves round(number) in the lowest bits
 
 
 @triton.jit
 def _one(four, j: tl.constexpr, TYPE: tl.constexpr):
-    """Number j of four numbers of 16 bits that were read as one of 64; float32."""
+    """Number j of four 16-bit numbers that were read as one 64-bit number; float32."""
     return (four >> (j * 16)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
 
 
@@ -45,7 +45,7 @@ def _larger(a, b):
 
 @triton.jit
 def _high_and_low(a, b, c, d, unit, DP4A: tl.constexpr):
-    """The bytes of round(number / unit), of four numbers in the order of the bytes of a word."""
+    """The high and low bytes of round(number / unit), of four numbers each, in the order of a word's bytes."""
     a = (a * unit + _MAGIC).to(tl.int32, bitcast=True)
     b = (b * unit + _MAGIC).to(tl.int32, bitcast=True)
     c = (c * unit + _MAGIC).to(tl.int32, bitcast=True)
@@ -62,7 +62,7 @@ def _high_and_low(a, b, c, d, unit, DP4A: tl.constexpr):
 
 @triton.jit
 def _dot4(q, high, low, DP4A: tl.constexpr):
-    """Bytes q of 0 to 15: sum of q (256 high + low), int32."""
+    """The sum of q (256 high + low), int32, over a word's bytes q, which are 0 to 15."""
     if DP4A:
         dot: tl.constexpr = """{ .reg .s32 h, l; dp4a.u32.s32 h, $1, $2, 0; dp4a.u32.u32 l, $1, $3, 0;
             mad.lo.s32 $0, h, 256, l; }"""
@@ -77,7 +77,8 @@ def _dot4(q, high, low, DP4A: tl.constexpr):
 
 @triton.jit
 def _dot8(word, high, low, far_high, far_low, DP4A: tl.constexpr):
-    """The same of a word's lower halves, and of its upper halves with what lies PAIR farther."""
+    """The same for a word of codes: its lower halves with (high, low), its upper halves with the columns PAIR
+    farther."""
     if DP4A:
         dot: tl.constexpr = """{ .reg .b32 q, p; .reg .s32 h, l;
             and.b32 q, $1, 0x0F0F0F0F; shr.u32 p, $1, 4; and.b32 p, p, 0x0F0F0F0F;
@@ -92,7 +93,7 @@ def _dot8(word, high, low, far_high, far_low, DP4A: tl.constexpr):
 
 @triton.jit
 def _by_chunk(words):
-    """[..., words] -> [..., chunks]: sums of what a thread holds side by side."""
+    """[..., words] -> [..., chunks]: sums within a thread."""
     if len(words.shape) == 1:
         return tl.sum(tl.reshape(words, [words.shape[0] // _WORDS, _WORDS]), 1)
     else:
@@ -101,8 +102,8 @@ def _by_chunk(words):
 
 @triton.jit
 def _fixed_point(x_ptr, norm_ptr, offset, at, live, PAIR: tl.constexpr, DP4A: tl.constexpr):
-    """What words that begin at columns `at` are multiplied with: (high, low, the same PAIR farther) [words], and the
-    chunks' units; and the sum of squares of x [words], for a norm."""
+    """x in fixed point for the words that begin at columns `at`: high and low bytes [words], those of the columns PAIR
+    farther, and the chunks' units; and, for a norm, the sum of squares of x [words]."""
     x_type: tl.constexpr = x_ptr.dtype.element_ty
     fours = x_ptr.to(tl.pointer_type(tl.int64))
     near = tl.load(fours + at // 4, mask=live, other=0)
@@ -144,7 +145,7 @@ def _words(w_at, n_live, words, start: tl.constexpr, WORDS: tl.constexpr, BLOCK_
 
 @triton.jit
 def _of_chunks(at_ptr, n, n_live, column, K: tl.constexpr, GROUP: tl.constexpr):
-    """What each group of columns has one of, for outputs n and the chunks that begin at `column`: [N, chunks]."""
+    """A per-group quantity (scale or zero point) for outputs n and the chunks that begin at `column`: [N, chunks]."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     place = n[:, None].to(tl.int64) * GROUPS + (column // GROUP)[None, :]
     return tl.load(at_ptr + place, mask=n_live[:, None] & (column < K)[None, :], other=0)
@@ -152,7 +153,7 @@ def _of_chunks(at_ptr, n, n_live, column, K: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _chunk_sums(words, total, high, low, far_high, far_low, zero, scale, unit, DP4A: tl.constexpr):
-    """Sums of (q - zero) scale x over the chunks of words [BLOCK_N, BLOCK_W]; `total`: of x alone."""
+    """Sums of (q - zero) scale x over the chunks of words [BLOCK_N, BLOCK_W]; `total` is the sum of x alone."""
     dots = _dot8(words, high[None, :], low[None, :], far_high[None, :], far_low[None, :], DP4A)
     return (_by_chunk(dots) - zero * total[None, :]).to(tl.float32) * (scale * unit[None, :])
 
@@ -189,7 +190,7 @@ def _int4_gemv_kernel(
     for start in tl.static_range(0, WORDS, BLOCK_W):
         next_w = w
         next_up = up
-        if start + BLOCK_W < WORDS:  # the next block is on its way while this one is multiplied
+        if start + BLOCK_W < WORDS:  # load the next block while this one is multiplied
             next_w = _words(w_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
             if GATE is not None:
                 next_up = _words(up_at, n_live, words, start + BLOCK_W, WORDS, BLOCK_W)
@@ -232,7 +233,7 @@ def _int4_gemv_kernel(
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         factor = 1.0
-        if norm_ptr is not None:  # of the whole row: no product had to wait for it
+        if norm_ptr is not None:  # apply the row's norm last, so that no multiplication waits for it
             factor = tl.rsqrt(tl.sum(squares[m], 0) / K + eps)
         y = (tl.sum(sums[m], 1) * factor + bias).to(dtype)
         if GATE is not None:  # rounded where separate kernels would round
@@ -245,7 +246,7 @@ def _int4_gemv_kernel(
 
 
 def supports(packed: Packed, dtype: torch.dtype) -> bool:
-    """Whether `gemv` multiplies activations of `dtype` with this weight, its columns aside."""
+    """Whether `gemv` multiplies activations of `dtype` with this weight (apart from the order of its columns)."""
     whole_chunks = packed.group % CHUNK == 0 and packed.shape[1] % CHUNK == 0
     return packed.kind == "int4" and dtype in (torch.bfloat16, torch.float16) and whole_chunks
 
@@ -262,9 +263,9 @@ def gemv(
     in_order: bool = False,
     tiles: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """small_batch.gemv for up to MOST_ROWS rows of a weight that `supports` says yes to; columns of x in packed order.
+    """small_batch.gemv for up to MOST_ROWS rows and a weight that passes `supports`; columns of x in packed order.
 
-    tiles: outputs of a program, words of each that it reads at a time, warps.
+    tiles: outputs per program, words of each output that it reads at a time, warps.
     """
     rows, inner = x.shape
     assert rows <= MOST_ROWS
@@ -285,13 +286,13 @@ def gemv(
 
 
 def _tiles(rows: int, *, gated: bool) -> tuple[int, int, int]:
-    """Of those that were tried with the shapes of an 8B model on an H100, the fastest or nearly so."""
+    """The fastest, or nearly so, of those that were tried with the shapes of an 8B model on an H100."""
     if rows == 1:
         return (4, 512, 4) if gated else (8, 256, 2)
     return 8, 512, 4
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Four numbers are read at a time."""
+    """x, copied if it is not aligned for reading four numbers at a time."""
     rows_apart = x.stride(0) if x.ndim > 1 else 0
     return x.clone(memory_format=torch.contiguous_format) if rows_apart % 4 or x.data_ptr() % 8 else x

@@ -1,10 +1,10 @@
-"""How a GPU multiplies large batches with fp8 weights: found out once, before the first step.
+"""How a GPU multiplies large batches with fp8 weights: decided once, before the first step.
 
     fp8 activations, by the library   torch._scaled_mm with a scale for each row of both, if it works here
-    fp8 activations, by our kernel    where it raises: which GPUs it serves changes with PyTorch and its libraries
-    activations as they are           GPUs without fp8 units (before compute capability 8.9): the weight is widened
+    fp8 activations, by our kernel    where the library raises: its support for GPUs changes from version to version
+    activations as they are           on GPUs without fp8 units (before compute capability 8.9): the weight is widened
 
-A GEMM in a step never fails because a library is missing.
+So no GEMM of a step fails because a library is missing.
 """
 
 import functools
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 _ROWS, _OUTPUTS, _INNER = 144, 256, 512  # shape of the trial GEMM
-_TOLERANCE = 2e-2  # relative to the largest result: rounding to bfloat16, and the bits that fast accumulation drops
+_TOLERANCE = 2e-2  # relative to the largest result: covers rounding to bfloat16, and bits lost by fast accumulation
 
 
 def has_fp8_units(device: torch.device) -> bool:
-    """Whether this GPU's tensor cores multiply fp8 activations, too."""
+    """Whether this GPU's tensor cores can multiply fp8 activations."""
     from engine.kernels.runtime.launcher import target_of
 
     return target_of(device).fp8_units

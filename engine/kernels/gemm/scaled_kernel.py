@@ -1,8 +1,8 @@
 """GEMM with an fp8 weight for any number of rows: y [M, N] = (x [M, K] W [N, K]ᵀ) · scales.
 
-For GPUs whose library has no such product. Where there are fp8 units, x is fp8 too, with a scale for each row; else
-(before compute capability 8.9) x stays as it is, and W is widened to x's dtype on its way to the matrix units. As in
-gemm.small_batch the weight's rows take the wide side, so that a few rows of x need no padding beyond 16.
+For GPUs where the library has no such GEMM. If there are fp8 units, x is fp8 too, with a scale for each row; otherwise
+(before compute capability 8.9) x stays as it is, and W is widened to x's dtype on its way to the tensor cores. As in
+gemm.small_batch, the weight's rows take the tile's wide side, so that a few rows of x are padded to 16 at most.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import triton.language as tl
 from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.runtime.launcher import kernel, shared_memory, wait_for_previous
 
-_GROUP = 8  # blocks of rows that are multiplied with the same part of the weight while it is in the L2 cache
+_GROUP = 8  # row blocks that use the same part of the weight while it is in the L2 cache
 
 
 class ScaledTiles(NamedTuple):
@@ -67,8 +67,8 @@ def _scaled_kernel(
 
 
 def scaled_tiles(rows: int, x_bytes: int, shared: int) -> ScaledTiles:
-    """Tiles by rule for `rows` of x with `x_bytes` an element, with as many stages as `shared` bytes allow. Not
-    tuned."""
+    """Tiles by rule, not tuned: for `rows` of x with `x_bytes` per element, with as many stages as `shared` bytes
+    allow."""
     block_m = min(128, max(16, triton.next_power_of_2(rows)))
     block_n = 128 if block_m == 128 else 64
     block_k = 64 if x_bytes > 1 and block_m == 128 else 128
@@ -88,7 +88,7 @@ def scaled_product(
 ) -> torch.Tensor:
     """x [M, K] (rows may be strided), weight [N, K] e4m3, scale [N], bias [N] -> [M, N] in `dtype` or x's.
 
-    With x_scale [M] x is e4m3 as well.
+    With x_scale [M], x is e4m3 as well.
     """
     (rows, inner), outputs = x.shape, weight.shape[0]
     block_m, block_n, block_k, warps, stages = tiles or scaled_tiles(rows, x.element_size(), shared_memory(x.device))

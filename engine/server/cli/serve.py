@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         try:
             engine.spawn()  # it imports and loads while we import and bind
             from engine.server.cli.report import Report
-            from engine.server.gateway.serving import Serving, run
+            from engine.server.gateway.main_loop import Serving, run
 
             server, report = http_server(options, client), Report(options, client, base_url(options), started)
             return run(Serving(

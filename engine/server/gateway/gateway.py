@@ -28,7 +28,7 @@ from engine.server.settings.server_file import model_names
 
 if TYPE_CHECKING:
     from engine.server.gateway.http_server import HttpServer
-    from engine.server.gateway.serving import Serving
+    from engine.server.gateway.main_loop import Serving
 
 log = logging.getLogger("atoll.gateway")
 
@@ -59,14 +59,14 @@ def main(argv: list[str]) -> int:
     except ModelError as error:
         complain("atoll gateway", error)
         return EXIT_MODEL
-    from engine.server.gateway.serving import run
+    from engine.server.gateway.main_loop import run
 
     return exit_now(run(_serving(options, sockets, keys, models, broken)))
 
 
 def _check(options: GatewayOptions) -> int:
     """Load what serving needs, without a socket; 0 if every model can be served."""
-    from engine.server.gateway import app, serving  # noqa: F401
+    from engine.server.gateway import app, main_loop  # noqa: F401
 
     _, broken = load_models(options)
     return EXIT_MODEL if broken else 0
@@ -136,7 +136,7 @@ def _serving(options: GatewayOptions, sockets: list[socket.socket], keys: creden
              models: dict[str, ServedModel], broken: dict[str, str]) -> "Serving":
     from engine.server.gateway.app import create_app
     from engine.server.gateway.http_server import make_server
-    from engine.server.gateway.serving import Serving
+    from engine.server.gateway.main_loop import Serving
 
     certificate, key = _tls(options)
     app = create_app(models, auth=keys, limits=options.limits, allowed_origins=options.allowed_origins, broken=broken)

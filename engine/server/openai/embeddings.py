@@ -14,9 +14,9 @@ from engine.core.params import SamplingParams
 from engine.core.request import EngineRequest, FinishReason
 from engine.embedding import finished
 from engine.errors import EngineDeadError, InvalidRequestError, QuarantinedError
-from engine.server.http.access import caller_of
 from engine.server.http.caller import Caller
 from engine.server.http.documented import documented
+from engine.server.http.scopes import caller_of
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai import replies as r
 from engine.server.openai.body import read_request

@@ -8,10 +8,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
-from engine.server.http.access import caller_of
 from engine.server.http.caller import Caller
 from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
+from engine.server.http.scopes import caller_of
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.replies import to_json
 from engine.server.openai.schema import EmbeddingRequest, SamplingFields

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from engine.text.grammar.forms import ANSWER
 from engine.text.parsers.calls import Schema, ToolFormat
-from engine.text.parsers.grammar import ANYTHING, Grammar, escaped, regex
+from engine.text.parsers.lark_grammar import ANYTHING, Grammar, escaped, regex
 from engine.text.parsers.reasoning import ReasoningFormat
 
 _SPACE = "/[ \\n]{0,2}/"  # between the reasoning and the first call

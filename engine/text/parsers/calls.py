@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from engine.text.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, ParserLimits
-from engine.text.parsers.grammar import Grammar, escaped, quoted, regex
+from engine.text.parsers.lark_grammar import Grammar, escaped, quoted, regex
 from engine.text.parsers.source import BrokenCall, Reading, Source
 
 Schema = Mapping[str, Any]
@@ -74,7 +74,7 @@ class ToolFormat(ABC):
     def read(self, calls: CallWriter) -> Reading[None]:
         """Read the call, or calls, after an opener. Raises BrokenCall."""
 
-    # -- the same syntax as a grammar (engine.text.parsers.grammar)
+    # -- the same syntax as a grammar (engine.text.parsers.lark_grammar)
 
     @abstractmethod
     def call_rule(self, grammar: Grammar, name: str, schema: Schema, *, strict: bool) -> str:

@@ -3,8 +3,8 @@
 import json
 
 from engine.text.parsers.calls import CallWriter, Schema
-from engine.text.parsers.grammar import Grammar, quoted
 from engine.text.parsers.json_text import decoded, json_key, json_string, json_value
+from engine.text.parsers.lark_grammar import Grammar, quoted
 from engine.text.parsers.source import BrokenCall, Reading
 
 _ARGUMENTS = ("arguments", "parameters")

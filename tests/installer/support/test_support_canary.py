@@ -20,7 +20,7 @@ from installer.audit import log as audit_log
 from installer.base.errors import ExitCode, InstallError
 from installer.decide.options import InstallOptions
 from installer.operate.install import Installer
-from installer.support import bundle as support_bundle
+from installer.support import archive
 from installer.tls import endpoint as tls_endpoint
 from offline_bundle.model.build import build_bundle
 from offline_bundle.signing.keys import KeyPair
@@ -189,7 +189,7 @@ def test_no_canary_leaves_the_machine(serving: tuple[Site, str], tmp_path: Path)
 
 def test_the_manifest_says_what_was_taken_and_why(serving: tuple[Site, str], tmp_path: Path) -> None:
     site, _ = serving
-    made = support_bundle.make(site.layout, tmp_path / "s.tar.gz")
+    made = archive.make(site.layout, tmp_path / "s.tar.gz")
     members = unpacked(made.path)
     manifest = json.loads(members.pop("MANIFEST.json"))
     listed = {entry["name"]: entry for entry in manifest["members"]}
@@ -199,7 +199,7 @@ def test_the_manifest_says_what_was_taken_and_why(serving: tuple[Site, str], tmp
         assert listed[name]["why"]
     assert "there is none" in listed["verify.json"]["not_taken"]
     with pytest.raises(InstallError, match="already exists") as caught:
-        support_bundle.make(site.layout, made.path)
+        archive.make(site.layout, made.path)
     assert caught.value.exit_code == ExitCode.USAGE
 
 
@@ -209,10 +209,10 @@ def test_addresses_go_on_request_only(serving: tuple[Site, str], tmp_path: Path)
     with site.layout.log.open("a") as log:
         for client in ("192.0.2.77", "2001:db8::7", "192.0.2.77", "127.0.0.1"):
             log.write(json.dumps({**line, "client": client}) + "\n")
-    plain = unpacked(support_bundle.make(site.layout, tmp_path / "a.tar.gz").path)["log.txt"]
+    plain = unpacked(archive.make(site.layout, tmp_path / "a.tar.gz").path)["log.txt"]
     assert "192.0.2.77" in plain
     assert "2001:db8::7" in plain
-    hidden = unpacked(support_bundle.make(site.layout, tmp_path / "b.tar.gz", redact_addresses=True).path)["log.txt"]
+    hidden = unpacked(archive.make(site.layout, tmp_path / "b.tar.gz", redact_addresses=True).path)["log.txt"]
     assert "192.0.2.77" not in hidden
     assert "2001:db8::7" not in hidden
     assert "127.0.0.1" in hidden
@@ -229,7 +229,7 @@ def test_a_part_that_holds_a_secret_after_all_is_left_out(serving: tuple[Site, s
     tls_endpoint.ensure(site.layout, ["localhost"])
     secret = private_parts(site.layout)[0].decode()
     bad = [Item("leak.txt", "a mistake", lambda: f"x {secret} x"), Item("broken.txt", "a mistake", lambda: 1 / 0)]  # type: ignore[arg-type,return-value]
-    made = support_bundle.make(site.layout, tmp_path / "s.tar.gz", extra=bad)
+    made = archive.make(site.layout, tmp_path / "s.tar.gz", extra=bad)
     notes = {taken.name: taken.not_taken for taken in made.members}
     assert "private keys" in notes["leak.txt"]
     assert notes["broken.txt"] == "it failed: ZeroDivisionError"
@@ -242,10 +242,10 @@ def test_parts_are_cut_to_their_size(
     from installer.support.items import Item
 
     site, _ = serving
-    monkeypatch.setattr(support_bundle, "ITEM_BYTES", 10_000)
-    monkeypatch.setattr(support_bundle, "TOTAL_BYTES", 60_000)
+    monkeypatch.setattr(archive, "ITEM_BYTES", 10_000)
+    monkeypatch.setattr(archive, "TOTAL_BYTES", 60_000)
     extra = [Item(f"big{n}.txt", "size", lambda: "line\n" * 10_000) for n in range(9)]
-    made = support_bundle.make(site.layout, tmp_path / "s.tar.gz", extra=extra)
+    made = archive.make(site.layout, tmp_path / "s.tar.gz", extra=extra)
     assert sum(taken.bytes for taken in made.members) <= 60_000
     assert all(taken.bytes <= 10_000 for taken in made.members)
     assert any(taken.cut for taken in made.members)

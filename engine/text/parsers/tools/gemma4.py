@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
-from engine.text.parsers.grammar import Grammar, either, quoted
+from engine.text.parsers.lark_grammar import Grammar, either, quoted
 from engine.text.parsers.schema_values import (
     STRING,
     in_json,

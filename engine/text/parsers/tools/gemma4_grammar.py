@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import InvalidRequestError
-from engine.text.parsers.grammar import Grammar, either, quoted, regex, string_regex
+from engine.text.parsers.lark_grammar import Grammar, either, quoted, regex, string_regex
 from engine.text.parsers.schema_values import resolved, types_of
 
 _QUOTE = '<|"|>'

@@ -7,8 +7,8 @@ offered function is one.
 from collections.abc import Sequence
 
 from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
-from engine.text.parsers.grammar import Grammar, either
 from engine.text.parsers.json_calls import call_object, call_object_rule
+from engine.text.parsers.lark_grammar import Grammar, either
 from engine.text.parsers.source import Reading
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
-from engine.text.parsers.grammar import Grammar, either, quoted
 from engine.text.parsers.json_calls import (
     arguments_rule,
     call_arguments,
@@ -11,6 +10,7 @@ from engine.text.parsers.json_calls import (
     call_object,
     call_object_rule,
 )
+from engine.text.parsers.lark_grammar import Grammar, either, quoted
 from engine.text.parsers.source import BrokenCall, Reading
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.text.parsers.calls import CallWriter, Schema, ToolFormat
-from engine.text.parsers.grammar import Grammar, either, escaped, quoted, regex, string_regex
+from engine.text.parsers.lark_grammar import Grammar, either, escaped, quoted, regex, string_regex
 from engine.text.parsers.schema_values import STRING, in_json, json_of, property_of, resolved, typed, types_of
 from engine.text.parsers.source import BrokenCall, Reading, Source
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from gateways import RunningServer, ask, engine_process, keys_of
 
-from engine.server.gateway.serving import listen_locally
+from engine.server.gateway.main_loop import listen_locally
 from engine.server.http import local_socket
 from engine.server.http.active import ActiveRow
 from engine.server.http.limits import Limits
