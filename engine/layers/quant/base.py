@@ -4,11 +4,11 @@
     tensors   name in the checkpoint -> the parameter, or the slice of it, that the loader fills
     finalize  after loading: convert the weights to their final form, and choose the GEMM
 
-A format is one file of this folder: a method for linear layers, one for stacks of experts, and an entry in `FORMATS`.
-Methods hold no tensors: one object serves every layer of its format, and the tensors live in the layer.
+A `Format` has a method for linear layers and one for stacks of experts. `FORMATS` (__init__.py) names those that an
+operator may choose with --quantization. Methods hold no tensors: the tensors live in the layer.
 
-A published checkpoint that is quantised already has packed weights and scales on disk: its method creates and names
-them. fp8.py reads 16-bit weights instead, and converts them in `finalize`.
+stored.py serves checkpoints that are quantised already: it reads packed weights and scales as they are on disk. fp8.py
+reads 16-bit weights, and converts them in `finalize`.
 """
 
 from abc import ABC, abstractmethod
