@@ -25,6 +25,7 @@ class Awq(StoredFormat):
     group: int  # 0: one scale for each output
     inputs: Inputs = None
     main: str = "qweight"
+    adds_biases = True
 
     def specs(self, out: int, inner: int, found: Found) -> dict[str, Spec]:
         groups = inner // self._group(inner)

@@ -27,6 +27,7 @@ class Gptq(StoredFormat):
     zero_offset: int  # 1 in format v1
     inputs: Inputs = None
     main: str = "qweight"
+    adds_biases = True
 
     def specs(self, out: int, inner: int, found: Found) -> dict[str, Spec]:
         groups = inner // self._group(inner)
@@ -66,6 +67,9 @@ class Gptq(StoredFormat):
         if not ((zero == middle) | (zero == middle - 1)).all():
             raise bad_values(name, "qzeros", msg("config.json says that the weights are symmetric, and it holds other "
                                                  "zero points"))
+
+    def dummy_zero_word(self) -> int:
+        return 0x7F7F7F7F if self.bits == 8 else 0x77777777  # the middle, less one
 
     def num_bytes(self, out: int, inner: int, found: Found) -> int:
         itemsize = self.specs(out, inner, found)["scales"].dtype.itemsize

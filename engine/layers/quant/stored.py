@@ -62,6 +62,11 @@ class StoredFormat(ABC):
 
     inputs: Inputs
     main: str  # the last part of the name of the tensor with the weight itself
+    adds_biases = False  # whether writers give layers without a bias one of zeros
+
+    def dummy_zero_word(self) -> int:
+        """For random weights: a word of packed zero points, as four equal bytes that the format allows."""
+        return 0x77777777
 
     @abstractmethod
     def specs(self, out: int, inner: int, found: Found) -> dict[str, Spec]:
@@ -93,6 +98,7 @@ class Part:
     count: int
     format: StoredFormat | None  # None: not quantised
     found: Found
+    has_zero_bias: bool = False  # in the checkpoint, and not in the architecture
 
 
 def bad_values(name: str, tensor: str, problem: str) -> ModelError:
@@ -126,13 +132,16 @@ class _Parts:
         for i, part in enumerate(self.parts):
             stored = {name: layer._parameters.pop(f"part{i}_{name}") for name in self._specs(part)}
             tensors = {name: p.data for name, p in stored.items() if p is not None}
+            if part.has_zero_bias and tensors.pop("bias").any():
+                raise bad_values(part.name, "bias", msg("this architecture has no bias here, and it is not zero"))
             result.append(tensors["weight"] if part.format is None else part.format.read(tensors, part.name))
         return result
 
     def _specs(self, part: Part) -> dict[str, Spec]:
         if part.format is None:
             return {"weight": Spec(self.dtype, (part.count, self.inner))}
-        return part.format.specs(part.count, self.inner, part.found)
+        specs = part.format.specs(part.count, self.inner, part.found)
+        return specs | {"bias": Spec(part.found["bias"].dtype, (part.count,))} if part.has_zero_bias else specs
 
     @property
     def inputs(self) -> Inputs:

@@ -110,17 +110,19 @@ def fill_randomly(model: CausalLM, seed: int = 0, device: torch.device = _CPU) -
         elif name in in_place:
             _fill_with_copies(target, seed)
         else:
-            _fill_any(name, target, generator)
+            _fill_any(model, name, target, generator)
 
     _materialize(model, device, fill)
 
 
-def _fill_any(name: str, target: torch.Tensor, generator: torch.Generator) -> None:
+def _fill_any(model: CausalLM, name: str, target: torch.Tensor, generator: torch.Generator) -> None:
     """Random numbers of any type: those of quantised weights are bits, of which all but NaN are allowed."""
     if name.endswith("g_idx"):  # columns in order
         target.zero_()
-    elif name.endswith("qzeros"):  # 7 or 119: the middle, less one
-        target.fill_(0x77777777)
+    elif name.endswith("qzeros") and model.stored is not None:
+        stored = model.stored.format_of(name.removesuffix(".qzeros"))
+        assert stored is not None
+        target.fill_(stored.dummy_zero_word())
     elif target.dtype.is_floating_point and target.dtype.itemsize > 1:
         target.normal_(0, 0.02, generator=generator)
     elif target.dtype == torch.float8_e4m3fn:

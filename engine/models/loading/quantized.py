@@ -61,7 +61,10 @@ def use_stored_formats(
         module = name.removesuffix(".weight")
         count, start = view.shape[0], view.storage_offset() // layer.in_features
         stored = _format(plan, layer, module, found.get(module, {}), count, is_planned=tensors is None)
-        parts.setdefault(id(base), []).append(Part(module, start, count, stored, found.get(module, {})))
+        of_module = found.get(module, {})
+        adds_bias = stored is not None and stored.adds_biases and getattr(layer, "bias", None) is None
+        part = Part(module, start, count, stored, of_module, has_zero_bias=adds_bias and "bias" in of_module)
+        parts.setdefault(id(base), []).append(part)
     for key, of_layer in parts.items():
         if all(part.format is None for part in of_layer):
             continue

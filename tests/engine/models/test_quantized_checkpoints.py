@@ -141,6 +141,29 @@ def test_scales_of_a_quantised_cache_are_left_out(written, tmp_path, caplog):
     assert "k_scale" in caplog.text
 
 
+def with_biases(bias):
+    """AutoGPTQ and AutoAWQ give layers without a bias one of zeros."""
+    return lambda tensors: tensors | {f"{DOWN}.bias": bias}
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq 8 bits", "awq"])
+def test_biases_of_zeros_that_writers_add_are_left_out(written, tmp_path, name):
+    packed = changed(written(name), tmp_path, with_biases(torch.zeros(192, dtype=torch.float16)))
+    ours, before = loaded(packed), loaded(written(name))
+    assert linears(ours)["layers.0.mlp.down_proj"].bias is None
+    assert torch.equal(linears(ours)["layers.0.mlp.down_proj"].weight, linears(before)["layers.0.mlp.down_proj"].weight)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in files.FORMATS if name.startswith(("gptq", "awq"))))
+def test_random_weights_are_some_that_the_format_allows(written, tmp_path, name):
+    packed = changed(written(name), tmp_path)
+    (packed / "model.safetensors").unlink()
+    fixed = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "load_format": "dummy"}
+    core = build_engine(EngineConfig(packed, **fixed))
+    request = EngineRequest("0", [5, 6, 7], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert len(run(core, [request])[0]["0"]) == 4
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +213,9 @@ def nan_in(name):
     ("gptq", without(f"{DOWN}.qzeros"), f"{DOWN}.qzeros"),
     ("gptq", also(qzeros=torch.full((10, 24), 0x11111111, dtype=torch.int32)), f"{DOWN}.qzeros is wrong.*symmetric"),
     ("gptq", nan_in(f"{DOWN}.scales"), f"{DOWN}.scales is wrong"),
+    ("gptq", with_biases(torch.zeros(320, dtype=torch.float16)), f"{DOWN}.bias has shape .320.*implies .192"),
+    ("gptq", with_biases(torch.ones(192, dtype=torch.float16)), f"{DOWN}.bias is wrong.*no bias here"),
+    ("ct w4a16 g32", with_biases(torch.zeros(192)), f"{DOWN}.bias"),
     ("awq", without(f"{DOWN}.qzeros"), f"{DOWN}.qzeros"),
     ("nvfp4", without(f"{DOWN}.weight_global_scale"), f"{DOWN}.weight_global_scale"),
     ("nvfp4", also(weight_global_scale=torch.zeros(1)), f"{DOWN}.weight_global_scale is wrong"),
