@@ -22,8 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine does; transformers, the oracle, gains as well
 
-# With AMX, oneDNN orders a row's sums by the number of rows beside it, so that near ties may fall either way. Tests that
-# compare answers alone and in a batch need the instructions below it; `make test-cpus` runs others with all of them.
+# With AMX, oneDNN orders a row's sums by the number of rows beside it, so that near ties may fall either way. Tests
+# that compare answers alone and in a batch need the instructions below it; `make test-cpus` runs others with AMX.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 

@@ -1,9 +1,9 @@
 """Layers whose weights are quantised in the checkpoint.
 
-A `StoredFormat` (float8.py, float4.py, integers.py, gptq.py, awq.py) says how one matrix is stored: the names, types and
-shapes of its tensors, and how to read them into the packed form (kernels/gemm/packed_weight.py). The methods here create
-the tensors that the loader fills, and join the matrices of a layer: a fused layer has several (q, k and v), each of
-which may have a format of its own, or none.
+A `StoredFormat` (float8.py, float4.py, integers.py, gptq.py, awq.py) says how one matrix is stored: the names, types
+and shapes of its tensors, and how to read them into the packed form (kernels/gemm/packed_weight.py). The methods here
+create the tensors that the loader fills, and join the matrices of a layer: a fused layer has several (q, k and v), each
+of which may have a format of its own, or none.
 
 On a GPU the weights stay packed (kernels/gemm/packed.py). On a CPU they are dequantised to the model's dtype, and
 unquantized.py chooses the library that multiplies them.

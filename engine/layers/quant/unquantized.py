@@ -82,8 +82,8 @@ def _plain(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 def _on_packed(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-    # A single row runs on another kernel, which sums in another order. Doubling it makes its result the same alone and in
-    # a batch: from two rows on, a row's result does not depend on how many there are (except with AMX, where oneDNN
+    # A single row runs on another kernel, which sums in another order. Doubling it makes its result the same alone and
+    # in a batch: from two rows on, a row's result does not depend on how many there are (except with AMX, where oneDNN
     # chooses the order of a sum by the number of rows).
     rows = x if x.shape[0] > 1 else torch.cat((x, x))
     with num_threads(layer.threads):  # the rest of a small step runs on one

@@ -62,7 +62,7 @@ class RequestContext:
 class Authentication:
     """With a key file, every path but `PUBLIC_PATHS` needs a valid key, also paths that do not exist.
 
-    On a public path a valid key is noted, too: it shows more. What a key may do is decided for each route by `scopes.py`.
+    On a public path a valid key is noted, too: it shows more. `scopes.py` decides for each route what a key may do.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyFile) -> None:

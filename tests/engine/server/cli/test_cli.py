@@ -46,8 +46,8 @@ def test_every_flag_of_common_vllm_commands_parses_with_its_meaning() -> None:
         "--scheduling-policy priority --load-format dummy --kv-cache-memory-bytes 1.5G --block-size 16 --device cpu"
     )
     assert options.engine == EngineConfig(
-        Path("/m"), ["a", "b"], "float16", None, "auto", "dummy", "cpu", 32_000, 0.95, 1_610_612_736, 16, 8, 8192, None, 1,
-        True, True, True, "priority", None, 7,
+        Path("/m"), ["a", "b"], "float16", None, "auto", "dummy", "cpu", 32_000, 0.95, 1_610_612_736, 16, 8, 8192, None,
+        1, True, True, True, "priority", None, 7,
     )
     assert (options.host, options.port) == ("0.0.0.0", 9000)
 
