@@ -42,12 +42,13 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Seconds of CLOCK_MONOTONIC, which every process of one machine shares."""
+    """Seconds of CLOCK_MONOTONIC, which every process of one machine shares; and how often it had to begin again."""
 
     arrival: float = 0
     scheduled: float = 0
     first_token: float = 0
     finished: float = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,6 +365,7 @@ class Scheduler:
         seq.status = Status.WAITING
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
+        seq.times.preemptions += 1
         self.num_preemptions += 1
         self.preempted.append(seq.request_id)
         self.waiting.put_back(seq)

@@ -76,6 +76,11 @@ class ActiveRequests:
         now, entries = time.monotonic(), list(self._entries.values())
         return ActiveReply([entry.row(now) for entry in entries[:most]], len(entries))
 
+    def waiting(self, model: str, key: str) -> int:
+        """How many sequences of `key` wait for `model`. One that the engine has said nothing about yet counts."""
+        return sum(entry.caller.key_id == key and entry.model == model and entry.state == "waiting"
+                   for entry in self._entries.values())
+
     def waiting_tokens(self, model: str) -> Counter[str]:
         """Key -> the tokens of its requests that wait in the engine's queue: prompts, and answers as long as usual."""
         usual, found = round(self._usual.get(model, 0.0)), Counter[str]()

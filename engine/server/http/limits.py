@@ -69,6 +69,8 @@ class Limits:
     max_embeddings_at_a_time: int = _count(
         128, "texts of one embeddings request that the engine has at a time, so that others come between")
     max_waiting: int = _count(2048, "sequences that may wait in one engine; beyond, requests get 503")
+    max_waiting_per_key: int = _count(
+        0, "sequences of one key that may wait in one engine, 0 for no bound; beyond, its requests get 429", at_least=0)
     max_wait_seconds: float = _seconds(  # as long as OpenAI's clients wait for an answer
         600.0, "that a request may be expected to wait in the queue, 0 for no bound; beyond, it gets 503", 0)
     isolate_prefix_cache: bool = setting(True, "false has all keys share cached prompts")

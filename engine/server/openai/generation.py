@@ -83,9 +83,17 @@ class Generation:
                 self._completion_tokens += len(delta.token_ids)
                 yield delta
         finally:
+            self._note_longest()
             self._on_end(self.usage.total_tokens)
             self._caller.work = self._work()
             await stream.aclose()
+
+    def _note_longest(self) -> None:
+        """Of each prompt's answers. Before anything ran there are no trackers, and nothing to note."""
+        n = self.params.n
+        for first in range(0, len(self._trackers), n):
+            longest = max(tracker.generated for tracker in self._trackers[first : first + n])
+            self._gateway.metrics.longest_answer(self._model.name, longest)
 
     def _work(self) -> Work:
         usage, firsts = self.usage, [t.first for t in self._trackers if t.first]

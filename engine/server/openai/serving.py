@@ -154,10 +154,24 @@ class Gateway:
     def ready(self, model: ServedModel, key: str) -> EngineInfo:
         """As `ServedModel.ready`; a refusal is counted."""
         try:
-            return model.ready(self.limits, key)
+            info = model.ready(self.limits, key)
+            self._check_waiting(model, info, key)
+            return info
         except ApiError as error:
             self.metrics.refused(error.refusal or "engine_unavailable", model.name)
             raise
+
+    def _check_waiting(self, model: ServedModel, info: EngineInfo, key: str) -> None:
+        """Raises ApiError 429 if the key has its share of the queue. While nothing waits, what the engine has just been
+        given does not count as far as there are seats for it."""
+        most, stats = self.limits.max_waiting_per_key, model.client.stats
+        if not key or not most:
+            return
+        seats = 0 if stats.num_waiting else max(0, info.max_num_seqs - stats.num_running)
+        if self.active.waiting(model.name, key) >= most + seats:
+            raise overloaded(
+                f"This key has {most} sequences waiting for this model, as many as one key may; wait for one to begin.",
+                self.limits.retry_after_seconds, status=429, code="rate_limit_exceeded", refusal="key_waiting")
 
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 import re
 
+import httpx
 import pytest
+from gateways import RunningServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.params import SamplingParams
@@ -19,7 +21,8 @@ VLLM_NAMES = {
     "vllm:request_decode_time_seconds", "vllm:request_inference_time_seconds", "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens", "vllm:iteration_tokens_total", "vllm:request_params_n",
     "vllm:request_params_max_tokens", "http_requests", "vllm:num_requests_waiting_by_reason",
-    "vllm:admission_rejections",
+    "vllm:admission_rejections", "vllm:request_num_preemptions", "vllm:request_prefill_kv_computed_tokens",
+    "vllm:request_max_num_generation_tokens", "vllm:engine_sleep_state", "vllm:cache_config_info",
 }
 
 
@@ -57,7 +60,7 @@ def test_a_request_is_counted_once_under_its_models_first_name(metrics: Metrics)
     tracker = metrics.track("alias", prompt_tokens=40, params=SamplingParams(max_tokens=100, n=2))
     tracker.on_output(StepOutput("r", [1], num_cached_tokens=32))
     tracker.on_output(StepOutput("r", [2, 3]))
-    tracker.on_output(StepOutput("r", [4], finish_reason=FinishReason.LENGTH, times=RequestTimes(10, 11, 13, 17)))
+    tracker.on_output(StepOutput("r", [4], finish_reason=FinishReason.LENGTH, times=RequestTimes(10, 11, 13, 17, 3)))
     tracker.finish(FinishReason.ABORT)  # a `finally` of the caller changes nothing
     got = samples(metrics)
     assert got["vllm:request_success_total", "length"] == 1
@@ -67,6 +70,8 @@ def test_a_request_is_counted_once_under_its_models_first_name(metrics: Metrics)
     assert got["vllm:request_generation_tokens_sum", ""] == 4
     assert got["vllm:request_prompt_tokens_sum", ""] == 40
     assert got["vllm:prompt_tokens_cached_total", ""] == 32
+    assert got["vllm:request_prefill_kv_computed_tokens_sum", ""] == 8
+    assert got["vllm:request_num_preemptions_sum", ""] == 3
     assert got["vllm:request_params_max_tokens_sum", ""] == 100
     assert got["vllm:request_queue_time_seconds_sum", ""] == 1
     assert got["vllm:request_prefill_time_seconds_sum", ""] == 2
@@ -122,8 +127,21 @@ def test_refusals_and_what_waits_are_told_by_reason(metrics: Metrics, client: En
     got = samples(metrics)
     assert got["vllm:admission_rejections_total", "expected_wait"] == 1
     assert got["vllm:admission_rejections_total", "key_rate"] == 1
-    for reason in ("queue_full", "quarantined", "engine_unavailable", "server_full", "key_concurrency"):
+    for reason in ("queue_full", "key_waiting", "quarantined", "engine_unavailable", "server_full", "key_concurrency"):
         assert got["vllm:admission_rejections_total", reason] == 0, "a series that exists at 0 can be rated"
     assert got["vllm:num_requests_waiting_by_reason", "capacity"] == 4
     assert got["vllm:num_requests_waiting_by_reason", "deferred"] == 0
     assert got["atoll:quarantined_requests", ""] == 0
+
+
+def test_a_live_engine_is_awake_and_tells_its_cache(tiny_server: RunningServer) -> None:
+    body = {"prompt": [[5] * 40, [5] * 40], "max_tokens": 3, "ignore_eos": True, "n": 2}
+    before = samples(tiny_server.gateway.metrics).get(("vllm:request_max_num_generation_tokens_count", ""), 0)
+    assert httpx.post(f"{tiny_server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    info, got = tiny_server.client.info, samples(tiny_server.gateway.metrics)
+    assert info is not None
+    assert got["vllm:cache_config_info", f"{info.page_size},{info.num_pages}"] == 1
+    assert got["vllm:engine_sleep_state", "awake"] == 1
+    assert got["vllm:engine_sleep_state", "discard_all"] == 0
+    assert got["vllm:request_max_num_generation_tokens_count", ""] == before + 2, "one for each prompt"
+    assert got["vllm:request_num_preemptions_count", ""] >= 4

@@ -121,3 +121,29 @@ async def test_no_socket_where_anybody_could_replace_it(
         monkeypatch.setenv(local_socket.ADMIN.variable, str(path))
         assert await listen_locally(server.gateway) == []
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_key_has_its_share_of_the_queue(tiny_llama_dir: Callable[..., Path], tmp_path: Path) -> None:
+    directory, keys = tiny_llama_dir("gqa"), keys_of(tmp_path / "keys.json", "alice", "bob")
+    with engine_process(directory, "--max-num-seqs", "2") as socket:
+        model = ServedModel.load("tiny", directory, EngineClient(socket))
+        server = RunningServer({"tiny": model}, limits=Limits(max_waiting_per_key=2), auth=keys)
+        try:
+            server.wait_ready()
+            running = ask(server, "bob", "bobs", 450, n=2)
+            until(server, lambda rows: len(rows) == 2 and all(row.output_tokens for row in rows))
+            waiting = [ask(server, "alice", f"alices-{i}", 3) for i in range(2)]
+            until(server, lambda rows: [row.state for row in rows if row.key == "alice"] == ["waiting"] * 2
+                  and server.client.stats.num_waiting == 2)
+            body, headers = {"prompt": "a", "max_tokens": 2}, {"Authorization": "Bearer sk-alice"}
+            refused = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert int(refused.headers["retry-after"]) > 0
+            bobs = ask(server, "bob", "another", 2)  # the share is alice's alone
+            for thread in (running, *waiting, bobs):
+                thread.join()
+            assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
+            text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer sk-bob"}).text
+            assert 'reason="key_waiting"} 1.0' in text
+        finally:
+            server.stop()
