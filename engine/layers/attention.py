@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.kernels.attention.reference import AttentionBatch, paged_attention, write_kv
+from engine.kernels.attention.reference import AttentionBatch, as_cached, paged_attention, write_kv
 from engine.layers.context import DeviceBatch, get_context
 from engine.layers.norm import RMSNorm, WideRMSNorm, unit_rms
 from engine.layers.rope import Rope, rotate
@@ -26,6 +26,7 @@ class Attention(nn.Module):
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     batch_invariant = False  # GPU: attention.batch_invariant for all steps; decode steps have tiles, too
+    k_scale = v_scale = 1.0  # an fp8 cache holds k / k_scale and v / v_scale (models/loading/kv_scales.py)
     group: int = 0   # whose pages these are (engine/core/kv/spec.py); the worker sets it
 
     def __init__(
@@ -79,18 +80,20 @@ class Attention(nn.Module):
             k, v = qk[:, self.num_heads :], heads[:, -self.num_kv_heads :]
             if self.v_norm_eps is not None:
                 v = unit_rms(v, self.v_norm_eps)
-            write_kv(k, v, self.k_cache, self.v_cache, slot_mapping)
+            write_kv(k, v, self.k_cache, self.v_cache, slot_mapping, **self._kv_scales)
             if k.dtype != self.k_cache.dtype and (batch.prefills or self._lends):
                 # Round the chunk's own K and V as the cache will: a result must not depend on where the prompt was cut.
-                k, v = (kind.to(self.k_cache.dtype).to(kind.dtype) for kind in (k, v))
+                dtype = self.k_cache.dtype
+                k, v = as_cached(k, self.k_scale, dtype), as_cached(v, self.v_scale, dtype)
             self._step_k_v = (k, v) if self._lends else None
         else:
             (owner,) = self._owner
             assert owner._step_k_v is not None, "its owner comes first in a step"
             k, v = owner._step_k_v
         out = paged_attention(
-            q, k, v, self.k_cache, self.v_cache, batch, scale=self.scale, window=self.window, softcap=self.softcap
-        )
+            q, k, v, self.k_cache, self.v_cache, batch, scale=self.scale, window=self.window, softcap=self.softcap,
+            **self._kv_scales,
+        )  # fmt: skip
         return out.view(qkv.shape[0], -1)
 
     def borrow_from(self, owner: "Attention") -> None:
@@ -123,7 +126,7 @@ class Attention(nn.Module):
             batch_invariant.attention(
                 q, own_kv, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
                 batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
-                softcap=self.softcap,
+                softcap=self.softcap, **self._kv_scales,
             )  # fmt: skip
             return out.view(tokens, -1)
         single = tokens if batch.tiles is None else batch.num_single
@@ -132,7 +135,7 @@ class Attention(nn.Module):
             attention_decode.decode(
                 q[:single], self.k_cache, self.v_cache, batch.rows[:single], batch.seq_lens[:single],
                 batch.block_table, out[:single], splits=splits, scale=self.scale, window=self.window,
-                softcap=self.softcap,
+                softcap=self.softcap, **self._kv_scales,
             )  # fmt: skip
         if batch.tiles is not None:
             assert batch.starts is not None and batch.q_starts is not None and batch.counts is not None  # noqa: PT018
@@ -141,9 +144,15 @@ class Attention(nn.Module):
             attention_chunks.mixed(
                 q, k, v, self.k_cache, self.v_cache, batch.tiles, batch.rows, batch.starts, batch.q_starts,
                 batch.counts, batch.block_table, out, block_q=batch.tile_tokens, scale=self.scale, window=self.window,
-                softcap=self.softcap,
+                softcap=self.softcap, **self._kv_scales,
             )  # fmt: skip
         return out.view(tokens, -1)
+
+    @property
+    def _kv_scales(self) -> dict[str, Any]:
+        """Of the cache that this layer reads."""
+        owner = self if self.own_kv else self._owner[0]
+        return {"k_scale": owner.k_scale, "v_scale": owner.v_scale}
 
     @property
     def _like_llama(self) -> bool:
@@ -167,7 +176,7 @@ class Attention(nn.Module):
 
         q = fused.rope_and_write_kv(
             qkv, rope.cos, rope.sin, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads,
-            heads=8 if self.batch_invariant else 0, **self._norms,
+            heads=8 if self.batch_invariant else 0, **self._norms, **self._kv_scales,
         )  # fmt: skip
         own = qkv[:, self.num_heads * self.head_dim :].view(qkv.shape[0], 2, self.num_kv_heads, self.head_dim)
         return q, own
@@ -186,6 +195,7 @@ class Attention(nn.Module):
         q, own = heads_and_write_kv(
             qkv, rope.cos, rope.sin, rope.distance, positions, slot_mapping, self.k_cache, self.v_cache, self.num_heads,
             v_norm=self.v_norm_eps is not None, k_eq_v=self.k_eq_v, own_kv=self.own_kv, keep=keep, **norms,
+            **self._kv_scales,
         )  # fmt: skip
         if not self.own_kv:
             (owner,) = self._owner

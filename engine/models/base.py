@@ -26,6 +26,7 @@ class CausalLM(nn.Module, ABC):
 
     weight_pool: torch.cuda.MemPool | None = None  # of its weights, on a GPU
     stored: "QuantizationPlan | None" = None       # how a quantised checkpoint stores it (loading/quantized.py)
+    kv_scales: frozenset[str] = frozenset()        # names of scales that an fp8 cache uses (loading/kv_scales.py)
     compute_dtype: torch.dtype | None = None       # of activations on a CPU, where it was chosen (loader.compute_in)
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:

@@ -37,6 +37,7 @@ from engine.models.batch_invariant import make_batch_invariant
 from engine.models.config.model import ModelConfig
 from engine.models.config.quantization import read_quantization
 from engine.models.loading.checkpoint import check_checkpoint
+from engine.models.loading.kv_scales import use_kv_scales
 from engine.models.loading.loader import compute_in, fill_randomly, load_weights, quantize
 from engine.models.loading.quantized import stays_fp8, use_stored_formats
 from engine.models.registry import model_class
@@ -93,6 +94,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     model.set_state_dtype(config.mamba_ssm_cache_dtype, device.type)
     tensors = None if config.load_format == "dummy" else check_checkpoint(config.model)
     stored = use_stored_formats(model, model_config, config.model, tensors)
+    if tensors is not None:
+        use_kv_scales(model, tensors, is_fp8=config.kv_cache_dtype.startswith("fp8"))
     if config.quantization is not None:
         quantize(model, config.quantization, None if stored is None else stored.method)
     if config.batch_invariant:

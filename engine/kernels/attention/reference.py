@@ -3,6 +3,8 @@
     k_cache, v_cache   [num_pages, P, Hkv, D]         P = page size, in tokens
     block_table        [rows, max_pages]   page of tokens P i .. P i + P - 1 of the row's sequence
 
+An fp8 cache holds k / k_scale and v / v_scale.
+
 Sequences with one new token (decode) are batched: their pages are gathered into a padded [b, L, Hkv D]. Sorting by
 length into buckets keeps the padding small. Sequences with several new tokens (prefill) go one by one through SDPA.
 """
@@ -11,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+
+from engine.kernels.pointwise.reference import indexable, to_cache
 
 # A decode bucket ends where its padding would cost more than another bucket: the calls of a bucket take as long as
 # gathering and attending to about a thousand tokens.
@@ -116,14 +120,22 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> None:  # fmt: skip
     """Store k, v [T, Hkv, D] at their slots."""
-    for new, cache in ((k, k_cache), (v, v_cache)):
+    for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        stored, pages = indexable(to_cache(new, scale, cache.dtype)), indexable(cache)
         if cache.is_contiguous():
-            cache.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
+            pages.view(-1, *new.shape[1:]).index_copy_(0, slot_mapping, stored)
         else:  # pages of an arena, which hold other layers too
-            cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = new.to(cache.dtype)
+            pages[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = stored
+
+
+def as_cached(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """x as a cache of `dtype` returns it."""
+    stored = to_cache(x, scale, dtype).to(x.dtype)
+    return stored * scale if dtype == torch.float8_e4m3fn else stored
 
 
 def paged_attention(
@@ -137,6 +149,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """softmax(q kᵀ · scale) v for every token of the step, causal; [T, Hq, D].
 
@@ -146,9 +160,9 @@ def paged_attention(
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for bucket in batch.decodes:
-        _decode(out, q, k_cache, v_cache, bucket, scale, window, softcap)
+        _decode(out, q, k_cache, v_cache, bucket, scale * k_scale, v_scale, window, softcap)
     for segment in batch.prefills:
-        _prefill(out, q, k, v, k_cache, v_cache, segment, scale, window, softcap)
+        _prefill(out, q, k, v, k_cache, v_cache, segment, scale, window, softcap, k_scale, v_scale)
     return out
 
 
@@ -159,6 +173,7 @@ def _decode(
     v_cache: torch.Tensor,
     bucket: DecodeBucket,
     scale: float,
+    v_scale: float,
     window: int | None,
     softcap: float | None,
 ) -> None:
@@ -172,8 +187,8 @@ def _decode(
     wide = q.new_zeros(b, num_kv_heads, group, num_kv_heads, head_dim)
     query = q.index_select(0, bucket.q_index).view(b, num_kv_heads, group, head_dim)
     wide.diagonal(dim1=1, dim2=3).copy_(query.permute(0, 2, 3, 1))
-    key = k_cache.index_select(0, bucket.pages).view(b, bucket.max_len, -1).to(q.dtype)
-    value = v_cache.index_select(0, bucket.pages).view(b, bucket.max_len, -1).to(q.dtype)
+    key = _pages(k_cache, bucket.pages).view(b, bucket.max_len, -1).to(q.dtype)
+    value = _pages(v_cache, bucket.pages).view(b, bucket.max_len, -1).to(q.dtype)
     mask, rows = bucket.mask(window, q.dtype), wide.view(b, num_q_heads, -1)
     if softcap is None:
         scores = torch.baddbmm(mask.expand(b, num_q_heads, -1), rows, key.transpose(1, 2), alpha=scale)
@@ -181,6 +196,8 @@ def _decode(
         scores = _capped(torch.bmm(rows, key.transpose(1, 2)), scale, softcap).add_(mask)
     result = torch.bmm(scores.softmax(-1), value).view_as(wide)
     own = result.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    if v_scale != 1:
+        own = own * v_scale
     out.index_copy_(0, bucket.q_index, own.reshape(b, num_q_heads, head_dim))
 
 
@@ -195,13 +212,15 @@ def _prefill(
     scale: float,
     window: int | None,
     softcap: float | None,
+    k_scale: float,
+    v_scale: float,
 ) -> None:
     rows = slice(seg.q_start, seg.q_start + seg.num_tokens)
     length = seg.start + seg.num_tokens
     key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
     if seg.start:
-        key = _with_past(k_cache, seg, key)
-        value = _with_past(v_cache, seg, value)
+        key = _with_past(k_cache, seg, key, k_scale)
+        value = _with_past(v_cache, seg, value, v_scale)
     if softcap is not None:
         out[rows] = _prefill_capped(q[rows], key[0], value[0], seg.mask(window, q.dtype), scale, softcap)
         return
@@ -240,12 +259,18 @@ def _capped(products: torch.Tensor, scale: float, softcap: float) -> torch.Tenso
 def _gather(cache: torch.Tensor, pages: torch.Tensor, b: int) -> torch.Tensor:
     """[b * n pages] -> [b, Hkv, n * P, D] (a view of one contiguous gather)."""
     _, _, heads, head_dim = cache.shape
-    return cache.index_select(0, pages).view(b, -1, heads, head_dim).transpose(1, 2)
+    return _pages(cache, pages).view(b, -1, heads, head_dim).transpose(1, 2)
 
 
-def _with_past(cache: torch.Tensor, seg: PrefillSegment, own: torch.Tensor) -> torch.Tensor:
+def _pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    return indexable(cache).index_select(0, pages).view(cache.dtype)
+
+
+def _with_past(cache: torch.Tensor, seg: PrefillSegment, own: torch.Tensor, scale: float) -> torch.Tensor:
     """[1, Hkv, start + n, D]: a sequence's past from its pages, and the chunk's own numbers as the step computed
     them."""
     every = _gather(cache, seg.pages, 1)[:, :, : seg.start + seg.num_tokens].to(own.dtype)
+    if scale != 1:
+        every.mul_(scale)
     every[:, :, seg.start :] = own
     return every

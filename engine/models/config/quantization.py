@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import ModelError
 from engine.layers.quant.awq import Awq
@@ -27,6 +27,7 @@ from engine.models.config.fields import get_field
 from engine.models.config.model import ModelConfig, read_json
 
 Rule = Callable[[str], StoredFormat | None]
+KvScales = Literal["fp8", "other"] | None  # what config.json says that the KV cache's scales are for
 
 _MAX_RULES, _MAX_RULE_LENGTH = 20_000, 1000
 _GPTQ_BITS, _PACKED_BITS = (4, 8), (2, 4, 8)
@@ -40,6 +41,7 @@ class QuantizationPlan:
 
     method: str
     rule: Rule
+    kv_scales: KvScales = None
     whole_head: bool = False  # whether the output head may be quantised by a rule that names no module
 
     def format_of(self, module: str) -> StoredFormat | None:
@@ -47,7 +49,7 @@ class QuantizationPlan:
         return self.rule(module)
 
     def ignores(self, name: str) -> bool:
-        """Tensors that are not used: scales for a quantised KV cache."""
+        """Tensors that no layer loads: scales for a quantised KV cache (loading/kv_scales.py)."""
         return _PLAIN.fullmatch(name) is not None
 
 
@@ -65,7 +67,17 @@ def read_quantization(config: ModelConfig, model_dir: Path) -> QuantizationPlan 
             msg("config.json: the weights are quantised with {method}, which Atoll does not read.", method=method),
             msg("It reads {methods}, and checkpoints in 16 bits.", methods=", ".join(sorted(_READERS))),
         )  # fmt: skip
-    return QuantizationPlan(method, _READERS[method](raw))
+    return QuantizationPlan(method, _READERS[method](raw), _kv_scales(raw))
+
+
+def _kv_scales(raw: Mapping[str, Any]) -> KvScales:
+    scheme = raw.get("kv_cache_scheme")
+    if scheme is None:
+        return None
+    fits = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    if not fits or scheme.get("dynamic") or not scheme.get("symmetric", True):
+        return "other"
+    return "fp8" if scheme.get("strategy", "tensor") == "tensor" else "other"
 
 
 def unreadable(where: str, problem: str) -> ModelError:

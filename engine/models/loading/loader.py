@@ -141,7 +141,7 @@ def _check_names(model: CausalLM, model_dir: Path, tensors: dict[str, TensorInfo
         return model.stored is not None and (model.stored.ignores(name) or model.ignores(plain_name(name)))
 
     for name in tensors:
-        if name not in wanted and ignored(name):
+        if name not in wanted and name not in model.kv_scales and ignored(name):
             skipped.setdefault(".".join(name.split(".")[:2]), []).append(name)
     for part, names in sorted(skipped.items()):
         log.info("Not loaded, as the model has no use for it: %s of %s.", _and_more(names), part)

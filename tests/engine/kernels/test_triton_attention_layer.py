@@ -106,3 +106,60 @@ def test_device_path_equals_cpu_path(kind, borrower):
             torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
     assert not torch.equal(caches[0], filled)
+
+
+K_SCALE, V_SCALE = 0.02, 0.05
+
+
+def scaled_layers(kind, *, borrower):
+    rope, options = LAYERS[kind]
+    layers = [layer(options)]
+    if borrower:
+        fewer = {name: value for name, value in options.items() if name not in ("k_norm", "k_eq_v")}
+        layers.append(layer(fewer, own_kv=False))
+        layers[1].borrow_from(layers[0])
+    layers[0].k_scale, layers[0].v_scale = K_SCALE, V_SCALE
+    return rope, layers
+
+
+def as_fp8(numbers, scale):
+    return (numbers / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("kind", "borrower"), [
+    ("llama", False), ("qwen3", False), ("qwen3.5", False), ("gemma2", False), ("gemma4 full", True),
+])  # fmt: skip
+def test_an_fp8_cache_with_scales_is_the_cache_that_it_stands_for(kind, borrower):
+    """Both paths over an fp8 cache, beside the CPU's over a cache that holds the same numbers in float32."""
+    torch.manual_seed(0)
+    rope, layers = scaled_layers(kind, borrower=borrower)
+    table = RotaryEmbedding(DIM, 64, rope)
+    block_table = torch.tensor([[0, 0, 0], [3, 5, 0], [1, 4, 2]], dtype=torch.int32)
+    before = [as_fp8(torch.randn(6, PAGE, KV_HEADS, DIM), scale) for scale in (K_SCALE, V_SCALE)]
+    for seqs in (CHUNK, STEP):
+        inputs = [torch.randn(sum(n for _, n in seqs), width(attention)) for attention in layers]
+        (cpu, cpu_rope), (device, device_rope) = contexts(seqs, table, block_table)
+
+        def run(context, turn, caches, inputs=inputs):
+            outs = []
+            for attention, x in zip(layers, inputs, strict=True):
+                attention.k_cache, attention.v_cache = caches
+                with forward_context(context):
+                    outs.append(attention(x.clone(), turn))
+            return torch.stack([out.float() for out in outs])
+
+        by_cpu, by_device = ([cache.clone() for cache in before] for _ in range(2))
+        ours, on_device = run(cpu, cpu_rope, by_cpu), run(device, device_rope, by_device)
+        for one, other in zip(by_cpu, by_device, strict=True):
+            close = (one.float() - other.float()).abs() <= other.float().abs() / 8 + 2**-9  # a rounding apart at most
+            assert close.all()
+        wide = [cache.float() * scale for cache, scale in zip(by_cpu, (K_SCALE, V_SCALE), strict=True)]
+        layers[0].k_scale = layers[0].v_scale = 1.0
+        reference = run(cpu, cpu_rope, wide)
+        layers[0].k_scale, layers[0].v_scale = K_SCALE, V_SCALE
+        # The reference attends to the step's own keys before they are rounded to fp8; a chunk on the GPU does, too.
+        for outputs in (ours, on_device):
+            assert (outputs - reference).norm() < 0.2 * reference.norm()
+        if seqs is STEP:
+            assert (on_device - ours).norm() < 0.05 * ours.norm()
+        before = by_cpu
