@@ -81,6 +81,9 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "top": ("tui.top", "register", "Watch the running service: speed, queue, memory, GPUs, alerts."),
         "start": ("appliance.cli.operate.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.operate.lifecycle", "register", "Stop the service; everything stays installed."),
+        "drain": (
+            "appliance.cli.operate.lifecycle", "register", "Refuse new requests while running ones end, and back.",
+        ),
         "restart": ("appliance.cli.operate.lifecycle", "register", "Restart the service to apply changed settings."),
         "tune": ("appliance.cli.operate.tune", "app", "Find the engine settings that serve your traffic best."),
         "jobs": (

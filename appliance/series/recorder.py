@@ -11,11 +11,11 @@ from pathlib import Path
 
 from appliance.load.http_client import HttpClient, HttpError
 from appliance.load.target import Target
-from appliance.local_socket import get
 from appliance.series.names import MOST_PAGE, UP, parsed
 from appliance.series.store import SeriesError, Store, wall_clock
 from installer.gpu import nvml
 from installer.gpu.facts import GpuFacts
+from installer.service.local_socket import ask
 
 _SECONDS = 5.0         # timeout of /metrics
 _GPU_EVERY = 10.0      # seconds; a probe is a separate process, about 50 ms
@@ -80,7 +80,7 @@ class Recorder:
 
 def _by_socket(path: Path) -> dict[str, float] | None:
     """As `scraped`, over the gateway's Unix socket."""
-    body = get(path, "/metrics", seconds=_SECONDS, most=MOST_PAGE)
+    body = ask(path, "/metrics", seconds=_SECONDS, most=MOST_PAGE)
     try:
         return parsed(body.decode(errors="replace")) if body is not None else None
     except (ValueError, KeyError):

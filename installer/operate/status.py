@@ -25,7 +25,7 @@ from installer.operate import deep_verify as deep
 from installer.operate.findings import Findings
 from installer.operate.lifecycle import history_of
 from installer.release import config, release
-from installer.service import unit_state
+from installer.service import drain_state, unit_state
 from installer.service.log_file import tail
 from installer.service.manager import ServiceManager
 from installer.service.prefix import PrefixService
@@ -46,8 +46,9 @@ Facts = dict[str, Any]
 def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     """All facts, ready for JSON.
 
-    `state` is serving, starting, stopped, failed, interrupted, busy, not-installed or unknown (this user may not see
-    it). `healthy`: it serves and nothing is wrong. Raises InstallError (usage) if there is no installation of ours.
+    `state` is serving, draining, starting, stopped, failed, interrupted, busy, not-installed or unknown (this user may
+    not see it). `healthy`: it serves and nothing is wrong. Raises InstallError (usage) if there is no installation of
+    ours.
     """
     found = Findings()
     log, history = _history(layout, found)
@@ -57,11 +58,13 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     settings = found.try_read(t("the settings"), lambda: _settings(layout), {})
     running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
     answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, t("not running"))
-    if said.startswith("HTTP 503"):  # without a key, /health names no model
+    if said.startswith("HTTP 503") and not drain_state.is_cause(said):  # without a key, /health names no model
         name = str(bundles[0].get("name", "")) if bundles else ""
         said = (_own_words(units) if layout.system else _last_words(layout, name)) or said
     holder = lock.holder(layout.lock)
     state = _state(history, committed, running, answers, busy=holder is not None)
+    if state == "starting" and drain_state.is_cause(said):
+        state = "draining"
     _tell_state(layout, state, running, said, units, history, found)
     recovery = _recovery(log, state, found)
     verified = _last_verify(layout, log, committed, found)
@@ -234,6 +237,9 @@ def _tell_state(
         found.error(message, f"atoll logs{where}; atoll start{where}")
     elif state == "starting" and running["phase"] == "running":
         found.error(t("The service runs but is not ready: {said}.", said=said), f"atoll logs{where}")
+    elif state == "draining":
+        found.warn(t("The service is draining: new requests are refused, running ones end."),
+                   f"atoll drain --off{where}")
     if history.last_failure is not None:
         failure = without_ids(history.last_failure)
         found.warn(

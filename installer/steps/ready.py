@@ -8,6 +8,7 @@ from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.decide.frontend import Frontend
 from installer.release.config import Endpoint
+from installer.service import drain_state
 from installer.service.log_file import error_id, readable
 from installer.service.manager import ServiceManager
 from installer.service.smoke_test import health
@@ -17,6 +18,8 @@ def wait_ready(
     service: ServiceManager, endpoint: Endpoint, layout: Layout, frontend: Frontend, timeout: float
 ) -> None:
     """Wait until /health says 200, which means that the engine has produced a token. Raises InstallError (40).
+
+    A gateway that drains takes requests again: who starts a service wants it to serve.
 
     Gives up early if the service dies: a crash during the start is not worth waiting for.
     """
@@ -30,6 +33,8 @@ def wait_ready(
             raise unhealthy(service, layout, t("The service ended while it was starting{status}.", status=status))
         if good:
             return
+        if drain_state.is_cause(said):
+            drain_state.switch(layout, on=False)
         if waited > timeout:
             raise unhealthy(service, layout, t("The service was not ready after {timeout:.0f} s: {said}.",
                                                timeout=timeout, said=said))

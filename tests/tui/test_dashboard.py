@@ -23,6 +23,7 @@ from appliance.service.dashboard.snapshot import GpuRow, ModelRow
 from appliance.service.dashboard.watcher import KEY, Watcher
 from appliance.service.desk import Desk
 from appliance.service.pilot.records import series_of
+from appliance.service.trouble import troubles
 from installer.access import api_keys
 from installer.base.errors import ExitCode, InstallError
 from installer.base.layout import Layout
@@ -79,8 +80,12 @@ def ask(layout: Layout, key: str, count: int = REQUESTS) -> None:
 
 
 def command(layout: Layout, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return atoll(layout, "top", *words, **environment)
+
+
+def atoll(layout: Layout, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "appliance.cli", "top", *words], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "appliance.cli", *words], capture_output=True, text=True, timeout=60,
         stdin=subprocess.DEVNULL,
         env={**os.environ, "ATOLL_PREFIX": str(layout.prefix), "ATOLL_LANG": "en", **environment},
     )  # fmt: skip
@@ -209,6 +214,63 @@ async def test_the_service_is_stopped_and_started_behind_a_question(installed: L
         await pilot.pause(0.3)
         await pilot.press("enter")
         await until(pilot, lambda: "SERVING" in seen(app), 120)
+
+
+async def test_a_drain_and_its_end(installed: Layout, key: str) -> None:
+    app = Wizard(installed, "en", dashboard=True)
+    url = f"{config.standing(installed).url}/v1/completions"
+    body, headers = {"model": MODEL, "prompt": "a", "max_tokens": 2}, {"Authorization": f"Bearer {key}"}
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: MODEL in seen(app))
+        await pilot.press("f9")
+        await until(pilot, lambda: isinstance(app.screen, Pick))
+        await pilot.press("down", "down", "enter")
+        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200, "not before it is confirmed"
+        await pilot.pause(0.3)
+        await pilot.press("enter")
+        await until(pilot, lambda: "DRAINING" in seen(app) and "next: atoll drain --off" in seen(app), 60)
+        refused = httpx.post(url, json=body, headers=headers, timeout=60)
+        assert refused.json()["error"]["code"] == "draining"
+        assert [trouble.id for trouble in troubles(installed)] == ["draining"]
+        await pilot.press("f9")
+        await until(pilot, lambda: isinstance(app.screen, Pick))
+        await pilot.press("down", "down", "down", "enter")
+        await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
+        await pilot.pause(0.3)
+        await pilot.press("enter")
+        await until(pilot, lambda: "SERVING" in seen(app) and "The service takes requests." in seen(app), 60)
+    assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+
+
+def test_a_drain_waits_for_what_runs_and_a_start_ends_it(installed: Layout, key: str) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {key}"}
+    with httpx.stream("POST", f"{config.standing(installed).url}/v1/completions", json=body, headers=headers,
+                      timeout=60) as reply:
+        received = reply.iter_lines()
+        next(received)
+        waited = atoll(installed, "drain", "--wait", "1", "--json")
+        assert (waited.returncode, json.loads(waited.stdout)) == (40, {"draining": True, "in_flight": 1})
+    ended = atoll(installed, "drain", "--wait", "60")
+    assert (ended.returncode, ended.stdout.strip()) == (0, "New requests are refused; no request runs.")
+    status = json.loads(atoll(installed, "status", "--json").stdout)
+    assert (status["state"], status["healthy"]) == ("draining", False)
+    assert start(installed, Front()).changed  # type: ignore[arg-type]
+    assert json.loads(atoll(installed, "drain", "--off", "--json").stdout) == {"draining": False, "in_flight": 0}
+    assert json.loads(atoll(installed, "status", "--json").stdout)["state"] == "serving"
+
+
+def test_nobody_to_drain(installed: Layout, tmp_path: Path) -> None:
+    assert atoll(Layout.at(tmp_path / "empty"), "drain").returncode == ExitCode.USAGE
+    stop(installed)
+    try:
+        refused = atoll(installed, "drain")
+        assert refused.returncode == ExitCode.UNHEALTHY
+        assert "does not answer on its admin socket" in refused.stderr
+        assert "Nothing was changed." in refused.stderr
+    finally:
+        start(installed, Front())  # type: ignore[arg-type]
 
 
 def test_a_service_that_has_died_is_told(installed: Layout) -> None:

@@ -38,7 +38,7 @@ HELP = t(
     "memory for contexts is, PREFIX the share of prompts that was known already. A dash: no traffic.\n\n"
     "F5   look again now          Space   hold the screen, and go on\n"
     "F8   the whole log           /   show only lines of the log with this word\n"
-    "F9   start, stop, restart, go back to the release before (asks first)\n"
+    "F9   start, drain, stop, restart, go back to the release before (asks first)\n"
     "3   what the table has no room for: medians, pages, API keys\n"
     "4   all active requests: who asked, how old, how many tokens; never what was asked or answered\n"
     "Esc   back to the checklist  F10   leave"

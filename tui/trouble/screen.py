@@ -38,7 +38,7 @@ class TroubleScreen(Told, Screen[None]):
     def __init__(self, troubles: list[Trouble]) -> None:
         super().__init__()
         self.troubles, self.at = troubles, 0
-        self._live = any(each.id in ("engine-loading", "engine-failed", "stopped") for each in troubles)
+        self._live = any(each.id in ("draining", "engine-loading", "engine-failed", "stopped") for each in troubles)
 
     def compose(self) -> ComposeResult:
         yield Header()

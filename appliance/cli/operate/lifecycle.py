@@ -1,4 +1,4 @@
-"""`atoll start|stop|restart|rollback|uninstall|journal`: commands for an existing installation."""
+"""`atoll start|stop|restart|drain|rollback|uninstall|journal`: commands for an existing installation."""
 
 import socket
 import sys
@@ -10,6 +10,7 @@ from appliance.cli.common import Json, Prefix, agrees, examples, layout_for, pri
 from appliance.cli.language.commands import Commands
 from appliance.cli.view.install_view import Terminal, human_bytes, print_result
 from appliance.service import events
+from appliance.service.dashboard import control
 from appliance.service.jobs import spool
 from installer.audit import log
 from installer.base import journal
@@ -17,6 +18,8 @@ from installer.base.errors import ExitCode, InstallError
 from installer.base.i18n import joined, t
 from installer.base.lock import InstallLock
 from installer.decide.options import InstallOptions
+from installer.operate.drain import drain as start_drain
+from installer.operate.drain import undrain
 from installer.operate.lifecycle import history_of
 from installer.operate.lifecycle import restart as restart_service
 from installer.operate.lifecycle import start as start_service
@@ -27,6 +30,12 @@ from installer.operate.uninstall import uninstall as remove
 
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds until it must be ready.")]
 
+_DRAIN = """Refuse new requests, while running ones end: before maintenance, or to move users to another server.
+
+New requests get 503 with Retry-After, and /health says 503 too, so that a load balancer leaves this server out.
+Nothing is stopped. `--off` takes requests again; so do start, restart, install, upgrade, rollback and tune, and a
+gateway that starts.
+"""
 _ROLLBACK = """Go back to the previous release, which is still on the disk: no medium is needed.
 
 It is started and has to answer a question, as after an install; if it does not answer, the current release is put back.
@@ -42,6 +51,9 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this module to the `atoll` command tree."""
     app.command(help="Start the installed service and wait until it answers.", epilog=examples("atoll start"))(start)
     app.command(help="Stop the service. Everything stays installed.", epilog=examples("atoll stop"))(stop)
+    app.command(
+        help=_DRAIN, epilog=examples("atoll drain", "atoll drain --wait 300 && atoll stop", "atoll drain --off")
+    )(drain)
     app.command(
         help="Restart the service to apply changed settings.", epilog=examples("atoll restart")
     )(restart)
@@ -67,6 +79,24 @@ def stop(prefix: Prefix = None, as_json: Json = False) -> None:
         result = stop_service(layout_for(prefix))
     said = t("Stopped.") if result.changed else t("The service was not running.")
     _say(result.to_json(), said, as_json)
+
+
+def drain(
+    prefix: Prefix = None,
+    off: Annotated[bool, typer.Option("--off", help="Take requests again.")] = False,
+    wait: Annotated[
+        float,
+        typer.Option("--wait", min=0, metavar="SECONDS",
+                     help="Wait so long for running requests; exit code 40 if some still run then."),
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    with told(as_json):
+        layout = layout_for(prefix)
+        state = undrain(layout) if off else start_drain(layout, wait=wait)
+    _say(state.to_json(), control.drained(state), as_json)
+    if wait and not off and state.in_flight:
+        raise typer.Exit(ExitCode.UNHEALTHY)
 
 
 def restart(prefix: Prefix = None, timeout: Timeout = 900.0, as_json: Json = False) -> None:

@@ -20,8 +20,9 @@ Each problem comes with the next command. As another user than root it shows wha
 can, and says what it could not see.
 """
 _STATES = {
-    "serving": t("SERVING"), "starting": t("STARTING"), "stopped": t("STOPPED"), "failed": t("FAILED"),
-    "interrupted": t("INTERRUPTED"), "busy": t("BUSY"), "not-installed": t("NOT-INSTALLED"), "unknown": t("UNKNOWN"),
+    "serving": t("SERVING"), "draining": t("DRAINING"), "starting": t("STARTING"), "stopped": t("STOPPED"),
+    "failed": t("FAILED"), "interrupted": t("INTERRUPTED"), "busy": t("BUSY"), "not-installed": t("NOT-INSTALLED"),
+    "unknown": t("UNKNOWN"),
 }  # fmt: skip
 _PHASES = {
     "running": t("running"), "starting": t("starting"), "restarting": t("restarting"), "stopped": t("stopped"),

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
-from appliance.local_socket import get
 from appliance.service.dashboard.snapshot import ActiveRow
 from installer.base.layout import Layout
+from installer.service.local_socket import admin_socket, ask
 
 _SECONDS = 2.0
 _MOST_BYTES = 4 << 20
@@ -17,8 +16,8 @@ _FIELDS = tuple(field.name for field in fields(ActiveRow))
 
 def active_requests(layout: Layout, keys: Sequence[Mapping[str, Any]]) -> tuple[tuple[ActiveRow, ...], int | None]:
     """(the oldest requests, how many there are in all); None where the gateway does not answer on its socket."""
-    path = _socket_of(layout)
-    body = get(path, "/requests", seconds=_SECONDS, most=_MOST_BYTES) if path is not None else None
+    path = admin_socket(layout)
+    body = ask(path, "/requests", seconds=_SECONDS, most=_MOST_BYTES) if path is not None else None
     if body is None:
         return (), None
     names = {str(key["id"]): str(key.get("name") or "") for key in keys}
@@ -33,13 +32,3 @@ def active_requests(layout: Layout, keys: Sequence[Mapping[str, Any]]) -> tuple[
 
 def _named(row: ActiveRow, names: Mapping[str, str]) -> ActiveRow:
     return replace(row, key=names.get(row.key) or row.key)
-
-
-def _socket_of(layout: Layout) -> Path | None:
-    if layout.system:
-        return layout.run / "gateway/admin.sock"
-    try:
-        told = json.loads(layout.service_state.read_text(encoding="utf-8")).get("admin")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return Path(told) if isinstance(told, str) and told else None

@@ -6,8 +6,9 @@ from appliance.service.dashboard.snapshot import ActiveRow, GpuRow, ModelRow, Sn
 from installer.base.i18n import joined, t
 
 STATES = {
-    "serving": t("SERVING"), "starting": t("STARTING"), "stopped": t("STOPPED"), "failed": t("FAILED"),
-    "interrupted": t("INTERRUPTED"), "busy": t("BUSY"), "not-installed": t("NOT-INSTALLED"), "unknown": t("UNKNOWN"),
+    "serving": t("SERVING"), "draining": t("DRAINING"), "starting": t("STARTING"), "stopped": t("STOPPED"),
+    "failed": t("FAILED"), "interrupted": t("INTERRUPTED"), "busy": t("BUSY"), "not-installed": t("NOT-INSTALLED"),
+    "unknown": t("UNKNOWN"),
 }  # fmt: skip
 MODEL_HEADS = (t("MODEL"), t("STATE"), t("USERS"), t("WAIT"), t("TOK/S"), t("FIRST"), t("BETWEEN"), "KV", t("PREFIX"))
 GPU_HEADS = ("GPU", t("NAME"), t("MEMORY"), t("TEMP"), t("POWER"), "ECC")

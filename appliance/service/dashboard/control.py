@@ -6,14 +6,18 @@ from installer.base.i18n import t
 from installer.base.layout import Layout
 from installer.decide.frontend import Unattended
 from installer.decide.options import InstallOptions
+from installer.operate.drain import drain, undrain
 from installer.operate.lifecycle import restart, start, stop
 from installer.operate.rollback import Rollback
+from installer.service.drain_state import DrainState
 from installer.support import logs
 
-Action = Literal["start", "stop", "restart", "rollback"]
+Action = Literal["start", "stop", "drain", "undrain", "restart", "rollback"]
 ACTIONS: dict[Action, str] = {
     "start": t("Start the service"),
     "stop": t("Stop the service: running requests may end first, new ones are refused"),
+    "drain": t("Drain it: running requests end, new ones are refused"),
+    "undrain": t("Take requests again after a drain"),
     "restart": t("Restart the service: changed settings apply"),
     "rollback": t("Go back to the release before"),
 }
@@ -25,6 +29,10 @@ def do(layout: Layout, action: Action) -> str:
     match action:
         case "start":
             return start(layout, Unattended(), timeout=TIMEOUT).detail
+        case "drain":
+            return drained(drain(layout))
+        case "undrain":
+            return drained(undrain(layout))
         case "stop":
             return stop(layout).detail
         case "restart":
@@ -32,6 +40,15 @@ def do(layout: Layout, action: Action) -> str:
         case "rollback":
             options = InstallOptions(prefix=layout.prefix, start_timeout=TIMEOUT)
             return t("release {release} serves", release=Rollback(options, Unattended(), layout=layout).run().release)
+
+
+def drained(state: DrainState) -> str:
+    """What a drain, or its end, has led to."""
+    if not state.draining:
+        return t("The service takes requests.")
+    if state.in_flight:
+        return t("New requests are refused; {count} requests still run.", count=state.in_flight)
+    return t("New requests are refused; no request runs.")
 
 
 def log_lines(layout: Layout, count: int) -> list[str]:

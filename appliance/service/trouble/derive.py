@@ -73,7 +73,7 @@ def _medium_actions() -> tuple[Action, ...]:
 
 def _service(scene: Scene) -> Iterator[Trouble]:
     facts = scene.status or {"state": "not-installed"}
-    if facts["state"] not in ("starting", "failed", "stopped"):
+    if facts["state"] not in ("draining", "starting", "failed", "stopped"):
         return
     where, service = scene.where, facts["service"]
     if facts["state"] == "stopped":
@@ -81,6 +81,12 @@ def _service(scene: Scene) -> Iterator[Trouble]:
             "stopped", t("the service is stopped"), t("The service is installed and does not run."),
             t("It was stopped on purpose: a crash would be told as one."), _AS_BEFORE,
             (Action(t("Start it"), f"atoll start{where}"),),
+        )  # fmt: skip
+    elif facts["state"] == "draining":
+        yield Trouble(
+            "draining", t("the service is draining"), t("New requests are refused, running ones end."),
+            t("Somebody asked for it, to end running requests before maintenance."), _AS_BEFORE,
+            (Action(t("Take requests again"), f"atoll drain --off{where}"),),
         )  # fmt: skip
     elif facts["state"] == "starting" and not service["restarts"]:
         yield loading(str(facts["health"]["said"]), where)

@@ -17,7 +17,8 @@ scraped = APIRouter(tags=["Metrics"])
 
 @probes.get("/health", **documented("200 when tokens can be served", errors=(404, 503)), response_class=Response)
 async def health(request: Request, model: str | None = None) -> Response:
-    """200 with an empty body only if every engine has produced a real token and its steps progress.
+    """200 with an empty body only if every engine has produced a real token and its steps progress, and the server
+    does not drain.
 
     With `?model=NAME`, only that model's engine is asked. If the server has keys, only callers with a key
     learn the names of models and what is wrong with them; to others an unknown model is one that is not ready.
@@ -31,6 +32,8 @@ async def health(request: Request, model: str | None = None) -> Response:
     sick = [model for model in models if not model.client.healthy()]
     words = [f"{shortened(model.name)}: {shortened(model.client.progress) or model.client.state}" for model in sick]
     words += [] if name else [f"{shortened(broken)}: not served" for broken in gateway.broken]
+    if not words and gateway.draining:
+        raise gateway.drained()
     if not words:
         return Response(status_code=200)
     what = f"Not ready: {'; '.join(words)}." if trusted else "Not ready."

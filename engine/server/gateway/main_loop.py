@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import uvloop
 
 from engine.errors import complain
@@ -21,6 +22,15 @@ from engine.server.process.notify import Notifier
 
 EXIT_INTERRUPTED = 130
 MOST_LISTED = 2000  # active requests that the admin socket names
+
+log = logging.getLogger("atoll.gateway")
+
+
+class DrainReply(msgspec.Struct):
+    """`in_flight`: generating requests whose answers have not ended."""
+
+    draining: bool
+    in_flight: int
 
 
 @dataclass(slots=True)
@@ -106,7 +116,15 @@ async def _run(serving: Serving) -> int:
 
 async def listen_locally(gateway: Gateway) -> list[asyncio.Server]:
     """The sockets for programs on this machine."""
-    admin = {"/requests": lambda: (to_json(gateway.active.listing(MOST_LISTED)), "application/json")}
-    offered = [await local_socket.listen(local_socket.METRICS, {"/metrics": gateway.metrics.render}),
+    def drain(on: bool | None = None) -> tuple[bytes, str]:
+        if on is not None and on != gateway.draining:
+            gateway.draining = on
+            log.info("draining: new requests are refused" if on else "no longer draining: new requests are taken",
+                     extra={"fields": {"in_flight": gateway.in_flight}})
+        return to_json(DrainReply(gateway.draining, gateway.in_flight)), "application/json"
+
+    admin = {"GET /requests": lambda: (to_json(gateway.active.listing(MOST_LISTED)), "application/json"),
+             "GET /drain": drain, "POST /drain": lambda: drain(True), "DELETE /drain": lambda: drain(False)}
+    offered = [await local_socket.listen(local_socket.METRICS, {"GET /metrics": gateway.metrics.render}),
                await local_socket.listen(local_socket.ADMIN, admin)]
     return [each for each in offered if each is not None]

@@ -1,7 +1,10 @@
 """Unix sockets for programs on this machine that need neither an API key nor a network.
 
     ATOLL_METRICS_SOCKET   GET /metrics    for the sampler: mode 0660, the group may connect
-    ATOLL_ADMIN_SOCKET     GET /requests   the active requests, for the dashboard: mode 0600, the owner and root
+    ATOLL_ADMIN_SOCKET     mode 0600, the owner and root
+                           GET /requests   the active requests, for the dashboard
+                           GET /drain      whether new requests are refused, and how many still run
+                           POST /drain     refuse new ones; DELETE /drain takes them again
 
 The path comes in the environment, which an older release ignores where it would refuse a flag. Each socket answers
 nothing but what is named here.
@@ -31,11 +34,12 @@ class LocalSocket:
 
 
 METRICS = LocalSocket("ATOLL_METRICS_SOCKET", 0o660, "no history is kept")
-ADMIN = LocalSocket("ATOLL_ADMIN_SOCKET", 0o600, "the dashboard shows no active requests")
+ADMIN = LocalSocket("ATOLL_ADMIN_SOCKET", 0o600,
+                    "the dashboard shows no active requests, and atoll drain does not work")
 
 
 async def listen(which: LocalSocket, answers: Mapping[str, Callable[[], tuple[bytes, str]]]) -> asyncio.Server | None:
-    """Answer `GET path` with (body, content type) of `answers[path]`.
+    """Answer a request without a body with (body, content type) of `answers["METHOD /path"]`.
 
     Returns None where no socket is wanted, or none can be made: the API's requests come first.
     """
@@ -52,7 +56,7 @@ async def listen(which: LocalSocket, answers: Mapping[str, Callable[[], tuple[by
         try:
             async with asyncio.timeout(SECONDS):
                 method, target, *_ = (*(await reader.readuntil(b"\r\n\r\n")).split(b" ", 2), b"", b"")
-                render = answers.get(target.decode("ascii", "replace")) if method == b"GET" else None
+                render = answers.get(b" ".join((method, target)).decode("ascii", "replace"))
                 body, kind = render() if render is not None else (b"", "text/plain")
                 status = "200 OK" if render is not None else "404 Not Found"
                 writer.write(f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n"

@@ -35,7 +35,7 @@ PREEMPTION_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 MODEL_REFUSALS = ("queue_full", "key_waiting", "expected_wait", "engine_unavailable", "quarantined")
-SERVER_REFUSALS = ("server_full", "key_concurrency", "key_rate")
+SERVER_REFUSALS = ("draining", "server_full", "key_concurrency", "key_rate")
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 UNKNOWN = "unknown"  # the label of whatever is not in a closed set
 

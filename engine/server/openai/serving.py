@@ -122,6 +122,7 @@ class Gateway:
         self.active = ActiveRequests()
         self.keys = keys
         self.version = version
+        self.draining = False  # the operator wants no new requests: running ones end
         self.broken = dict(broken or {})  # names that are configured and cannot be served, and why
         self._text = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
         self._in_flight: Counter[str] = Counter()
@@ -175,10 +176,13 @@ class Gateway:
 
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[None]:
-        """Count a generating request while it lasts. Raises ApiError 503 (server full) or 429 (the key's
+        """Count a generating request while it lasts. Raises ApiError 503 (draining, or server full) or 429 (the key's
         share or rate is used up)."""
         limits, key = self.limits, caller.key_id
         refused = self.metrics.refused
+        if self.draining:
+            refused("draining")
+            raise self.drained()
         if self._in_flight.total() >= limits.max_in_flight:
             refused("server_full")
             raise overloaded(f"The server is at its request limit. Retry in {limits.retry_after_seconds} seconds.",
@@ -206,6 +210,11 @@ class Gateway:
             self._in_flight[key] -= 1
             if not self._in_flight[key]:
                 del self._in_flight[key]
+
+    def drained(self) -> ApiError:
+        """The refusal of a server that drains."""
+        return overloaded("The server is draining for maintenance and takes no new requests.",
+                          self.limits.retry_after_seconds, code="draining")
 
     def spent(self, caller: Caller, tokens: int) -> None:
         """Count the tokens of an answer that has ended, prompt included."""

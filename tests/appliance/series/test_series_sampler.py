@@ -53,7 +53,7 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleN
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    listening = local_socket.listen(local_socket.METRICS, {"/metrics": render})
+    listening = local_socket.listen(local_socket.METRICS, {"GET /metrics": render})
     server = asyncio.run_coroutine_threadsafe(listening, loop).result(10)
     assert server is not None
     yield found

@@ -1,16 +1,19 @@
 """Asks the gateway over one of its Unix sockets (engine/server/http/local_socket.py)."""
 
+import json
 import socket
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
+from installer.base.layout import Layout
 
-def get(path: Path, target: str, *, seconds: float, most: int) -> bytes | None:
-    """The answer to `GET target`; None where nobody answers, or with more than `most` bytes."""
+
+def ask(path: Path, target: str, *, seconds: float, most: int, method: str = "GET") -> bytes | None:
+    """The answer to `METHOD target`; None where nobody answers, or with more than `most` bytes."""
     connection = _UnixConnection("localhost", timeout=seconds)
     connection.path = path
     try:
-        connection.request("GET", target)
+        connection.request(method, target)
         answer = connection.getresponse()
         body = answer.read(most + 1)
         return body if answer.status == 200 and len(body) <= most else None
@@ -18,6 +21,17 @@ def get(path: Path, target: str, *, seconds: float, most: int) -> bytes | None:
         return None
     finally:
         connection.close()
+
+
+def admin_socket(layout: Layout) -> Path | None:
+    """Where the gateway of this installation has its admin socket; None where that is not told."""
+    if layout.system:
+        return layout.run / "gateway/admin.sock"
+    try:
+        told = json.loads(layout.service_state.read_text(encoding="utf-8")).get("admin")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return Path(told) if isinstance(told, str) and told else None
 
 
 class _UnixConnection(HTTPConnection):
