@@ -125,7 +125,7 @@ def _show(options: argparse.Namespace) -> Iterator[Row]:
 
 def _gpu() -> tuple[torch.device, Target]:
     if not torch.cuda.is_available():
-        raise ConfigError("The search needs a CUDA GPU, and none is usable here.", hint="Check nvidia-smi.")
+        raise ConfigError("No CUDA GPU is usable here: the search must time kernels.", hint="Check nvidia-smi.")
     from engine.kernels.runtime.launcher import target_of
 
     device = torch.device("cuda", torch.cuda.current_device())
