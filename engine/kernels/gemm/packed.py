@@ -3,13 +3,11 @@
     int4 and 16-bit x   one or two rows   int4_gemv.py: integers, four at a time
                         to MOST_ROWS      int4_gemm.py: tensor cores
     the others          to FEW_ROWS       here: tensor cores
-    any                 more rows         W is made in x's dtype, in memory that a step frees again, and the library
-                                          multiplies
+    any                 more rows         W is unpacked to x's dtype, in temporary memory, and the library multiplies
 
-Up to FEW_ROWS rows a GEMM is still bound by reading W. A program streams the packed numbers of BLOCK_N outputs, makes
-numbers of x's dtype of them in registers, and multiplies on the tensor cores. The two halves of a byte belong to
-columns that lie PAIR apart: each half is multiplied on its own, with its columns of x, and nothing has to be moved
-between threads.
+Up to FEW_ROWS rows a GEMM is still bound by reading W. A program streams the packed codes of BLOCK_N outputs, converts
+them to x's dtype in registers, and multiplies on the tensor cores. The two halves of a byte belong to columns that lie
+PAIR apart: each half is multiplied separately, by its own columns of x, so nothing moves between threads.
 """
 
 from typing import NamedTuple
@@ -28,7 +26,7 @@ FEW_ROWS = 64
 
 
 class PackedTiles(NamedTuple):
-    """A program multiplies BLOCK_N outputs, a row of BLOCK_W packed bytes of each at a time."""
+    """A program computes BLOCK_N outputs, BLOCK_W packed bytes of each row at a time."""
 
     block_n: int
     block_w: int
@@ -38,8 +36,8 @@ class PackedTiles(NamedTuple):
 
 @triton.jit
 def _of_groups(at_ptr, n, n_live, at, GROUP: tl.constexpr, K: tl.constexpr, SPAN: tl.constexpr, STEP: tl.constexpr):
-    """What each group of columns has one of, for BLOCK_N outputs and SPAN columns from `at` on, a byte every STEP:
-    [BLOCK_N, groups in the span], or one for each byte where groups and spans do not fit into each other."""
+    """A per-group quantity (scale or zero point) for BLOCK_N outputs and SPAN columns from `at` on, STEP columns a
+    byte: [BLOCK_N, groups in the span], or one per byte where neither groups nor spans divide the other."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     if GROUPS == 1 or GROUP % SPAN == 0:
         group = at // GROUP + tl.arange(0, 1)
@@ -53,7 +51,7 @@ def _of_groups(at_ptr, n, n_live, at, GROUP: tl.constexpr, K: tl.constexpr, SPAN
 
 @triton.jit
 def _spread(each, BLOCK_W: tl.constexpr):
-    """From groups to bytes: float32 [BLOCK_N, BLOCK_W]."""
+    """Repeat a per-group quantity for each byte: float32 [BLOCK_N, BLOCK_W]."""
     number: tl.constexpr = each.shape[1]
     rows: tl.constexpr = each.shape[0]
     wide = each.to(tl.float32)
@@ -73,7 +71,7 @@ def _column(w, IN_WORD: tl.constexpr, PAIR: tl.constexpr):
 
 @triton.jit
 def _number(code, KIND: tl.constexpr):
-    """float32 numbers of the codes of a kind, zero point aside."""
+    """The float32 values of codes of a kind, before the zero point is subtracted."""
     if KIND == "fp4":
         code = code.to(tl.int32)
         size = code & 7
@@ -122,7 +120,7 @@ def _packed_kernel(
             codes = tl.load(w_at + at, mask=n_live[:, None] & live[None, :], other=0.0)
         column = at * IN_WORD
         scale = _spread(scales, BLOCK_W)
-        scales = _of_groups(scale_ptr, n, n_live, column + SPAN, GROUP, K, SPAN, IN_WORD)  # on its way meanwhile
+        scales = _of_groups(scale_ptr, n, n_live, column + SPAN, GROUP, K, SPAN, IN_WORD)  # loaded ahead
         zero = MIDDLE
         if zero_ptr is not None:
             zero = _spread(zeros, BLOCK_W)
@@ -170,8 +168,8 @@ def _unpack_kernel(
 
 
 def packed_tiles(rows: int, shared: int) -> PackedTiles:
-    """For `rows` of x: of the tiles that were tried with the shapes of an 8B model on an H100, the fastest or nearly so
-    (docs/performance.md)."""
+    """Tiles for `rows` of x: the fastest or nearly the fastest that were tried with the shapes of an 8B model on an
+    H100 (docs/performance.md)."""
     block_n, block_w = 64, 128
     padded = max(16, triton.next_power_of_2(rows))
     stages = (shared - 1024) // (block_w * (block_n + 4 * padded))
@@ -209,7 +207,8 @@ def unpacked(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
 
 
 def matmul(x: torch.Tensor, packed: Packed, *, batch_invariant: bool = False) -> torch.Tensor:
-    """x [M, K] -> [M, N] in x's dtype, for any M. `batch_invariant`: one kernel, and one order of sums, for all."""
+    """x [M, K] -> [M, N] in x's dtype, for any M. `batch_invariant`: one kernel and one order of summation for every
+    M."""
     if packed.columns is not None:
         x = x.index_select(1, packed.columns)
     if batch_invariant:

@@ -2,7 +2,7 @@
 
     W[n, k] = (q[n, k] - zero[n, k / group]) * scale[n, k / group]
 
-The arithmetic, on every device: the difference and the product in float32, rounded once to the dtype of the
+On every device, the difference and the product are computed in float32 and rounded once, to the dtype of the
 activations. Every checkpoint format (engine/layers/quant/) is read into this one form, so that one kernel serves them
 all (packed.py).
 """
@@ -30,7 +30,7 @@ class Packed:
              int8: uint8 [N, K], 128 stands for zero;   fp8: e4m3 [N, K]
     scale    float [N, groups]
     zero     uint8 [N, groups] in an asymmetric integer format
-    columns  int64 [K]: column k multiplies x[columns[k]], where a format has its columns in another order
+    columns  int64 [K]: column k multiplies x[columns[k]]; for formats that reorder columns
     """
 
     kind: Kind
@@ -50,7 +50,7 @@ class Packed:
         return sum(t.nbytes for t in (self.values, self.scale, self.zero, self.columns) if t is not None)
 
     def rows(self, index: torch.Tensor) -> "Packed":
-        """The rows of these numbers, in this order."""
+        """The rows with these indices, in this order."""
         zero = None if self.zero is None else self.zero[index]
         values = self.values.view(torch.uint8)[index].view(self.values.dtype)
         return replace(self, values=values, scale=self.scale[index], zero=zero)
@@ -64,8 +64,8 @@ class Packed:
 
 
 def joined(parts: list[Packed]) -> list[Packed]:
-    """Neighbours that can be multiplied as one weight, above one another. A zero point is added where only some of
-    them have one."""
+    """Join neighbours that can be multiplied as one weight, one above the other. If only some of them have a zero
+    point, the others get one."""
     found: list[list[Packed]] = []
     for part in parts:
         if found and found[-1][0].joins(part):
@@ -89,8 +89,8 @@ def _above_one_another(parts: list[Packed]) -> Packed:
 
 
 def pair_distance(group: int) -> int:
-    """How many columns lie between the two in a byte: as many as a kernel then reads side by side, of x and of W, and
-    so few that both belong to one group."""
+    """The distance between the two columns of a byte: as many columns as a kernel reads contiguously, of x and of W,
+    but few enough that both belong to one group."""
     distance = _FARTHEST
     while group % (2 * distance):
         distance //= 2

@@ -1,4 +1,4 @@
-"""The kernels of gemm.small_batch in plain torch: the same names and arguments (tuning apart), in float32."""
+"""The kernels of gemm.small_batch in plain torch: the same names and arguments (except for tuning), in float32."""
 
 import torch
 

@@ -1,16 +1,16 @@
 """GEMMs of a few rows with a large weight: y [M, N] = x [M, K] W [N, K]ᵀ, bound by reading W once.
 
 Vector form, up to 4 rows (with a large weight, tensor cores win from the second row on: layers/linear.py). A program
-holds BLOCK_N rows of W in registers and multiplies them with each row of x; each thread sums for itself, and threads
-are reduced once at the end. Many small programs keep much of W in flight. Nothing writes weights, so the first block is
-requested before the kernel waits for its predecessor. The operations around a GEMM in a decoder layer are fused,
-because a kernel launch costs as much as reading a megabyte of weights:
+holds BLOCK_N rows of W in registers and multiplies them by each row of x. Each thread keeps its own partial sums, which
+are reduced across threads once, at the end. Many small programs keep much of W in flight. No kernel writes weights, so
+the first block is requested before the kernel waits for its predecessor. The operations around a GEMM in a decoder
+layer are fused, because a kernel launch costs as much as reading a megabyte of weights:
 
-    before   RMS norm of x: y = (W (x * weight)ᵀ) / |x|, so every program finds |x| for itself while it multiplies
+    before   RMS norm of x: y = (W (x * weight)ᵀ) / |x|, so every program computes |x| for itself while it multiplies
     after    the gate of a gated MLP, y = act(x Wgᵀ) * (x Wuᵀ), with Wg above Wu;  or the residual, r += x Wᵀ
 
 Tensor-core form, up to 128 rows, with a deep asynchronous pipeline. The weight's rows take the wide side of the tile,
-so M is padded to 16 at most.
+so few rows of x are padded to 16 at most.
 
 fp8 weights have a scale per output channel. The vector form widens them in registers; on tensor cores x is fp8 as well,
 with a scale per row (pointwise.quantize).
@@ -26,15 +26,15 @@ from engine.kernels.pointwise.e4m3 import widened
 from engine.kernels.pointwise.gate import activated
 from engine.kernels.runtime.launcher import interpreted, kernel, shared_memory, target_of, wait_for_previous
 
-PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # each is the largest of a kernel's variant
-_AHEAD = 1024    # bytes of each of its weight rows that a program prefetches before it waits for its input
+PRODUCT_ROWS = (1, 2, 4, 16, 32, 64, 128)  # the most rows of each kernel variant
+_AHEAD = 1024    # bytes of each weight row that a program prefetches before it waits for its input
 _MATRIX_THREADS = tl.constexpr(128)
 VECTOR_ROWS = 4  # the most in vector form
 
 
 @triton.jit
 def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
-    """x[m, k], zeros outside. Of four rows the last may be missing."""
+    """x[m, k], zeros outside. The variant for four rows also serves three: then row m may not exist."""
     if WHOLE and m < 3:
         return tl.load(x_ptr + m * x_stride + k)
     else:
@@ -43,8 +43,8 @@ def _row(x_ptr, M, x_stride, k, K, m: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _add_products(sums, w, xs, ROWS: tl.constexpr, PART: tl.constexpr):
-    """sums[m] + w x[m] for each row m: w [BLOCK_N, BLOCK_K], sums [BLOCK_N, BLOCK_K / PART], of what a thread holds
-    side by side."""
+    """sums[m] + w x[m] for each row m: w [BLOCK_N, BLOCK_K]; sums [BLOCK_N, BLOCK_K / PART] add up PART neighbours,
+    which one thread holds."""
     wide = widened(w, tl.float32)
     result = ()
     for m in tl.static_range(ROWS):
@@ -70,7 +70,7 @@ def _vector_product(
     up = w
     if GATE is not None:
         up = tl.load(up_at, mask=mask, other=0.0)
-    # What the end needs is asked for with them: there each load would wait for the memory.
+    # Requested now because they are needed at the end, where each load would wait for the memory.
     scale, bias = _of_outputs(scale_ptr, bias_ptr, n, n_live)
     up_scale = scale
     up_bias = bias
@@ -94,7 +94,7 @@ def _vector_product(
     for at in tl.static_range(0, K, BLOCK_K):
         next_w = w
         next_up = up
-        if at + BLOCK_K < K:  # the next block is on its way while this one is multiplied
+        if at + BLOCK_K < K:  # load the next block while this one is multiplied
             mask = n_live[:, None] & (k < K - at - BLOCK_K)[None, :]
             next_w = tl.load(w_at + at + BLOCK_K, mask=mask, other=0.0)
             if GATE is not None:
@@ -118,7 +118,7 @@ def _vector_product(
     dtype = y_ptr.dtype.element_ty
     for m in tl.static_range(ROWS):
         factor = 1.0
-        if norm_ptr is not None:  # of the whole row: no product had to wait for it
+        if norm_ptr is not None:  # apply the row's norm last, so that no multiplication waits for it
             factor = tl.rsqrt(tl.sum(squares[m], 0) / K + eps)
         y = (tl.sum(sums[m], 1) * factor * scale + bias).to(dtype)
         if GATE is not None:  # rounded where separate kernels would round
@@ -155,8 +155,8 @@ def _vector_kernel(
 
 @triton.jit
 def _ask_for_rows(w_ptr, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
-    """Prefetch the first AHEAD bytes of rows `first` ... of W into the L2 cache: the previous kernel is still running
-    and leaves the memory idle. GPUs with programmatic dependent launch have this instruction, too."""
+    """Prefetch the first AHEAD bytes of W's rows from `first` on into the L2 cache, while the previous kernel still
+    runs and leaves the memory idle. Every GPU with programmatic dependent launch has this instruction, too."""
     thread = tl.arange(0, _MATRIX_THREADS)
     share: tl.constexpr = AHEAD * BLOCK_N // _MATRIX_THREADS
     row = tl.minimum(first + thread % BLOCK_N, N - 1).to(tl.int64)
@@ -205,14 +205,14 @@ def _matrix_kernel(
 
 
 def _ahead(row_bytes: int, block_n: int) -> int:
-    """Bytes of each row to prefetch: equal for all threads, a multiple of 16."""
+    """Bytes of each row to prefetch: the same for all threads, a multiple of 16."""
     bytes_each = min(_AHEAD, row_bytes)
     return 0 if interpreted() or row_bytes % 16 or bytes_each * block_n % (16 * 128) else bytes_each
 
 
 def _matrix_tiles(padded_rows: int, fp8: bool, shared: int) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_K, stages), all with 4 warps: tuned on an H100 for the shapes of an 8B model, with fewer stages
-    where shared memory is small."""
+    """(BLOCK_N, BLOCK_K, stages) for 4 warps, tuned on an H100 for the shapes of an 8B model; fewer stages where shared
+    memory is small."""
     return 64, 256 if fp8 else 128, min(6, (shared - 1024) // (256 * (64 + padded_rows)))
 
 
@@ -232,10 +232,10 @@ def gemv(
     """Up to VECTOR_ROWS rows: x [M, K] (rows may be strided), weight [N, K], scale [N] of an fp8 weight, bias [N] ->
     [M, N] in x's dtype.
 
-    norm: (weight [K], eps) of an RMS norm of x before the product; `wide_offset` as in pointwise.norm.rms_norm.
-    gate: this activation of the first half of the outputs times the second, [M, N / 2].
-    residual: [M, N], to which the product is added in place; it is the result.
-    in_order: the next kernel starts only when all results older than this kernel's are complete, and may read those
+    norm: (weight [K], eps) of an RMS norm of x before the GEMM; `wide_offset` as in pointwise.norm.rms_norm.
+    gate: the result is this activation of the first half of the outputs times the second half, [M, N / 2].
+    residual: [M, N]; the product is added to it in place, and it is returned.
+    in_order: the next kernel starts only when all results older than this kernel's are complete, so it may read those
     without waiting.
     """
     rows, inner = x.shape
@@ -266,7 +266,7 @@ def small_batch_gemm(
 ) -> torch.Tensor:
     """Up to 128 rows: x [M, K] (rows may be strided), weight [N, K], bias [N] -> [M, N] in `dtype` or x's.
 
-    x and weight have the same dtype; fp8 ones have a scale each, x_scale [M] and scale [N].
+    x and weight have the same dtype. If it is fp8, both have scales: x_scale [M] and scale [N].
     """
     rows, inner = x.shape
     out_features = weight.shape[0]

@@ -1,8 +1,8 @@
-"""How gemm.small_batch's vector form cuts a weight, by its shape.
+"""How gemm.small_batch's vector form cuts a weight into tiles, by its shape.
 
-What was found on an H100 is in tuned.json (other GPUs: runtime/gpu_target.py), what an operator measured on this server
-in a table of its own (runtime/tuned_tables.py); other shapes go by rule. Plain Python, so that warm-up knows the tiles
-without a GPU.
+Tiles that were measured on an H100 are in tuned.json (other GPUs: runtime/gpu_target.py); those that an operator
+measured on this server are in a separate table (runtime/tuned_tables.py); other shapes follow a rule. Plain Python, so
+that warm-up knows the tiles without a GPU.
 """
 
 import functools
@@ -16,14 +16,14 @@ from engine.kernels.runtime.gpu_target import Target, tuned_file
 from engine.kernels.runtime.tuned_tables import TableError, number
 
 _FEW_OUTPUTS = 256
-_MOST_REGISTERS = 150  # registers of a thread (the limit is 255): the more it uses, the fewer threads run side by side
+_MOST_REGISTERS = 150  # registers per thread (the limit is 255): the more it uses, the fewer threads run concurrently
 _REGISTERS = 512       # estimated by `registers`; a table entry above this is a mistake
 _WARP_BYTES = 512      # bytes of a row that a warp reads at once
 _TUNED = Path(__file__).with_name("tuned.json")
 
 
 class GemmShape(NamedTuple):
-    """A weight [outputs, inner], and what is fused into its GEMM."""
+    """A weight [outputs, inner], and the operations that are fused into its GEMM."""
 
     outputs: int
     inner: int
@@ -33,7 +33,7 @@ class GemmShape(NamedTuple):
 
 
 class VectorTiles(NamedTuple):
-    """A program multiplies BLOCK_N rows of the weight (with a gate twice as many) by BLOCK_K columns at a time."""
+    """A program reads BLOCK_N rows of the weight (twice as many with a gate), BLOCK_K columns at a time."""
 
     block_n: int
     block_k: int
@@ -41,9 +41,9 @@ class VectorTiles(NamedTuple):
 
 
 def vector_tiles(gemm: GemmShape, rows: int = 1, gpu: Target | None = None) -> VectorTiles:
-    """For so many rows of x (1, 2 or 4). Of one row as measured, or by rule; of more these are cut until a thread has
-    its numbers in registers. What has no room there goes to memory and back, and the driver sets that memory aside for
-    every thread of the GPU: 16 x 1024 of a weight took 5,000 bytes a thread with four rows, 1 GiB in all.
+    """Tiles for 1, 2 or 4 rows of x. For one row: as measured, or by rule. For more, the same tiles are halved until a
+    thread's numbers fit into registers. Otherwise they would spill, and the driver reserves spill memory for every
+    thread of the GPU: up to 1 GiB in all.
     """
     tiles = _measured(gpu).get(gemm) or by_rule(gemm)
     if rows == 1:
@@ -56,11 +56,10 @@ def vector_tiles(gemm: GemmShape, rows: int = 1, gpu: Target | None = None) -> V
 
 
 def registers(gemm: GemmShape, tiles: VectorTiles, rows: int) -> int:
-    """Roughly how many a thread needs: two blocks of the weight and what of one is widened, and for each row of x its
-    sums, x, and with a norm the squares of x. ptxas takes 0.5 to 1.6 times as many: for 2 and 4 rows of the benchmarks'
-    52 products, cut to _MOST_REGISTERS, at most 240; in two cases 8 bytes of a thread go to memory all the same.
+    """Roughly how many registers a thread needs: for two blocks of the weight, one of them widened, and for each row of
+    x: its sums, x itself, and with a norm the squares of x. ptxas takes 0.5 to 1.6 times as many.
     """
-    threads, part = 32 * tiles.warps, 16 // gemm.itemsize  # of a row a thread reads 16 bytes side by side
+    threads, part = 32 * tiles.warps, 16 // gemm.itemsize  # a thread reads 16 contiguous bytes of a row
     numbers = tiles.block_n * (2 if gemm.gated else 1) * tiles.block_k // threads
     columns = part * max(1, tiles.block_k // part // threads)
     weights = 2 * numbers * gemm.itemsize // 4 + min(numbers, 64)
@@ -69,9 +68,9 @@ def registers(gemm: GemmShape, tiles: VectorTiles, rows: int) -> int:
 
 def by_rule(gemm: GemmShape) -> VectorTiles:
     """Tiles for shapes without a measurement: long rows, and 64 bytes of the weight per thread."""
-    if gemm.outputs <= _FEW_OUTPUTS:  # few outputs: one program each, or a few programs would read for long
+    if gemm.outputs <= _FEW_OUTPUTS:  # one program per output, or too few programs would share the reading
         rows, columns = (1, 2048)
-    elif gemm.normed:  # each program reads all of x and the norm's weight: it should have some rows for them
+    elif gemm.normed:  # each program reads all of x and the norm's weight: several rows share that cost
         rows, columns = (4, 1024) if gemm.gated else (16, 512)
     else:
         rows, columns = (2, 2048) if gemm.gated else (4, 2048)
@@ -81,7 +80,7 @@ def by_rule(gemm: GemmShape) -> VectorTiles:
 
 
 def line_of(gemm: GemmShape, tiles: VectorTiles) -> str:
-    """The lines of tuned.json: one entry a line."""
+    """An entry of tuned.json, as one line."""
     return json.dumps({**gemm._asdict(), "tiles": tiles})
 
 
@@ -96,7 +95,7 @@ def read(lines: Iterable[str]) -> dict[GemmShape, VectorTiles]:
 
 
 def write_measured(path: Path, gemm: GemmShape, tiles: VectorTiles) -> None:
-    """Write tuned.json, one entry a line: those in `path` and this one, or without it if the rule's tiles are best."""
+    """Add or replace an entry of the tuned.json at `path`; an entry that equals the rule's tiles is left out."""
     entries = {}
     if path.exists():
         entries = read(json.dumps(entry) for entry in json.loads(path.read_text("utf-8")))

@@ -1,8 +1,8 @@
-"""Parts of kernels that stream rows of a weight past a few vectors. Several blocks [.., BLOCK_K] are in flight at a
-time, and each thread keeps its own partial sums until the end.
+"""Building blocks of kernels that stream the rows of a weight past a few vectors. Several blocks [.., BLOCK_K] are in
+flight at a time, and each thread keeps its own partial sums until the end.
 
-The vector form of dense layers (small_batch.py) keeps a loop of its own, with one block ahead: its tiles were chosen by
-measuring with that loop, so to merge the two means to search all tiles again on a GPU.
+The vector form of dense layers (small_batch.py) has a separate loop, which loads one block ahead: its tiles were tuned
+with that loop, so merging the two would mean tuning all tiles again.
 """
 
 import triton
@@ -13,7 +13,7 @@ from engine.kernels.pointwise.e4m3 import widened
 
 @triton.jit
 def block(w_at, live, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns [i BLOCK_K, (i + 1) BLOCK_K) of some rows of a weight, zeros outside; w_at points to their first ones."""
+    """Columns [i BLOCK_K, (i + 1) BLOCK_K) of some rows of a weight, zeros outside; w_at points to the rows' starts."""
     if (i + 1) * BLOCK_K > K:
         live = live & (tl.arange(0, BLOCK_K)[None, None, :] < K - i * BLOCK_K)
     return tl.load(w_at + i * BLOCK_K, mask=live, other=0.0)
@@ -21,7 +21,7 @@ def block(w_at, live, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def first_blocks(w_at, live, K: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr):
-    """The first DEPTH of them, asked for together."""
+    """The first DEPTH blocks, requested together."""
     blocks = ()
     for i in tl.static_range(DEPTH):
         if i * BLOCK_K < K:
@@ -31,7 +31,7 @@ def first_blocks(w_at, live, K: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.c
 
 @triton.jit
 def within_threads(products, PART: tl.constexpr):
-    """[A, B, K] -> [A, B, K / PART]: sums of what a thread holds side by side."""
+    """[A, B, K] -> [A, B, K / PART]: sums of PART neighbours, which one thread holds."""
     return tl.sum(
         tl.reshape(products, [products.shape[0], products.shape[1], products.shape[2] // PART, PART]), 3
     )
@@ -42,10 +42,9 @@ def times_rows(
     blocks, w_at, live, x_ptr, norm_ptr, M, x_stride, eps, offset,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Rows [A, B] of a weight times each row of x [M, K]: a tuple of [A, B] float32. The first blocks are given.
+    """Rows [A, B] of a weight times each row of x [M, K]: a tuple of [A, B] float32. `blocks` are the first blocks.
 
-    With a norm x is normalised in passing, by weights that `offset` is added to. CACHE: the modifier that x is loaded
-    with.
+    With a norm, x is normalised on the fly, by offset + weight. CACHE: the cache modifier for loads of x.
     """
     A: tl.constexpr = blocks[0].shape[0]
     B: tl.constexpr = blocks[0].shape[1]
@@ -77,7 +76,7 @@ def times_rows(
     results = ()
     for m in tl.static_range(ROWS):
         y = tl.sum(sums[m], 2)
-        if norm_ptr is not None:  # of the whole row: no product had to wait for it
+        if norm_ptr is not None:  # apply the row's norm last, so that no multiplication waits for it
             y = y * tl.rsqrt(tl.sum(squares[m], 0) / K + eps)
         results = results + (y,)  # noqa: RUF005
     return results
@@ -85,6 +84,6 @@ def times_rows(
 
 @triton.jit
 def halves(y):
-    """[2, B] -> the two rows."""
+    """[2, B] -> its two rows."""
     first = tl.arange(0, 2)[:, None] == 0
     return tl.sum(tl.where(first, y, 0.0), 0), tl.sum(tl.where(first, 0.0, y), 0)

@@ -1,19 +1,19 @@
 """A sparse block for one to four tokens, in three kernels. A step of one sequence is bound by reading weights, and
 every additional kernel costs as much as reading ten megabytes of them.
 
-    route    norm, router, choice of experts;  beside it the first products of the MLP that every token goes through
-    gate_up  the first products of the chosen experts
-    down     the second products of both, weighted and summed, onto the residual
+    route    norm, router, choice of experts;  in parallel, gate and up GEMMs of the dense branch
+    gate_up  gate and up GEMMs of the chosen experts
+    down     down GEMMs of both, weighted and summed, added to the residual
 
-That MLP is the shared expert of Qwen3.5 (times a sigmoid, and part of the sum), or the dense MLP of Gemma 4 (a result
-of its own), or there is none.
+The dense branch is an MLP that every token goes through: Qwen3.5's shared expert (multiplied by a sigmoid, then part of
+the sum) or Gemma 4's dense MLP (a separate result). Some models have none.
 
-The last of the router's programs to arrive makes the choice (moe.top_k) while the others work on the MLP; repeating it
-in every program that needs it would be slower. `down` knows the experts before `gate_up` is done, so it can already
-load their weights.
+The last of the router's programs to finish chooses the experts (moe.top_k) while the others work on the dense branch;
+repeating the choice in every program that needs it would be slower. `down` knows the experts before `gate_up` is done,
+so it can load their weights ahead.
 
-The GEMMs stream weights (gemm.weight_stream). There are no atomic additions, and no token's result depends on
-another's.
+The GEMMs stream weights (gemm.weight_stream). There are no atomic additions, and no token's result depends on another
+token.
 """
 
 import functools
@@ -40,7 +40,7 @@ class DenseBranch(NamedTuple):
     gate_up_scale: torch.Tensor | None  # [2 J] of fp8 weights
     down: torch.Tensor  # [H, J]
     down_scale: torch.Tensor | None  # [H]
-    factor: torch.Tensor | None = None  # [1, H]: weighs the MLP by sigmoid(x factorᵀ); None: a separate result
+    factor: torch.Tensor | None = None  # [1, H]: scales the branch by sigmoid(x factorᵀ); None: a separate result
 
 
 class Norm(NamedTuple):
@@ -57,11 +57,12 @@ def _gate_up_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPTH: tl.constexpr, SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # In this order: the next kernel starts when this one has seen the results of the first, and may read them at once.
+    # The order matters: this kernel waits for `route` before it lets `down` start, so `down` may read the results of
+    # `route` without waiting.
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    pair = tl.program_id(0)  # neighbours read the same rows of different experts, or of one: then from the cache
+    pair = tl.program_id(0)  # neighbours take the same rows; if of the same expert, from the cache
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     half = tl.arange(0, 2)[:, None, None]
@@ -88,12 +89,12 @@ def _experts_down(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Σ_j weight[j] · (h[j] W_e[j]ᵀ) of rows n of the chosen experts' weights, float32. Waits for h."""
+    """Σ_j weight[j] · (h[j] W_e[j]ᵀ) for rows n of the chosen experts' weights, float32. Waits for h."""
     j = tl.arange(0, KP)
     k = tl.arange(0, BLOCK_K)
     chosen = j < TOP_K
-    # Older than the previous kernel's results (see there). Read past the first-level cache, which may hold what stood
-    # there before.
+    # The choice of experts comes from `route` and is complete already (see `gate_up`). The load bypasses the L1 cache,
+    # which may still hold older contents of this memory.
     expert = tl.load(experts_ptr + token * TOP_K + j, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
     weight = tl.load(weights_ptr + token * STRIDE + j, mask=chosen, other=0.0, cache_modifier=".cg")
     at = (w_ptr + expert * (N * K))[None, :, None] + (n[:, None, None] * K + k[None, None, :])
@@ -123,9 +124,9 @@ def _dense_down(
     h_ptr, w_ptr, scale_ptr, M, n, N: tl.constexpr, J: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The other MLP's second product, rows n of its weight with each row of h: a tuple of [len(n)] float32.
+    """The dense branch's down GEMM, rows n of its weight with each row of h: a tuple of [len(n)] float32.
 
-    It comes before the wait, so h is read past the first-level cache.
+    It runs before the wait for the previous kernel, so loads of h bypass the L1 cache.
     """
     at = w_ptr + n[None, :, None] * J + tl.arange(0, BLOCK_J)[None, None, :]
     live = (n < N)[None, :, None]
@@ -163,8 +164,8 @@ def _down_kernel(
     BLOCK_J: tl.constexpr, DEPTH_J: tl.constexpr, SCALED: tl.constexpr, DENSE_SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # The other MLP's h is older than the previous kernel's results, as the choice of experts is. Its result has
-    # programs and an output of its own, or (with a factor) is a part of the sum.
+    # The dense branch's h, like the choice of experts, comes from `route` and is complete already. With a factor its
+    # result is part of the sum; else it has programs and an output of its own.
     APART: tl.constexpr = 0 if dense_out_ptr is None else (N + BLOCK_O - 1) // BLOCK_O
     if tl.program_id(0) < APART:
         if dense_out_ptr is not None:
@@ -187,16 +188,16 @@ def _down_kernel(
             h_ptr, w_ptr, scale_ptr, weights_ptr, experts_ptr, token, n, N, K, TOP_K, KP, STRIDE, BLOCK_K, DEPTH,
             SCALED, PDL,
         )
-        y = y.to(dtype)  # rounded where kernels of their own would round
+        y = y.to(dtype)  # rounded where separate kernels would round
         if FACTOR:
             y = (y.to(tl.float32) + factor * dense[0].to(dtype).to(tl.float32)).to(dtype)
         at = token * N + n
-        if residual_ptr is not None:  # it is the output too: each program adds to its own part
+        if residual_ptr is not None:  # the residual is also the output: each program adds to its own part
             y = (y.to(tl.float32) + tl.load(residual_ptr + at, mask=n < N, other=0.0).to(tl.float32)).to(dtype)
         tl.store(out_ptr + at, y, mask=n < N)
 
 
-# -- the way through them ---------------------------------------------------------------------------------------------
+# -- launching them ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -224,11 +225,12 @@ def sparse_block(
     residual: torch.Tensor | None = None,
     tiles: DecodeTiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T, H], T up to 4 -> Σ_j weight_j · expert_j(x) [T, H], and the result of the MLP `dense` if it has no factor.
+    """x [T, H], T up to 4 -> Σ_j weight_j · expert_j(x) [T, H], and the result of the branch `dense` if it has no
+    factor.
 
-    Router [E, H], experts' weights, `renormalize`, `expert_scale`, `gate` and `residual` as in moe.experts. All read x,
-    or what is given `for_router` and `for_dense`; with `norm` x is normalised first, and then for all. Rows of inputs
-    may be strided.
+    Router [E, H], experts' weights, `renormalize`, `expert_scale`, `gate` and `residual` as in moe.experts.
+    `for_router` and `for_dense` replace x as the input of the router and of the dense branch. With `norm`, x is
+    normalised first, for all of them. Rows of inputs may be strided.
     """
     (tokens, hidden), num_experts = x.shape, w2.shape[0]
     device, dtype = x.device, x.dtype
@@ -287,7 +289,7 @@ def routed_experts(
     residual: torch.Tensor | None,
     tiles: DecodeTiles | None = None,
 ) -> torch.Tensor:
-    """moe.experts.routed_experts for few tokens: the last two kernels alone."""
+    """moe.experts.routed_experts for few tokens: only the last two kernels."""
     if tiles is None:
         shape = Shape(w2.shape[0], experts.shape[1], w2.shape[1], w2.shape[2], w2.element_size())
         tiles = decode_tiles(shape, x.shape[0], 0, target_of(x.device))

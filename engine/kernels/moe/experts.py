@@ -1,18 +1,17 @@
 """Mixture of experts on a GPU: the choice of experts, and their gated MLPs over all tokens of a step.
 
-Up to VECTOR_TOKENS tokens each (token, expert) pair reads the expert's weights for itself: see moe.decode.
+Up to VECTOR_TOKENS tokens, each (token, expert) pair reads the expert's weights for itself: see moe.decode.
 
-More tokens: these pairs are grouped by expert, in blocks of so many rows. A block is multiplied on tensor cores, with
-the weight's rows on the wide side, so that a block is padded to 16 rows at most. Each pair has a row of results; a last
-kernel
-weighs and sums the k rows of a token in the order of its choice.
+With more tokens, the pairs are grouped by expert into blocks of rows. A block is multiplied on tensor cores, with the
+weight's rows on the tile's wide side, so a block is padded to 16 rows at most. Each pair has its own row of results. A
+last kernel weights and sums the k rows of a token, in the order in which its experts were chosen.
 
-Grid sizes depend on the number of tokens alone, never on the router's choice: the list of blocks has its maximum
-length, and programs without a block return. So the host never waits for the device, and CUDA graphs can capture
+Grid sizes depend only on the number of tokens, never on the router's choice: the list of blocks has its maximum length,
+and programs without a block return at once. So the host never waits for the device, and CUDA graphs can capture
 everything. No atomic additions: the same input gives the same bits.
 
-fp8 weights have a scale for each expert and output channel; activations are fp8 too, with a scale a row, before both
-products. On GPUs without fp8 units activations stay as they are, and weights are widened in passing.
+fp8 weights have a scale for each expert and output channel; activations are quantised to fp8 before both GEMMs, with a
+scale per row. On GPUs without fp8 units activations stay as they are, and weights are widened on the fly.
 """
 
 import torch
@@ -36,7 +35,7 @@ from engine.kernels.pointwise.gate import activated
 from engine.kernels.pointwise.quantize import quantize_rows
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
-_STEP = tl.constexpr(16)  # pairs, or blocks, that grouping handles at a time
+_STEP = tl.constexpr(16)  # pairs, or blocks, that the grouping kernels handle at a time
 
 
 @kernel
@@ -56,9 +55,11 @@ def _choose_kernel(
 def choose_experts(
     logits: torch.Tensor, top_k: int, *, renormalize: bool = True, expert_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [T, E] (rows may be strided) -> the k largest of softmax [T, k] float32, and their numbers [T, k] int32.
+    """logits [T, E] (rows may be strided) -> the k largest softmax weights [T, k] float32, and their experts [T, k]
+    int32.
 
-    Of equal ones the first counts. Then divided by their sum (`renormalize`), then times `expert_scale` [E].
+    Among equal weights the lower expert comes first. The weights are divided by their sum (if `renormalize`), then
+    multiplied by `expert_scale` [E].
     """
     tokens, num_experts = logits.shape
     assert num_experts <= MOST_EXPERTS
@@ -74,7 +75,7 @@ def choose_experts(
 
 @triton.jit
 def _count(experts_ptr, first, P, EP: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of CHUNK pairs from `first` on each expert has, [EP]."""
+    """How many of the CHUNK pairs from `first` on belong to each expert, [EP]."""
     e = tl.arange(0, EP)[None, :]
     counts = tl.zeros([EP], tl.int32)
     for at in tl.range(0, CHUNK, _STEP):
@@ -116,7 +117,8 @@ def _group_kernel(
             before += tl.sum(tl.where((c < chunk)[:, None], counts, 0), 0)
     first = tl.cumsum(total, 0) - total
 
-    # Each pair's place: behind all smaller experts, earlier chunks, and earlier pairs of this chunk.
+    # Each pair's place: after the pairs of lower experts, then those of earlier chunks, then earlier ones of this
+    # chunk.
     all_i = chunk * CHUNK + tl.arange(0, CHUNK)
     all_experts = tl.load(experts_ptr + all_i, mask=all_i < P, other=-1)
     for at in tl.range(0, CHUNK, _STEP):
@@ -133,7 +135,7 @@ def _group_kernel(
     for at in tl.range(0, share, _STEP):
         offset = at + tl.arange(0, _STEP)
         b = chunk * share + offset
-        expert = tl.sum((end[None, :] <= b[:, None]).to(tl.int32), 1)  # beyond the last one: EP
+        expert = tl.sum((end[None, :] <= b[:, None]).to(tl.int32), 1)  # EP for unused blocks
         own = e[None, :] == expert[:, None]
         nth = b - tl.sum(tl.where(own, (end - blocks)[None, :], 0), 1)
         start = tl.sum(tl.where(own, first[None, :], 0), 1) + nth * ROWS
@@ -148,8 +150,9 @@ def _group_kernel(
 def group(experts: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """experts [T, k] -> (order [T k], blocks [n, 3]), int32.
 
-    `order` lists the pairs (numbers t * k + j) by expert, in rising order within each. A block is (expert, its first
-    place in `order`, its rows): at most `rows` pairs of one expert; unused ones, at the end, have 0.
+    `order` lists the pairs (numbers t * k + j) by expert, in ascending order for each expert. A block is (expert, its
+    first place in `order`, number of rows) and holds at most `rows` pairs of one expert; unused blocks, at the end,
+    have 0 rows.
     """
     pairs, device = experts.numel(), experts.device
     padded = triton.next_power_of_2(num_experts)
@@ -171,7 +174,7 @@ def group(experts: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Ten
 
 @triton.jit
 def _store(at, y, mask, ADD: tl.constexpr):
-    """y, or what stands there and y: rounded where an addition of its own would round."""
+    """Store y, or with ADD add y to what is there: rounded where a separate addition would round."""
     y = y.to(at.dtype.element_ty)
     if ADD:
         y = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + y.to(tl.float32)).to(y.dtype)
@@ -196,7 +199,7 @@ def _grouped_kernel(
     k = tl.arange(0, BLOCK_K)
     n_mask = (n < N)[:, None]
     w_at = w_ptr + expert * ((1 if GATE is None else 2) * N * K) + n[:, None] * K + k[None, :]
-    # SHARE pairs have a row of x in common. Rows beyond the block's read pair 0's, and are not stored.
+    # SHARE pairs share a row of x. Rows beyond the end of the block read pair 0's row, and are not stored.
     x_at = x_ptr + (pair // SHARE)[None, :] * x_stride + k[:, None]
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     up = acc
@@ -266,10 +269,10 @@ def routed_experts(
     residual: torch.Tensor | None = None,
     tiles: Tiles | DecodeTiles | None = None,
 ) -> torch.Tensor:
-    """x [T, H] (rows may be strided), weights and experts [T, k] as `choose_experts` gives them, w13 [E, 2 I, H] (gate
-    above up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].
+    """x [T, H] (rows may be strided), weights and experts [T, k] from `choose_experts`, w13 [E, 2 I, H] (gate above
+    up), w2 [E, H, I] -> [T, H] in x's dtype. fp8 weights have scales, scale13 [E, 2 I] and scale2 [E, H].
 
-    `gate`: "silu" or "gelu_tanh". With `residual` [T, H] the result is added to it, in place, and it is returned.
+    `gate`: "silu" or "gelu_tanh". With `residual` [T, H], the result is added to it in place, and it is returned.
     """
     num_experts, hidden, inner = w2.shape
     assert experts.is_contiguous()

@@ -1,4 +1,4 @@
-"""The kernels of moe.experts in plain torch: the same names and arguments (tuning apart), in float32."""
+"""The kernels of moe.experts in plain torch: the same names and arguments (except for tuning), in float32."""
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ def routed_experts(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """moe.experts.routed_experts."""
-    units = x.shape[0] > VECTOR_TOKENS  # fp8 weights meet fp8 activations
+    units = x.shape[0] > VECTOR_TOKENS  # here activations are quantised to fp8 if weights are
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         token, slot = (experts == expert).nonzero(as_tuple=True)

@@ -1,5 +1,5 @@
-"""Norm, router and choice of experts for a few tokens, and beside them the first products of an MLP that every token
-goes through: the first kernel of moe.decode.
+"""The first kernel of moe.decode: norm, router and choice of experts for a few tokens, and in parallel the gate and up
+GEMMs of the dense branch.
 """
 
 import triton
@@ -17,7 +17,7 @@ def _choose(
     E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of one token; a logit behind the experts' makes a last weight."""
+    """Choose the experts of one token. With a dense factor, a further logit after the experts' gives a last weight."""
     j = tl.arange(0, KP)
     experts, weights = all_experts(logits_ptr, expert_scale_ptr, E, EP, TOP_K, KP, RENORMALIZE)
     tl.store(experts_ptr + j, experts, mask=j < TOP_K)
@@ -46,7 +46,7 @@ def _router_part(
     for m in tl.static_range(ROWS):
         logits = tl.sum(y[m], 0).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + m * COLUMNS + column, logits, mask=(column < COLUMNS) & (m < M))
-    tl.debug_barrier()  # the whole program's logits are written before its arrival is
+    tl.debug_barrier()  # every thread has written its logits before the program announces that it is done
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == (COLUMNS + BLOCK_E - 1) // BLOCK_E - 1:
         for m in tl.static_range(ROWS):
             if m < M:
@@ -107,7 +107,7 @@ def route_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, RENORMALIZE: tl.constexpr,
     SCALED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program normalises x for the experts, who come later; the others do it in passing.
+    # One program writes the normalised x for the next kernel's experts; the others normalise it on the fly.
     NORMED: tl.constexpr = 0 if normed_ptr is None else 1
     ROUTERS: tl.constexpr = (COLUMNS + BLOCK_E - 1) // BLOCK_E
     program = tl.program_id(0) - NORMED

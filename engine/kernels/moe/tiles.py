@@ -1,8 +1,9 @@
-"""How the kernels of moe.experts and moe.decode cut their work, by the shape of a layer and the tokens of a step.
+"""How the kernels of moe.experts and moe.decode cut their work into tiles, by the shape of a layer and the number of
+tokens in a step.
 
-What was found on an H100 is in tuned.json (other GPUs: runtime/gpu_target.py), what an operator measured on this server
-in a table of its own (runtime/tuned_tables.py). Other shapes follow a rule. Plain Python: warm-up needs the tiles, but
-no GPU.
+Tiles that were measured on an H100 are in tuned.json (other GPUs: runtime/gpu_target.py); those that an operator
+measured on this server are in a separate table (runtime/tuned_tables.py); other shapes follow a rule. Plain Python, so
+that warm-up knows the tiles without a GPU.
 """
 
 import functools
@@ -15,13 +16,13 @@ from engine.kernels.runtime import tuned_tables
 from engine.kernels.runtime.gpu_target import Target, tuned_file
 from engine.kernels.runtime.tuned_tables import TableError, number
 
-VECTOR_TOKENS = 4  # up to here each token reads its experts for itself: moe.decode
+VECTOR_TOKENS = 4  # up to this many tokens, each token reads its experts' weights for itself: moe.decode
 _BLOCK_ROWS = (16, 32, 64, 128)
 _TUNED = Path(__file__).with_name("tuned.json")
 
 
 class Shape(NamedTuple):
-    """Of a layer's experts."""
+    """The shape of a layer's experts."""
 
     num_experts: int
     top_k: int
@@ -32,12 +33,12 @@ class Shape(NamedTuple):
 
     @property
     def x_itemsize(self) -> int:
-        """Bytes of an activation on the matrix units."""
+        """Bytes of an activation on the tensor cores."""
         return 2 if self.widened else self.itemsize
 
 
 class MatrixTiles(NamedTuple):
-    """A program multiplies BLOCK_N rows of a weight (twice as many with a gate) with a block of an expert's tokens."""
+    """A program multiplies BLOCK_N rows of a weight (twice as many with a gate) by a block of an expert's tokens."""
 
     block_n: int
     block_k: int
@@ -54,8 +55,8 @@ class Tiles(NamedTuple):
 
 
 class StreamTiles(NamedTuple):
-    """A program multiplies BLOCK_N rows of a weight (twice as many with a gate, as many of each expert in `down`) by
-    BLOCK_K columns at a time, and has DEPTH such blocks on their way."""
+    """A program reads BLOCK_N rows of a weight (with a gate twice as many; in `down` that many of each expert), BLOCK_K
+    columns at a time, with DEPTH such blocks in flight."""
 
     block_n: int
     block_k: int
@@ -64,18 +65,18 @@ class StreamTiles(NamedTuple):
 
 
 class DecodeTiles(NamedTuple):
-    """Tiles for the kernels of moe.decode. The first two share one kernel, and so do the last two; each pair has the
-    same number of warps."""
+    """Tiles for the kernels of moe.decode. The first two are for one kernel, and so are the last two: the two of a
+    kernel have the same number of warps."""
 
-    router: StreamTiles  # of which all blocks are on their way at once, whatever its depth
+    router: StreamTiles  # all of its blocks are in flight at once: its depth has no effect
     dense_gate_up: StreamTiles
     gate_up: StreamTiles
     down: StreamTiles
-    dense_down: StreamTiles  # its block_n counts only where that MLP has an output of its own
+    dense_down: StreamTiles  # its block_n has an effect only if the dense branch has an output of its own
 
 
 def tiles_for(shape: Shape, tokens: int, shared: int, gpu: Target | None = None) -> Tiles:
-    """For more than VECTOR_TOKENS tokens. `shared`: bytes of shared memory that a program may have."""
+    """Tiles for more than VECTOR_TOKENS tokens. `shared`: bytes of shared memory that a program may have."""
     for most, tiles in _measured(gpu).get((*shape, None), ()):
         if tokens <= most and shared_bytes(tiles, shape) <= shared:
             return tiles
@@ -84,15 +85,16 @@ def tiles_for(shape: Shape, tokens: int, shared: int, gpu: Target | None = None)
 
 
 def decode_tiles(shape: Shape, tokens: int, dense_width: int = 0, gpu: Target | None = None) -> DecodeTiles:
-    """For up to VECTOR_TOKENS tokens. `dense_width`: width of the MLP that every token goes through, in the same dtype.
+    """Tiles for up to VECTOR_TOKENS tokens. `dense_width`: width of the dense branch, whose weights have the same
+    dtype.
 
-    The rule keeps 64 to 128 bytes of a weight per thread in flight, in rows of 256 bytes or more, with enough programs
-    that the memory is never idle.
+    The rule keeps 64 to 128 bytes of a weight in flight per thread, in rows of 256 bytes or more, and has enough
+    programs that the memory is never idle.
     """
     for most, tiles in _measured(gpu).get((*shape, dense_width), ()):
         if tokens <= most:
             return tiles
-    whole = _power_of_two(shape.hidden)  # a router's weight has two bytes
+    whole = _power_of_two(shape.hidden)  # the router's weights always take two bytes each
     row, short_row = 512 // shape.itemsize, max(128, 2048 // _power_of_two(shape.top_k)) // shape.itemsize
     wide = dense_width > 1024
     return DecodeTiles(
@@ -120,25 +122,25 @@ def all_kinds(shape: Shape, most: int, shared: int, gpu: Target | None = None) -
 
 
 def chunk_size(pairs: int) -> int:
-    """Pairs that a program sorts by expert."""
+    """How many pairs one program groups by expert."""
     return 128 if pairs <= 8192 else 512
 
 
 def block_rows(shape: Shape, tokens: int) -> int:
-    """1.5 times an expert's average number of tokens: then few experts need a second block, which would read their
-    weights again."""
+    """Rows of a block: 1.5 times an expert's average number of tokens, so that few experts need a second block, which
+    reads their weights again."""
     wanted = 1.5 * tokens * shape.top_k / shape.num_experts
     return next((rows for rows in _BLOCK_ROWS if rows >= wanted), _BLOCK_ROWS[-1])
 
 
 def max_blocks(pairs: int, num_experts: int, rows: int) -> int:
-    """The most blocks that `pairs` (token, expert) pairs can make, however they fall on the experts."""
+    """The most blocks that `pairs` (token, expert) pairs can make, whichever experts they belong to."""
     return (pairs + min(pairs, num_experts) * (rows - 1)) // rows
 
 
 def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
-    """Few rows: deep pipelines, two programs a multiprocessor, for bandwidth. Many rows: large tiles, for
-    arithmetic."""
+    """Tiles by rule. Few rows are bound by memory: deep pipelines, two programs per multiprocessor. Many rows are bound
+    by arithmetic: large tiles."""
     inner, outputs = (shape.hidden, shape.inner) if gate else (shape.inner, shape.hidden)
     weights = 2 if gate else 1
     large = rows == 128 and outputs % 128 == 0 and shared > 128 << 10
@@ -151,7 +153,7 @@ def matrix(shape: Shape, rows: int, shared: int, *, gate: bool) -> MatrixTiles:
 
 
 def shared_bytes(tiles: Tiles, shape: Shape) -> int:
-    """An upper bound."""
+    """An upper bound of the shared memory that these tiles take."""
     each, x_each = shape.itemsize, tiles.rows * shape.x_itemsize
     gate_up, down = tiles.gate_up, tiles.down
     return 1024 + max(
@@ -164,11 +166,11 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-# -- what was measured ------------------------------------------------------------------------------------------------
+# -- measured tiles ---------------------------------------------------------------------------------------------------
 
 
 class Measured(NamedTuple):
-    """The best tiles of a shape for up to so many tokens; `dense_width` is None for more than VECTOR_TOKENS."""
+    """The best tiles of a shape for up to `tokens` tokens; `dense_width` is None for more than VECTOR_TOKENS."""
 
     shape: Shape
     dense_width: int | None
@@ -243,8 +245,8 @@ def parse(raw: Any, gpu: Target) -> Measured:
 
 @functools.cache
 def _measured(gpu: Target | None = None) -> dict[tuple[int | None, ...], list[tuple[int, Any]]]:
-    """(shape, dense_width) -> (most tokens, tiles), in order of tokens. Of this server's own table, and for more tokens
-    were measured here of the shipped one of the GPU most like it, whose tiles are taken where they fit."""
+    """(shape, dense_width) -> (most tokens, tiles), in order of tokens. Entries of this server's own table; for more
+    tokens than it covers, those of the shipped table of the most similar GPU, if they fit this one."""
     table = _by_shape(tuned_tables.entries("moe", gpu, parse))
     for key, shipped in _by_shape(_read(tuned_file(_TUNED, gpu))).items():
         own = table.setdefault(key, [])

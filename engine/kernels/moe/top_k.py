@@ -1,14 +1,14 @@
-"""Top-k of one token's router logits. With many tokens each has a program of its own (experts.py); with few, the
-router's last program does it, and others wait for it (router.py).
+"""Top-k of one token's router logits. With many tokens, each has its own program (experts.py). With few, the last of
+the router's programs does it for all (router.py), and later kernels wait for it.
 
 Experts are ordered by keys:
 
     16-bit logits   int32   sortable bits of the logit (19) | EP - 1 - expert (13)
     float32         int64   sortable bits of the logit (32) | EP - 1 - expert (32)
 
-so the largest key holds the largest logit and its expert; among equal logits, the first expert. Sortable bits compare
-as signed integers in the order of the floats. As float32, a logit that was bf16 or float16 ends in 13 zero bits. A warp
-finds the largest of its 32-bit integers in one instruction, of 64-bit ones in ten.
+so the largest key holds the largest logit and, among equal logits, the first expert. Sortable bits, compared as signed
+integers, have the order of the floats. 19 bits are enough for a bf16 or float16 logit, because as float32 it ends in 13
+zero bits. Short keys are faster: a warp finds the maximum of 32-bit integers in one instruction, of 64-bit ones in ten.
 """
 
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from engine.kernels.pointwise.gate import sigmoid
 
-_LOW = tl.constexpr(0x1FFF)  # of a key's 32 bits: the expert
+_LOW = tl.constexpr(0x1FFF)  # the bits of a 32-bit key that hold the expert
 MOST_EXPERTS = 1 << 13
 
 
@@ -32,7 +32,7 @@ def _keys(logits, e, E: tl.constexpr, EP: tl.constexpr):
 
 @triton.jit
 def _largest(keys):
-    """The largest key, and the keys without it."""
+    """The largest key, and the remaining keys."""
     best = tl.max(keys, 0)
     lowest: tl.constexpr = -0x80000000 if keys.dtype.primitive_bitwidth == 32 else -0x8000000000000000
     return best, tl.where(keys == best, lowest, keys)
@@ -40,7 +40,7 @@ def _largest(keys):
 
 @triton.jit
 def _expert(key, E: tl.constexpr, EP: tl.constexpr):
-    """Whatever the logits were, NaN too: an expert that exists."""
+    """The expert of a key, clamped to one that exists, whatever the logits were (even NaN)."""
     low = key & _LOW if key.dtype.primitive_bitwidth == 32 else (key & 0x7FFFFFFF).to(tl.int32)
     return tl.minimum(tl.maximum(EP - 1 - low, 0), E - 1)
 
@@ -59,16 +59,16 @@ def all_experts(
     logits_ptr, expert_scale_ptr, E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """The TOP_K experts with the largest of logits [E], and their weights, as moe.experts.choose_experts gives them:
-    two [KP], int32 and float32, of which those behind TOP_K mean nothing.
+    """The TOP_K experts with the largest logits, and their weights as in moe.experts.choose_experts: [KP] int32 and
+    [KP] float32, whose entries after the first TOP_K are meaningless.
 
-    Logits are read past the first-level cache: other programs of this launch may have written them."""
+    Loads of logits bypass the L1 cache, because other programs of this launch may have written them."""
     e = tl.arange(0, EP)
     j = tl.arange(0, KP)
     logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
     keys = _keys(logits, e, E, EP)
     first, keys = _largest(keys)
-    chosen = tl.where(j == 0, first, first)  # [KP] of the keys' type
+    chosen = tl.where(j == 0, first, first)  # [KP], with the dtype of the keys
     for i in tl.static_range(1, TOP_K):
         best, keys = _largest(keys)
         chosen = tl.where(j == i, best, chosen)
@@ -86,6 +86,6 @@ def all_experts(
 
 @triton.jit
 def dense_factor(logits_ptr, E: tl.constexpr):
-    """The sigmoid of the logit behind the experts', rounded as theirs are."""
+    """The sigmoid of the logit after the experts', rounded as their weights are."""
     factor = tl.load(logits_ptr + E, cache_modifier=".cg")
     return sigmoid(factor.to(tl.float32)).to(factor.dtype).to(tl.float32)

@@ -1,8 +1,9 @@
-"""e4m3 numbers (fp8) on every GPU: by instructions from compute capability 8.9 on, before that by their bits.
+"""e4m3 numbers (fp8) on every GPU: by instructions from compute capability 8.9 on, by bit operations before that.
 
-A GPU without the instructions gets e4m3 tensors as bytes (launcher.py), so inside a kernel `dtype == uint8` means just
-that. e4m3's exponent and mantissa are the upper bits of a bfloat16's or a float16's, but with another exponent bias:
-shift them into place, then multiply by a power of two. Both are exact, and subnormal numbers need no special case.
+A GPU without the instructions gets e4m3 tensors as bytes (launcher.py): inside a kernel, `dtype == uint8` means such a
+tensor. e4m3's exponent and mantissa fit into the upper bits of a bfloat16's or a float16's, but the exponent bias
+differs. So they are shifted into place, then multiplied by a power of two. Both steps are exact, and subnormal numbers
+need no special case.
 """
 
 import triton
@@ -11,8 +12,9 @@ import triton.language as tl
 from engine.kernels.runtime.launcher import interpreted
 
 _INTERPRETED = tl.constexpr(interpreted())
-# Four numbers at a time, two in a register: five instructions for a pair. The bytes go to the upper halves of 16 bits,
-# and all but the sign moves down: by 4 to a bfloat16's exponent, 120 too small; by 1 to a float16's, 8 too small.
+# Four numbers at a time, two per register: five instructions for a pair. Each byte goes to the upper half of 16 bits;
+# then all but the sign is shifted right, by 4 for a bfloat16 (whose exponent is then 120 too small) or by 1 for a
+# float16 (8 too small).
 _TO_BFLOAT16 = tl.constexpr("""
 {
     .reg .b32 a, b, s, t, e, z;
@@ -61,7 +63,8 @@ def _from_bits(x, dtype: tl.constexpr):
 
 @triton.jit
 def widened(x, dtype: tl.constexpr, NAN: tl.constexpr = False):
-    """x in a wider `dtype`. With NAN, an e4m3 NaN stays one; weights need not ask: theirs is in the scale, too."""
+    """x in a wider `dtype`. With NAN, an e4m3 NaN stays NaN. Weights do not need that: if they hold NaN, so does their
+    scale."""
     if x.dtype == tl.uint8:
         wide = _from_bits(x, dtype)
         if NAN:
@@ -73,13 +76,14 @@ def widened(x, dtype: tl.constexpr, NAN: tl.constexpr = False):
 
 @triton.jit
 def narrowed(x, dtype: tl.constexpr):
-    """float32 x, at most ±448 or NaN, as e4m3 numbers, rounded to the nearest, ties to even. `dtype`: a cache's."""
+    """float32 x, within ±448 or NaN, as e4m3 numbers, rounded to nearest, ties to even. `dtype`: the cache's."""
     if dtype == tl.uint8:
         bits = x.to(tl.uint32, bitcast=True)
         size = bits & 0x7FFFFFFF
-        # Normal numbers: all but three bits of the mantissa are rounded off, and the exponent counts from elsewhere.
+        # Normal numbers: round the mantissa to three bits, and change the exponent's bias.
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # Subnormal ones are multiples of 2^-9, as are all float32 numbers from 2^14 to 2^15.
+        # Subnormal numbers are multiples of 2^-9, as are all float32 numbers from 2^14 to 2^15: adding 2^14 rounds
+        # them.
         shifted = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
         rounded = tl.where(size < (121 << 23), shifted, normal)
         rounded = tl.where(size > 0x7F800000, 0x7F, rounded)

@@ -1,7 +1,7 @@
-"""The small steps between GEMMs, each one pass over its data: gate, softcap, RoPE + KV write (norms: norm.py).
+"""The small operations between GEMMs, each one pass over its data: gate, softcap, RoPE + KV write (norms: norm.py).
 
-The gate can return fp8, for an fp8 GEMM. Results are rounded to the activations' dtype first, so that fp8 is made of
-the same numbers that it would return otherwise.
+The gate can return fp8, for an fp8 GEMM. Results are first rounded to the activations' dtype, so fp8 is computed from
+the numbers that would be returned without it.
 """
 
 from typing import Literal, overload
@@ -66,7 +66,7 @@ def gate_mul(
     see pointwise.quantize."""
     rows, size = gate.shape
     strides = gate.stride(0), up.stride(0)
-    if quantize:  # the scale needs the whole row: one program each
+    if quantize:  # the scale needs the whole row: one program per row
         quantized, scale = empty_rows(rows, size, gate.device)
         block, warps = blocks_for(size)
         _gate_mul_fp8_kernel(
@@ -92,7 +92,7 @@ def _softcap_kernel(x_ptr, out_ptr, x_stride, cap, N: tl.constexpr, BLOCK: tl.co
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(x / cap) of [S, N], rows may be strided -> float32 [S, N]. To 1e-5 of the cap."""
+    """cap * tanh(x / cap) of x [S, N] (rows may be strided) -> float32 [S, N], exact to 1e-5 of the cap."""
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=torch.float32, device=x.device)
     block = min(2048, triton.next_power_of_2(size))
@@ -102,7 +102,7 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 @triton.jit
 def saturated(x):
-    """x within e4m3's range; NaN stays NaN, so that a broken model does not look sound."""
+    """x clamped to e4m3's range; NaN stays NaN, so that a broken model does not look sound."""
     return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
 
 
@@ -114,7 +114,7 @@ def _rope_write_kernel(
     FP8: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
-    # A program takes HEADS heads of a token, as two tiles [HEADS, D / 2]: the halves that rotate into each other.
+    # A program takes HEADS heads of a token, as two tiles [HEADS, D / 2]: the halves that RoPE rotates as pairs.
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     half = tl.arange(0, HALF)[None, :]
@@ -183,8 +183,8 @@ def rope_and_write_kv(
     """Normalise (optionally) and rotate q and k in place; write k and v to the cache.
 
     qkv [T, (Hq + 2 Hkv) D]; cos, sin [max_len, 1, D/2] float32; positions, slots [T]. Returns q [T, Hq, D], a view.
-    q_norm and k_norm [D] come together or not at all. An fp8 cache gets k / k_scale and v / v_scale, at most ±448;
-    other caches want scales of 1. `heads` of a program, 8 or 16: else the number of tokens decides.
+    q_norm and k_norm [D]: both or neither. An fp8 cache gets k / k_scale and v / v_scale, clamped to ±448; for other
+    caches the scales must be 1. `heads` per program, 8 or 16; by default the number of tokens decides.
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]

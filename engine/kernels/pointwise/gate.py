@@ -1,4 +1,4 @@
-"""Activations of gates, as parts of other kernels."""
+"""Activations of gated MLPs, as parts of other kernels."""
 
 import triton
 import triton.language as tl

@@ -1,11 +1,11 @@
-"""Rows of a table in host memory, read by a kernel over the bus: it needs no copy engine, the host never waits, and it
-fits into a CUDA graph because the ids are read on the device.
+"""Gathers rows of a table in host memory by a kernel that reads over the bus. This needs no copy engine, the host never
+waits, and it works in a CUDA graph because the ids are read on the device.
 
     out[t] = table[ids[t]] * scale        table [V, W] page-locked (host_memory.py), out [T, W] on the GPU
 
-The bus answers after one to two microseconds; to keep it full (50 GB/s), some 100 KB must be under way. A program asks
-for BLOCK numbers of a row at a time, 16 bytes a thread, and the programs of a launch have ten times as much in flight.
-More of them would only stand in the way of other kernels.
+The bus has a latency of one to two microseconds, so about 100 KB must be in flight to use its bandwidth (50 GB/s). A
+program requests BLOCK numbers of a row at a time, 16 bytes a thread; the programs of a launch together have ten times
+as much in flight. More programs would only take room from other kernels.
 """
 
 import torch
@@ -15,7 +15,7 @@ import triton.language as tl
 from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 _BLOCK = 1024
-_PROGRAMS = 512  # of 2 KB each
+_PROGRAMS = 512  # each requests 2 KB at a time
 
 
 @kernel
@@ -34,7 +34,8 @@ def _gather_rows_kernel(ids_ptr, table_ptr, out_ptr, T, scale, W: tl.constexpr, 
 def gather_rows(
     table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0, *, programs: int = _PROGRAMS
 ) -> torch.Tensor:
-    """int64 `ids` [T] -> [T, W] on their device. `table` [V, W] is contiguous, in host or GPU memory."""
+    """Rows `ids` (int64 [T]) of the table, times `scale`: [T, W] on the device of `ids`. `table` [V, W] is contiguous,
+    in host or GPU memory."""
     assert table.is_contiguous()
     count, width = ids.shape[0], table.shape[1]
     out = torch.empty(count, width, dtype=table.dtype, device=ids.device)

@@ -1,4 +1,5 @@
-"""What the host sends each step, applied on the device: changes of the request table, then the inputs of each token.
+"""Applies on the device what the host sends each step: changes to the request table; then fills the inputs of each
+token.
 
     runs      [R, 4]  (table, first word there, first word here, number of words): copied into the table
     row       [T]     the table row of each token
@@ -52,7 +53,7 @@ def _gather_kernel(
     at_page = group * group_stride + row * pages_stride + position // PAGE
     page = tl.load(pages_ptr + at_page, mask=mask, other=0).to(tl.int64)
     tl.store(slots_ptr + group * slots_stride + t, page * PAGE + position % PAGE, mask=mask)
-    mask = mask & (group == 0)  # the rest is the same for all
+    mask = mask & (group == 0)  # the other outputs do not depend on the group
     tl.store(ids_ptr + t, token.to(tl.int64), mask=mask)
     tl.store(positions_ptr + t, position.to(tl.int64), mask=mask)
     tl.store(seq_lens_ptr + t, position + 1, mask=mask)
@@ -68,8 +69,8 @@ def apply_runs(
     pages: torch.Tensor,
     states: torch.Tensor | None = None,
 ) -> None:
-    """Copy `count` runs, listed at word `runs_at` of `packed`, into the request table: `tokens`, `pages` and the
-    slots of `states`, each taken as one run of words."""
+    """Copy `count` runs, listed at word `runs_at` of `packed`, into the request table: its `tokens`, `pages` and
+    `states`, each seen as one flat array of words."""
     if count:
         states = tokens if states is None else states
         _apply_runs_kernel((count,), packed, runs_at, tokens, pages, states, BLOCK=256, num_warps=4)
@@ -88,10 +89,10 @@ def gather_inputs(
     state_slots: torch.Tensor | None = None,
     states: torch.Tensor | None = None,
 ) -> None:
-    """Fill the int64 `token_ids`, `positions`, `slots` and int32 `seq_lens` of T tokens; and int64 `states`, if given,
-    from the table's `state_slots`.
+    """Fill int64 `token_ids`, `positions`, `slots` and int32 `seq_lens` of T tokens and, if given, int64 `states` from
+    the table's `state_slots`.
 
-    pages [G, rows, width] and slots [G, T], or without G where all layers are one group.
+    pages [G, rows, width] and slots [G, T]; without the dimension G if all layers are one group.
     """
     count = row.shape[0]
     if pages.dim() == 2:

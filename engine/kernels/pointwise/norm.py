@@ -1,16 +1,17 @@
-"""RMS norms, with what stands around them: one pass from one GEMM's output to the next one's input.
+"""RMS norms and the operations around them: one pass from one GEMM's output to the next one's input.
 
-    rms_norm         before a GEMM, with the residual stream's addition
-    post_norm        after a GEMM, as Gemma has them:
-                         h  = residual = (residual + norm(x)) * scalar      x, or norm_1(x) + norm_2(y): two branches
-                         following norms of h, which differ in their weights alone; the first may be in fp8
+    rms_norm         before a GEMM; adds to the residual stream first
+    post_norm        after a GEMM, as in Gemma:
+                         h = residual = (residual + norm(x)) * scalar      two branches: norm_1(x) + norm_2(y) for x
+                         then up to three norms of h, which differ only in their weights; the first may be in fp8
     gated_rms_norm   of Gated DeltaNet's heads, with their gate
 
-Each can return fp8, for an fp8 GEMM. Every step is rounded to the activations' dtype, as separate kernels would, so fp8
-is made of the same numbers that would be returned otherwise.
+Each can return fp8, for an fp8 GEMM. Every operation rounds to the activations' dtype, as separate kernels would, so
+fp8 is computed from the numbers that would be returned without it.
 
-Norms fused into another kernel's loop stay there, because they need the row in that kernel's layout: those of
-small-batch GEMMs (gemm/weight_stream.py, gemm/small_batch.py) and of heads before RoPE (fused.py, attention/heads.py).
+Norms that are fused into another kernel's loop are not here, because they need the row in that kernel's layout: those
+of small-batch GEMMs (gemm/weight_stream.py, gemm/small_batch.py) and of heads before RoPE (fused.py,
+attention/heads.py).
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ MOST_FOLLOWING = 3
 
 @triton.jit
 def _add_rows(x, y):
-    """x + y, two rows of blocks, in float32 and rounded to x's dtype."""
+    """x + y of two rows, each a tuple of blocks: added in float32, rounded to x's dtype."""
     result = ()
     for i in tl.static_range(len(x)):
         result = result + ((x[i].to(tl.float32) + y[i].to(tl.float32)).to(x[i].dtype),)  # noqa: RUF005 - Triton's tuples
@@ -46,7 +47,7 @@ def _inverse_rms(x, eps, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weighted(x, inverse, weight, offset, WIDE: tl.constexpr = True):
-    """A row of blocks times its factor and the weight. WIDE as `wide_offset` of rms_norm."""
+    """A row (a tuple of blocks) times `inverse` and the weight. WIDE: as in rms_norm with `wide_offset`."""
     result = ()
     for i in tl.static_range(len(x)):
         scaled = x[i].to(tl.float32) * inverse
@@ -67,7 +68,7 @@ def _rms_norm_kernel(
     wait_for_previous(PDL)
     x = load_row(x_ptr + row * x_stride, N, BLOCK)
     if residual_ptr is not None:
-        # The sum is rounded to the residual's dtype before the statistics, as it is stored.
+        # The statistics are those of the sum as it is stored: rounded to the residual's dtype.
         x = _add_rows(x, load_row(residual_ptr + row * N, N, BLOCK))
         store_row(x, residual_ptr + row * N, N, BLOCK)
     y = _weighted(x, _inverse_rms(x, eps, N, BLOCK), weight, offset, WIDE)
@@ -104,7 +105,7 @@ def rms_norm(
     """w * norm(x), or with `residual` [T, H]: residual += x in place, then w * norm(residual). x [T, H] -> [T, H].
 
     With `wide_offset`: (offset + w) * norm(x), in float32 and rounded once. With `quantize`: (e4m3 [T, H], scale [T]),
-    see pointwise.quantize; `plain` [T, H] then takes what was quantised.
+    see pointwise.quantize; `plain` [T, H], if given, gets the numbers before quantisation.
     """
     rows, size = x.shape
     block, warps = blocks_for(size)
@@ -127,7 +128,7 @@ def _post_norm_kernel(
     N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    # What no kernel writes comes before the wait.
+    # The weight may be loaded before the wait, because no kernel writes it.
     weight = load_row(weight_ptr, N, BLOCK)
     if y_ptr is not None:
         x_weight = load_row(x_weight_ptr, N, BLOCK)
@@ -182,9 +183,9 @@ def post_norm(
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, list[torch.Tensor]]:
     """residual [T, H] = (residual + norm(x)) * scalar, in place; then its norms by up to 3 weights `following`.
 
-    x [T, H] (rows may be strided). branch: (norm_1's weight, y [T, H], norm_2's weight), then norm_1(x) + norm_2(y) is
-    in x's place. Returns the first of the norms (with `quantize` as (e4m3 [T, H], scale [T]), see pointwise.quantize;
-    without norms then the residual itself in that form), and the others.
+    x [T, H] (rows may be strided). branch: (norm_1's weight, y [T, H], norm_2's weight); then norm_1(x) + norm_2(y)
+    takes the place of x. Returns the first of the norms and the others. With `quantize` the first is
+    (e4m3 [T, H], scale [T]), see pointwise.quantize; if there are no norms, that is the residual itself, quantised.
     """
     rows, size = x.shape
     assert residual.is_contiguous()
@@ -227,7 +228,7 @@ def _gated_norm_kernel(
 
 
 def gated_rms_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """w * norm(x) * silu(z), head by head; x [T, HV, V], z [T, HV V] (columns of wider rows) -> [T, HV V]."""
+    """w * norm(x) * silu(z), head by head; x [T, HV, V], z [T, HV V] (may be columns of wider rows) -> [T, HV V]."""
     tokens, num_heads, value_dim = x.shape
     assert x.is_contiguous()
     out = torch.empty(tokens, num_heads * value_dim, dtype=x.dtype, device=x.device)
@@ -245,7 +246,7 @@ def _gated_norm_fp8_kernel(
     N: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    HEADS: tl.constexpr = BLOCK // V  # of a block
+    HEADS: tl.constexpr = BLOCK // V  # heads in a block
     weight = tl.load(weight_ptr + tl.arange(0, V))[None, :]
     wait_for_previous(PDL)
     x = load_row(x_ptr + row * N, N, BLOCK)
@@ -262,8 +263,8 @@ def _gated_norm_fp8_kernel(
 def gated_rms_norm_to_fp8(
     x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """w * norm(x) * silu(z), head by head; x [T, HV, V], z [T, HV V] (columns of wider rows), V a power of two ->
-    (e4m3 [T, HV V], scale [T]), see pointwise.quantize."""
+    """w * norm(x) * silu(z), head by head; x [T, HV, V], z [T, HV V] (may be columns of wider rows), V a power of two
+    -> (e4m3 [T, HV V], scale [T]), see pointwise.quantize."""
     tokens, num_heads, value_dim = x.shape
     assert x.is_contiguous()
     size = num_heads * value_dim

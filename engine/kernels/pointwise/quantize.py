@@ -1,7 +1,8 @@
 """fp8 activations: one scale per row (token), so that an outlier token does not cost other tokens precision.
 
-A row is divided by scale = max(|x|) / 448, 448 being e4m3's largest number. With the weight's scale per output channel
-both factors leave the product: y = (x8 W8ᵀ) · scale_x[:, None] · scale_w[None, :], which torch._scaled_mm computes.
+A row is divided by scale = max(|x|) / 448; 448 is e4m3's largest number. As the weight has a scale per output channel,
+both scales can be applied after the GEMM: y = (x8 W8ᵀ) · scale_x[:, None] · scale_w[None, :], as torch._scaled_mm
+computes it.
 """
 
 import torch
@@ -13,10 +14,10 @@ from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 @triton.jit
 def load_row(row_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """A row [N] as a tuple of blocks [BLOCK], zeros behind its end.
+    """A row [N] as a tuple of blocks [BLOCK], zeros after its end.
 
-    In one block of the next power of two up to half of the threads would idle. N is a constant, for the compiler has to
-    know its divisors to load 16 bytes at a time under a mask.
+    With a single block of the next power of two, up to half of the threads would idle. N is a constant because the
+    compiler must know its divisors to load 16 bytes at a time under a mask.
     """
     i = tl.arange(0, BLOCK)
     row = ()
@@ -34,7 +35,7 @@ def store_row(row, row_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_row_as_fp8(row, row_ptr, scale_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of zeros has a tiny scale, not 0."""
+    """Store a row and its scale. The scale of a row of zeros is tiny, not 0."""
     i = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
     for at in tl.static_range(0, N, BLOCK):
@@ -49,8 +50,8 @@ def store_row_as_fp8(row, row_ptr, scale_ptr, N: tl.constexpr, BLOCK: tl.constex
 def blocks_for(size: int) -> tuple[int, int]:
     """(BLOCK, warps) of a program that holds a row of `size` numbers.
 
-    One block with 16 elements per thread if that wastes little; else the fewest warps with at most 40 elements per
-    thread, loaded 8 at a time.
+    One block with 16 elements per thread if that leaves few threads idle; else the fewest warps with at most 40
+    elements per thread, loaded 8 at a time.
     """
     padded = triton.next_power_of_2(size)
     if padded <= 1024 or size > padded * 7 // 8:
@@ -70,7 +71,7 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K] (rows may be strided) -> (e4m3 [T, K], scale [T] float32) with x ≈ e4m3 * scale. Needs sm89."""
+    """x [T, K] (rows may be strided) -> (e4m3 [T, K], scale [T] float32) with x ≈ e4m3 * scale. Needs sm_89."""
     rows, inner = x.shape
     out, scale = empty_rows(rows, inner, x.device)
     block, warps = blocks_for(inner)
@@ -79,6 +80,6 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def empty_rows(rows: int, inner: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the result of `quantize_rows`."""
+    """Uninitialised tensors for the result of `quantize_rows`."""
     out = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=device)
     return out, torch.empty(rows, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""The kernels of this room in plain torch: the same names and arguments (tuning apart), in float32 arithmetic.
+"""The kernels of this folder in plain torch: the same names and arguments (except for tuning), in float32 arithmetic.
 
 Tests and the self-test (engine/selftest) compare each kernel with its reference. References run on any device.
 """
@@ -134,7 +134,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def indexable(x: torch.Tensor) -> torch.Tensor:
-    """fp8 numbers as bytes: not every operator of torch takes their dtype."""
+    """fp8 numbers viewed as bytes, because not every operator of torch takes their dtype."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
@@ -174,6 +174,6 @@ def gather_inputs(
 
 
 def gather_rows(table: torch.Tensor, ids: torch.Tensor, scale: float = 1.0, *, programs: int = 0) -> torch.Tensor:
-    """pointwise.host_rows.gather_rows. `programs` changes nothing here."""
+    """pointwise.host_rows.gather_rows. `programs` has no effect here."""
     rows = F.embedding(ids.to(table.device), table)
     return (rows.float() * scale).to(table.dtype).to(ids.device)

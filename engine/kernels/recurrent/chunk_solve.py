@@ -1,4 +1,4 @@
-"""What each token of a chunk would write and what it reads: the triangular system of Gated DeltaNet's chunked form.
+"""Solves the triangular system of Gated DeltaNet's chunked form: what each token of a chunk writes and reads.
 
 engine/kernels/recurrent/reference.py has the formulas; recurrent/gated_delta.py says when this runs.
 """
@@ -12,17 +12,18 @@ from engine.kernels.runtime.launcher import kernel, wait_for_previous
 
 @triton.jit
 def _halves(x):
-    """x as a sum of two float16 numbers, which have 22 bits of it; |x| must not be far above 1."""
+    """x as a sum of two float16 numbers, which together keep 22 bits of it; |x| must not be far above 1."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def _times(a, b):
-    """a bᵀ of float32 tiles [16, 16], with some 22 bits of their numbers.
+    """a bᵀ of float32 tiles [16, 16], using about 22 bits of their numbers.
 
-    Where a warp is alone, a product stands in its registers as the next one takes its left factor, and as it takes its
-    right factor transposed: nothing moves. (Halves are made after `trans`: else Triton sends it through shared memory.)
+    In a program of a single warp, a product's registers already have the layout in which the next matmul takes its left
+    factor, or transposed its right factor, so no data moves. (`trans` must come before `_halves`, else Triton
+    transposes through shared memory.)
     """
     a_high, a_low = _halves(a)
     b_high, b_low = _halves(tl.trans(b))
@@ -33,7 +34,7 @@ def _times(a, b):
 
 @triton.jit
 def _pairs(lower, upper):
-    """Where inverting [16, 16] tiles starts: X = (I + lower)⁻¹ inside pairs of rows, and Y = Xᵀ."""
+    """The first step of inverting a [16, 16] tile: X = (I + lower)⁻¹ within pairs of rows, and Y = Xᵀ."""
     differ = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
     rest = tl.where(differ == 0, 1.0, 0.0)
     return tl.where(differ == 1, -lower, rest), tl.where(differ == 1, -upper, rest)
@@ -41,32 +42,33 @@ def _pairs(lower, upper):
 
 @triton.jit
 def _twice_as_large(x, y, lower, level):
-    """From inverse blocks of 2^level rows on the diagonal to those of twice as many."""
-    differ = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]  # its highest bit: which size holds both rows
+    """From inverted diagonal blocks of 2^level rows to those of twice as many."""
+    differ = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]  # the highest bit gives the smallest common block
     step = _times(y, tl.where((differ >> level) == 1, lower, 0.0))  # (B X)ᵀ
     return x - _times(x, step), y - _times(step, x)
 
 
 @triton.jit
 def inverse_64(l00, u00, l11, u11, l22, u22, l33, u33, l10, l20, l21, l30, l31, l32):
-    """The ten blocks [16, 16] of (I + L)⁻¹ that are not zero, from those of L [64, 64] and, on its diagonal, of Lᵀ.
+    """The ten blocks [16, 16] of (I + L)⁻¹ that are not zero, from those of L [64, 64] and, on the diagonal, of Lᵀ.
 
-    In a block on the diagonal, inverse blocks of 1, 2, 4 and 8 rows are put together in pairs, with B below the first:
+    Within a diagonal block, inverses of 1, 2, 4 and 8 rows are combined in pairs; B is the block of L below the first
+    and left of the second:
 
         [X1⁻¹     ]   inverted   [X1         ]
-        [B    X2⁻¹]      is      [-X2 B X1  X2]      all pairs of a size at once: X - X B X
+        [B    X2⁻¹]      is      [-X2 B X1  X2]      for all pairs of a size at once: X - X B X
 
-    Below the diagonal, block by block: X[i, j] = -X[i, i] Σ L[i, m] X[m, j], j <= m < i. Y are the transposes.
+    Below the diagonal, block by block: X[i, j] = -X[i, i] Σ L[i, m] X[m, j], j <= m < i. The Y are the transposes.
 
-    Unlike the powers of L, nothing here grows beyond the inverse itself. With keys of length 1 and beta <= 1 every
-    number stays within [-1, 1], as the inverse, and L times it, are products of contractions between two keys: what
-    float16 is exact enough for.
+    Unlike a series of powers of L, no intermediate number grows beyond the inverse itself. With keys of length 1 and
+    beta <= 1, every number stays within [-1, 1], because the inverse, and L times it, are products of contractions
+    between two keys. For that range, pairs of float16 numbers are exact enough.
     """
     x00, y00 = _pairs(l00, u00)
     x11, y11 = _pairs(l11, u11)
     x22, y22 = _pairs(l22, u22)
     x33, y33 = _pairs(l33, u33)
-    for level in range(1, 4):  # at run time: the code would fill more than the nearest cache
+    for level in range(1, 4):  # not unrolled: the code would outgrow the instruction cache
         x00, y00 = _twice_as_large(x00, y00, l00, level)
         x11, y11 = _twice_as_large(x11, y11, l11, level)
         x22, y22 = _twice_as_large(x22, y22, l22, level)
@@ -85,7 +87,7 @@ def inverse_64(l00, u00, l11, u11, l22, u22, l33, u33, l10, l20, l21, l30, l31, 
 
 @triton.jit
 def _gates(ba_at, row, live, ba_stride, decay, dt_bias, before, HV: tl.constexpr):
-    """Of 16 tokens: beta, and the logarithm of the decay since the chunk's start, which was `before` before them."""
+    """beta of 16 tokens, and the logarithm of the decay since the chunk's start; `before` is its value before them."""
     beta = sigmoid(tl.load(ba_at + row * ba_stride, mask=live, other=0.0).to(tl.float32))
     a = tl.load(ba_at + row * ba_stride + HV, mask=live, other=0.0).to(tl.float32)
     g = tl.where(live, decay * softplus(a + dt_bias), 0.0)
@@ -94,7 +96,8 @@ def _gates(ba_at, row, live, ba_stride, decay, dt_bias, before, HV: tl.constexpr
 
 @triton.jit
 def _on_diagonal(products, total, beta):
-    """A block of the system and its transpose; the products and the sizes of the differences are symmetric."""
+    """A diagonal block of the system, and its transpose. Both come from the same products and decay differences, whose
+    magnitudes are symmetric."""
     i = tl.arange(0, 16)[:, None]
     j = tl.arange(0, 16)[None, :]
     since = products * tl.exp(-tl.abs(total[:, None] - total[None, :]))
@@ -108,7 +111,7 @@ def _below(products, total, beta, earlier):
 
 @triton.jit
 def _scaled(x00, x10, x11, x20, x21, x22, x30, x31, x32, x33, scale0, scale1, scale2, scale3, dtype: tl.constexpr):
-    """The ten blocks, each column times its scale, rounded to what goes into products."""
+    """The ten blocks, each column times its scale, rounded to the dtype of the matmuls."""
     scale0, scale1, scale2, scale3 = scale0[None, :], scale1[None, :], scale2[None, :], scale3[None, :]
     x00, x10, x11 = (x00 * scale0).to(dtype), (x10 * scale0).to(dtype), (x11 * scale1).to(dtype)
     x20, x21, x22 = (x20 * scale0).to(dtype), (x21 * scale1).to(dtype), (x22 * scale2).to(dtype)
@@ -131,7 +134,8 @@ def _apply(
     x00, x10, x11, x20, x21, x22, x30, x31, x32, x33, in_at, out_at, live0, live1, live2, live3,
     IN: tl.constexpr, OUT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of a matrix times 64 rows of D numbers that lie IN apart; the results' rows lie OUT apart."""
+    """The blocks of a matrix times 64 rows of D numbers. IN and OUT are the strides of these rows and of the
+    result's."""
     row = tl.arange(0, 16)[:, None]
     live0, live1, live2, live3 = live0[:, None], live1[:, None], live2[:, None], live3[:, None]
     for first in range(0, D, BLOCK):

@@ -1,14 +1,15 @@
 """Gated DeltaNet on a GPU; engine/kernels/recurrent/reference.py has the formulas, and the references.
 
-A sequence with one new token takes one kernel, bound by reading and writing its state once. Longer ones go in chunks:
+A sequence with one new token takes one kernel, bound by reading and writing its state once. Sequences with more tokens
+are processed in chunks (in brackets, the work of one program):
 
-    plan_chunks     once a step: which tokens make a chunk
+    plan_chunks     once a step: which tokens form a chunk
     conv            causal convolution, silu, norm of q and k               [a chunk, a head]
-    keep inputs     the convolution's newest inputs into the ring           [a sequence, channels]
-    solve           U and W, what each token would write and what it reads  [a chunk, a value head]
-    run chunks      one by one: outputs, and the state for the next         [a sequence, a value head, part of V]
+    keep inputs     the convolution's newest inputs go into the ring        [a sequence, channels]
+    solve           U and W: what each token writes and reads               [a chunk, a value head]
+    run chunks      chunk after chunk: outputs, and the next chunk's state  [a sequence, a value head, part of V]
 
-Key and value dimensions are powers of two, from 16 on.
+Key and value dimensions are powers of two, at least 16.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,18 +24,18 @@ from engine.kernels.recurrent.chunk_solve import solve_kernel
 from engine.kernels.recurrent.reference import CHUNK
 from engine.kernels.runtime.launcher import kernel, target_of, wait_for_previous
 
-_FEW_SEQUENCES = 16  # up to here a state is split finer, so that every multiprocessor has work
+_FEW_SEQUENCES = 16  # up to this many, a state is split more finely, so that every multiprocessor has work
 
 
 @triton.jit
 def _unit(x):
-    """Rows of x [n, D] divided by their length."""
+    """Rows of x [n, D], normalised to length 1."""
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
 
 
 @triton.jit
 def _conv_newest(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr, CACHE: tl.constexpr):
-    """The convolution at `position` of the channels c, with silu; x_at has that position's own inputs."""
+    """The convolution of channels c at `position`, with silu; x_at points to that position's own inputs."""
     x = tl.load(x_at + c, cache_modifier=CACHE)
     y = x.to(tl.float32) * tl.load(weight_ptr + c * W + W - 1).to(tl.float32)
     for j in tl.static_range(W - 1):  # position - (W - 1) + j, modulo W
@@ -49,10 +50,10 @@ def _conv_newest(x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.const
 def _conv_newest_once(
     x_at, ring_at, weight_ptr, c, position, stride_row, W: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr
 ):
-    """The same by the sum of a tile [ROWS, len(c)], which nobody computes twice.
+    """The same as the sum of a tile [ROWS, len(c)], so that no two threads load the same number.
 
-    Loads of single numbers are made by every thread that needs the result: for a value, all that have its row of the
-    state. For q and k those threads are few, and load eight numbers at a time.
+    `_conv_newest` loads a number in every thread that needs the result. For a value, these are all threads that hold
+    its row of the state. For q and k they are few, and load eight numbers at a time.
     """
     j = tl.arange(0, ROWS)[:, None]
     past = ring_at + (position + 1 + j) % W * stride_row + c[None, :]
@@ -69,8 +70,8 @@ def _decode_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # EARLY: the kernel before this one has started it when all but `ba` was there, which is all that is waited for.
-    # What this multiprocessor's own cache holds may be older.
+    # EARLY: the previous kernel started this one when all inputs but `ba` were complete, so only `ba` must be waited
+    # for. The multiprocessor's L1 cache may hold older contents, so the other loads bypass it.
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     PARTS: tl.constexpr = V // BLOCK_V
     C: tl.constexpr = 2 * HK * K + HV * V
@@ -109,7 +110,7 @@ def _decode_kernel(
         k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         if EARLY:
             wait_for_previous(PDL)
-        # The row of this position: nobody reads it in this step.
+        # The ring's row of this position: no program reads it in this step.
         newest = ring_at + (position % W) * C
         tl.store(newest + v_channel, v_in)
         first = (part == 0) & (head % (HV // HK) == 0)
@@ -159,11 +160,11 @@ def decode(
     block_v: int | None = None,
     num_warps: int = 4,
 ) -> None:
-    """Sequences with one new token: from the inputs of the convolution to the rule's output; moves both states on.
+    """Sequences with one new token: from the convolution's inputs to the rule's outputs; updates both states.
 
     qkv [T, C] and ba [T, 2 HV] may be columns of wider rows; conv_weight [C, W]; a_log, dt_bias [HV] float32;
-    positions [T], slots [B]; out [T, HV, V]. Token i belongs to sequence i, or with `q_starts` and `counts` [B] to any:
-    then sequences with more than one token are left to `prefill`.
+    positions [T], slots [B]; out [T, HV, V]. Token i belongs to sequence i. With `q_starts` and `counts` [B], these say
+    which tokens a sequence has; those with more than one are left to `prefill`.
 
     early: the previous kernel produces `ba`, and starts this one as soon as everything older is complete. Ignored with
     `counts`, where another kernel comes first.
@@ -189,14 +190,14 @@ def _check(conv_weight: torch.Tensor, state: torch.Tensor, conv_state: torch.Ten
     assert out.is_contiguous()
 
 
-# -- several new tokens of a sequence ---------------------------------------------------------------------------------
+# -- sequences with several new tokens --------------------------------------------------------------------------------
 
 
 @kernel
 def _plan_kernel(counts_ptr, chunks_ptr, B, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_previous(PDL)
     chunk = tl.program_id(0)
-    before = 0  # chunks of the sequences of earlier blocks
+    before = 0  # chunks of the sequences in earlier blocks
     sequence = 0
     first = 0
     for at in range(0, B, BLOCK):
@@ -213,15 +214,15 @@ def _plan_kernel(counts_ptr, chunks_ptr, B, SIZE: tl.constexpr, BLOCK: tl.conste
 
 
 def num_chunks(counts: Iterable[int]) -> int:
-    """Chunks of a step whose sequences have so many tokens; sequences with one token have none."""
+    """How many chunks a step has whose sequences have `counts` tokens; sequences with one token have none."""
     return sum(-(-count // CHUNK) for count in counts if count > 1)
 
 
 def plan_chunks(counts: torch.Tensor, total: int) -> torch.Tensor:
     """[total, 2] int32: each chunk's sequence, and its first token among the sequence's tokens of the step.
 
-    `counts` [B] tokens of each sequence, of which the host need only know num_chunks, the `total`. Where the total is
-    larger, the last chunks lie behind all tokens.
+    `counts` [B]: the tokens of each sequence, on the device. The host only needs to know `total`, which is `num_chunks`
+    or more; if it is more, the last chunks are empty.
     """
     chunks = torch.empty(total, 2, dtype=torch.int32, device=counts.device)
     _plan_kernel((total,), counts, chunks, counts.shape[0], SIZE=CHUNK, BLOCK=256, num_warps=4)
@@ -235,7 +236,7 @@ def _conv_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's tokens and K channels: a head of q or k, whose norm is taken too, or as many channels of v."""
+    """Convolve a chunk's tokens in K channels: a head of q or k, which is normalised, too, or as many channels of v."""
     C: tl.constexpr = 2 * HK * K + HV * V
     head = tl.program_id(0)
     c = head * K + tl.arange(0, K)
@@ -253,7 +254,7 @@ def _conv_kernel(
     for j in tl.static_range(W - 1):
         back = W - 1 - j
         past = tl.load(x_at - back * x_stride, mask=live & (t >= back)[:, None], other=0.0).to(tl.float32)
-        if first == 0:  # what came before this step is in the ring
+        if first == 0:  # inputs from before this step are in the ring
             at = start + t - back
             ring_at = ring_ptr + tl.load(slots_ptr + sequence).to(tl.int64) * ring_stride
             ring_at = ring_at + ((at + W) % W)[:, None] * C + c[None, :]
@@ -294,7 +295,8 @@ def _run_chunks_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The state goes from chunk to chunk transposed, [K, BLOCK_V]: as all products but its own increment want it."""
+    """The state is passed from chunk to chunk transposed, [K, BLOCK_V], which is the layout that all matmuls need
+    except the one that computes its increment."""
     PARTS: tl.constexpr = V // BLOCK_V
     C: tl.constexpr = 2 * HK * K + HV * V
     sequence = tl.program_id(1)
@@ -307,14 +309,14 @@ def _run_chunks_kernel(
         slot = tl.load(slots_ptr + sequence).to(tl.int64)
         i = tl.arange(0, SIZE)
         row = i[:, None]
-        visible = row >= i[None, :]  # rows behind the last token may hold anything: only their own outputs see it
+        visible = row >= i[None, :]  # rows after the last token may hold anything: no other row sees them
         k_range = tl.arange(0, K)[None, :]
         v_range = part * BLOCK_V + tl.arange(0, BLOCK_V)
         state_row = (head * V + v_range)[:, None]
         state_at = state_ptr + slot * state_stride + state_row * K + k_range
         started = tl.load(positions_ptr + q_start) > 0
         state = tl.trans(tl.load(state_at, mask=(state_row >= 0) & started, other=0.0).to(tl.float32))
-        # Rows are counted from a chunk's first: their distances are then known when this is compiled.
+        # Rows are counted from the chunk's first row, so that their offsets are known at compile time.
         q_at = qkv_ptr + q_start * C + (head // (HV // HK)) * K
         w_at = w_ptr + (q_start * HV + head) * K
         u_at = u_ptr + (q_start * HV + head) * V
@@ -363,9 +365,10 @@ def prefill(
     solve: Mapping[str, int] | None = None,
     run_chunks: Mapping[str, int] | None = None,
 ) -> None:
-    """`decode` for sequences with more than one new token, in `chunks` (see plan_chunks); others are left to it.
+    """Like `decode`, for sequences with more than one new token, in `chunks` (see plan_chunks); others are left to
+    `decode`.
 
-    `solve` and `run_chunks` replace what solve_options and run_options choose.
+    `solve` and `run_chunks` override what solve_options and run_options choose.
     """
     _check(conv_weight, state, conv_state, out)
     key_dim, value_dim, heads = shape.key_dim, shape.value_dim, shape.value_heads
@@ -402,13 +405,14 @@ def solve_options(shape: DeltaShape) -> dict[str, int]:
 
 
 def run_options(shape: DeltaShape, dtype: torch.dtype, multiprocessors: int) -> dict[str, int]:
-    """A long prompt runs one program per part of a state, and each walks through the chunks in order. Halving the parts
-    takes about two thirds of the time while each part still has a multiprocessor to itself; two on one multiprocessor
-    would compete for the inputs that all parts of a head read.
+    """For a long prompt each program owns one part of a state and walks through the chunks in order. Halving the parts
+    cuts the time to two thirds as long as each part has a multiprocessor to itself; two on one multiprocessor compete
+    for the inputs that all parts of a head read.
 
-    Nothing here depends on the step: each further variant would have to be compiled before the first request.
+    The choice does not depend on the step, because each further variant would have to be compiled before the first
+    request.
     """
-    if dtype.itemsize == 4:  # no room for the next chunk beside this one
+    if dtype.itemsize == 4:  # shared memory has no room to load the next chunk ahead
         return {"BLOCK_V": min(32, shape.value_dim), "num_warps": 4, "num_stages": 1}
     fine = shape.value_heads * (shape.value_dim // 32) <= multiprocessors
     return {"BLOCK_V": min(32 if fine else 64, shape.value_dim), "num_warps": 4, "num_stages": 2}

@@ -1,21 +1,21 @@
-"""Gated DeltaNet in plain torch: the CPU's kernel, and the reference that GPU kernels are tested by.
+"""Gated DeltaNet in plain torch: the CPU's kernel, and the reference against which GPU kernels are tested.
 
 A head keeps a state S [V, K], a linear map from keys to values, which each token decays, corrects and reads
 (Yang et al. 2024, arXiv:2412.06464):
 
-    S = exp(g) S              g <= 0: what is forgotten
+    S = exp(g) S              g <= 0: the state decays
     d = beta (v - S k)        what the state gets wrong about this key
     S = S + d kᵀ
     o = S q
 
-    state       [slots, HV, V, K]   float32, or bfloat16 for half the traffic: a step computes in float32 and rounds it
-                                    to the nearest when it is put back
+    state       [slots, HV, V, K]   float32, or bfloat16 for half the traffic: a step computes in float32 and rounds the
+                                    state to nearest when it stores it
     conv_state  [slots, W, C]       the newest W inputs of the convolution: that of position p in row p mod W
 
-q and k have HK heads; each serves HV / HK value heads that stand together.
+q and k have HK heads; each serves HV / HK consecutive value heads.
 
-The ring has one row more than the convolution looks back. So on a GPU, the row that a token writes is never one that
-another program may still read.
+The ring of convolution inputs has one row more than the convolution looks back. So on a GPU, the row that a token
+writes is never one that another program may still read.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 64
-_EPS = 1e-6  # of the norm of q and k
+_EPS = 1e-6  # epsilon of the norm of q and k
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class Run:
 class RecurrentBatch:
     """How the tokens of a step group into sequences. A sequence at position 0 starts from zeros."""
 
-    q_index: torch.Tensor    # [b] which of the T tokens: sequences with one new token
+    q_index: torch.Tensor    # [b] for sequences with one new token: its index among the step's T tokens
     positions: torch.Tensor  # [b] its position
-    slots: torch.Tensor      # [b] of their states
+    slots: torch.Tensor      # [b] the slot of its sequence's state
     runs: list[Run]          # the other sequences
 
     @classmethod
     def build(
         cls, positions: torch.Tensor, slots: torch.Tensor, q_starts: torch.Tensor, counts: torch.Tensor
     ) -> "RecurrentBatch":
-        """positions [T] of the step's tokens; the others [B], one entry a sequence."""
+        """positions [T] of the step's tokens; the other arguments have one entry per sequence, [B]."""
         single = counts == 1
         q_index = q_starts[single]
         others = torch.stack((q_starts, positions[q_starts], counts, slots), 1)[~single]
@@ -59,16 +59,16 @@ class RecurrentBatch:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecurrentBatch:
-    """The same for GPU kernels: all on the device; the host knows none of it.
+    """The same for GPU kernels: everything is on the device, so the host need not know it.
 
-    q_starts, counts and chunks are those of a mixed step; in a pure decode step token i belongs to sequence i.
+    q_starts, counts and chunks belong to mixed steps. In a pure decode step, token i belongs to sequence i.
     """
 
     positions: torch.Tensor                  # [T]
     slots: torch.Tensor                      # [B]
     q_starts: torch.Tensor | None = None     # [B]
     counts: torch.Tensor | None = None       # [B]
-    chunks: torch.Tensor | None = None       # [n, 2], gated_delta.plan_chunks; None: nobody has several tokens
+    chunks: torch.Tensor | None = None       # [n, 2], gated_delta.plan_chunks; None: no sequence has several tokens
 
 
 def decay_and_beta(
@@ -79,7 +79,7 @@ def decay_and_beta(
 
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, conv_state: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
-    """silu of the causal depthwise convolution of x [T, C] with weight [C, W]; [T, C]. Moves `conv_state` on."""
+    """silu of the causal depthwise convolution of x [T, C] with weight [C, W]; [T, C]. Updates `conv_state`."""
     width = weight.shape[1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if batch.q_index.numel():
@@ -112,7 +112,8 @@ def gated_delta_rule(
     state: torch.Tensor,
     batch: RecurrentBatch,
 ) -> torch.Tensor:
-    """Every token's output [T, HV, V]; moves `state` on. q, k [T, HK, K] as the convolution gives them."""
+    """Every token's output [T, HV, V]; updates `state`. q, k [T, HK, K] are the convolution's outputs, not yet
+    normalised."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     q, k = l2_norm(q) * q.shape[-1] ** -0.5, l2_norm(k)
     if batch.q_index.numel():
@@ -139,7 +140,7 @@ def l2_norm(x: torch.Tensor) -> torch.Tensor:
 def recurrent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each of b sequences; moves `state` on.
+    """One token of each of b sequences; updates `state`.
 
     q, k [b, HK, K], v [b, HV, V], g, beta [b, HV], state [b, HV, V, K] -> [b, HV, V]
     """
@@ -158,18 +159,18 @@ def chunked(
 
     q, k [n, HK, K], v [n, HV, V], g, beta [n, HV], state [HV, V, K] -> ([n, HV, V], the state after them)
 
-    Within a chunk, with G = cumsum(g), the tokens' corrections d solve a triangular system, whose right side is known
-    but for the state that the chunk starts from (the WY form of a product of Householder-like steps):
+    Within a chunk, with G = cumsum(g), the tokens' corrections d solve a triangular system. Of its right-hand side only
+    S, the state at the chunk's start, is unknown (the WY form of a product of Householder-like steps):
 
         (I + L) d = beta (v - exp(G) k Sᵀ)          L[i, j] = beta[i] exp(G[i] - G[j]) k[i]·k[j],  j < i
               d = U - W Sᵀ,   (I + L) U = beta v,   (I + L) W = beta exp(G) k
 
-    So U and W of all chunks are found at once, and only the states are passed on one by one.
+    So U and W are computed for all chunks at once, and only the states go from chunk to chunk.
     """
     n, key_heads, key_dim = k.shape
     heads, value_dim = v.shape[1:]
     size = min(CHUNK, n)
-    padding = -n % size  # padding tokens: no decay, no write
+    padding = -n % size  # padding tokens neither decay nor write the state
 
     def chunks(x: torch.Tensor, heads: int) -> torch.Tensor:
         """[n, heads, ...] -> [HK, heads / HK, chunks, size, ...]"""
@@ -205,6 +206,7 @@ def chunked(
 
 
 def gated_rms_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """w * norm(x) * silu(z) over the last dimension; the norm is rounded before the weight, the gate is float32."""
+    """w * norm(x) * silu(z) over the last dimension; the norm is rounded before the weight is applied, the gate is
+    computed in float32."""
     normed = F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
     return (normed.float() * F.silu(z.float())).to(x.dtype)

@@ -1,9 +1,9 @@
 """Compiles kernels in several processes, before they are first needed.
 
-In one process the kernels of a model take 15 seconds to compile; most of that is Python, so threads help little. The
-processes leave their results in Triton's cache, where this process finds them (see source_key in launcher.py).
+Compiling a model's kernels in one process takes many seconds; most of that is Python code, so threads would not help.
+The processes leave their results in Triton's cache, where this process finds them (see source_key in launcher.py).
 
-A file in the cache records that a set of jobs was compiled, so the next start compiles nothing.
+A file in the cache records that a set of jobs was compiled, so that the next start need not check them again.
 """
 
 import hashlib
@@ -23,15 +23,14 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 5
 _WORTH_A_POOL = 4  # compiling fewer jobs is faster than starting the processes
-# Slowest first, because the last job decides when everything is done. (Seconds for sm_90 on one core: 3, 2.5, 1.5, 1;
-# others below 0.7.)
+# Slowest first, because the last job decides when everything is done. All others take less than a second.
 _LONGEST = ("solve_kernel", "_mixed_kernel", "_decode_kernel", "_filter_kernel")
 
 
 def compile_ahead(jobs: Iterable[Job], capability: tuple[int, int]) -> int:
-    """Bring every variant into Triton's cache. Returns how many the pool had to compile: 0 if all were there.
+    """Have every variant in Triton's cache. Returns how many the pool had to compile: 0 if all were there.
 
-    A variant that cannot be compiled is left to its first use, which reports the error where it matters.
+    If a variant cannot be compiled, its first use tries again and reports the error where it matters.
     """
     compilation = Compilation(capability)
     compilation.seal(jobs)
@@ -43,19 +42,19 @@ class Work(NamedTuple):
     """Where compilation time went."""
 
     jobs: int
-    guessed: int  # needed jobs that were given to the processes before it was known that they are needed
-    ready: float  # when the first was begun, and when the last one was done, on the clock of time.monotonic()
+    guessed: int  # jobs that were given to the processes early, as a guess, and turned out to be needed
+    ready: float  # when the first job was begun, and when the last was done, on the clock of time.monotonic()
     done: float
-    seconds: float  # of all processes
-    slowest: dict[str, float]  # the kernels that took longest, and their seconds
+    seconds: float  # summed over all processes
+    slowest: dict[str, float]  # the kernels that took longest, and how many seconds
 
 
 class Compilation:
-    """A set of jobs being compiled. Once it is sealed, `count` says how many were missing from the cache."""
+    """A set of jobs that are being compiled. Once it is sealed, `count` says how many were missing from the cache."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.count = 0
-        self.work: Work | None = None  # once it is finished, if there was any
+        self.work: Work | None = None  # set at the end, if anything had to be compiled
         self._capability = capability
         self._jobs: set[Job] = set()
         self._given: set[str] = set()
@@ -84,7 +83,7 @@ class Compilation:
             self._pool = None
 
     def wait(self, jobs: Iterable[Job]) -> None:
-        """Wait until these are compiled or have failed."""
+        """Wait until these jobs are compiled or have failed."""
         if self._pool is not None:
             self._pool.wait(line_of(job, self._capability) for job in jobs)
 
@@ -135,6 +134,6 @@ def _rank(line: str) -> int:
 
 
 def _digest(jobs: Iterable[Job], lines: Iterable[str]) -> str:
-    """Changes with the variants, the kernels' source and Triton."""
+    """A hash of the variants, the kernels' source and Triton's version."""
     sources = sorted({source_key(job.kernel) for job in jobs})
     return hashlib.sha256("\n".join([triton.__version__, *sources, *sorted(lines)]).encode()).hexdigest()[:24]

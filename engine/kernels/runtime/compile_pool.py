@@ -1,8 +1,8 @@
-"""The pool of processes that compile kernels, as seen by the process that needs them. Imports nothing heavy, so the
+"""The pool of processes that compile kernels, as seen by the process that needs them. It imports nothing heavy, so the
 pool can start before PyTorch is loaded here (the pool itself does not need PyTorch).
 
     jobs ─► compile_worker.py, which loads Triton once ─► a fork for each core ─► Triton's cache on disk
-         ◄─ a line for each job, as it is done
+         ◄─ a line for each job when it is done
 """
 
 import json
@@ -19,24 +19,24 @@ from typing import Any
 
 from engine.kernels.runtime.cache_dir import use_cache_dir
 
-_WAIT = 5.0  # seconds for the processes to end, once all is done
+_WAIT = 5.0  # seconds for the processes to exit once all is done
 
 
 class CompilePool:
-    """Starts at once, takes jobs until `seal`, and ends with `close` or with this process."""
+    """Starts when it is created, takes jobs until `seal`, and ends with `close` or with this process."""
 
     def __init__(self) -> None:
         use_cache_dir()
         root = str(Path(__file__).parents[3])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-        self._jobs: list[str] = []  # by number
+        self._jobs: list[str] = []  # a job's number is its index
         self._known: set[str] = set()
         self._waiting: set[str] = set()
-        self.seconds: dict[str, float] = {}  # that each took
-        self.ready: float | None = None  # when the first was begun, on the clock of time.monotonic()
-        self.last = 0.0  # when the last one so far was done
+        self.seconds: dict[str, float] = {}  # how long each job took
+        self.ready: float | None = None  # when the first job was begun, on the clock of time.monotonic()
+        self.last = 0.0  # when the latest job was done
         self._errors: dict[str, str] = {}
-        self._failure: str | None = None  # why nothing is compiled any more
+        self._failure: str | None = None  # why the pool stopped compiling
         self._changed = threading.Condition()
         self._given: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
@@ -45,7 +45,7 @@ class CompilePool:
                 [sys.executable, "-P", "-m", "engine.kernels.runtime.compile_worker"], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, env=environment, text=True,
             )  # fmt: skip
-        except OSError as error:  # no memory for another process, say
+        except OSError as error:  # for example, no memory for another process
             self._failure = str(error)
         else:
             threading.Thread(target=self._give, daemon=True).start()
@@ -54,7 +54,7 @@ class CompilePool:
     def submit(self, jobs: list[str]) -> int:
         """Compile these jobs, each a JSON object in one line, in this order; known ones are skipped. An empty list does
         not close the pool. Returns how many are new."""
-        with self._changed:  # numbers are by the order in which jobs are written
+        with self._changed:  # jobs are numbered in the order in which they are written
             new = [job for job in dict.fromkeys(jobs) if job not in self._known]
             self._jobs += new
             self._known |= set(new)
@@ -65,7 +65,7 @@ class CompilePool:
         return len(new)
 
     def seal(self) -> None:
-        """Say that no more jobs will come."""
+        """Tell the pool that no more jobs will come."""
         self._given.put(None)
 
     def wait(self, jobs: Iterable[str]) -> dict[str, str]:
@@ -76,19 +76,19 @@ class CompilePool:
             return {job: error for job, error in self._errors.items() if job in jobs}
 
     def close(self) -> None:
-        """End the processes, even if they are busy, without waiting for that."""
+        """Kill the processes, even if they are busy, without waiting for their exit."""
         if self._process is None:
             return
         self.seal()
         if self._waiting or not self._jobs:
-            self._process.kill()  # its forks then take no more jobs
+            self._process.kill()  # then its forks get no more jobs
         threading.Thread(target=self._bury, daemon=True).start()
 
     def _give(self) -> None:
-        """Write jobs from a separate thread: a busy process may be slow to read them."""
+        """Write jobs. This is a thread of its own, because a busy process may be slow to read them."""
         assert self._process is not None
         assert self._process.stdin is not None
-        with suppress(OSError):  # it ended: `_listen` sees that too
+        with suppress(OSError):  # the process ended; `_listen` handles that
             while (jobs := self._given.get()) is not None:
                 self._process.stdin.write(jobs)
                 self._process.stdin.flush()
@@ -141,7 +141,7 @@ def job_line(
     num_stages: int,
     capability: tuple[int, int],
 ) -> str:
-    """A kernel's variant as a job. Equal lines mean equal jobs."""
+    """A kernel's variant as a job: one line of JSON. Equal jobs have equal lines."""
     return json.dumps({
         "module": module, "name": name, "types": types, "constants": constants, "num_warps": num_warps,
         "num_stages": num_stages, "capability": capability,
@@ -149,7 +149,7 @@ def job_line(
 
 
 def start_early() -> None:
-    """Start the pool early, in a process that has other work to do before it needs kernels."""
+    """Start the pool early, in a process that does other work before it needs kernels."""
     global _early
     if _early is None and len(os.sched_getaffinity(0)) > 1:
         _early = CompilePool()
@@ -173,8 +173,8 @@ def is_under_way() -> bool:
 
 
 def give_early(jobs: list[str]) -> None:
-    """Give guessed jobs to the pool that was started early, unless somebody has taken it: its owner knows what is
-    really needed. Nobody waits for these."""
+    """Give guessed jobs to the pool that was started early. Does nothing once `take` has handed it over, because its
+    owner knows what is really needed. Nobody waits for guessed jobs."""
     with _early_lock:
         if _early is not None:
             _early.submit(jobs)
@@ -186,7 +186,7 @@ def take() -> CompilePool:
 
 
 def dismiss() -> None:
-    """End the pool that was started early, if it was not needed."""
+    """End the pool that was started early, if nobody took it."""
     pool = _taken()
     if pool is not None:
         pool.close()

@@ -1,8 +1,8 @@
-"""The process behind compile_pool.py: jobs come in, one JSON object a line; out goes [number, error or null, seconds].
+"""The process behind compile_pool.py. It reads jobs, one JSON object per line, and writes [number, error or null,
+seconds] for each.
 
-Loads Triton and our kernels, without PyTorch (torch_stub.py), then forks workers, which share what was loaded. A job is
-compiled as soon as it arrives, while others are still on their way.
-Needs no GPU and never touches one.
+It loads Triton and our kernels, without PyTorch (torch_stub.py), then forks workers, which share what was loaded. A job
+is compiled as soon as it arrives, before all jobs have been read. Needs no GPU and never touches one.
 """
 
 import importlib
@@ -21,18 +21,18 @@ from engine.kernels.runtime import torch_stub
 
 _PACKAGE = "engine.kernels."
 _WITH_TORCH = "--with-torch"
-_MOST_FORKS = 16  # each takes up to 140 MB of memory of its own while it works, 90 of them for the assembler
+_MOST_FORKS = 16  # each takes up to 140 MB of private memory while it works, 90 MB of it for the assembler
 _LONGEST_JOB = 1 << 16  # bytes
-_LONGEST_ANSWER = 500  # characters; a pipe takes an answer whole, however many write
+_LONGEST_ANSWER = 500  # characters: short enough that writes of several forks to the pipe do not mix
 
 
 def main() -> None:
     _load()
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever a compiler prints is no answer
-    give, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a fork takes one whole job at a time
+    os.dup2(2, 1)  # stdout is for answers: what a compiler prints goes to stderr
+    give, take = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each read takes exactly one job
     worker, most, forks = os.getpid(), min(_MOST_FORKS, len(os.sched_getaffinity(0))), 0
-    with suppress(OSError):  # every fork is gone: the remaining jobs get no answer
+    with suppress(OSError):  # every fork has ended: the remaining jobs get no answer
         for number, job in enumerate(sys.stdin):
             if forks < most:
                 forks += 1
@@ -59,7 +59,7 @@ def _load() -> None:
     try:
         from engine.kernels.runtime.launcher import load_compiler
 
-        reads = threading.Thread(target=load_compiler)  # nearly all of it without Python's lock
+        reads = threading.Thread(target=load_compiler)  # nearly all of it without the GIL
         reads.start()
         for name in kernel_modules():
             importlib.import_module(name)
@@ -93,7 +93,7 @@ def _work(jobs: socket.socket, answers: int, worker: int) -> None:
         try:
             os.write(answers, (json.dumps([int(number), error, seconds]) + "\n").encode("ascii"))
         except OSError:
-            return  # nobody waits any more
+            return  # the reader has gone
 
 
 def _compile(job: dict) -> None:

@@ -1,11 +1,12 @@
 """How many CPU threads a piece of work gets.
 
 Waking a sleeping team of threads costs up to 0.6 ms on a virtual machine, and a decode step would do it hundreds of
-times. Only GEMMs are worth that: each streams megabytes of weights. So a small step runs on one thread, and its packed
-GEMMs ask for the rest.
+times. Only GEMMs are worth that, because each streams megabytes of weights. So a small step runs on one thread, and
+only its packed GEMMs use the others.
 
-This asks OpenMP itself, whose setting belongs to the calling thread. `torch.set_num_threads` is for the whole process,
-and threads that start to compute while it is in use can meet a half-made pool ("Invalid thread pool!", torch 2.13).
+This sets the number in OpenMP itself, where it belongs to the calling thread. `torch.set_num_threads` is for the whole
+process, and threads that start computing during the call can see a half-built pool ("Invalid thread pool!", torch
+2.13).
 """
 
 import ctypes
@@ -18,7 +19,7 @@ import torch
 
 @contextmanager
 def num_threads(count: int) -> Iterator[None]:
-    """Run the body on `count` threads, and give the caller's number back. No effect where torch has no OpenMP."""
+    """Run the body on `count` threads, then restore the caller's number. No effect where torch has no OpenMP."""
     openmp = _openmp()
     before = torch.get_num_threads()  # OpenMP's number for this thread
     if before == count or openmp is None:

@@ -1,43 +1,43 @@
-"""The properties of a GPU that choose kernel variants, and which shipped table of tiles it uses. Plain Python: needs no
-GPU.
+"""The properties of a GPU that decide which kernel variants and which shipped table of tiles it uses. Plain Python:
+needs no GPU.
 
-Tiles that a search found come with Atoll in files, one for each kind of GPU that was measured:
+Atoll ships tables of measured tiles, one file for each kind of GPU that was measured:
 
     tuned.json                    H100 and H200
-    tuned-8.9-142-99.json         another one: compute capability, multiprocessors, KiB of shared memory a program
+    tuned-8.9-142-99.json         another GPU: compute capability, multiprocessors, KiB of shared memory per program
 
-A GPU without a file of its own takes that of the nearest: of its compute capability, else of its major version, else of
-the closest one; among several, of the one with the most similar number of multiprocessors. Tiles that do not fit its
-shared memory are passed over, and chosen by rule. What an operator measured on the server itself comes before all of
-these: tuned_tables.
+A GPU without a file takes that of the most similar GPU: one with the same compute capability, else with the same major
+version, else with the closest one; among several, the one with the most similar number of multiprocessors. Entries that
+do not fit its shared memory are ignored, and those shapes follow the rule. A table that an operator measured on this
+server has precedence: tuned_tables.
 """
 
 import functools
 from pathlib import Path
 from typing import NamedTuple
 
-FP8_CAPABILITY = (8, 9)   # instructions and matrix units for e4m3 numbers
+FP8_CAPABILITY = (8, 9)   # instructions and tensor cores for e4m3 numbers
 PDL_CAPABILITY = (9, 0)   # programmatic dependent launch
 LARGE_SHARED = 200 << 10  # H100, H200, B200 have 227 KiB, A100 has 163, and L40S, RTX 4090, RTX PRO 6000 have 99
 
 
 class Target(NamedTuple):
-    """The properties of a GPU that choose kernel variants."""
+    """The properties of a GPU that decide which kernel variants it uses."""
 
     capability: tuple[int, int]
-    shared_memory: int  # bytes, of one program
+    shared_memory: int  # bytes that one program may have
     multiprocessors: int
-    name: str = ""      # the driver's name of a GPU in this machine, which names its own table of tiles
+    name: str = ""      # the driver's name, for GPUs in this machine: it is part of the name of their own table
 
     @property
     def fp8_units(self) -> bool:
-        """Whether its tensor cores multiply e4m3. If not, GEMMs widen fp8 weights and keep activations as they are."""
+        """Whether its tensor cores multiply e4m3. If not, GEMMs widen fp8 weights and do not quantise activations."""
         return self == INTERPRETER or self.capability >= FP8_CAPABILITY
 
     @property
     def wgmma(self) -> bool:
-        """Whether four warps multiply together from shared memory, which leaves room for more rows of results in their
-        registers: on Hopper alone. (Tiles of 256 rows take 32 bytes of stack a thread there, 400 on a B200.)"""
+        """Whether four warps together multiply operands in shared memory, which leaves registers for more rows of
+        results. Only Hopper does this: elsewhere tiles of 256 rows would spill."""
         return self.capability[0] == 9
 
     @property
@@ -52,7 +52,7 @@ H100 = Target((9, 0), 232_448, 132)
 
 @functools.cache
 def tuned_file(common: Path, gpu: Target | None) -> Path:
-    """The file of measured tiles for `gpu`: `common`, which is the H100's, or one beside it. None: the H100's."""
+    """The file of measured tiles for `gpu`: `common`, which is the H100's, or one next to it. With None, the H100's."""
     if gpu is None or gpu == INTERPRETER:
         return common
     files = {H100: common}
@@ -64,7 +64,7 @@ def tuned_file(common: Path, gpu: Target | None) -> Path:
 
 
 def tuned_on(common: Path, gpu: Target) -> str:
-    """For the log: whose measured tiles `gpu` takes."""
+    """A phrase for the log: where the tiles that `gpu` uses were measured."""
     path = tuned_file(common, gpu)
     whose = "an H100's" if path == common else path.name
     own = path != common and path.stem == f"{common.stem}-{name_of(gpu)}"
@@ -72,7 +72,7 @@ def tuned_on(common: Path, gpu: Target) -> str:
 
 
 def name_of(gpu: Target) -> str:
-    """As it stands in file names."""
+    """The GPU as it appears in file names."""
     return f"{gpu.capability[0]}.{gpu.capability[1]}-{gpu.multiprocessors}-{gpu.shared_memory >> 10}"
 
 

@@ -1,10 +1,10 @@
 """Page-locked host memory that kernels read directly: for tables of which a step needs only a few rows.
 
-    anonymous pages ─► filled, by whoever loads ─► page-locked and mapped for the GPU ─► read over the bus ─► released
+    anonymous pages ─► filled by the loader ─► page-locked and mapped for the GPU ─► read over the bus ─► released
 
-The size is exact, where an allocator of pinned buffers rounds up to a power of two (a table of 4.7 GB would take 8).
-Pages are filled before they are locked: the filling threads fault them in side by side, so the driver only has to walk
-through them. The memory goes back when the last tensor in it is gone.
+The size is exact, while PyTorch's allocator of pinned buffers rounds up to a power of two (a table of 4.7 GB would take
+8 GB). Pages are filled before they are locked: the loader's threads fault them in concurrently, so the driver finds
+them all present. The memory is released when the last tensor in it is gone.
 """
 
 import ctypes
@@ -20,16 +20,16 @@ import torch
 from engine.message import msg, reason
 
 _PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_...
-# Huge pages are locked and looked up faster; a fork (of whatever library) must neither inherit nor copy the table.
+# Huge pages are faster to lock and to look up. A fork, by whatever library, must not inherit or copy the table.
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP")
 
 
 class HostMemoryError(Exception):
-    """The system or the driver refuses host memory; the text says why."""
+    """The system or the driver refused host memory; the text says why."""
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros in pages of its own, not locked yet. Nothing is taken before it is written to.
+    """A tensor of zeros in pages of its own, not locked yet. A page takes no memory until it is written to.
 
     Raises HostMemoryError if the system has no room for it.
     """
@@ -38,7 +38,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         pages = _Pages(count * dtype.itemsize)
     except OSError as error:
         raise HostMemoryError(msg("the system gives no memory ({strerror})", strerror=reason(error))) from None
-    flat = torch.frombuffer(pages, dtype=dtype, count=count)  # holds `pages` as long as it lives
+    flat = torch.frombuffer(pages, dtype=dtype, count=count)  # keeps `pages` alive
     _alive[flat.data_ptr()] = pages
     return flat.view(shape)
 
@@ -57,10 +57,10 @@ def is_locked(tensor: torch.Tensor) -> bool:
 
 
 class _Pages(mmap.mmap):
-    """Anonymous memory that unlocks itself before it is unmapped: the driver would hold on to the pages."""
+    """Anonymous memory that unlocks itself before it is unmapped: otherwise the driver would keep the pages."""
 
     address: int | None = None  # set while locked
-    context: ctypes.c_void_p    # the CUDA context that was current then
+    context: ctypes.c_void_p    # the CUDA context in which it was locked
 
     def __new__(cls, size: int) -> "_Pages":
         whole = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -69,7 +69,7 @@ class _Pages(mmap.mmap):
             try:
                 pages.madvise(getattr(mmap, name))
             except (AttributeError, OSError):
-                pass  # a system without it: slower, not wrong
+                pass  # not supported by this system: slower, not wrong
         return pages
 
     def lock(self, address: int) -> None:
@@ -86,7 +86,8 @@ class _Pages(mmap.mmap):
             raise HostMemoryError(msg("the GPU would see it under another address"))
 
     def unlock(self) -> None:
-        """After what still reads it on the GPU. An error says that the driver is gone, and with it the lock."""
+        """Unlock after kernels that still read the memory have finished. An error means that the driver has shut down,
+        which unlocks the memory, too."""
         if self.address is None:
             return
         driver, popped = _driver(), ctypes.c_void_p()
@@ -98,7 +99,7 @@ class _Pages(mmap.mmap):
         self.address = None
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the end of a process releases everything
+        if not sys.is_finalizing():  # at exit the system releases everything
             self.unlock()
 
 
@@ -107,9 +108,9 @@ _alive: WeakValueDictionary[int, _Pages] = WeakValueDictionary()  # by address
 
 @functools.cache
 def _driver() -> Any:
-    """libcuda with the types of what is called here. Raises HostMemoryError where there is none."""
+    """libcuda with the signatures of the functions used here. Raises HostMemoryError if there is none."""
     try:
-        torch.cuda.synchronize()  # torch makes the context, and it becomes this thread's
+        torch.cuda.synchronize()  # makes torch create its context and set it for this thread
         driver = ctypes.CDLL("libcuda.so.1")
     except (OSError, RuntimeError, AssertionError) as error:
         raise HostMemoryError(msg("there is no CUDA driver ({error})", error=reason(error))) from None

@@ -1,8 +1,8 @@
-"""Compiles and starts Triton kernels without a C compiler, and without Triton's per-launch Python.
+"""Compiles and launches Triton kernels without a C compiler, and without Triton's Python code for each launch.
 
-Triton itself builds C stubs at run time, for the driver's functions and for each kernel's signature; a server in a
-closed network has no compiler for them. Here the kernel is compiled to machine code by Triton (its assembler comes with
-it), and started through the CUDA driver's own functions.
+Triton itself compiles C stubs at run time, for the driver's functions and for each kernel's signature, but a server in
+a closed network has no C compiler. Here Triton compiles the kernel to machine code (it brings its assembler), and the
+kernel is launched through the CUDA driver's own functions.
 
     @kernel
     def add(x_ptr, y_ptr, n, BLOCK: tl.constexpr): ...
@@ -11,9 +11,8 @@ it), and started through the CUDA driver's own functions.
 
 With TRITON_INTERPRET=1 the same call runs in Triton's interpreter, on CPU tensors.
 
-Kernels follow one another by programmatic dependent launch: a kernel may start while the one before it still runs, and
-its first line waits for that one's results. This hides the cost of starting a kernel, and weights may even be loaded
-before the wait:
+Kernels are launched with programmatic dependent launch (PDL): a kernel may start while the previous one still runs, and
+then waits for its results. This hides the latency of a launch, and weights may even be loaded before the wait:
 
     @kernel
     def scale(x_ptr, w_ptr, y_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
@@ -25,7 +24,7 @@ Every program of every kernel with a PDL constant must call `wait_for_previous` 
 nothing: otherwise "the last kernel finished" would not imply that earlier ones did. The launcher sets PDL where the GPU
 can do it (compute capability 9.0 or newer).
 
-Before compute capability 8.9 Triton knows no e4m3 numbers: kernels get them as bytes there (pointwise.e4m3).
+Triton has no e4m3 type before compute capability 8.9: there, kernels get such tensors as bytes (pointwise.e4m3).
 """
 
 import ctypes
@@ -48,8 +47,8 @@ from triton.runtime.jit import JITCallable
 from engine.kernels.runtime.cache_dir import use_cache_dir
 from engine.kernels.runtime.gpu_target import FP8_CAPABILITY, INTERPRETER, PDL_CAPABILITY, Target
 
-# Intermediate representations and line information are for people. Without them the machine code is the same, a
-# kernel's file a third as large, and compiling a tenth faster. Set it to 0 to look at them.
+# Do not store intermediate representations and line information: the machine code is the same without them, a kernel's
+# file a third as large, and compiling a tenth faster. Set it to 0 to look at them.
 os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 
@@ -91,7 +90,8 @@ class Kernel:
         self.arguments = [name for name in constant if not constant[name]]
         self.constants = [name for name in constant if constant[name] and name != "PDL"]
         self.pdl = "PDL" in constant
-        # Alignment matters for strides. Counts change all the time, and each variant would be compiled again.
+        # Alignment is part of a variant only for strides: counts change all the time, and each new variant would have
+        # to be compiled.
         self._is_stride = ["stride" in name for name in self.arguments]
         self._variants: dict[tuple, _Variant] = {}
 
@@ -135,7 +135,7 @@ _recorded_for: Target | None = None
 
 @contextmanager
 def recording(target: Target | None = None) -> Iterator[set[Job]]:
-    """Inside this context kernels are recorded instead of launched: what a step needs, without running it.
+    """Inside this context kernels are recorded instead of launched, to find out what a step needs without running it.
 
     With `target` they are recorded for that GPU, which need not be present; tensors may be on the CPU.
     """
@@ -149,7 +149,7 @@ def recording(target: Target | None = None) -> Iterator[set[Job]]:
 
 
 def target_of(device: torch.device) -> Target:
-    """The GPU that kernels on `device` are for."""
+    """The GPU that kernels for `device` are compiled for."""
     return _recorded_for or _target_of(device)
 
 
@@ -174,13 +174,13 @@ def interpreted() -> bool:
 
 
 def kernel(function: Callable) -> Kernel:
-    """Decorator: a Triton function that is started as `f(grid, *arguments, num_warps=, num_stages=, **constants)`."""
+    """Decorator: a Triton function that is launched as `f(grid, *arguments, num_warps=, num_stages=, **constants)`."""
     return Kernel(function)
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Let the next kernel start when it likes, and wait until the results of the previous one are visible."""
+    """Allow the next kernel to start, and wait until the results of the previous one are visible."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -194,7 +194,7 @@ def compile_for(
     num_stages: int,
     capability: tuple[int, int],
 ) -> Any:
-    """Triton's compiled kernel (from its cache if it is there) for a GPU of `capability`; needs no GPU."""
+    """The kernel, compiled by Triton or from its cache, for GPUs of this compute capability; needs no GPU."""
     assert len(types) == len(kernel.arguments), f"{kernel.name} takes {kernel.arguments}"
     assert set(constants) == set(kernel.constants), f"{kernel.name} has the constants {kernel.constants}"
     pdl = kernel.pdl and capability >= PDL_CAPABILITY
@@ -221,19 +221,20 @@ def compile_for(
 
 
 def load_compiler() -> None:
-    """What Triton does before a process's first kernel: it hashes its own library, 400 MB, for the names in its cache.
+    """Do what Triton does before a process's first kernel: hash its own library of 400 MB, for the names in its cache.
 
-    Half a second, without Python's lock: best spent beside something else, or before a process forks.
+    This takes half a second, without the GIL: best done in parallel with other work, or before a process forks.
     """
     triton_key()
 
 
 def source_key(kernel: Kernel) -> str:
-    """Changes with the source of the kernel, of the functions it calls, and with the constants they use.
+    """A cache key: it changes with the source of the kernel and of the functions it calls, and with the constants they
+    use.
 
-    The same in every process, unlike Triton's own key (3.6, DependenciesFinder._update_hash): that one holds a callee's
-    constants only if the callee's key was known before, so it depends on which kernels came first, and what one process
-    left in the cache another would not find. Here callees come first.
+    Triton's own key (3.6, DependenciesFinder._update_hash) contains a callee's constants only if the callee's key was
+    computed before. So it depends on the order in which kernels are compiled, and one process might not find what
+    another left in the cache. Computing the callees' keys first makes it the same in every process.
     """
     return _settled(kernel.jit)
 
@@ -247,7 +248,7 @@ def _settled(function: Any) -> str:
 
 
 def _type_of(value: Any, is_stride: bool) -> str | None:
-    """Triton's name of a run-time argument's type; '!' marks a multiple of 16, which allows wide loads."""
+    """Triton's name for the type of a run-time argument; '!' marks a multiple of 16, which allows wide loads."""
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype] + "!" if value.data_ptr() % 16 == 0 else _POINTERS[value.dtype]
     if isinstance(value, int):
@@ -257,14 +258,14 @@ def _type_of(value: Any, is_stride: bool) -> str | None:
 
 
 class _Variant:
-    """Loaded machine code and the memory its arguments are passed in."""
+    """Loaded machine code, and the memory in which its arguments are passed."""
 
     def __init__(self, name: str, binary: Any, types: list[str], pdl: bool) -> None:
         meta = binary.metadata
         if meta.global_scratch_size:
             raise KernelError(f"{name}: kernels with scratch memory are not supported.")
         driver = _driver()
-        self._binary = binary.asm["cubin"]  # the driver may read it lazily
+        self._binary = binary.asm["cubin"]  # kept, because the driver may read it lazily
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), self._binary), name)
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, meta.name.encode()), name)
@@ -312,7 +313,7 @@ _loaded: ctypes.CDLL | None = None
 def _driver() -> ctypes.CDLL:
     global _loaded
     if _loaded is None:
-        torch.cuda.current_stream()  # torch makes the context
+        torch.cuda.current_stream()  # makes torch create the context
         _loaded = ctypes.CDLL("libcuda.so.1")
         _loaded.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     return _loaded

@@ -1,8 +1,8 @@
 """A stub for PyTorch in processes that import kernels only to compile them: PyTorch itself takes two to four seconds.
 
-Kernels use Triton alone; their modules mention PyTorch in the functions that launch them, in annotations and in tables
-of dtypes. So the stub only has names: each is a distinct object, always the same one. Calling one, deriving a class
-from one, or importing a module that is not listed here is an error.
+Kernels only use Triton; their modules mention PyTorch in the functions that launch them, in annotations and in tables
+of dtypes. So the stub only has names: each name always gives the same object, different names different ones. Calling
+such an object, deriving a class from it, or importing a module that is not listed here is an error.
 """
 
 import sys
@@ -12,13 +12,13 @@ _MODULES = ("torch", "torch.nn", "torch.nn.functional")
 
 
 class _Name:
-    """`torch.Tensor` and the like; what `x: torch.Tensor | None` means nobody asks."""
+    """Stands for `torch.Tensor` and the like. `|` only has to work, for annotations: nobody evaluates the result."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
     def __getattr__(self, name: str) -> "_Name":
-        if name.startswith("__"):  # Python looks special names up itself and acts on them: the stub must not have them
+        if name.startswith("__"):  # Python itself looks up special names and acts on them: the stub must not have any
             raise AttributeError(f"{self.__name__} stands in for PyTorch's and has no {name}")
         found = _Name(f"{self.__name__}.{name}")
         setattr(self, name, found)
@@ -36,11 +36,11 @@ class _Name:
 class _Module(_Name, ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = []  # a package without further modules
+        self.__path__ = []  # a package without submodules
 
 
 def stand_in() -> None:
-    """Make `import torch` give the stub from now on, unless PyTorch is already loaded."""
+    """From now on, make `import torch` give the stub, unless PyTorch is already loaded."""
     if "torch" in sys.modules:
         return
     for name in _MODULES:

@@ -1,13 +1,13 @@
 """Tables of tiles that an operator measured on this server. They are preferred to those that come with Atoll.
 
-`python -m engine.kernels.tuning` writes one file for each GPU, below the directory of compiled kernels:
+`python -m engine.kernels.tuning` writes one file for each kind of GPU, in the directory of compiled kernels:
 
     tuned/NVIDIA-L40S-8.9-142-99.json      name, compute capability, multiprocessors, KiB of shared memory
 
-A table counts only on the GPU it was measured on. Another GPU, a shape that was not searched, and a file that cannot be
-used (one line in the log says why) take the shipped table: gpu_target.tuned_file.
+A table is only used on the kind of GPU it was measured on. The shipped table (gpu_target.tuned_file) serves other GPUs,
+shapes that were not searched, and all shapes if the file cannot be used (a line in the log says why).
 
-Plain Python: the processes that compile kernels read tables, too, and they do not load PyTorch.
+Plain Python: the processes that compile kernels read tables, too, and do not load PyTorch.
 """
 
 import json
@@ -39,27 +39,27 @@ class TableError(ValueError):
 
 @dataclass(slots=True)
 class Table:
-    """What is in a file. Entries are raw: engine/kernels/gemm/tiles.py and moe/tiles.py check theirs."""
+    """The contents of a file. Entries are raw: engine/kernels/gemm/tiles.py and moe/tiles.py check theirs."""
 
     gemm: list[Any] = field(default_factory=list)
     moe: list[Any] = field(default_factory=list)
-    done: list[str] = field(default_factory=list)  # what the tuner has searched, so that it can continue
-    tuner: str = ""  # changes with the tuner and the kernels: another one searches everything again
+    done: list[str] = field(default_factory=list)  # what the tuner has searched already
+    tuner: str = ""  # a hash of the tuner and the kernels: if it changes, everything is searched again
 
 
 def directory() -> Path:
-    """Where tables are."""
+    """The directory of these tables."""
     return use_cache_dir() / "tuned"
 
 
 def path_for(gpu: Target) -> Path:
-    """The file of this GPU's table, which need not exist."""
+    """The path of this GPU's table, which need not exist."""
     name = "-".join("".join(c if c.isascii() and c.isalnum() else " " for c in gpu.name).split())
     return directory() / f"{name}-{name_of(gpu)}.json"
 
 
 def load(path: Path, gpu: Target) -> Table:
-    """Raises FileNotFoundError, or TableError if the file is no table of this GPU."""
+    """Read a table. Raises FileNotFoundError, or TableError if the file is not a table for this GPU."""
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -86,7 +86,7 @@ def load(path: Path, gpu: Target) -> Table:
 
 
 def save(path: Path, gpu: Target, table: Table) -> None:
-    """Replace the file at once: a reader, or a power cut, finds the old table or the new one. Raises OSError."""
+    """Replace the file atomically: after a power loss, too, there is the old table or the new one. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     body: dict[str, Any] = {"format": _FORMAT, "gpu": _facts(gpu), "tuner": table.tuner}
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
@@ -115,8 +115,8 @@ def save(path: Path, gpu: Target, table: Table) -> None:
 def entries(kind: str, gpu: Target | None, parse: Callable[[Any, Target], Entry]) -> list[Entry]:
     """This server's own entries for `gpu`; none if there is no table, or if it cannot be used.
 
-    `parse` raises TableError for an entry that this GPU cannot run. One such entry makes the whole kind unusable: a
-    table that somebody edited by hand, or a disk that lies, should not be believed in part.
+    `parse` raises TableError for an entry that this GPU cannot run. One such entry makes all entries of this kind
+    unusable: if a table was edited by hand or damaged on disk, the rest is not to be trusted either.
     """
     if gpu is None or not gpu.name:
         return []
@@ -139,7 +139,7 @@ def entries(kind: str, gpu: Target | None, parse: Callable[[Any, Target], Entry]
 
 
 def parsed(raw: list[Any], gpu: Target, parse: Callable[[Any, Target], Entry]) -> list[Entry]:
-    """Every entry, checked. Raises TableError."""
+    """All entries, parsed and checked. Raises TableError."""
     found = []
     for number, entry in enumerate(raw, 1):
         try:

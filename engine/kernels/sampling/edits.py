@@ -8,7 +8,7 @@ from engine.kernels.runtime.launcher import kernel
 from engine.kernels.sampling.columns import BLOCK, POSITION, number_of, word_of
 
 _POSITION = tl.constexpr(POSITION)
-_SEEN = tl.constexpr(1 << 30)        # bit of a token's count: the prompt holds it
+_SEEN = tl.constexpr(1 << 30)        # bit in a token's count: the prompt contains it
 
 
 @kernel
@@ -29,7 +29,7 @@ def _add_kernel(z_ptr, entries_ptr, count, first_row, chunk, V, BLOCK: tl.conste
     inside = (row >= 0) & (row < chunk)
     token = tl.load(entries_ptr + count + n, mask=inside, other=0)
     value = tl.load(entries_ptr + 2 * count + n, mask=inside, other=0).to(tl.float32, bitcast=True)
-    # A token may be both biased and banned; x + y - inf is the same in every order.
+    # A token may be both biased and banned: the sum with -inf is -inf in any order.
     tl.atomic_add(z_ptr + row.to(tl.int64) * V + token, value, mask=inside)
 
 
@@ -44,7 +44,7 @@ def _count_kernel(
     count_ptr, index_ptr, penalties_ptr, columns_ptr, token_ids_ptr, V, penalties_stride, columns_stride, table_stride,
     max_len, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """count[i, t]: how often the output holds t, and bit 30 if the prompt does."""
+    """count[i, t]: how often the output contains token t; bit 30 is set if the prompt contains it."""
     i = tl.program_id(0).to(tl.int64)
     b = tl.load(index_ptr + i)
     known = tl.minimum(word_of(columns_ptr, columns_stride, _POSITION, b), max_len)
@@ -91,7 +91,8 @@ def _mask_kernel(z_ptr, mask_of_ptr, masks_ptr, V, masks_stride, BLOCK: tl.const
     inside = ids < V
     word = tl.load(masks_ptr + mask * masks_stride + (ids >> 5), mask=inside, other=-1)
     banned = inside & (((word >> (ids & 31)) & 1) == 0)
-    # A sum, so that NaN and +inf stay visible: a row that holds them is bad, whatever its grammar allows.
+    # Add instead of overwriting, so that NaN and +inf stay visible: a row that holds them is bad, whatever its grammar
+    # allows.
     z = tl.load(z_ptr + i * V + ids, mask=banned, other=0.0)
     tl.store(z_ptr + i * V + ids, z + float("-inf"), mask=banned)
 
@@ -104,8 +105,8 @@ def copy_rows(logits: torch.Tensor, index: torch.Tensor, z: torch.Tensor) -> Non
 
 
 def add_values(z: torch.Tensor, entries: torch.Tensor, first_row: int, chunk: int) -> None:
-    """z[row - first_row, token] += value for those of `entries` int32 [3, M] (row, token, bits of the value) whose row
-    is one of the `chunk` from `first_row` on; z holds these rows. Entries of row -1 are padding."""
+    """z[row - first_row, token] += value for all `entries` int32 [3, M] (row, token, bits of the value) whose row is
+    one of the `chunk` rows from `first_row` on, which z holds. Entries of row -1 are padding."""
     count = entries.shape[1]
     if count:
         grid = (triton.cdiv(count, 256),)

@@ -46,14 +46,14 @@ def _logprobs_kernel(
     tl.store(out_ptr + 1, (chosen - base).to(tl.int32, bitcast=True))
     tl.store(out_ptr + 2, tl.where(good, 1 + tl.sum(better, 0), 0))
 
-    # Best first, of equal ones the lower id: the largest of (key, -id) below the one before.
+    # In descending order, ties by ascending id: each is the largest (key, -id) below the previous one.
     previous = tl.full([], 2**63 - 1, tl.int64)
     for k in range(K):
         found = tl.full([BLOCK], -(2**63), tl.int64)
         for start in range(0, V, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             z = tl.load(row_ptr + ids, mask=ids < V, other=-INF).to(tl.float32)
-            z = tl.where(z == 0, 0.0, z)  # -0 equals 0
+            z = tl.where(z == 0, 0.0, z)  # -0 becomes 0
             pair = (key_of(z, 0) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
             found = tl.maximum(found, tl.where((pair < previous) & (ids < V), pair, -(2**63)))
         previous = tl.max(found, 0)
@@ -65,8 +65,8 @@ def _logprobs_kernel(
 def logprobs(logits: torch.Tensor, index: torch.Tensor | None, tokens: torch.Tensor, out: torch.Tensor) -> None:
     """out int32 [N, 3 + 2k]: token, log-probability (bits), rank, k best ids, their log-probabilities (bits).
 
-    For rows `index` [N] of logits [B, V] and `tokens` [B], None for all. A row that holds NaN or +inf, or only -inf, or
-    whose token is -1, gets NaN and rank 0."""
+    Computed for rows `index` [N] of logits [B, V] and `tokens` [B], or for all if it is None. A row that holds NaN or
+    +inf, or only -inf, or whose token is -1, gets NaN and rank 0."""
     vocab = logits.shape[1]
     block = min(STREAM_BLOCK, max(1024, triton.next_power_of_2(vocab)))
     _logprobs_kernel(

@@ -34,7 +34,8 @@ def _row_keys(low, high, position):
 
 @triton.jit
 def _fast_log(x, FAST: tl.constexpr):
-    """log(x) to some 2e-7, relative or absolute, whichever is larger: one instruction instead of twenty."""
+    """log(x) with an error of about 2e-7, relative or absolute, whichever is larger: one instruction instead of
+    twenty."""
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1) * _LN2
     else:
@@ -43,10 +44,11 @@ def _fast_log(x, FAST: tl.constexpr):
 
 @triton.jit
 def gumbel(tokens, k0, k1, FAST: tl.constexpr):
-    """float32 noise of `tokens`."""
+    """The float32 noise of `tokens`."""
     word = _mix(_mix(tokens.to(tl.uint32) * 0x9E3779B9, 0) ^ k0, k1) & 0x7FFFFFFF
     v = tl.minimum((word.to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.999999940395355)
-    # -log1p(-v), where the winners are by its series: 1 - v would round off what tells them apart.
+    # -log1p(-v); for small v, where the winners are, by its series: 1 - v would round off the bits that tell them
+    # apart.
     series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * (0.25 + v * 0.2))))
     exponential = tl.where(v < 0.0625, series, -_fast_log(1.0 - v, FAST))
     return -_fast_log(exponential, FAST)

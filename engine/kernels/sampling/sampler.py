@@ -2,15 +2,15 @@
 
     race        every row: temperature, Gumbel noise, the best (score, id) of each block of the vocabulary
     merge       every row: the best of its blocks -> out[b] and the request's next place in the token table
-    filter      rows with min-p, top-k or top-p: thresholds by bisection, then a draw among what is left
+    filter      rows with min-p, top-k or top-p: thresholds by bisection, then a draw among the remaining tokens
     edits.py    rows with bias, bans or penalties: on a float32 copy of their logits
     logprobs.py log-probability, rank and best alternatives of a token
 
 Parameters arrive as `columns` (columns.py). Kernels take an optional `index` int32 [N]: logits row i then belongs to
 request index[i] rather than i.
 
-Nothing here depends on the order in which a GPU adds: counts are integers, and probability mass is summed as 64-bit
-fixed point. So a row gives the same bits in every batch.
+No result depends on the order in which a GPU adds: counts are integers, and probability mass is summed as 64-bit fixed
+point. So a row gives the same bits in every batch.
 """
 
 import torch
@@ -36,7 +36,7 @@ from engine.kernels.sampling.columns import (
 )
 from engine.kernels.sampling.noise import gumbel, noise_keys_of
 
-# A float32 made from a shorter float has this many low bits that say nothing: bisection skips them.
+# A float32 that was widened from a shorter float ends in this many zero bits: bisection skips them.
 _EMPTY_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 _POSITION = tl.constexpr(POSITION)
@@ -44,7 +44,7 @@ _TEMPERATURE = tl.constexpr(TEMPERATURE)
 _TOP_K = tl.constexpr(TOP_K)
 _TOP_P = tl.constexpr(TOP_P)
 _LOG_MIN_P = tl.constexpr(LOG_MIN_P)
-_FAR = tl.constexpr(32.0)            # e^-32 · 2^40 is 0: tokens so far below the best weigh nothing
+_FAR = tl.constexpr(32.0)            # e^-32 · 2^40 rounds to 0: tokens so far below the best have no weight
 _ALL = tl.constexpr(2**31 - 1)
 
 
@@ -57,7 +57,8 @@ def _is_filtered(columns_ptr, stride, b):
 
 @triton.jit
 def _store_token(token_ids_ptr, out_ptr, columns_ptr, columns_stride, b, token, good, table_stride, max_len):
-    """out[b] = token or -1; a good token also goes to its place in the table, if the row has one."""
+    """out[b] = the token, or -1 if it is not `good`; a good token is also stored in the token table, if the request has
+    a row there."""
     tl.store(out_ptr + b, tl.where(good, token, -1))
     row = tl.load(columns_ptr + b).to(tl.int64)
     position = word_of(columns_ptr, columns_stride, _POSITION, b)
@@ -70,9 +71,9 @@ def _race_kernel(
     logits_ptr, index_ptr, columns_ptr, score_ptr, id_ptr, V, logits_stride, columns_stride, parts,
     BLOCK: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best score and its id in one block of one row; +inf where the block holds NaN or +inf.
+    """The best score and its id in one block of one row; the score is +inf if the block holds NaN or +inf.
 
-    Rows with filters run without temperature and noise: the filter kernel needs their best logit only."""
+    Rows with filters run without temperature and noise, because the filter kernel only needs their best logit."""
     wait_for_previous(PDL)
     i = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -123,7 +124,7 @@ def _count_from(row_ptr, V, least, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass_from(row_ptr, V, least, least_scaled, temperature, top, BLOCK: tl.constexpr):
-    """Weight of the tokens whose logit reaches `least` and whose scaled logit reaches `least_scaled`."""
+    """The total weight of the tokens whose logit reaches `least` and whose scaled logit reaches `least_scaled`."""
     mass = tl.zeros([BLOCK], dtype=tl.int64)
     for start in range(0, V, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -140,7 +141,7 @@ def _filter_kernel(
 ):  # fmt: skip
     """Draw for one row with filters. out[b] holds the row's best token, or -1 if the row is bad.
 
-    Dividing by the temperature keeps the order, so thresholds are found among the logits as they came."""
+    Dividing by the temperature keeps the order, so thresholds are searched among the unscaled logits."""
     i = tl.program_id(0).to(tl.int64)
     b = i
     if index_ptr is not None:
@@ -157,7 +158,7 @@ def _filter_kernel(
     # min-p: a bound on scaled logits.
     least_scaled = top + number_of(columns_ptr, columns_stride, _LOG_MIN_P, b)
 
-    # top-k: the largest value that k logits reach.
+    # top-k: the largest threshold that at least k logits reach.
     last = tl.full([], -INF, tl.float32)
     top_k = word_of(columns_ptr, columns_stride, _TOP_K, b)
     if top_k > 0:
@@ -168,10 +169,10 @@ def _filter_kernel(
             count = _count_from(row_ptr, V, value_of(middle, EMPTY), BLOCK)
             low = tl.where(count >= top_k, middle, low)
             high = tl.where(count >= top_k, high, middle)
-            high = tl.where(count == top_k, low + 1, high)  # these are the k best: done
+            high = tl.where(count == top_k, low + 1, high)  # exactly the k best: done
         last = value_of(low, EMPTY)
 
-    # top-p: the largest value whose tokens and all better ones together have the mass; of its ties as many as it takes.
+    # top-p: the largest threshold that tokens with the wanted mass reach; of equal logits at it, as many as needed.
     room = top_k * 0 + _ALL
     top_p = number_of(columns_ptr, columns_stride, _TOP_P, b)
     if top_p < 1.0:
@@ -182,7 +183,7 @@ def _filter_kernel(
         goal = tl.maximum(goal, 1)
         low = tl.maximum(key_of(top_logit - _FAR * temperature, EMPTY), key_of(last, EMPTY))
         high = above
-        better = whole * 0  # mass from `high` on
+        better = whole * 0  # mass of the tokens that reach `high`
         while high - low > 1:
             middle = (low + high) >> 1
             least = tl.maximum(value_of(middle, EMPTY), last)

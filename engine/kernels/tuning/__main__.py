@@ -23,9 +23,9 @@ from engine.kernels.tuning.search import PARTS, Tuner
 from engine.plan import SHAPES
 
 _DESCRIPTION = """\
-Find the tiles of the kernels that are fastest on this machine's GPU, offline. Of a model only config.json is read; the
-weights are random. What is found goes into a table in the engine's cache directory, from where the next start takes it,
-in preference to the tables that come with Atoll. The search can be stopped at any time: the same command continues.
+Find the kernel tiles that are fastest on this machine's GPU, offline. Only a model's config.json is read; the weights
+are random. Results go into a table in the engine's cache directory. From its next start the engine prefers this table
+to those that come with Atoll. The search can be stopped at any time: the same command continues it.
 
 Nothing else should use the GPU meanwhile: stop the service first.
 """
@@ -33,7 +33,7 @@ _EXAMPLES = """\
 examples:
   python -m engine.kernels.tuning --model DIR                       for the engine that this user starts
   python -m engine.kernels.tuning --model DIR --quantization fp8 --budget 300
-  python -m engine.kernels.tuning --show                            which tables this GPU takes; searches nothing
+  python -m engine.kernels.tuning --show                            which tables this GPU uses; searches nothing
 
   On a server, as the user that runs the engine, with that engine's cache:
   sudo atoll stop
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        say("Stopped. What was found is kept; the same command continues.")
+        say("Stopped. Results so far are kept; the same command continues the search.")
         return 130
     return 0
 
@@ -76,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="stop then (default: never)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="the engine's cache directory (default: as this "
                         "user's engine finds it)")  # fmt: skip
-    parser.add_argument("--again", action="store_true", help="search what was found before once more")
+    parser.add_argument("--again", action="store_true", help="search again what was found before")
     parser.add_argument("--ship", action="store_true", help="write into the tables of this checkout instead")
-    parser.add_argument("--show", action="store_true", help="say which tables this GPU takes, and search nothing")
+    parser.add_argument("--show", action="store_true", help="say which tables this GPU uses, and search nothing")
     parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout; progress is on stderr")
     return parser
 
@@ -99,7 +99,7 @@ def _search(options: argparse.Namespace) -> Iterator[Row]:
     left = f", {tuner.left} left for the next run" if tuner.left else ""
     say(f"{tuner.searched} searched, {tuner.skipped} found before{left}; {time.monotonic() - started:.0f} s.")
     if tuner.searched and not options.ship:
-        say("Engines take the new tiles when they start: restart them.")
+        say("Restart the engines: they read the new tiles when they start.")
     yield {"bench": "tuning", "table": where, "searched": tuner.searched, "found_before": tuner.skipped,
            "left": tuner.left, "seconds": round(time.monotonic() - started, 1)}  # fmt: skip
 
@@ -125,7 +125,7 @@ def _show(options: argparse.Namespace) -> Iterator[Row]:
 
 def _gpu() -> tuple[torch.device, Target]:
     if not torch.cuda.is_available():
-        raise ConfigError("No CUDA GPU is usable on this machine: its kernels are timed.", hint="Check nvidia-smi.")
+        raise ConfigError("No CUDA GPU is usable here: the search must time kernels.", hint="Check nvidia-smi.")
     from engine.kernels.runtime.launcher import target_of
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -133,28 +133,28 @@ def _gpu() -> tuple[torch.device, Target]:
 
 
 def _check(models: Sequence[Path]) -> None:
-    """Before anything is started: a search takes minutes, and a typing error should not cost them."""
+    """Check the models before anything is started: a search takes minutes, and a typo should not cost them."""
     for model in models:
         if not (model / "config.json").is_file():
             raise ConfigError(f"{model} has no config.json.", "--model", "Name a model's directory.")
 
 
 def _choose_cache(given: Path | None) -> None:
-    """Have tables where the engine will look for them. Raises ConfigError if that is not possible."""
+    """Choose the directory of tables where the engine will look for them. Raises ConfigError if it cannot be used."""
     if given is not None:
         os.environ.pop("TRITON_CACHE_DIR", None)
         os.environ["CACHE_DIRECTORY"] = str(given.absolute())
     found = use_cache_dir()
     if given is not None and given.resolve() not in found.parents:
-        owner = f" It belongs to the user with the number {given.stat().st_uid}." if given.is_dir() else ""
+        owner = f" It belongs to user ID {given.stat().st_uid}." if given.is_dir() else ""
         raise ConfigError(
-            f"{given} is no directory that this user alone can write to.{owner}", "--cache",
+            f"{given} is not a directory that only this user can write to.{owner}", "--cache",
             "Run the search as the user that runs the engine, with sudo -u.",
         )  # fmt: skip
     if is_temporary(found):
         raise ConfigError(
-            "There is no cache directory that lasts: results would be lost.", "--cache",
-            "Name the engine's with --cache.",
+            "There is no permanent cache directory: results would be lost.", "--cache",
+            "Name the engine's cache directory with --cache.",
         )  # fmt: skip
 
 

@@ -30,13 +30,13 @@ _POSITION = 200
 _MAX_MODEL_LEN = 2048
 _KV_BYTES = 2 << 30
 _SMALLEST = 100_000  # bytes of a weight: smaller ones finish before their tiles matter
-_WRONG = 0.02  # of a result's norm: more than rounding
-_TURNS, _STEPS = 6, 16  # the least of so many turns counts, each of so many steps
+_WRONG = 0.02  # error relative to a result's norm: more than rounding explains
+_TURNS, _STEPS = 6, 16  # the fastest of 6 turns counts; a turn is 16 steps
 _KERNELS = ("experts' first products", "experts' second products", "router and dense branch")
 
 
 class DecodeStep(NamedTuple):
-    """Its two parts: up to the last norm, which the engine records as a graph, and the logits of that."""
+    """The two parts of a step: up to the last norm, which the engine captures as a graph, and the logits."""
 
     forward: Callable[[], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]
@@ -46,7 +46,7 @@ class DecodeStep(NamedTuple):
         return self.head(hidden) if head else hidden
 
 
-# -- a model of a few layers ------------------------------------------------------------------------------------------
+# -- a model with a few layers ----------------------------------------------------------------------------------------
 
 
 def cut(raw: dict[str, Any]) -> dict[str, Any]:
@@ -61,14 +61,14 @@ def cut(raw: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == most:
             text[name] = value[:layers]
     text["num_hidden_layers"] = layers
-    if text.get("num_kv_shared_layers"):  # those at the end, which are of other sizes: half of the layers
+    if text.get("num_kv_shared_layers"):  # the last layers, which have other sizes: half of those kept
         text["num_kv_shared_layers"] = min(text["num_kv_shared_layers"], layers // 2)
     return raw
 
 
 @contextmanager
 def few_layers(config: Path) -> Iterator[Path]:
-    """A directory with such a config.json, removed afterwards."""
+    """A temporary directory with the `cut` config.json."""
     with tempfile.TemporaryDirectory(prefix="atoll-gemv-") as directory:
         raw = cut(read_json(config / "config.json"))
         (Path(directory) / "config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -82,7 +82,7 @@ def start(config: Path, quantization: str) -> Iterator[DecodeStep]:
     from engine.worker.device_runner import DeviceRunner
     from engine.worker.staging import aligned
 
-    gc.unfreeze()  # start-up froze them: the previous model must be collected first
+    gc.unfreeze()  # start-up froze its objects: the previous model must be collected first
     gc.collect()
     with few_layers(config) as directory:
         runner = LLM(
@@ -100,13 +100,13 @@ def start(config: Path, quantization: str) -> Iterator[DecodeStep]:
         yield DecodeStep(lambda: runner._decode(1), runner.model.logits)
 
 
-# -- what it consists of ----------------------------------------------------------------------------------------------
+# -- what a step consists of ------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def using(chosen: Chosen) -> Iterator[Chosen]:
-    """Inside this context kernels use these tiles, and their usual ones where none are given. Yields the tiles that
-    were used."""
+    """Inside this context kernels use these tiles, or their usual ones where none are given. Yields the tiles that are
+    used, as they are looked up."""
     from engine.kernels.gemm import small_batch
     from engine.kernels.moe import decode as moe_decode
 
@@ -128,7 +128,7 @@ def using(chosen: Chosen) -> Iterator[Chosen]:
 
 
 def record(step: DecodeStep, chosen: Chosen, *, head: bool) -> tuple["set[Job]", Chosen]:
-    """The kernels of a step with such tiles, which are not started, and the tiles that they took. Needs no GPU."""
+    """The kernels that a step would launch with the `chosen` tiles, and all tiles that it uses. Needs no GPU."""
     from engine.kernels.runtime.launcher import recording
 
     with using(chosen) as taken, recording() as jobs:
@@ -137,7 +137,7 @@ def record(step: DecodeStep, chosen: Chosen, *, head: bool) -> tuple["set[Job]",
 
 
 class Plan(NamedTuple):
-    """What there is to search."""
+    """What is to be searched."""
 
     stages: list[Stage]  # the largest weights first, then sparse blocks
     start: Chosen
@@ -145,8 +145,8 @@ class Plan(NamedTuple):
 
 
 def plan(step: DecodeStep, name: str, known: Chosen) -> Plan:
-    """`name`: of the model; `known`: tiles that a search has found already. A weight that is the larger the more layers
-    there are is searched as it is here."""
+    """`name`: the model's; `known`: tiles that a search has found already. A weight whose size depends on the number of
+    layers is searched with the size that it has here."""
     _, inside = record(step, known, head=False)
     jobs, start = record(step, known, head=True)
     subjects = {subject.gemm: subject for subject in subjects_of(jobs, name)}
@@ -163,9 +163,10 @@ def plan(step: DecodeStep, name: str, known: Chosen) -> Plan:
 
 
 def lines_of(step: DecodeStep, todo: Plan, capability: tuple[int, int]) -> dict[tuple[int, int], set[str]]:
-    """What a compile pool is to compile for each change (by its stage's place and its own), in the order of the search.
+    """The compile jobs of each change, by (index of the stage, index of the change), in the order of the search.
 
-    Of a block's kernels only with the others' tiles as they are at the start; each has tiles of its own.
+    A block's kernel is compiled only with the initial tiles of the block's other kernels, because its code does not
+    depend on theirs.
     """
     from engine.kernels.runtime.compile_ahead import line_of
 
@@ -182,7 +183,7 @@ def lines_of(step: DecodeStep, todo: Plan, capability: tuple[int, int]) -> dict[
 
 
 class OnGpu:
-    """A search's `Ready` on the GPU that is there, as a context: what compiles in the background ends with it."""
+    """A search's `Ready` on this machine's GPU, as a context: compilation in the background ends with it."""
 
     def __init__(self, step: DecodeStep, todo: Plan, device: torch.device) -> None:
         from engine.kernels.runtime import compile_pool
@@ -211,11 +212,12 @@ class OnGpu:
             with using(chosen):
                 return step_ms(lambda: self._step.run(head=head))
         except KernelError as error:
-            say(f"A step does not run: {error}")
+            say(f"A step failed: {error}")
             return float("inf")
 
     def _right(self, part: Part, tiles: Tiles) -> bool:
-        """Of a GEMM, next to the tiles by rule, which the self-test compares with plain torch."""
+        """Whether a GEMM gives the same result as with the tiles by rule, which the self-test compares with plain
+        torch."""
         if not isinstance(part, GemmShape) or not isinstance(tiles, VectorTiles):
             return True
         operands = Operands(self._todo.subjects[part], self._device)
@@ -227,7 +229,7 @@ class OnGpu:
 
 
 def step_ms(decode: Callable[[], torch.Tensor]) -> float:
-    """Of a step recorded as the engine records it: the least mean of some steps in a row."""
+    """Milliseconds of a step captured as the engine captures it: the best mean of some consecutive steps."""
     from engine.worker.cuda_graphs import DecodeGraphs
 
     graphs = DecodeGraphs(lambda _: decode(), 1)

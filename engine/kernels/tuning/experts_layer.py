@@ -1,4 +1,4 @@
-"""A layer of experts to measure: random weights in a model's shapes, without the rest of the model."""
+"""A layer of experts to measure: random weights with a model's shapes, without the rest of the model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +19,24 @@ from engine.models.loading.loader import quantize
 if TYPE_CHECKING:
     from engine.kernels.moe.decode import DenseBranch
 
-_INPUTS = 8  # that take turns: each chooses other experts
+_INPUTS = 8  # inputs that take turns: each chooses other experts
 
 
 @dataclass(slots=True)
 class Subject:
-    """One layer: random weights in a model's shapes."""
+    """One layer with random weights and a model's shapes."""
 
     model: str
     quantization: str
     layer: SparseMLP
     shape: Shape
-    dense: "DenseBranch | None"  # the MLP beside the experts, which only a search runs
+    dense: "DenseBranch | None"  # the dense branch, which only a search runs
     width: int
     widened: bool = False  # fp8 weights on a GPU without fp8 tensor cores
 
     @property
     def matrix_shape(self) -> Shape:
-        """The shape that the kernels on tensor cores go by."""
+        """The shape by which the kernels on tensor cores choose their tiles."""
         return self.shape._replace(widened=self.widened)
 
     @property
@@ -69,7 +69,7 @@ def _has_fp8_units(device: torch.device) -> bool:
 
 
 def make_layer(raw: dict[str, Any], device: torch.device, *, fp8: bool) -> tuple[SparseMLP, Shape]:
-    """Random weights in a model's shapes: a router that uses all experts alike, and the experts."""
+    """Random weights with a model's shapes: a router that uses all experts equally, and the experts."""
     shape, gate = read_shape(raw, 1 if fp8 else 2)
     dtype = torch.bfloat16
     layer = SparseMLP(shape.hidden, shape.inner, shape.num_experts, shape.top_k)
@@ -95,7 +95,7 @@ def inputs_for(layer: SparseMLP, shape: Shape, tokens: int) -> list[torch.Tensor
 
 
 def read_shape(raw: dict[str, Any], itemsize: int = 2) -> tuple[Shape, Gate]:
-    """Of the layers with experts, whatever family a config.json is of. Raises ModelError with the field's name."""
+    """The shape of the layers with experts, for any family's config.json. Raises ModelError with the field's name."""
     raw = raw.get("text_config") or raw
     experts = "num_experts" if "num_experts" in raw else "num_local_experts"
     top_k = "top_k_experts" if "top_k_experts" in raw else "num_experts_per_tok"
@@ -114,7 +114,7 @@ def has_experts(raw: dict[str, Any]) -> bool:
 
 
 def dense_branch_of(raw: dict[str, Any]) -> tuple[int, bool]:
-    """Width of the MLP beside the experts (0: none), and whether a sigmoid weighs it."""
+    """Width of the dense branch (0: none), and whether it is multiplied by a sigmoid."""
     raw = raw.get("text_config") or raw
     if raw.get("enable_moe_block"):
         return get_size(raw, "intermediate_size"), False

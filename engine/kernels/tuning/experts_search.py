@@ -1,8 +1,8 @@
-"""The search for the tiles of the experts' kernels (engine/kernels/moe/tiles.py), within a budget of time.
+"""The search for the tiles of the experts' kernels (engine/kernels/moe/tiles.py), within a time budget.
 
-For each number of tokens and each layer one kernel after the other gets its best tiles, each candidate timed in the
-whole block. All that may be needed is compiled side by side meanwhile, in the order of need; whoever comes to a
-candidate that is not ready waits for it.
+For each number of tokens and each layer, one kernel after the other gets its best tiles; each candidate is timed within
+the whole block. Meanwhile all kernels that may be needed are compiled in the background, in the order in which the
+search will need them. If a candidate is not compiled yet, the search waits for it.
 """
 
 import time
@@ -31,28 +31,28 @@ from engine.kernels.tuning.rows import Row, say
 from engine.kernels.tuning.timing import step_seconds
 
 _REPEATS = 7
-_BETTER = 0.99  # of the time so far: less is noise
-# (rows, bytes of each, blocks on their way, warps) of the weights in few tokens' kernels.
+_BETTER = 0.99  # of the best time so far: smaller gains are noise
+# For few tokens: (rows of a weight, bytes of each, blocks in flight, warps).
 _GATE_UP = ((4, 512, 2, 1), (4, 512, 3, 1), (4, 512, 3, 2), (2, 1024, 2, 1), (8, 256, 3, 1), (8, 512, 2, 2),
             (4, 1024, 2, 2), (8, 512, 2, 4))  # fmt: skip
 _DOWN = ((4, 256, 3, 4), (4, 256, 2, 4), (8, 256, 2, 4), (8, 256, 3, 8), (4, 256, 3, 2), (2, 512, 2, 4),
          (4, 128, 4, 4))  # fmt: skip
 _BESIDE = ((8, 512, 3, 4), (4, 512, 4, 4), (16, 512, 2, 4), (16, 256, 4, 4), (8, 512, 2, 8))
 _ROUTER_ROWS = (1, 2, 4)
-# (outputs of a program, bytes of a row, warps, stages) of the products on matrix units.
+# For GEMMs on tensor cores: (outputs per program, bytes of a row, warps, stages).
 _MATRIX = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 3),
            (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 2), (128, 256, 8, 3))  # fmt: skip
 _ROWS = (16, 32, 64, 128)
 
 AnyTiles = Tiles | DecodeTiles
-Change = dict[str, Any]  # fields of such a tuple, and what they become
+Change = dict[str, Any]  # fields of the tiles, and their new values
 
 
 class Ready(NamedTuple):
-    """How a search runs a block with some tiles, and hears whether its kernels are at hand."""
+    """How a search times a block with some tiles, and learns whether its kernels are compiled."""
 
     seconds: Callable[[Subject, int, AnyTiles], float]
-    compiled: Callable[[Subject, int, AnyTiles], bool]  # of Cell.all_tiles: waits until they are; False: they never are
+    compiled: Callable[[Subject, int, AnyTiles], bool]  # waits until they are compiled; False: that failed
 
 
 @dataclass(slots=True)
@@ -65,21 +65,21 @@ class Cell:
     stages: list[list[Change]] = field(default_factory=list)
 
     def all_tiles(self) -> list[AnyTiles]:
-        """All that the search may come to, but for combinations, which need no kernels of their own."""
+        """All tiles that the search may try, except combinations, which need no further kernels."""
         return [self.start, *[self.start._replace(**change) for stage in self.stages for change in stage]]
 
 
 def cells(
     subjects: Sequence[Subject], tokens: Sequence[int], shared: int, gpu: Target | None = None
 ) -> list[Cell]:
-    """In the order of the search: all layers at one number of tokens, then at the next."""
+    """The cells in the order of the search: all layers at one number of tokens, then at the next."""
     found = []
     for number in tokens:
         for subject in subjects:
             if number <= VECTOR_TOKENS:
                 start: AnyTiles = decode_tiles(subject.shape, number, subject.width, gpu)
                 stages = decode_stages(start, subject.shape, subject.width)
-                if number > 1:  # its kernel takes long to compile, and has the same weights to read
+                if number > 1:  # skip its kernel: it is slow to compile, and reads the same weights
                     del stages[-1]
             else:
                 start = tiles_for(subject.matrix_shape, number, shared, gpu)
@@ -90,8 +90,8 @@ def cells(
 
 
 def decode_stages(start: DecodeTiles, shape: Shape, width: int) -> list[list[Change]]:
-    """Experts' first products; second products, all of which have the same warps; the router and what is beside it, an
-    MLP of this `width` (0: none)."""
+    """The stages: gate and up GEMMs of the experts; down GEMMs, all with the same number of warps; the router, and the
+    dense branch of this `width` (0: none) in parallel with it."""
     size = shape.itemsize
 
     def tiles(rows: int, row_bytes: int, depth: int, warps: int) -> StreamTiles:
@@ -111,7 +111,7 @@ def decode_stages(start: DecodeTiles, shape: Shape, width: int) -> list[list[Cha
 
 
 def matrix_stages(start: Tiles, subject: Subject, shared: int) -> list[list[Change]]:
-    """The rows of a block, with tiles by rule; both products, for the rows that the rule gives."""
+    """The stages: the rows of a block, with tiles by rule; then both GEMMs, for the rows that the rule gives."""
     shape = subject.matrix_shape
     rows: list[Change] = []
     at = _ROWS.index(start.rows)
@@ -123,12 +123,12 @@ def matrix_stages(start: Tiles, subject: Subject, shared: int) -> list[list[Chan
 
 
 def matrix_candidates(start: Tiles, name: str, shape: Shape, shared: int) -> list[Change]:
-    """Tiles for the kernel `name` that the GPU has shared memory and registers for."""
+    """Tiles for the kernel `name` for which the GPU has enough shared memory and registers."""
     found: list[Change] = []
     for block_n, row_bytes, warps, stages in _MATRIX:
         change: Change = {name: MatrixTiles(block_n, row_bytes // shape.itemsize, warps, stages)}
         weights = 2 if name == "gate_up" else 1
-        numbers = weights * block_n * start.rows // (32 * warps)  # of results, that a thread holds
+        numbers = weights * block_n * start.rows // (32 * warps)  # results that a thread holds
         fits = shared_bytes(start._replace(**change), shape) <= shared
         if fits and numbers <= 128:
             found.append(change)
@@ -136,7 +136,7 @@ def matrix_candidates(start: Tiles, name: str, shape: Shape, shared: int) -> lis
 
 
 def best_of(cell: Cell, ready: Ready, deadline: float) -> tuple[Measured, Row] | None:
-    """The fastest tiles and a row about them; None if the time is up. What could not be compiled is passed over."""
+    """The fastest tiles and a row about them; None if the time is up. Candidates that failed to compile are skipped."""
     best, fastest, tried = cell.start, 0.0, 0
     for stage in [[{}], *cell.stages]:
         before = best
@@ -144,7 +144,7 @@ def best_of(cell: Cell, ready: Ready, deadline: float) -> tuple[Measured, Row] |
             if time.monotonic() > deadline:
                 return None
             if change and "rows" not in change and _rows(best) != _rows(cell.start):
-                continue  # these are for the rows of the rule
+                continue  # candidates for the number of rows that the rule gives
             candidate = before._replace(**change)
             if not ready.compiled(cell.subject, cell.tokens, cell.start._replace(**change)):
                 continue
@@ -170,7 +170,7 @@ def _rows(tiles: AnyTiles) -> int:
 
 
 def search(todo: Sequence[Cell], ready: Ready, budget: float) -> Iterator[tuple[Subject, Measured, Row]]:
-    """One after the other until `budget` seconds are over; those that were not reached are left out."""
+    """Search one cell after the other until `budget` seconds are over; cells that were not reached are left out."""
     deadline = time.monotonic() + budget
     for cell in todo:
         found = best_of(cell, ready, deadline)
@@ -184,7 +184,7 @@ def search(todo: Sequence[Cell], ready: Ready, budget: float) -> Iterator[tuple[
 def run_block(
     subject: Subject, x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor], tiles: AnyTiles
 ) -> torch.Tensor:
-    """Few tokens: the whole block. More: the experts, for a routing."""
+    """Run a layer once. With few tokens: the whole block; with more: only the experts, with a given routing."""
     from engine.kernels.moe.decode import sparse_block
     from engine.kernels.moe.experts import routed_experts
 
@@ -199,7 +199,7 @@ def run_block(
 
 
 class OnGpu:
-    """A search's `Ready` on the GPU that is there, as a context: what compiles in the background ends with it."""
+    """A search's `Ready` on this machine's GPU, as a context: compilation in the background ends with it."""
 
     def __init__(self, todo: Sequence[Cell], device: torch.device) -> None:
         from engine.kernels.runtime import compile_pool
@@ -243,7 +243,7 @@ class OnGpu:
     def _steps(self, subject: Subject, tokens: int, tiles: AnyTiles) -> list[Callable[[], object]]:
         key = id(subject), tokens
         if key not in self._inputs:
-            self._inputs = {k: v for k, v in self._inputs.items() if k[1] == tokens}  # of other numbers: no more needed
+            self._inputs = {k: v for k, v in self._inputs.items() if k[1] == tokens}  # drop other token counts
             gate = subject.layer.gate
             self._inputs[key] = []
             for x in inputs_for(subject.layer, subject.shape, tokens):

@@ -1,4 +1,4 @@
-"""What a benchmark multiplies in place of a model: random numbers in the shapes of one of its GEMMs."""
+"""Operands for a benchmark: random numbers with the shapes of one of a model's GEMMs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,12 +9,12 @@ from engine.kernels.gemm.tiles import VectorTiles
 from engine.kernels.tuning.step_gemms import Subject
 from engine.layers.quant.fp8 import FP8
 
-_TURNS_BYTES = 200 * 10**6  # of the copies that take turns: more than caches hold
+_TURNS_BYTES = 200 * 10**6  # total size of the weight's copies that take turns: more than caches hold
 _EPS = 1e-6
 
 
 class Operands:
-    """Random numbers in a product's shapes: a row, weights that take turns, and what is around them."""
+    """Random numbers with a GEMM's shapes: a row, weights that take turns, and operands of fused operations."""
 
     def __init__(self, subject: Subject, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         gemm = subject.gemm
@@ -24,7 +24,7 @@ class Operands:
         def numbers(*shape: int, deviation: float = 1.0) -> torch.Tensor:
             return torch.empty(*shape, dtype=dtype, device=device).normal_(0, deviation)
 
-        shape, small = (gemm.outputs, gemm.inner), gemm.inner**-0.5  # results as wide as the row
+        shape, small = (gemm.outputs, gemm.inner), gemm.inner**-0.5  # results with the variance of the row
         copies = max(2, -(-_TURNS_BYTES // subject.num_bytes))
         self.x = numbers(1, gemm.inner)
         if gemm.itemsize == 1:
@@ -38,11 +38,11 @@ class Operands:
         self.residual = numbers(1, outputs).zero_() if subject.residual else None
 
     def steps(self, tiles: VectorTiles) -> Sequence[Callable[[], torch.Tensor]]:
-        """The product with one copy of the weight after the other."""
+        """The GEMM with one copy of the weight after the other."""
         return [partial(self._product, weight, tiles) for weight in self.weights]
 
     def result(self, tiles: VectorTiles) -> torch.Tensor:
-        """With the first copy, in float32; the residual was zero."""
+        """The result with the first copy, in float32; the residual is zero."""
         if self.residual is not None:
             self.residual.zero_()
         return self._product(self.weights[0], tiles).to(torch.float32, copy=True)

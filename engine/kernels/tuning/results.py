@@ -1,6 +1,6 @@
-"""Where a search keeps what it finds: this server's own table, or the tables that come with Atoll.
+"""Where a search stores its results: this server's own table, or the tables that come with Atoll.
 
-Each result is on disk before the next search begins, so a search that is killed continues where it was.
+Each result is on disk before the next search begins, so a search that was killed continues where it was.
 """
 
 import fcntl
@@ -25,18 +25,18 @@ from engine.kernels.tuning.step_search import Block, Found
 
 
 class Results(Protocol):
-    """What a search asks of its results."""
+    """The interface between a search and its results."""
 
     def is_done(self, key: str) -> bool:
-        """Whether this was searched before."""
+        """Whether `key` was searched before."""
         ...
 
     def keep_found(self, key: str, found: Found) -> None:
-        """A GEMM's tiles, or a sparse block's for one token."""
+        """Store a GEMM's tiles, or a sparse block's for one token."""
         ...
 
     def keep_measured(self, key: str, measured: Measured) -> None:
-        """The tiles of a layer's experts for a number of tokens."""
+        """Store the tiles of a layer's experts for a number of tokens."""
         ...
 
 
@@ -71,7 +71,8 @@ class OwnTable:
     def keep_found(self, key: str, found: Found) -> None:
         part, tiles = found.stage.part, found.tiles
         if isinstance(part, GemmShape) and isinstance(tiles, VectorTiles):
-            # Tiles by rule, too: without an entry the GPU would take those that ship, which were measured elsewhere.
+            # Store tiles that equal the rule's, too: without an entry, the shipped table would apply, which was
+            # measured on another machine.
             if self._is_usable(key, json.loads(gemm_tiles.line_of(part, tiles)), gemm_tiles.parse):
                 self._gemm[part] = tiles
             self._save(key)
@@ -84,7 +85,7 @@ class OwnTable:
         self._save(key)
 
     def _is_usable(self, key: str, entry: Any, parse: Callable[[Any, Target], Any]) -> bool:
-        """Whether a later start would accept the entry: one that it refuses would cost all others."""
+        """Whether a later start would accept the entry: a single bad entry would make all others unusable."""
         try:
             tuned_tables.parsed([entry], self._gpu, parse)
         except TableError as error:
@@ -100,7 +101,7 @@ class OwnTable:
 
 
 class ShippedTables:
-    """The tables of a checkout, for a release. Nothing is remembered of what was searched."""
+    """The tables of a checkout, for a release. They do not record what was searched."""
 
     def __init__(self, gpu: Target, kernels: Path = Path(__file__).parents[1]) -> None:
         name = "tuned.json" if gpu[:3] == H100[:3] else f"tuned-{name_of(gpu)}.json"
@@ -122,7 +123,8 @@ class ShippedTables:
 
 @contextmanager
 def only_tuner(directory: Path) -> Iterator[None]:
-    """One search at a time: two on a GPU would measure each other. Raises ConfigError if there is another."""
+    """Allow one search at a time, because two on a GPU would disturb each other. Raises ConfigError if another is
+    running."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -142,7 +144,7 @@ def _key(entry: Measured) -> tuple[int | None, ...]:
 
 
 def _tuner() -> str:
-    """Changes with the kernels whose tiles are searched, and with the search."""
+    """A hash of the kernels whose tiles are searched, and of the search."""
     kernels, digest = Path(__file__).parents[1], hashlib.sha256()
     for room in ("gemm", "moe", "tuning"):
         for path in sorted((kernels / room).glob("*.py")):
@@ -151,5 +153,6 @@ def _tuner() -> str:
 
 
 def model_key(config: Path, form: str, raw: dict[str, Any]) -> str:
-    """A model in a weight format, for `is_done`: two with the same shapes under other names are searched once each."""
+    """A key for a model in a weight format, for `is_done`. Two models with equal shapes but different names are both
+    searched."""
     return f"{config.name} {hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:8]} {form}"

@@ -1,4 +1,4 @@
-"""Rows of results: one JSON object a line on stdout, or aligned text; progress goes to stderr."""
+"""Rows of results: one JSON object per line on stdout, or aligned text; progress goes to stderr."""
 
 import json
 import platform
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def machine(device: torch.device) -> Row:
-    """What a number depends on, for each row."""
+    """The machine's properties that a measurement depends on; every row contains them."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:

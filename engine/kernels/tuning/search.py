@@ -14,7 +14,7 @@ from engine.kernels.tuning.step_search import Chosen, Stage
 from engine.models.config.model import read_json
 
 PARTS = ("step", "experts")
-_EXPERT_TOKENS = (16, 64, 256, 4096, 4, 1024, 2)  # of one token the experts are searched in the step
+_EXPERT_TOKENS = (16, 64, 256, 4096, 4, 1024, 2)  # for one token, experts are tuned within the decode step
 
 
 class Tuner:
@@ -22,7 +22,7 @@ class Tuner:
 
     def __init__(self, results: Results, device: torch.device, deadline: float) -> None:
         self._results, self._device, self._deadline = results, device, deadline
-        self._known: Chosen = {}  # a GEMM that several models have starts with what was best in the last one
+        self._known: Chosen = {}  # the best tiles so far: a GEMM that several models share starts with them
         self.searched = self.skipped = self.left = 0  # skipped: found by an earlier run; left: out of time
 
     def run(
@@ -47,7 +47,7 @@ class Tuner:
                         yield {**about, **row, **machine(self._device)}
 
     def _step(self, config: Path, form: str, model: str) -> Iterator[Row]:
-        """A function of its own: with it the model goes, before the next one comes."""
+        """Tune the decode step of a model. When this returns, the model is freed, before the next one is loaded."""
         say(f"{config.name} {form}: starting a few of its layers with random weights …")
         with decode_step.start(config, form) as step:
             plan = decode_step.plan(step, config.name, self._known)

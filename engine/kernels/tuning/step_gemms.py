@@ -1,7 +1,7 @@
-"""Which one-row GEMMs a model's decode step runs, found by running the model's own code rather than from a list.
+"""Finds out which one-row GEMMs a model's decode step runs, by running the model's own code.
 
-The model is built without memory. One decode step runs on `meta` tensors that claim to be on a GPU, and its kernels are
-recorded instead of launched. So this needs neither a GPU nor a weight.
+The model is built on the meta device. One decode step runs on `meta` tensors that claim to be on a GPU, and its kernels
+are recorded instead of launched. So this needs neither a GPU nor weights.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from engine.kernels.runtime.launcher import Job
 
 _SMALLEST = 1_000_000  # bytes of a weight: smaller ones finish before their tiles matter
-_BOTH_FORMS = 20 * 10**9  # bytes of a model in bf16, up to which it is served so as well as in fp8
+_BOTH_FORMS = 20 * 10**9  # bytes in bf16: models up to this size are served in bf16 or in fp8, larger ones in fp8
 _PAGE_SIZE = 16
-_MULTIPROCESSORS = 132  # decides over attention's kernels only
+_MULTIPROCESSORS = 132  # has an effect on attention kernels only
 
 
 class Subject(NamedTuple):
-    """A GEMM with the operations that the model fuses into it."""
+    """A GEMM, with the operations that the model fuses into it."""
 
     gemm: GemmShape
     models: tuple[str, ...]
@@ -48,8 +48,8 @@ class Subject(NamedTuple):
 
 
 def find_subjects(configs: Iterable[Path], quantization: str | None) -> list[Subject]:
-    """Every distinct product of these models once, the largest weight first. `quantization`: "fp8", "none", or None for
-    all that is sensible: both, of large models fp8 alone."""
+    """Every distinct GEMM of these models once, the largest weight first. `quantization`: "fp8", "none", or None for
+    both, but only fp8 for large models."""
     found: dict[GemmShape, Subject] = {}
     for config in configs:
         for form in [quantization] if quantization else sensible_forms(config):
@@ -82,7 +82,7 @@ def of_step(model: CausalLM, quantization: str, name: str) -> list[Subject]:
 
 
 def subjects_of(jobs: "Iterable[Job]", name: str) -> list[Subject]:
-    """The products among the kernels of a decode step, each once."""
+    """The GEMMs among the kernels of a decode step, each once."""
     from engine.kernels.gemm import small_batch
 
     found: dict[GemmShape, Subject] = {}
@@ -99,7 +99,7 @@ def subjects_of(jobs: "Iterable[Job]", name: str) -> list[Subject]:
 
 
 class _AsOnGpu(TorchFunctionMode):
-    """Makes tensors claim to be on a GPU, so that layers choose their GPU path."""
+    """Makes tensors claim to be on a GPU, so that layers take their GPU path."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == _IS_CUDA else func(*args, **(kwargs or {}))
@@ -109,7 +109,7 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 def _finalize(model: CausalLM) -> None:
-    """As after loading: children before their parents."""
+    """Finalise all modules as after loading: children before their parents."""
     for module in reversed(list(model.modules())):
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to("meta"))
@@ -119,7 +119,7 @@ def _finalize(model: CausalLM) -> None:
 
 
 def _hidden(model: CausalLM) -> torch.Tensor:
-    """The forward pass of a decode step of one sequence."""
+    """The hidden states of a decode step of one sequence."""
     device = torch.device("meta")
     spec = CacheSpec(tuple(model.cache_layers()), torch.bfloat16.itemsize, _PAGE_SIZE)
     Cache(spec, 1, torch.bfloat16, device).bind(model.cache_modules())

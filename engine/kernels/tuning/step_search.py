@@ -1,9 +1,9 @@
-"""The search for tiles in the decode step of one sequence, within a time budget: of its one-row GEMMs
-(kernels/gemm/tiles.py) and of its sparse blocks (kernels/moe/tiles.py).
+"""The search for tiles in the decode step of one sequence, within a time budget: for its one-row GEMMs
+(kernels/gemm/tiles.py) and its sparse blocks (kernels/moe/tiles.py).
 
-Stage after stage, a GEMM or a kernel of a block gets the tiles with which the whole step is fastest, and keeps them for
-the later stages. Timing back-to-back copies of one GEMM would not do: it hides the tail effect between different
-kernels.
+In each stage, one GEMM or one kernel of a block gets the tiles with which the whole step is fastest, and keeps them in
+the later stages. Timing back-to-back copies of a single GEMM would be misleading: it hides the tail effect between
+different kernels.
 """
 
 import math
@@ -15,7 +15,7 @@ from engine.kernels.gemm.tiles import GemmShape, VectorTiles
 from engine.kernels.moe.tiles import DecodeTiles, Shape
 from engine.kernels.tuning.rows import Row
 
-_BETTER = 0.998  # of the step's time: less is noise
+_BETTER = 0.998  # of the step's time: smaller gains are noise
 _FINALISTS = 3
 _ROW_BYTES = {2: (1024, 2048, 4096), 4: (1024, 2048, 4096), 8: (512, 1024, 2048, 4096), 16: (512, 1024)}  # by rows
 _WARPS = (1, 2, 4, 8)
@@ -23,7 +23,7 @@ _FEW_OUTPUTS = 256
 
 
 class Block(NamedTuple):
-    """A sparse block of one token; `width`: of the MLP beside the experts."""
+    """A sparse block for one token; `width` is that of the dense branch."""
 
     shape: Shape
     width: int
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 Part = GemmShape | Block
 Tiles = VectorTiles | DecodeTiles
 Chosen = dict[Part, Tiles]
-Change = dict[str, Any]  # fields of a part's tiles, and what they become
+Change = dict[str, Any]  # fields of a part's tiles, and their new values
 
 
 class Stage(NamedTuple):
@@ -41,19 +41,19 @@ class Stage(NamedTuple):
     name: str
     part: Part
     changes: list[Change]
-    head: bool = False  # a product of the logits, which are no part of the step elsewhere
+    head: bool = False  # the GEMM of the logits, which other stages leave out of the step
 
 
 class Ready(NamedTuple):
     """How a search times a step, and learns whether its kernels are compiled and correct."""
 
-    ms: Callable[[Chosen, bool], float]  # of a step with these tiles, with the head or without; infinite if refused
-    compiled: Callable[[Stage, Change], bool]  # waits until the kernels are there; False: they never are
-    right: Callable[[Part, Tiles], bool]  # whether results are those of other tiles
+    ms: Callable[[Chosen, bool], float]  # a step's time with these tiles, and the head if so; infinite if it fails
+    compiled: Callable[[Stage, Change], bool]  # waits until the kernels are compiled; False: that failed
+    right: Callable[[Part, Tiles], bool]  # whether the results agree with those of other tiles
 
 
 class Found(NamedTuple):
-    """The best tiles of a stage's part so far, which are those before unless others are clearly faster."""
+    """The best tiles of a stage's part: the previous ones unless others are clearly faster."""
 
     stage: Stage
     tiles: Tiles
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
 
 def candidates(gemm: GemmShape) -> list[VectorTiles]:
-    """64 or 128 bytes of the weight a thread. Of few outputs each has a program nearly to itself."""
+    """Tiles with 64 or 128 bytes of the weight per thread. With few outputs, a program has only one to four."""
     found = []
     rows_and_bytes: dict[int, tuple[int, ...]] = _ROW_BYTES
     least = 64
@@ -80,9 +80,11 @@ def candidates(gemm: GemmShape) -> list[VectorTiles]:
 
 
 def best_of(stage: Stage, chosen: Chosen, ready: Ready, deadline: float) -> Found | None:
-    """None if the time is up, or the step does not run. What could not be compiled is passed over.
+    """The best tiles of a stage; None if the time is up, or the step fails. Candidates that failed to compile are
+    skipped.
 
-    The least of many measurements is too good by chance: the fastest few are timed again, beside the tiles before.
+    The minimum of many measurements is too good by chance, so the fastest few are timed again, against the previous
+    tiles.
     """
     before = chosen[stage.part]
 
@@ -116,9 +118,10 @@ def best_of(stage: Stage, chosen: Chosen, ready: Ready, deadline: float) -> Foun
 
 
 def search(stages: Sequence[Stage], start: Chosen, ready: Ready, deadline: float) -> Iterator[Found]:
-    """One after the other until `deadline`, on the clock of time.monotonic(); those not reached are left out.
+    """Search one stage after the other until `deadline`, on the clock of time.monotonic(); stages that were not reached
+    are left out.
 
-    `start`: the tiles of all parts, which are not changed.
+    `start`: the tiles of all parts; it is not modified.
     """
     chosen = dict(start)
     for stage in stages:

@@ -1,4 +1,4 @@
-"""The time of a step: the median over repeats, on a GPU of a CUDA graph as decode steps are."""
+"""The time of a step: the median over repeats; on a GPU, of a CUDA graph, because decode steps run as graphs."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ _REPEATS = 15
 
 
 def step_seconds(steps: Sequence[Callable[[], object]], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Median time of a step. On a GPU all are captured in one graph, as decode steps are."""
+    """Median time of a step. On a GPU all steps are captured in one graph."""
     with torch.inference_mode():
         for step in steps:
             step()

@@ -60,9 +60,10 @@ class RequestContext:
 
 
 class Authentication:
-    """With a key file, every path but `PUBLIC_PATHS` needs a valid key, also paths that do not exist.
+    """With a key file, every path except `PUBLIC_PATHS` needs a valid key, even a path that does not exist.
 
-    On a public path a valid key is noted, too: it shows more. `scopes.py` decides for each route what a key may do.
+    On a public path a valid key is recorded, too, because its owner is shown more. `scopes.py` decides for each route
+    what a key may do.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyFile) -> None:

@@ -212,7 +212,7 @@ def test_a_cache_that_the_engine_would_not_trust_is_refused(tmp_path, monkeypatc
     (open_to_all / "triton").chmod(0o777)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert tuner.main(["--model", MODELS[0], "--cache", str(open_to_all)]) == 1
-    assert f"error: {open_to_all} is no directory that this user alone can write to." in capsys.readouterr().err
+    assert f"error: {open_to_all} is not a directory that only this user can write to." in capsys.readouterr().err
 
 
 def test_help_has_examples(capsys):
