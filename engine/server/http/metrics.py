@@ -160,8 +160,8 @@ class RequestTracker:
     `finish` may be called more than once; the first call counts, so it can sit in a `finally`.
     """
 
-    __slots__ = ("_cached", "_done", "_labels", "_metrics", "_params", "_prompt", "_times", "first", "generated", "last",
-                 "started")
+    __slots__ = ("_cached", "_done", "_labels", "_metrics", "_params", "_prompt", "_times", "first", "generated",
+                 "last", "started")
 
     def __init__(self, metrics: Metrics, labels: tuple[str, str], prompt_tokens: int, params: SamplingParams) -> None:
         self._metrics, self._labels, self._prompt, self._params = metrics, labels, prompt_tokens, params

@@ -170,19 +170,20 @@ class Gateway:
         """As `ServedModel.ready`; a refusal is counted."""
         try:
             info = model.ready(self.limits, key)
-            self._check_waiting(model, info, key)
+            self._check_waiting(model, key)
             return info
         except ApiError as error:
             self.metrics.refused(error.refusal or "engine_unavailable", model.name)
             raise
 
-    def _check_waiting(self, model: ServedModel, info: EngineInfo, key: str) -> None:
-        """Raises ApiError 429 if the key has its share of the queue. While nothing waits, what the engine has just been
+    def _check_waiting(self, model: ServedModel, key: str) -> None:
+        """Raises ApiError 429 if the key has its share of the queue. While nothing waits, what an engine has just been
         given does not count as far as there are seats for it."""
-        most, stats = self.limits.max_waiting_per_key, model.client.stats
+        most = self.limits.max_waiting_per_key
         if not key or not most:
             return
-        seats = 0 if stats.num_waiting else max(0, info.max_num_seqs - stats.num_running)
+        seats = sum(max(0, client.info.max_num_seqs - client.stats.num_running) for client in model.replicas.usable()
+                    if client.info is not None and not client.stats.num_waiting)
         if self.active.waiting(model.name, key) >= most + seats:
             raise overloaded(
                 f"This key has {most} sequences waiting for this model, as many as one key may; wait for one to begin.",
