@@ -95,7 +95,8 @@ def in_use(committed: dict[str, Any]) -> set[str]:
 
 
 def _facts(context: Context, name: str) -> dict[str, Any]:
-    return next(model.facts() for model in context.models if model.instance == name)
+    of = context.replicas.get(name, name)
+    return next(model.facts() for model in context.models if model.instance == of)
 
 
 def _hash(*parts: Any) -> str:

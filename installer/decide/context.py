@@ -14,6 +14,7 @@ from installer.decide.frontend import Frontend
 from installer.decide.options import InstallOptions, ModelChoice
 from installer.decide.plan import Plan
 from installer.preflight import CheckRecord
+from installer.release import config
 from installer.release.config import Endpoint
 from installer.release.release import Release
 from installer.service.manager import ServiceManager
@@ -99,8 +100,13 @@ class Context:
 
     @property
     def names(self) -> list[str]:
-        """The instances that will run."""
-        return [model.instance for model in self.models]
+        """The instances that will run: the models, then their replicas."""
+        return [*(model.instance for model in self.models), *sorted(self.replicas)]
+
+    @property
+    def replicas(self) -> dict[str, str]:
+        """Engine -> the model whose replica it is."""
+        return config.replicas(self.config_text, self.layout.config) if self.layout.system else {}
 
     def snapshot(self) -> Snapshot:
         """What a rollback to this release will need."""

@@ -277,6 +277,7 @@ class Installer(Run):
             and context.base_config == context.config_text
             and context.tls_import is None
             and not any(unit.changed for unit in context.units)
+            and (not self.layout.system or set(self.service.models()) == set(context.names))
             and all(model.in_store for model in context.models)
             and state.up
             and state.release in (target.name, None)

@@ -136,7 +136,8 @@ def _settings(context: Context, saved: str | None) -> str:
         return config.render(now, _ours(document.get("serve", {})), layout.config)
     tables = document.get("models", {}).unwrap()
     here = config.parse(now, layout.config, "models")
-    models = {name: _ours(table) if name in here else table for name, table in tables.items()}
+    models = {name: _ours(table) if name in here else table for name, table in tables.items()
+              if name not in config.replicas(saved, layout.config)}  # those of today stay
     return config.render_server(now, _ours(document.get("gateway", {})), models, layout.config)
 
 

@@ -188,7 +188,7 @@ class SettingsTrial(Journalled):
         own unit is asked first.
         """
         limit = self.options.start_timeout
-        while self.layout.system and self.model.instance not in self.service.serving():
+        while self.layout.system and not self._engines() <= self.service.serving().keys():
             state = self.service.state()
             if state.phase in ("failed", "stopped") or state.restarts:
                 raise unhealthy(self.service, self.layout, t("The service ended while it was starting{status}.",
@@ -204,7 +204,12 @@ class SettingsTrial(Journalled):
         return ("models", self.model.instance) if self.layout.system else ("serve",)
 
     def _parts(self) -> set[str] | None:
-        return {self.model.instance} if self.layout.system else None
+        return self._engines() if self.layout.system else None
+
+    def _engines(self) -> set[str]:
+        """The model's engine and its replicas, which take the same settings."""
+        name = self.model.instance
+        return {name, *(copy for copy, of in self.context.replicas.items() if of == name)}
 
     def _go_back(self, error: BaseException | None) -> None:
         context = self.context

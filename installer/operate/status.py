@@ -56,7 +56,8 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
     bundles = release.bundles_of(committed)
     endpoint = found.try_read(t("the settings"), lambda: config.standing(layout), None)
     settings = found.try_read(t("the settings"), lambda: _settings(layout), {})
-    running, units = _running(layout, service, [str(b["instance"]) for b in bundles], settings, found)
+    engines = list(dict.fromkeys([*(str(b["instance"]) for b in bundles), *settings.get("replicas", {})]))
+    running, units = _running(layout, service, engines, settings, found)
     answers, said = health(endpoint, timeout=3.0) if endpoint and running["up"] else (False, t("not running"))
     if said.startswith("HTTP 503") and not drain_state.is_cause(said):  # without a key, /health names no model
         name = str(bundles[0].get("name", "")) if bundles else ""
@@ -85,6 +86,7 @@ def status(layout: Layout, *, service: ServiceManager | None = None) -> Facts:
         "recovery": recovery,
         "model": _model(bundles[0]) if bundles else _model({}),
         "models": [_model(bundle) for bundle in bundles],
+        "replicas": settings.get("replicas", {}),
         "licences": found.try_read(t("the licences' approvals"), lambda: _licences(layout, bundles), []),
         "endpoint": f"{endpoint.url}/v1" if endpoint and committed else None,
         "endpoints": _endpoints(endpoint, certificate) if endpoint and committed else [],
@@ -131,7 +133,7 @@ def _settings(layout: Layout) -> Facts:
     if not layout.system:
         return {"serve": config.parse(text, layout.config), "models": {}}
     return {"gateway": config.parse(text, layout.config, "gateway"),
-            "models": config.model_tables(text, layout.config)}
+            "models": config.model_tables(text, layout.config), "replicas": config.replicas(text, layout.config)}
 
 
 def _running(

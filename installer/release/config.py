@@ -6,6 +6,7 @@
     [gateway.limits]   … and the bounds of its endpoint ([serve.limits] in the prefix form)
     [engine]           … of every engine
     [models.NAME]      … of the engine atoll-engine@NAME; wins over [engine]
+                       with replica-of = "OTHER" it answers under that model's name, with that model's settings
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from installer.release import migrate
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000          # of a prefix
 SERVER_HOST, SERVER_PORT = "0.0.0.0", 8443              # noqa: S104  # of a server: it has TLS and keys
+
+REPLICA_OF = "replica-of"
 
 _HEADER = """\
 # Settings of `atoll serve`; every long flag may stand here without its dashes.
@@ -98,14 +101,15 @@ def render_server(
     base: str | None, gateway: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], path: Path
 ) -> str:
     """System form: like `render`, for [gateway] and one [models.NAME] for each of `models`; other models are
-    removed."""
+    removed, with their replicas. Replicas of `models` stay."""
     text, _ = migrate.migrate(base if base is not None else _SERVER_HEADER, path)
     document = tomlkit.parse(text)
     _set(document, "gateway", gateway)
     if "models" not in document:
         document["models"] = tomlkit.table(is_super_table=True)
     tables: Any = document["models"]
-    for name in [name for name in tables if name not in models]:
+    copies = _replicas(tables)
+    for name in [name for name in tables if name not in models and copies.get(name) not in models]:
         del tables[name]
     for name, values in models.items():
         _set(tables, name, values)
@@ -113,12 +117,26 @@ def render_server(
 
 
 def model_tables(text: str | None, path: Path) -> dict[str, dict[str, Any]]:
-    """[models.NAME] of every model, over what [engine] sets for all of them."""
+    """[models.NAME] of every engine, over what [engine] sets for all of them, and a replica's over its model's."""
     if not text:
         return {}
     common = parse(text, path, "engine")
-    found = parse(text, path, "models")
-    return {name: {**common, **table} for name, table in found.items() if isinstance(table, dict)}
+    found = {name: table for name, table in parse(text, path, "models").items() if isinstance(table, dict)}
+    copies = _replicas(found)
+    inherited = {name: {key: value for key, value in found.get(of, {}).items() if key != "gpus"}
+                 for name, of in copies.items()}
+    return {name: {**common, **inherited.get(name, {}), **table} for name, table in found.items()}
+
+
+def replicas(text: str | None, path: Path) -> dict[str, str]:
+    """Engine -> the model whose replica it is."""
+    return _replicas(parse(text, path, "models")) if text else {}
+
+
+def _replicas(tables: Mapping[str, Any]) -> dict[str, str]:
+    named = {name: table.get(REPLICA_OF, table.get(REPLICA_OF.replace("-", "_")))
+             for name, table in tables.items() if isinstance(table, Mapping)}
+    return {name: str(of) for name, of in named.items() if of}
 
 
 def _set(document: Any, name: str, values: Mapping[str, Any]) -> None:

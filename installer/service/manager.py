@@ -51,6 +51,10 @@ class ServiceManager(Protocol):
         """Take over changed unit files: make users and directories, reload, enable exactly these instances."""
         ...
 
+    def models(self) -> list[str]:
+        """Engines that start at boot, each by its instance; none in the prefix form, which has no units."""
+        ...
+
     def remove_units(self) -> None:
         """Stop and disable everything, before the unit files are removed."""
         ...

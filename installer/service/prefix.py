@@ -103,6 +103,9 @@ class PrefixService:
     def apply_units(self, models: Sequence[str]) -> None:
         """systemd is not used here."""
 
+    def models(self) -> list[str]:
+        return []
+
     def remove_units(self) -> None:
         self.stop()
 

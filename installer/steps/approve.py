@@ -197,6 +197,7 @@ def _new_units(context: Context) -> set[str]:
     from installer.service import units
 
     here = {facts["instance"] for facts in installed(context)}
+    here |= config.replicas(context.base_config, context.layout.config).keys()
     return {units.engine_unit(name) for name in context.names if name not in here}
 
 

@@ -23,6 +23,7 @@ SETTINGS = tomllib.loads(Path(FLAGS["--config"]).read_text())
 
 if WHAT == "engine":
     model = SETTINGS["models"][FLAGS["--model"]]
+    model = SETTINGS["models"][model.get("replica-of", FLAGS["--model"])] | model
     assert (Path(model["model"]) / "config.json").is_file(), model
     if MODE == "crash":
         print("cannot load the model: shard 2 is missing", flush=True)
@@ -54,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if all(is_up(name) for name in SETTINGS["models"]) else 503)
         self.end_headers()
-        served = {name: table["model"] for name, table in SETTINGS["models"].items()}
+        served = {name: table["model"] for name, table in SETTINGS["models"].items() if "replica-of" not in table}
         self.wfile.write(json.dumps({"models": served, "mode": MODE}).encode())
 
     def do_POST(self) -> None:

@@ -46,7 +46,8 @@ def command(
     with told(as_json):
         layout = layout_for(prefix)
         facts = status(layout)
-        facts["engines"] = engine_facts(layout, [str(model["instance"]) for model in facts["models"]])
+        engines = [*(str(model["instance"]) for model in facts["models"]), *facts["replicas"]]
+        facts["engines"] = engine_facts(layout, engines)
         if as_json:
             print_json(facts)
         else:
@@ -76,6 +77,9 @@ def rows(facts: dict[str, Any], *, plan: bool = False) -> list[tuple[str, str]]:
                  key=str(model["key_fingerprint"])[:16])
         found.append((t("model"), text))
         found += _memory(facts["engines"].get(model["instance"], {}), plan)
+        for replica in (name for name, of in facts["replicas"].items() if of == model["instance"]):
+            found.append((t("replica"), t("{replica} of {model}", replica=replica, model=model["instance"])))
+            found += _memory(facts["engines"].get(replica, {}), plan)
     for gpu in (facts["gpu"] or {}).get("gpus", ()):
         found.append(("GPU", _gpu(gpu, facts["gpu"]["driver"])))
     found += _service(facts)

@@ -110,6 +110,8 @@ class Snapshot:
 def model_row(name: str, now: Window, minute: Window, engine: Mapping[str, Any]) -> ModelRow:
     """`now` covers the last seconds, `minute` the last minute; `engine` is what the engine says of itself."""
     queries = minute.increase("prefix_cache_queries", model_name=name)
+    in_use = _count(now.last("atoll:kv_pages_in_use", model_name=name))  # of all its engines
+    pages = _count(now.last("atoll:kv_pages_total", model_name=name))
     return ModelRow(
         name=name,
         up=bool(now.last("atoll:engine_up", model_name=name)),
@@ -123,9 +125,9 @@ def model_row(name: str, now: Window, minute: Window, engine: Mapping[str, Any])
         ttft_p95=_ms(minute.quantile(_TTFT, 0.95, model_name=name)),
         itl_p50=_ms(minute.quantile(_ITL, 0.5, model_name=name)),
         itl_p95=_ms(minute.quantile(_ITL, 0.95, model_name=name)),
-        kv=now.last("kv_cache_usage_perc", model_name=name),
-        pages_in_use=_count(now.last("atoll:kv_pages_in_use", model_name=name)),
-        pages=_count(now.last("atoll:kv_pages_total", model_name=name)),
+        kv=in_use / pages if in_use is not None and pages else now.last("kv_cache_usage_perc", model_name=name),
+        pages_in_use=in_use,
+        pages=pages,
         prefix=minute.increase("prefix_cache_hits", model_name=name) / queries if queries else None,
         preemptions=int(minute.increase("num_preemptions", model_name=name)),
     )

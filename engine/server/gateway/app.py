@@ -64,7 +64,7 @@ def create_app(
     and cannot be served, and why.
     """
     limits = limits or Limits()
-    metrics = metrics or Metrics({name: model.client for name, model in models.items()})
+    metrics = metrics or Metrics({name: model.replicas for name, model in models.items()})
     gateway = Gateway(models, limits=limits, metrics=metrics, keys=auth, version=package_version(),
                       broken=broken)
 

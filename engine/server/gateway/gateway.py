@@ -22,7 +22,7 @@ from engine.server.openai.serving import ServedModel, output_settings
 from engine.server.process import logs
 from engine.server.process.exit import exit_now
 from engine.server.process.notify import Notifier
-from engine.server.settings.commands import model_config, parse_gateway
+from engine.server.settings.commands import engine_of, parse_gateway
 from engine.server.settings.options import GatewayOptions
 from engine.server.settings.server_file import model_names
 
@@ -81,9 +81,16 @@ def load_models(options: GatewayOptions) -> tuple[dict[str, ServedModel], dict[s
     models: dict[str, ServedModel] = {}
     broken: dict[str, str] = {}
     errors: list[AtollError] = []
-    for instance in model_names(options.config):
+    instances = model_names(options.config)
+    served: dict[str, ServedModel] = {}   # by instance
+    copies: dict[str, str] = {}           # instance -> that whose replica it is
+    for instance in instances:
         try:
-            config = model_config(instance, options.config)
+            engine = engine_of(instance, options.config)
+            if engine.replica_of:
+                copies[instance] = engine.replica_of
+                continue
+            config = engine.engine
             taken = [name for name in config.served_model_name if name in models]
             if taken:
                 raise ConfigError(msg("[models.{instance}] uses the name {taken} of another model.",
@@ -91,12 +98,17 @@ def load_models(options: GatewayOptions) -> tuple[dict[str, ServedModel], dict[s
                                   "--served-model-name")
             client = EngineClient(options.engines / instance / "engine.sock", policy=policy)
             model = ServedModel.load(config.model_name, config.model, client, **output_settings(config))
+            served[instance] = model
         except (ConfigError, ModelError) as error:
             log.error("%s is not served: %s", instance, error)
             broken[instance] = str(error.message)
             errors.append(error)
         else:
             models.update(dict.fromkeys(config.served_model_name, model))
+    for instance, of in copies.items():
+        if of in served:
+            client = EngineClient(options.engines / instance / "engine.sock", policy=policy)
+            served[of].replicas.add(client, instance)
     if errors and not models:
         raise errors[0]
     if not models:
@@ -166,12 +178,14 @@ def _reload(options: GatewayOptions, context: ssl.SSLContext | None, keys: crede
 
 
 def _summary(models: dict[str, ServedModel], broken: dict[str, str]) -> str:
-    """One line for `systemctl status`: each model once."""
+    """One line for `systemctl status`: each engine once."""
     words = []
     for model in {id(model): model for model in models.values()}.values():
-        client = model.client
-        state = client.state if client.state != "ready" or client.healthy() else "stalled"
-        words.append(f"{model.name} {client.progress or _STATES.get(state, state)}")
+        for replica in model.replicas:
+            client = replica.client
+            state = client.state if client.state != "ready" or client.healthy() else "stalled"
+            name = model.name if client is model.client else replica.name
+            words.append(f"{name} {client.progress or _STATES.get(state, state)}")
     return "; ".join([*words, *(f"{name} not served" for name in broken)])
 
 

@@ -17,10 +17,10 @@ scraped = APIRouter(tags=["Metrics"])
 
 @probes.get("/health", **documented("200 when tokens can be served", errors=(404, 503)), response_class=Response)
 async def health(request: Request, model: str | None = None) -> Response:
-    """200 with an empty body only if every engine has produced a real token and its steps progress, and the server
-    does not drain.
+    """200 with an empty body only if every model has an engine that produced a real token and whose steps progress, and
+    the server does not drain.
 
-    With `?model=NAME`, only that model's engine is asked. If the server has keys, only callers with a key
+    With `?model=NAME`, only that model is asked. If the server has keys, only callers with a key
     learn the names of models and what is wrong with them; to others an unknown model is one that is not ready.
     """
     gateway = gateway_of(request)
@@ -28,8 +28,8 @@ async def health(request: Request, model: str | None = None) -> Response:
     trusted = gateway.keys is None or caller_of(request).key is not None
     if name and name not in gateway.models and not trusted:
         raise overloaded("Not ready.", gateway.limits.retry_after_seconds, code="not_ready")
-    models = [gateway.model(name)] if name else _one_for_each_engine(gateway.models)
-    sick = [model for model in models if not model.client.healthy()]
+    models = [gateway.model(name)] if name else _without_aliases(gateway.models)
+    sick = [model for model in models if not model.healthy()]
     words = [f"{shortened(model.name)}: {shortened(model.client.progress) or model.client.state}" for model in sick]
     words += [] if name else [f"{shortened(broken)}: not served" for broken in gateway.broken]
     if not words and gateway.draining:
@@ -57,5 +57,5 @@ async def metrics(request: Request) -> Response:
     return Response(body, headers={"Content-Type": content_type})
 
 
-def _one_for_each_engine(models: dict[str, ServedModel]) -> list[ServedModel]:
+def _without_aliases(models: dict[str, ServedModel]) -> list[ServedModel]:
     return list({id(model.client): model for model in models.values()}.values())

@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from engine.core.params import SamplingParams
 from engine.core.request import EngineStats, FinishReason, StepOutput
 from engine.server.ipc.client import EngineClient
+from engine.server.ipc.replicas import Replica, Replicas
 
 # vLLM's buckets (vllm/v1/metrics), so that quantiles of both can be compared.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -47,20 +48,20 @@ def one_two_five(limit: int) -> tuple[float, ...]:
 
 
 class Metrics:
-    """All series of one gateway, in a registry of its own. `models` maps a served name to its engine's client.
+    """All series of one gateway, in a registry of its own. `models` maps a served name to its model's engines.
 
-    Several served names of one engine are aliases: its series carry the first.
+    Several served names of one model are aliases: its series carry the first. The label `engine` tells replicas apart.
     """
 
-    def __init__(self, models: Mapping[str, EngineClient], *, max_model_len: int = 131_072) -> None:
+    def __init__(self, models: Mapping[str, Replicas], *, max_model_len: int = 131_072) -> None:
         disable_created_metrics()  # a `_created` series beside every counter would double the page
         self.registry = CollectorRegistry()
         self._label: dict[str, str] = {}
         first: dict[int, str] = {}
-        for name, client in models.items():
-            self._label[name] = first.setdefault(id(client), name)
-        self._clients = {self._label[name]: client for name, client in models.items()}
-        self.registry.register(_EngineCollector(self._clients))
+        for name, replicas in models.items():
+            self._label[name] = first.setdefault(id(replicas.first), name)
+        self._models = {self._label[name]: replicas for name, replicas in models.items()}
+        self.registry.register(_EngineCollector(self._models))
 
         tokens = one_two_five(max_model_len)
         histogram = self._histogram
@@ -100,18 +101,24 @@ class Metrics:
             "http_request_duration_seconds", "Time to the last byte of an HTTP response.", ["handler", "method"],
             buckets=LATENCY_BUCKETS, registry=self.registry)
 
-        for label, client in self._clients.items():
-            client.on_step = self._step_observer(label)
-            for reason in FINISH_REASONS:  # a series that exists at 0 can be rated from the first event
-                self.success.labels(label, "0", reason)
+        for label, replicas in self._models.items():
+            for replica in replicas:
+                self.watch(label, replica)
             for refusal in MODEL_REFUSALS:
                 self.rejections.labels(label, "0", refusal)
         for refusal in SERVER_REFUSALS:
             self.rejections.labels(UNKNOWN, "0", refusal)
 
-    def track(self, model: str, *, prompt_tokens: int, params: SamplingParams) -> "RequestTracker":
+    def watch(self, model: str, replica: Replica) -> None:
+        """Observe the steps of this engine, one of `model`'s."""
+        label, number = self._label.get(model, UNKNOWN), str(replica.number)
+        replica.client.on_step = self._step_observer(label, number)
+        for reason in FINISH_REASONS:  # a series that exists at 0 can be rated from the first event
+            self.success.labels(label, number, reason)
+
+    def track(self, model: str, *, prompt_tokens: int, params: SamplingParams, engine: int = 0) -> "RequestTracker":
         """Begin to observe one engine request (one of the `n` sequences). `model` is a served name."""
-        return RequestTracker(self, self._label.get(model, UNKNOWN), prompt_tokens, params)
+        return RequestTracker(self, (self._label.get(model, UNKNOWN), str(engine)), prompt_tokens, params)
 
     def longest_answer(self, model: str, tokens: int) -> None:
         """Observe the longest of the `n` answers to one prompt. `model` is a served name."""
@@ -136,8 +143,8 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"vllm:{name}", text, ["model_name", "engine"], buckets=buckets, registry=self.registry)
 
-    def _step_observer(self, label: str) -> Callable[[EngineStats, EngineStats], None]:
-        iteration = self.iteration.labels(label, "0")
+    def _step_observer(self, label: str, number: str) -> Callable[[EngineStats, EngineStats], None]:
+        iteration = self.iteration.labels(label, number)
 
         def observe(before: EngineStats, now: EngineStats) -> None:
             tokens = (now.prompt_tokens - before.prompt_tokens) + (now.generation_tokens - before.generation_tokens)
@@ -153,11 +160,11 @@ class RequestTracker:
     `finish` may be called more than once; the first call counts, so it can sit in a `finally`.
     """
 
-    __slots__ = ("_cached", "_done", "_label", "_metrics", "_params", "_prompt", "_times", "first", "generated", "last",
-                 "started")
+    __slots__ = ("_cached", "_done", "_labels", "_metrics", "_params", "_prompt", "_times", "first", "generated",
+                 "last", "started")
 
-    def __init__(self, metrics: Metrics, label: str, prompt_tokens: int, params: SamplingParams) -> None:
-        self._metrics, self._label, self._prompt, self._params = metrics, label, prompt_tokens, params
+    def __init__(self, metrics: Metrics, labels: tuple[str, str], prompt_tokens: int, params: SamplingParams) -> None:
+        self._metrics, self._labels, self._prompt, self._params = metrics, labels, prompt_tokens, params
         self.started = time.monotonic()
         self.first = self.last = 0.0
         self.generated = 0
@@ -172,10 +179,10 @@ class RequestTracker:
             now = time.monotonic()
             if not self.first:
                 self.first = now
-                self._metrics.ttft.labels(self._label, "0").observe(now - self.started)
+                self._metrics.ttft.labels(*self._labels).observe(now - self.started)
                 self._found(output.num_cached_tokens)
             else:
-                self._metrics.itl.labels(self._label, "0").observe(now - self.last)
+                self._metrics.itl.labels(*self._labels).observe(now - self.last)
             self.last = now
             self.generated += count
         if output.embedding is not None:
@@ -186,14 +193,14 @@ class RequestTracker:
 
     def _found(self, cached: int) -> None:
         self._cached = cached
-        self._metrics.cached.labels(self._label, "0").inc(cached)
+        self._metrics.cached.labels(*self._labels).inc(cached)
 
     def finish(self, reason: FinishReason | str = FinishReason.ABORT) -> None:
         """The request is over: `stop` (also a stop string found by the gateway), `length`, `abort` or `error`."""
         if self._done:
             return
         self._done = True
-        m, label, now = self._metrics, (self._label, "0"), time.monotonic()
+        m, label, now = self._metrics, self._labels, time.monotonic()
         reason = str(reason)
         m.success.labels(*label, reason if reason in FINISH_REASONS else FinishReason.ERROR.value).inc()
         m.e2e.labels(*label).observe(now - self.started)
@@ -236,20 +243,26 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 class _EngineCollector:
     """Reads the last snapshots when Prometheus asks. Counters restart at 0 with the engine, as `rate()` expects."""
 
-    def __init__(self, clients: Mapping[str, EngineClient]) -> None:
-        self._clients = clients
+    def __init__(self, models: Mapping[str, Replicas]) -> None:
+        self._models = models
+
+    def _engines(self) -> Iterator[tuple[list[str], EngineClient]]:
+        """(values of the labels, client) of every engine."""
+        for model, replicas in self._models.items():
+            for replica in replicas:
+                yield [model, str(replica.number)], replica.client
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
         for name, text, read in _GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=labels)
-            for model, client in self._clients.items():
-                gauge.add_metric([model, "0"], read(client.stats))
+            for engine, client in self._engines():
+                gauge.add_metric(engine, read(client.stats))
             yield gauge
         for name, text, read in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=labels)
-            for model, client in self._clients.items():
-                counter.add_metric([model, "0"], read(client.stats))
+            for engine, client in self._engines():
+                counter.add_metric(engine, read(client.stats))
             yield counter
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
@@ -257,17 +270,18 @@ class _EngineCollector:
             labels=["model_name", "engine", "reason"])
         refused = GaugeMetricFamily(
             "atoll:quarantined_requests", "Requests that are refused because the engine died of them.", labels=labels)
-        for model, client in self._clients.items():
-            waiting.add_metric([model, "0", "capacity"], client.stats.num_waiting)
-            waiting.add_metric([model, "0", "deferred"], client.quarantine.held)
-            refused.add_metric([model, "0"], client.quarantine.refused)
+        for engine, client in self._engines():
+            waiting.add_metric([*engine, "capacity"], client.stats.num_waiting)
+        for model, replicas in self._models.items():  # a quarantine is the model's
+            waiting.add_metric([model, "0", "deferred"], replicas.first.quarantine.held)
+            refused.add_metric([model, "0"], replicas.first.quarantine.refused)
         yield waiting
         yield refused
         up = GaugeMetricFamily("atoll:engine_up", "1 if the engine is healthy.", labels=labels)
         restarts = CounterMetricFamily("atoll:engine_restarts", "Times a ready engine was lost.", labels=labels)
-        for model, client in self._clients.items():
-            up.add_metric([model, "0"], float(client.healthy()))
-            restarts.add_metric([model, "0"], client.restarts)
+        for engine, client in self._engines():
+            up.add_metric(engine, float(client.healthy()))
+            restarts.add_metric(engine, client.restarts)
         yield up
         yield restarts
         yield from self._states()
@@ -281,10 +295,10 @@ class _EngineCollector:
         cache = GaugeMetricFamily(
             "vllm:cache_config_info", "1, with the KV cache as labels.",
             labels=["model_name", "engine", "block_size", "num_gpu_blocks"])
-        for model, client in self._clients.items():
+        for engine, client in self._engines():
             for state in SLEEP_STATES:
-                sleep.add_metric([model, "0", state], float(state == "awake" and client.state == "ready"))
+                sleep.add_metric([*engine, state], float(state == "awake" and client.state == "ready"))
             if (info := client.info) is not None:
-                cache.add_metric([model, "0", str(info.page_size), str(info.num_pages)], 1)
+                cache.add_metric([*engine, str(info.page_size), str(info.num_pages)], 1)
         yield sleep
         yield cache

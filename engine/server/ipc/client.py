@@ -106,6 +106,11 @@ class EngineClient:
         busy = bool(self._streams) or self.stats.num_running > 0
         return busy and now - self._progressed > limit
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that it was given and that have not ended."""
+        return len(self._streams)
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[StepOutput, None]:
         """Submit `request` and yield its outputs; the last has a `finish_reason`.
 

@@ -94,8 +94,10 @@ class Vectors:
         ids = self._inputs[i]
         request = EngineRequest(f"{self._id}-{i}", ids, _PARAMS, self._priority, self._cache_salt,
                                 pooling=self._model.pooling, owner=self._caller.key_id)
-        tracker = self._gateway.metrics.track(self._model.name, prompt_tokens=len(ids), params=_PARAMS)
-        client = self._model.client
+        engine = self._model.replicas.choose(ids, self._cache_salt)
+        tracker = self._gateway.metrics.track(
+            self._model.name, prompt_tokens=len(ids), params=_PARAMS, engine=engine.number)
+        client = engine.client
         self._gateway.active.add(self._model.name, self._caller, request, client, tracker)
         outputs = client.generate(request)
         try:

@@ -15,6 +15,7 @@ from engine.core.request import EngineRequest, FinishReason, StepOutput, TokenLo
 from engine.errors import AtollError, EngineDeadError, InvalidRequestError, QuarantinedError
 from engine.server.http.caller import Caller, Work
 from engine.server.http.metrics import RequestTracker
+from engine.server.ipc.replicas import Replica
 from engine.server.openai.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from engine.server.openai.serving import Gateway, ServedModel
 from engine.server.openai.thinking_budget import ThinkingBudget, within_budget
@@ -66,6 +67,7 @@ class Generation:
         self._trackers: list[RequestTracker] = []
         self._completion_tokens = 0
         self._cached = [0] * len(prompts)
+        self._engines: dict[int, Replica] = {}  # of each prompt: its choices share what is computed for it
 
     @property
     def usage(self) -> Usage:
@@ -111,9 +113,12 @@ class Generation:
             self._priority, self._cache_salt, owner=self._caller.key_id,
         )
         detokenizer = Detokenizer(self._model.tokenizer, params, self._marks)
-        tracker = self._gateway.metrics.track(self._model.name, prompt_tokens=len(prompt_ids), params=params)
+        engine = self._engines.get(prompt) or self._model.replicas.choose(prompt_ids, self._cache_salt)
+        self._engines[prompt] = engine
+        tracker = self._gateway.metrics.track(
+            self._model.name, prompt_tokens=len(prompt_ids), params=params, engine=engine.number)
         self._trackers.append(tracker)
-        client, budget = self._model.client, self._budget
+        client, budget = engine.client, self._budget
         self._gateway.active.add(self._model.name, self._caller, request, client, tracker)
         outputs = client.generate(request) if budget is None else within_budget(client, request, budget)
         try:

@@ -25,6 +25,7 @@ from engine.server.http.metrics import Metrics
 from engine.server.http.rates import Rates
 from engine.server.ipc.client import EngineClient
 from engine.server.ipc.messages import EngineInfo
+from engine.server.ipc.replicas import Replicas
 from engine.server.openai.sampling import sampling_defaults
 from engine.text.parsers.registry import OutputFormat, output_format
 from engine.text.tokenizer import TextTokenizer
@@ -35,9 +36,9 @@ MOST_RETRY_SECONDS = 60  # OpenAI's clients take a longer Retry-After for none
 
 @dataclass(slots=True)
 class ServedModel:
-    """One engine and the text layer of its model. `defaults` are sampling defaults from generation_config.json, used
-    where a request is silent. `auto_tools`: the model may call tools on its own account. `pooling`: what makes an
-    embedding."""
+    """A model's engines and its text layer. `client`: of the first engine. `defaults` are sampling defaults from
+    generation_config.json, used where a request is silent. `auto_tools`: the model may call tools on its own account.
+    `pooling`: what makes an embedding."""
 
     name: str
     client: EngineClient
@@ -50,6 +51,10 @@ class ServedModel:
     wait: ExpectedWait = field(default_factory=ExpectedWait)
     pooling: Pooling = "last"
     _output: OutputFormat | None = None
+    replicas: Replicas = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replicas = Replicas(self.client, self.name)
 
     @classmethod
     def load(
@@ -71,28 +76,36 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        return self.client.info.max_model_len if self.client.info else None
+        info = self.replicas.info
+        return info.max_model_len if info is not None else None
+
+    def healthy(self) -> bool:
+        """At least one engine is."""
+        return any(replica.client.healthy() for replica in self.replicas)
 
     def ready(self, limits: Limits, key: str | None = None) -> EngineInfo:
         """The engine's facts. Raises ApiError 503 while it cannot take a request, and, with `key`, where one of that
         key would wait too long in the queue."""
-        client = self.client
-        if client.stalled():  # who is let in now would wait for as long as it hangs
+        usable, info = self.replicas.usable(), self.replicas.info
+        if not usable and any(replica.client.stalled() for replica in self.replicas):
+            # who is let in now would wait for as long as it hangs
             raise overloaded("The engine of this model does not answer.", limits.retry_after_seconds,
                              code="engine_unavailable")
-        if client.info is not None and client.state == "ready":
-            if client.stats.num_waiting >= limits.max_waiting:
+        if usable and info is not None:
+            waiting = min(client.stats.num_waiting for client in usable)
+            if waiting >= limits.max_waiting:
                 raise overloaded("Too many requests are waiting for this model; try again.", limits.retry_after_seconds,
                                  refusal="queue_full")
             wait, most = 0.0, limits.max_wait_seconds
-            if key is not None and client.stats.num_waiting:
+            if key is not None and waiting:
                 wait = self.wait.seconds(key)
             if most and wait > most:
                 retry = max(limits.retry_after_seconds, min(MOST_RETRY_SECONDS, ceil(wait - most)))
                 raise overloaded(
                     f"A request would wait about {wait:.0f} seconds for this model, longer than the {most:g} seconds "
                     f"that this server lets requests wait. Retry in {retry} seconds.", retry, refusal="expected_wait")
-            return client.info
+            return info
+        client = next((each.client for each in self.replicas if each.client.state == "loading"), self.client)
         if client.state == "dead":
             raise overloaded(
                 "The engine of this model is down and will be restarted.", limits.retry_after_seconds,
@@ -133,12 +146,13 @@ class Gateway:
     @property
     def clients(self) -> list[EngineClient]:
         """Each engine once, however many names it has."""
-        return list({id(model.client): model.client for model in self.models.values()}.values())
+        every = [replica.client for model in self.models.values() for replica in model.replicas]
+        return list({id(client): client for client in every}.values())
 
     def model(self, name: str | None) -> ServedModel:
         """The model of that name; without a name the only one. Raises ApiError 404 or 400."""
         if not name:
-            if len(self.clients) == 1:
+            if len({id(model.client) for model in self.models.values()}) == 1:
                 return next(iter(self.models.values()))
             raise invalid(f"model is required: this server serves {', '.join(self.models)}.", "model")
         model = self.models.get(name)
@@ -156,19 +170,20 @@ class Gateway:
         """As `ServedModel.ready`; a refusal is counted."""
         try:
             info = model.ready(self.limits, key)
-            self._check_waiting(model, info, key)
+            self._check_waiting(model, key)
             return info
         except ApiError as error:
             self.metrics.refused(error.refusal or "engine_unavailable", model.name)
             raise
 
-    def _check_waiting(self, model: ServedModel, info: EngineInfo, key: str) -> None:
-        """Raises ApiError 429 if the key has its share of the queue. While nothing waits, what the engine has just been
+    def _check_waiting(self, model: ServedModel, key: str) -> None:
+        """Raises ApiError 429 if the key has its share of the queue. While nothing waits, what an engine has just been
         given does not count as far as there are seats for it."""
-        most, stats = self.limits.max_waiting_per_key, model.client.stats
+        most = self.limits.max_waiting_per_key
         if not key or not most:
             return
-        seats = 0 if stats.num_waiting else max(0, info.max_num_seqs - stats.num_running)
+        seats = sum(max(0, client.info.max_num_seqs - client.stats.num_running) for client in model.replicas.usable()
+                    if client.info is not None and not client.stats.num_waiting)
         if self.active.waiting(model.name, key) >= most + seats:
             raise overloaded(
                 f"This key has {most} sequences waiting for this model, as many as one key may; wait for one to begin.",
@@ -240,7 +255,7 @@ class Gateway:
     async def _sample(self) -> None:
         while True:
             for model in {id(model): model for model in self.models.values()}.values():
-                model.wait.sample(model.client.stats, self.active.waiting_tokens(model.name))
+                model.wait.sample(model.replicas.stats, self.active.waiting_tokens(model.name))
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def close(self) -> None:

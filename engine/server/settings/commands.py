@@ -117,9 +117,14 @@ def parse_engine(argv: Sequence[str]) -> EngineOptions:
     return EngineOptions(config, **_fields_of(EngineOptions, given))
 
 
+def engine_of(name: str, path: Path) -> EngineOptions:
+    """The engine of [models.`name`] of a settings file, for its gateway. Raises ConfigError."""
+    return parse_engine(["--model", name, "--config", str(path), "--uds", "/"])
+
+
 def model_config(name: str, path: Path) -> EngineConfig:
-    """What the engine of [models.`name`] of a settings file runs, for its gateway. Raises ConfigError."""
-    return parse_engine(["--model", name, "--config", str(path), "--uds", "/"]).engine
+    """What that engine runs. Raises ConfigError."""
+    return engine_of(name, path).engine
 
 
 def parse_gateway(argv: Sequence[str]) -> GatewayOptions:

@@ -102,6 +102,9 @@ class EngineOptions(LogOptions):
         Path("/"), "the Unix socket to listen on (required)", group=_PROCESS, metavar="SOCKET", line_only=True)
     gpus: str = setting(  # becomes CUDA_VISIBLE_DEVICES; "": all
         "", "the GPUs to use, by index or UUID (all)", group=_PROCESS, metavar="GPU", many=True)
+    replica_of: str = setting(  # the gateway's business
+        "", "answer under the name of that model's engine, with its settings, on GPUs of its own", group=_PROCESS,
+        metavar="NAME")
     allow_user: list[str] = setting(
         None, "may connect, besides our own user", factory=list, group=_PROCESS, metavar="USER", many="append")
     allow_group: list[str] = setting(

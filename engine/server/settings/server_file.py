@@ -5,6 +5,9 @@
     [engine]                  # flags of every engine
     [models.chat]             # the engine atoll-engine@chat; what stands here wins over [engine]
     model = "/var/lib/atoll/models/…/model"
+    [models.chat-2]           # one more engine that answers under the name chat, with the settings of [models.chat]
+    replica-of = "chat"
+    gpus = ["1"]
 
 Each key is a long flag without its dashes, so that one set of rules reads the line and the file.
 """
@@ -17,6 +20,7 @@ from engine.errors import ConfigError
 from engine.message import msg
 from engine.server.settings.sources import LIMITS, read_toml, table_argv
 
+REPLICA_OF = "replica-of"
 _INSTANCE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 # "0", "GPU-5d1c…", "MIG-…": what CUDA_VISIBLE_DEVICES takes, one at a time
 _GPU = re.compile(r"\d{1,3}|(GPU|MIG)-[0-9a-fA-F/-]{4,64}")
@@ -39,11 +43,28 @@ def engine_argv_of(name: str, path: Path) -> list[str]:
         raise ConfigError(msg("{path} has no [models.{name}].", path=path, name=name[:80]), "--model",
                           msg("It has: {path}.", path=", ".join(model_names(path)) or "none"))
     content = read_toml(path)
-    merged = {"served-model-name": name, **_keys(_table(content, "engine", path)), **_keys(content["models"][name])}
+    own = _keys(content["models"][name])
+    first = str(own.get(REPLICA_OF) or name)
+    inherited = _inherited(content["models"], name, first, path) if REPLICA_OF in own else {}
+    merged = {"served-model-name": first, **_keys(_table(content, "engine", path)), **inherited, **own}
     if not merged.get("model"):
         raise ConfigError(msg("{path}: [models.{name}] does not say its model, the directory of the weights.",
                               path=path, name=name), "--model")
     return table_argv(merged, f"{path}, [models.{name}]")
+
+
+def _inherited(models: dict[str, Any], name: str, first: str, path: Path) -> dict[str, Any]:
+    """What a replica takes from the table of its model: all but the GPUs. Raises ConfigError."""
+    table, own = _keys(models.get(first, {})), _keys(models[name])
+    if first == name or not table or REPLICA_OF in table:
+        raise ConfigError(msg("{path}: [models.{name}] is a replica of {first}, which is no model of its own.",
+                              path=path, name=name, first=first[:80]), f"--{REPLICA_OF}")
+    for key in ("model", "served-model-name"):
+        if key in own:
+            raise ConfigError(msg("{path}: [models.{name}] is a replica, so its {key} is that of [models.{first}].",
+                                  path=path, name=name, key=key, first=first), f"--{key}",
+                              msg("Remove that line."))
+    return {key: value for key, value in table.items() if key != "gpus"}
 
 
 def gateway_argv_of(path: Path) -> list[str]:

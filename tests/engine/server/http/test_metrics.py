@@ -11,6 +11,7 @@ from engine.core.params import SamplingParams
 from engine.core.request import EngineStats, FinishReason, RequestTimes, StepOutput
 from engine.server.http.metrics import Metrics, one_two_five
 from engine.server.ipc.client import EngineClient
+from engine.server.ipc.replicas import Replicas
 
 VLLM_NAMES = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens",
@@ -33,7 +34,7 @@ def client() -> EngineClient:
 
 @pytest.fixture
 def metrics(client: EngineClient) -> Metrics:
-    return Metrics({"llama": client, "alias": client})
+    return Metrics({"llama": Replicas(client), "alias": Replicas(client)})
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
