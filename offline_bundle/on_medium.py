@@ -1,6 +1,6 @@
 """Whether a file comes from the medium that it is supposed to vouch for. A part of install.sh.
 
-Whoever changed the disk could have changed every file on it. So a key or an interpreter is refused if it lies
+Someone who changed the disk could have changed every file on it. So a key or an interpreter is refused if it is
 
     beneath the medium's directory, also through a link, a hard link or a bind mount;
     on the medium's filesystem, on another partition of its disk, or in an image file on it that is mounted.

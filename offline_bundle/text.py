@@ -1,4 +1,4 @@
-"""Sentences that can be told in another language: each *is* its English wording, and remembers what it was made of.
+"""Sentences that can be translated: each *is* its English wording, and keeps its template and values.
 
 This package marks its words and knows no other language; installer/base/i18n.py has the catalogue and picks
 the language.

@@ -1,4 +1,4 @@
-"""The program of the screens: language, colours, keys that hold everywhere, and the one job that is followed."""
+"""The program of the screens: language, colours, keys that work everywhere, and the one job that is followed."""
 
 import asyncio
 import contextlib
@@ -80,7 +80,7 @@ class Wizard(App[None]):
     following: reactive[Following | None] = reactive(None, init=False)
     position = reactive(0, init=False)
     note = reactive("", init=False)
-    watched: reactive[Person | None] = reactive(None, init=False)   # who works here, if somebody else
+    watched: reactive[Person | None] = reactive(None, init=False)   # the operator in control, if that is somebody else
     pulse = reactive(0, init=False)   # counts what the job has said; screens that show work watch it
 
     def __init__(
@@ -106,7 +106,8 @@ class Wizard(App[None]):
 
     @property
     def front(self) -> Front:
-        """This, as screens know it: a type checker does not see that a reactive attribute reads as its value."""
+        """This program, as screens know it: a type checker does not see that a reactive attribute reads as its
+        value."""
         return cast(Front, self)
 
     @property
@@ -150,14 +151,14 @@ class Wizard(App[None]):
         said = str(told(text, self.language))
         return said.translate(PLAIN_SIGNS) if self.plain else said
 
-    # -- what stands
+    # -- the state
 
     def look_again(self) -> None:
         self._look(False)
 
     @work(thread=True, exclusive=True, group="look", exit_on_error=False)
     def _look(self, first: bool) -> None:
-        """Read the state. The first time, come to where work goes on, and attach to a job that runs."""
+        """Read the state. The first time, open the step where work continues, and attach to a running job."""
         try:
             state, trouble = self.desk.state(), None
         except InstallError as error:

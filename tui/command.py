@@ -12,7 +12,7 @@ from appliance.service.words import language_of
 from tui.pauses import keep_short
 from tui.terminal import has_colours, is_plain, why_not
 
-ESCAPE_MS = "25"   # after which an Esc is a key of its own
+ESCAPE_MS = "25"   # after which an Esc counts as a key
 
 
 def register(app: typer.Typer) -> None:

@@ -35,7 +35,7 @@ class Driver(LinuxDriver):
             super().write(data)
 
     def run_input_thread(self) -> None:
-        """As Textual's, which looks only ten times a second whether an Esc is a key or begins the name of one."""
+        """Like Textual's, which checks only ten times a second whether an Esc is a key or begins a key's sequence."""
         parser = XTermParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         data = b""
@@ -80,12 +80,12 @@ class _UntilGone:
 
 
 def _tell() -> None:
-    """As the kernel does, which tells only the leader of a session."""
+    """Send SIGHUP to this process: the kernel sends it only to the leader of a session."""
     os.kill(os.getpid(), signal.SIGHUP)
 
 
 class WithoutColours(LineFilter):
-    """What has a background of its own, such as the chosen line, is in reverse instead."""
+    """Text with its own background, such as the selected line, is shown in reverse instead."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [segment if segment.style is None else Segment(segment.text, _in_reverse(segment.style), segment.control)

@@ -1,4 +1,4 @@
-"""A job as the screen sees it: a thread reads it, the screen takes what has come ten times a second."""
+"""A job as the screen sees it: a thread reads its events, and the screen takes the new ones ten times a second."""
 
 import queue
 import threading

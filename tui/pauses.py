@@ -1,4 +1,4 @@
-"""Keeps the garbage collector from holding up a key: looking through PyTorch takes it a tenth of a second."""
+"""Keeps the garbage collector from delaying keys: searching PyTorch's objects takes it a tenth of a second."""
 
 import gc
 import time
@@ -8,7 +8,7 @@ _began = 0.0
 
 
 def keep_short() -> None:
-    """What is there when a collection has taken long stays for good, and is not looked through again."""
+    """After a long collection, keep all existing objects for good, so that they are not searched again."""
     gc.callbacks.append(_after)
 
 

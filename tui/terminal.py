@@ -1,4 +1,4 @@
-"""What the operator's terminal can show, by its name. Knows nothing of the screens, so it is asked before they load."""
+"""What the operator's terminal can show, by its name. It imports no screens, so it can be asked before they load."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What the commands about an installation share: which one is meant, how errors are told, how JSON is printed."""
+"""What the commands about an installation share: which one is meant, how errors are shown, how JSON is printed."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def told(as_json: bool) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever read our output has left, as in `atoll status | head -1`: click ends quietly
+        raise  # the reader of our output has gone, as in `atoll status | head -1`: click ends quietly
     except (InstallError, OSError) as error:
         known = error if isinstance(error, InstallError) else io_error(t("finish this command"), error)
         if as_json:

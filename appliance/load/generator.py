@@ -260,7 +260,7 @@ class Load:
 
 
 def run_in_loop(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run to the end in an event loop of its own."""
+    """Run to the end in a new event loop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 

@@ -43,7 +43,7 @@ class Latency(BaseModel):
 
 class LoadResult(BaseModel):
     """Throughputs are per second. `slo_share` is the share of all requests, including failed ones, within the SLO.
-    `timeline` rows are [second, tokens, requests begun, requests ended, errors]. `unfinished` requests were still
+    `timeline` rows are [second, tokens, requests started, requests ended, errors]. `unfinished` requests were still
     running when both the time and the wait for them were over."""
 
     date: str = ""

@@ -1,8 +1,8 @@
 """`atoll sampler`: keeps the history of the service at all times, for the dashboard and for reports.
 
 On a server atoll-sampler.service runs it, under a prefix the supervisor. It reads /metrics over the gateway's Unix
-socket and writes one directory, var/lib/atoll/series. A pilot has a file of its own
-(appliance/service/pilot/records.py), because time that nobody watched must not count for its stages.
+socket and writes one directory, var/lib/atoll/series. A pilot has its own file (appliance/service/pilot/records.py),
+because time that nobody watched must not count for its stages.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from installer.base.layout import Layout
 
 SECONDS = 15.0
 MOST_GAP = 60.0
-_GPU_EVERY = 60.0      # each time is a process of its own
+_GPU_EVERY = 60.0      # each time in a separate process
 _OPEN_AGAIN = 60.0     # after a file that could not be opened
 
 

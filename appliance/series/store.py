@@ -259,7 +259,8 @@ def _why(error: sqlite3.Error) -> str:
 
 def wall_clock() -> Callable[[], float]:
     """The time of day, counted on by a monotonic clock, so that slewing does not distort a rate. After a step of the
-    time of day it begins anew: a sampler that runs for months must not keep a wrong time of the boot.
+    time of day it starts again from the new time: a sampler that runs for months must not keep a time that was wrong at
+    boot.
     """
     begun = time.time() - time.monotonic()
 

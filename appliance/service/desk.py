@@ -50,7 +50,7 @@ class Desk:
         self.key_is_unseen = False         # the endpoint's key was made while no terminal was there to show it
 
     def sit_down(self, asked: Callable[[Person | None], None], changed: Callable[[], None]) -> None:
-        """Become the operator who works here, or one who watches another; see jobs/seat.py."""
+        """Become the operator in control, or watch the one who is; see jobs/seat.py."""
         with contextlib.suppress(OSError, InstallError):  # without a place for a seat there is none for a job either
             self.seat = Seat(self.layout, asked, changed).open()
 
@@ -151,7 +151,7 @@ class Desk:
         return boards(self.layout, self.answers.preset)  # type: ignore[attr-defined]
 
     def pilot(self) -> "PilotBoard":
-        """The pilot as it stands, else as it is planned. Raises InstallError."""
+        """The started pilot with its current state, or else the planned one. Raises InstallError."""
         from appliance.service.pilot.board import board
 
         return board(self.layout, self.answers.pilot)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from installer.preflight.machine import Machine
 
 @dataclass(frozen=True)
 class GpuDetail:
-    """None: the driver does not tell. Bytes, watts, degrees Celsius."""
+    """None: the driver does not report it. Bytes, watts, degrees Celsius."""
 
     index: int | None
     name: str
@@ -32,7 +32,7 @@ class GpuDetails:
 
 
 def gpu_details() -> GpuDetails:
-    """As NVML and nvidia-smi tell now; about a second."""
+    """What NVML and nvidia-smi report now; takes about a second."""
     machine = Machine()
     facts = machine.gpus()
     gpus = tuple(

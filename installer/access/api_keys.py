@@ -1,8 +1,7 @@
 """API keys of the endpoint: shown once, stored as SHA-256 only, each with a name, scopes and an expiry time.
 
-The keys that sign bundles are something else (`atoll keys`, offline_bundle/signing/keys.py). For its smoke test the
-installer makes a key that nobody should know afterwards: it expires within the hour and is removed when the install
-ends.
+The keys that sign bundles are something else (`atoll keys`, offline_bundle/signing/keys.py). The installer makes a key
+for its smoke test. Nobody needs that key later: it expires within the hour and is removed when the install ends.
 
 Every change reads, changes and replaces the file under a lock of its own, so an operator may revoke a key during an
 install. The gateway reads the file again when it changes (engine/server/http/auth.py); under systemd it has a copy,
@@ -34,9 +33,9 @@ SCOPES = {
     "priority": t("the field `priority`: jump the queue"),
     "admin": t("everything, including later endpoints for operators"),
 }
-DEFAULT_SCOPES = ("serve", "metrics")   # also for keys without the field: they are older than scopes
+DEFAULT_SCOPES = ("serve", "metrics")   # also of keys without the field, which are older than scopes
 MAX_FILE_BYTES = 4 << 20                # as in engine/server/http/auth.py
-MAX_GROUP_CHARACTERS = 64               # as there
+MAX_GROUP_CHARACTERS = 64               # the same
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")
 FIRST = "first key, made at install"    # its name in the file, in every language

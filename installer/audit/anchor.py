@@ -1,7 +1,7 @@
 """The head of the audit log in systemd's journal, where changing the log's file does not change it.
 
-Root can also damage or stop the journal: an anchor exposes a change that did not reach the journal too. A journal that
-is forwarded to another machine, or a head on paper, exposes every change.
+Root can damage or stop the journal too, so an anchor in it exposes only changes by somebody who left the journal alone.
+A journal that is forwarded to another machine, or a head on paper, exposes every change.
 """
 
 import json

@@ -1,13 +1,13 @@
 """Words for people, in English and Korean, from one gettext catalogue (installer/locale).
 
-A `Text` (offline_bundle/text.py) *is* its English wording, so it can be logged, compared and formatted like any string,
-and it remembers what it was made of, so a front end can show the same sentence in another language when it is printed.
+A `Text` (offline_bundle/text.py) *is* its English wording, so it can be logged, compared and formatted like any string.
+It also keeps its template and values, so a front end can print the same sentence in another language.
 
     seen = t("{port} is in use by {who}", port=8443, who=t("process {pid}", pid=812))
     str(seen)          # English, for logs and for exceptions
     told(seen, "ko")   # Korean, parts included
 
-Only what a person reads on a terminal is told in his language; journals, logs and the audit log stay English.
+Only what a person reads on a terminal is translated; journals, logs and the audit log stay English.
 """
 
 import gettext

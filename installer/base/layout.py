@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def snapshots(self) -> Path:
-        """What each committed release ran with: settings and unit files, one directory for each release."""
+        """What each committed release ran with: settings and unit files, one JSON file for each."""
         return self.state / "snapshots"
 
     @property
@@ -115,7 +115,7 @@ class Layout:
 
     @property
     def key_backup(self) -> Path:
-        """The endpoint's key and certificate from before an import that is not committed yet."""
+        """The endpoint's key and certificate as they were before an import that is not committed yet."""
         return self.credentials / "server.key.before"
 
     @property

@@ -153,17 +153,18 @@ schema_version = 1
 # Directories to look through for the runtime and for bundles: the mounted disk.
 medium = ["/media/atoll"]
 
-# The vendor's public key, got by another way than the disk. Compare its fingerprint: atoll keys fingerprint FILE
+# The vendor's public key, obtained through a separate channel, not from the disk.
+# Compare its fingerprint: atoll keys fingerprint FILE
 trust_keys = ["/root/vendor.pub"]
 
-# Each licence by its id and the first digits of its text's SHA-256. `atoll install --dry-run` prints the words.
+# Each licence by its id and the first digits of its text's SHA-256. `atoll install --dry-run` prints the exact text.
 accept_licenses = ["Apache-2.0@cfc7749b96f6"]
 
 host = "0.0.0.0"
 port = 8443
 confirm_plan = true     # no question about the plan
 
-# Why an older bundle may be installed. Leave it out unless you mean it.
+# The reason to install an older bundle. Without it, older bundles are refused.
 # allow_downgrade = "1.3 answers wrongly, see ticket 4711"
 
 # A certificate of your own. Without it a local CA is made here.
@@ -172,11 +173,11 @@ confirm_plan = true     # no question about the plan
 # private_key = "/root/server.key"
 # names = ["llm.bank.example"]
 
-# All the models that shall run. Without any: the one bundle on the medium.
+# Every model to run. Without this table: the only bundle on the medium.
 [[models]]
 bundle = "smollm2-135m-instruct"     # a name on the medium, or a directory
 name = "chat"
-# gpus = [0]                         # indices or UUIDs; without it: all
+# gpus = [0]                         # indices or UUIDs; default: all
 # settings = { max-model-len = 8192 }
 
 # Checks that may fail, and why. `atoll preflight` lists them.

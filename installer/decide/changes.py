@@ -18,7 +18,7 @@ _CLAIMS = ("device", "gpus", "gpu-memory-utilization", "kv-cache-memory-bytes", 
 
 
 def fingerprints(context: Context) -> dict[str, str]:
-    """Part -> fingerprint, of the service that this run leads to."""
+    """Part -> its fingerprint, for the service as this run will leave it."""
     layout, info = context.layout, context.target().info
     code = {name: info.get(name) for name in ("atoll", "command", "code", "runtime")}
     texts = {unit.path.name: unit.content for unit in context.units}

@@ -33,14 +33,14 @@ def extracted() -> Catalog:
 
 
 def literals(path: Path) -> set[str]:
-    """What the calls of t(…), msg(…) and foreign(…) in a file are given, also inside other texts and f-strings."""
+    """The string literals that a file passes to t(…), msg(…) and foreign(…), even inside other texts and f-strings."""
     calls = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
     first = (call.args[0] for call in calls if getattr(call.func, "id", "") in MARKS and call.args)
     return {str(node.value) for node in first if isinstance(node, ast.Constant)}
 
 
 def help_paragraphs() -> set[str]:
-    """What the commands say of themselves, as the finished command tree has it."""
+    """The help texts of all commands, from the finished command tree."""
     from importlib import import_module
 
     from typer.main import get_group

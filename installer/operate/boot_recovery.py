@@ -1,8 +1,8 @@
 """`atoll settle`: at boot, before any engine starts, undo an upgrade that a power cut interrupted.
 
-Between switch and commit, nothing has shown yet that the new release serves. The machine would boot into it anyway,
-with nobody watching, so the proven release is put back first. Services start afterwards whether this succeeds or not:
-an unproven release is better than none.
+Between switch and commit, the new release has not yet passed its smoke test. After a power cut the machine would boot
+into it with nobody watching, so the last committed release is restored first. The services start afterwards even if
+this fails: an unproven release is better than none.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ REASON = "The power was cut, or the machine stopped, before the new release had 
 
 
 def settle(layout: Layout, *, service: SystemdService | None = None) -> str:
-    """If a switch to another release was cut off, put the proven one back. Returns a sentence about what was done.
+    """If a switch to another release was interrupted, restore the committed one. Returns a sentence about what was
+    done.
 
     Starts nothing and waits for nothing: the boot continues with that. Raises InstallError or OSError if something
     cannot be put back.

@@ -41,7 +41,7 @@ from offline_bundle.store.store import is_sealed, verify_model
 GO_ON_WITHIN = 24 * 3600.0   # seconds for which the finished part of an interrupted check is reused
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
-# If several things failed, the gravest decides the exit code.
+# If several things failed, the most serious one decides the exit code.
 _GRAVITY = (ExitCode.UNTRUSTED, ExitCode.CONTENT_MISMATCH, ExitCode.DOWNGRADE, ExitCode.MEDIA, ExitCode.IO)
 
 Kind = Literal["release", "code", "model"]

@@ -1,4 +1,4 @@
-"""`atoll drain`: let running requests end before maintenance, without stopping anything."""
+"""`atoll drain`: let running requests finish before maintenance, without stopping anything."""
 
 import time
 from collections.abc import Callable
@@ -18,8 +18,8 @@ def drain(
 ) -> DrainState:
     """Refuse new requests, and wait at most `wait` seconds for the running ones.
 
-    `progress` gets the state of each look. Raises InstallError: nothing installed (2), the gateway does not answer
-    (40), somebody ended the drain meanwhile (75).
+    `progress` is called with each state that was read. Raises InstallError: nothing installed (2), the gateway does not
+    answer (40), somebody ended the drain meanwhile (75).
     """
     state = _switch(layout, on=True)
     end = time.monotonic() + wait

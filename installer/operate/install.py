@@ -5,8 +5,9 @@
                                                          (stage touches nothing that runs)
                                                                  | a failure rolls back
 
-It never trusts the journal about what the disk can show: each step looks, and does what is missing. The journal holds
-what the disk cannot show: which release was proven, and what a switch replaced. Only the system form has `units`.
+Whatever the disk can show, a step reads from the disk and not from the journal, and then does what is missing. The
+journal holds what the disk cannot show: which release was committed, and what a switch replaced. Only the system form
+has `units`.
 """
 
 import contextlib

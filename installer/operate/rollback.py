@@ -1,6 +1,6 @@
 """`atoll rollback`: go back to the previous release, from what is on the disk. No medium is needed.
 
-It takes the same steps as the second half of an install, towards what the previous release ran with. So it may be
+It runs the second half of an install's steps, with the code, models and settings of the previous release. So it may be
 killed at any point, and if the previous release no longer answers, the switch is undone. Running it a second time
 returns to the newer release.
 """
@@ -65,7 +65,7 @@ class Rollback(Run):
             return self._result(context, "rolled-back")
 
     def _undo(self, context: Context) -> InstallResult:
-        """An install was interrupted after its switch: go back to the release that was proven before it."""
+        """An install was interrupted after its switch: go back to the release that was committed before it."""
         committed = context.before.committed
         if committed is None:
             raise _nothing(t("The install that was cut off was the first one."))

@@ -1,8 +1,8 @@
 """Try other settings with the running release: write them, start, and either keep them or go back.
 
-In the installer's journal a trial is a switch from the running release to itself. So whatever ends the process, the
-proven settings come back as they would after an interrupted upgrade: by `recover`, by the next `atoll start`, or at
-boot by `atoll settle`. Settings that are kept pass the smoke test and are committed, as an install's settings are.
+In the installer's journal a trial is a switch from the running release to itself. So however the process ends, the
+committed settings are restored as after an interrupted upgrade: by `recover`, by the next `atoll start`, or at boot by
+`atoll settle`. Settings that are kept pass the smoke test and are committed, as an install's settings are.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ Values = Mapping[str, Any]
 
 
 class SettingsTrial(Journalled):
-    """A context manager: on leaving, the proven settings come back unless `keep` was called.
+    """A context manager: on leaving, it restores the committed settings unless `keep` was called.
 
     Entering takes the lock. Raises InstallError: nothing installed (2), another install was interrupted (41), the
     service does not run (40), another command is running (75).

@@ -1,4 +1,4 @@
-"""Uninstall: by default, what can be made again is removed and what cannot stays; `purge` removes everything.
+"""Uninstall: by default, removes what can be created again and keeps what cannot; `purge` removes everything.
 
 Only what the journal says was made here is removed, and no symlink is ever followed.
 """

@@ -1,6 +1,6 @@
-"""Whether the gateway drains: it refuses new requests with 503 and Retry-After, and the running ones end.
+"""Whether the gateway is draining: it refuses new requests with 503 and Retry-After, and lets running ones finish.
 
-The gateway alone holds this state, so a gateway that starts takes requests.
+Only the gateway process holds this state, so a restarted gateway accepts requests.
 """
 
 import json
@@ -26,7 +26,8 @@ class DrainState:
 
 
 def is_cause(health: str) -> bool:
-    """Whether /health (its answer, as `smoke_test.health` tells it) says 503 for a drain alone: engines are well."""
+    """Whether /health (its answer as `smoke_test.health` returns it) says 503 only because of a drain: the engines are
+    healthy."""
     return '"code":"draining"' in health
 
 
@@ -36,7 +37,7 @@ def read(layout: Layout) -> DrainState | None:
 
 
 def switch(layout: Layout, *, on: bool) -> DrainState | None:
-    """Refuse new requests, or take them again. None where the gateway does not answer: then nothing was changed."""
+    """Refuse new requests, or accept them again. None if the gateway does not answer: then nothing was changed."""
     return _ask(layout, "POST" if on else "DELETE")
 
 

@@ -24,7 +24,7 @@ def ask(path: Path, target: str, *, seconds: float, most: int, method: str = "GE
 
 
 def admin_socket(layout: Layout) -> Path | None:
-    """Where the gateway of this installation has its admin socket; None where that is not told."""
+    """Where the gateway of this installation has its admin socket; None if that is not known."""
     if layout.system:
         return layout.run / "gateway/admin.sock"
     try:

@@ -234,12 +234,13 @@ class SystemdService:
         self._systemctl(["start", "--no-block", *names], t("start the services"), timeout=_START_SECONDS)
 
     def _begin_sampler(self) -> None:
-        """With the code of now. The service does not depend on its history, so nothing follows from a failure."""
+        """Start the sampler with the current code. The service does not depend on its history, so a failure is
+        ignored."""
         if self._installed(units.SAMPLER):
             self._run(["systemctl", "restart", "--no-block", units.SAMPLER], 30.0)
 
     def _heirs(self, names: Collection[str] | None) -> set[str]:
-        """The running engines among these whose units know how to hand over."""
+        """Those of these engines that are running and whose units support a handover."""
         wanted = {units.engine_unit(name): name for name in names or () if name in self.models()}
         shown = self._show(wanted)
         return {name for unit, name in wanted.items()
@@ -248,8 +249,7 @@ class SystemdService:
     def _warm(self, names: Collection[str]) -> None:
         """Read the files that these will read at their start, while the old ones serve: a cold disk costs seconds.
 
-        Whether they would start is not judged here. A release that does not know --check ends at once, which does no
-        harm.
+        This does not judge whether they would start. A release without --check exits at once, which does no harm.
         """
         for name in sorted(names):
             words = ["gateway"] if name == "gateway" else ["engine", "--model", name]

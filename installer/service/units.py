@@ -1,8 +1,8 @@
 """The text templates of systemd/, filled in: units, users, directories, as files to be written.
 
-A template holds `@NAME@` words. One that stands for several values (addresses, devices) repeats its line for each, and
-takes the line away where there is none. The same input gives the same bytes, so a file that is equal on the disk needs
-no write, and a unit that did not change needs no restart.
+Templates contain `@NAME@` words. If a word has several values (addresses, devices), its line is repeated for each; if
+it has none, the line is left out. The same input gives the same bytes, so an unchanged file is not written again, and
+an unchanged unit is not restarted.
 """
 
 import contextlib
@@ -92,8 +92,8 @@ def render(
 ) -> list[UnitFile]:
     """Every file that systemd reads, for `models` (instance names) behind one gateway at `host`:`port`.
 
-    `gpu` False is for engines on the CPU: no device is opened and none waited for. Which engine takes which GPU stands
-    in atoll.toml and not here (`gpus` is only checked to name known models), so that it changes without new units.
+    `gpu` False is for engines on the CPU: no device is opened and none waited for. The GPUs of each engine are in
+    atoll.toml and not here, so that they can change without new units; `gpus` is only checked to name known models.
     `memory` is systemd's MemoryMax= of all engines together. Raises InstallError for a bad name.
     """
     for model in {*models, *(gpus or {})}:

@@ -143,7 +143,7 @@ def make_key(context: Context) -> api_keys.NewKey:
 def drop_private_keys(context: Context) -> None:
     """Remove keys that were never shown: those of a smoke test, or of a run that ended before it could show them.
 
-    A tuning makes only the first kind and leaves the others alone: a checklist shows its first key at its end.
+    A tuning removes only the smoke test's: a checklist shows the operator's first key only at its end.
     """
     tuning = (context.history.open_switch or {}).get("kind") == "tune"
     unshown = set[str]() if tuning else context.history.unshown_keys

@@ -19,7 +19,7 @@ def wait_ready(
 ) -> None:
     """Wait until /health says 200, which means that the engine has produced a token. Raises InstallError (40).
 
-    A gateway that drains takes requests again: who starts a service wants it to serve.
+    A draining gateway is told to accept requests again, because whoever starts a service wants it to serve.
 
     Gives up early if the service dies: a crash during the start is not worth waiting for.
     """

@@ -1,4 +1,4 @@
-"""Undo a switch to a release that did not prove itself. Needs no medium, and may be run twice.
+"""Undo a switch to a release that failed. Needs no medium, and may be run twice.
 
 A process that served before the switch and still does (an engine whose successor could not be prepared, say) is left
 alone: it has already read everything it needs, and its clients notice nothing.

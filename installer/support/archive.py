@@ -1,8 +1,9 @@
 """The support bundle: one archive for whoever helps, without keys, prompts or anything that is not on the list.
 
-    allow-list (support_items) → patterns of secrets (support_redact) → addresses, if asked → a last look → tar.gz, 0600
+    allow-list (items.py) → patterns of secrets (redact.py) → addresses, if requested → a last check → tar.gz, 0600
 
-MANIFEST.json in it says of each member what it is, why it was taken, and what was cut; and of what was not taken, why.
+MANIFEST.json in it says for each member what it is, why it is included and what was removed from it; and for what is
+missing, why.
 """
 
 import gzip

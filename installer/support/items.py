@@ -1,4 +1,4 @@
-"""What a support bundle may contain: a list of items, each with the reason why it is taken. Nothing else is."""
+"""What a support bundle may contain: a list of items, each with the reason for it. Nothing else is included."""
 
 import json
 import os

@@ -4,8 +4,8 @@
     etc/atoll/credentials/server.key   the endpoint's private key and its chain          0600, what the gateway is given
     etc/atoll/tls/ca.crt, server.crt   public copies of the certificates                 0644, for clients and status
 
-A key and its certificates are one file, replaced by one rename: whatever is cut off in the middle, no half pair is ever
-served. The public copies are made from it, and made again by whatever runs next.
+A key and its certificates are one file, replaced by one rename, so an interruption never leaves a key without its
+certificate. The public copies are made from that file, and the next command that runs completes them.
 """
 
 import stat

@@ -60,7 +60,7 @@ def verify_bundle(
 
 
 def inspect_bundle(path: Path) -> Inspection:
-    """Read bundle.json without any key; whoever shows the result must say that it is NOT VERIFIED.
+    """Read bundle.json without any key; the caller that shows the result must say that it is NOT VERIFIED.
 
     Raises BundleError: 11 (not a manifest), 13 (missing), 30 (read error).
     """

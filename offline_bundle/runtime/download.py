@@ -4,7 +4,8 @@ Wheels that the index serves without a password are read by HTTP with Range requ
 of pip's settings. For the others (an index with a password) pip is run, one wheel at a time.
 
 pip's own downloads do not replace this module: pip resumes a broken connection, but a run that was stopped starts its
-unfinished wheel again from the first byte, its cache is a second copy of gigabytes, and it tells no sizes in advance.
+unfinished wheel again from the first byte, its cache is a second copy of gigabytes, and it does not report sizes in
+advance.
 """
 
 import hashlib
@@ -51,7 +52,7 @@ class WheelDownload:
     """A wheel to download."""
 
     pick: Pick
-    size: int | None  # bytes; None: only pip can fetch it, and pip does not tell
+    size: int | None  # bytes; None: only pip can fetch it, and pip does not say
     already_here: int  # bytes that an earlier run left
 
     @property

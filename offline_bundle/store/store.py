@@ -5,7 +5,7 @@
     store/.<digest>.partial/   an ingest under way, with its .journal; never listed, resumed by the next ingest
     store/.lock                held while the store changes
 
-An entry appears and disappears in one rename, so a reader never sees half of one.
+An entry appears and disappears by one rename, so a reader never sees an incomplete one.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""Reads the service in a thread of its own and shows the newest look: models, speed, GPUs, alerts, end of the log."""
+"""Reads the service in a separate thread and shows its latest state: models, speed, GPUs, alerts, end of the log."""
 
 import threading
 from typing import ClassVar
@@ -46,7 +46,7 @@ HELP = t(
 
 
 class Dashboard(Told, Screen[None]):
-    """`seen` is the newest look; `held` keeps the screen as it is."""
+    """`seen` is the latest snapshot; `held` pauses the screen."""
 
     BINDINGS: ClassVar = [
         Binding("escape", "close"), Binding("f1,question_mark", "help"), Binding("f5", "look"), Binding("f8", "log"),
@@ -326,7 +326,7 @@ class Dashboard(Told, Screen[None]):
         self.app.push_screen(Read(self.say, t("Are you sure?"), self.say(about), agree), take)
 
     def _do(self, action: control.Action) -> None:
-        """In a thread: the screen goes on being drawn, and a command that is under way is not stopped by Esc."""
+        """In a thread: the screen stays responsive, and Esc does not stop a running command."""
         try:
             said = self.front.desk.control(action)
         except InstallError as error:

@@ -1,1 +1,1 @@
-"""What is asked in front of everything else. Esc always leaves, and changes nothing."""
+"""Dialogs in front of everything else. Esc always closes one, and changes nothing."""

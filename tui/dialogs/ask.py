@@ -15,7 +15,7 @@ Say = Callable[[str], str]
 
 
 class Ask(ModalScreen[str | None]):
-    """An answer in words; None where it was left."""
+    """A question that is answered in words; None if the dialog was closed."""
 
     BINDINGS = [Binding("escape", "dismiss(None)")]  # noqa: RUF012
 

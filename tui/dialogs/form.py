@@ -1,4 +1,4 @@
-"""A few fields in front of everything, and a list to pick one line from. Esc leaves, and changes nothing."""
+"""A form of a few fields, and a list to pick one line from. Esc closes them, and changes nothing."""
 
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple

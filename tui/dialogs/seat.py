@@ -30,7 +30,7 @@ class _Decide(ModalScreen[bool | None]):
 
 
 class TakeOver(_Decide):
-    """For the one who looks on."""
+    """For the operator who watches."""
 
     BINDINGS: ClassVar = [Binding("enter", "dismiss(True)"), Binding("escape", "dismiss(None)")]
 
@@ -45,7 +45,7 @@ class TakeOver(_Decide):
 
 
 class GiveWay(_Decide):
-    """For the one who works. Enter is not an answer: it may have been meant for the screen below."""
+    """For the operator in control. Enter is not an answer: it may have been meant for the screen below."""
 
     BINDINGS: ClassVar = [Binding("f9", "dismiss(True)"), Binding("escape", "dismiss(False)")]
 

@@ -1,1 +1,1 @@
-"""What stands around every step: the header, the rail of steps, the keys at the bottom, and what they act on."""
+"""What surrounds every step: the header, the rail of steps, the keys at the bottom, and what they act on."""

@@ -1,4 +1,5 @@
-"""What a screen may use of the program around it. Screens know this, not tui/app.py, so nothing imports in a circle."""
+"""What a screen may use of the program around it. Screens import this and not tui/app.py, so there is no import
+circle."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
@@ -38,7 +39,7 @@ class Front(Protocol):
     position: int                      # 0: the start; then the steps, from 1 on
     following: Following | None        # the job that runs
     trouble: InstallError | None       # what the last work ended with
-    watched: Person | None             # who works here, if somebody else: this program only shows it then
+    watched: Person | None             # the operator in control, if somebody else: this program only watches then
     note: str                          # one line (a Text) above the keys
 
     def say(self, text: Any) -> str: ...

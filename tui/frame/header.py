@@ -1,4 +1,4 @@
-"""The top line: what this is, where it works, the language."""
+"""The top line: the program, the installation, the language."""
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text

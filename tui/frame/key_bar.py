@@ -1,4 +1,4 @@
-"""The bottom: one line of news or of what stands in the way, and the keys that do something now."""
+"""The bottom: one line with news or with what blocks, and the keys that work now."""
 
 from rich.cells import cell_len
 from rich.style import Style

@@ -1,4 +1,4 @@
-"""The steps on the left: which is open, and how each stands. A sign and a word; the colour only repeats them."""
+"""The steps on the left: which is open, and the state of each. A sign and a word; the colour only repeats them."""
 
 from rich.text import Text
 from textual import events

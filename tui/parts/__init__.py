@@ -1,1 +1,1 @@
-"""What several screens are put together from: findings, running work, bars, plots, tables of numbers."""
+"""Parts that several screens use: findings, running work, bars, plots, tables of numbers."""

@@ -1,4 +1,4 @@
-"""One number or choice that is turned: left and right by a step, digits write it. Letters go on to the keys."""
+"""A number or choice: left and right change it by one step, digits write it. Letters are passed on as keys."""
 
 from rich.cells import cell_len
 from rich.text import Text

@@ -1,4 +1,4 @@
-"""A job at work: its tasks, how far the running one is, how fast, and the end of its messages."""
+"""A running job: its tasks, progress and speed of the current one, and its last messages."""
 
 from rich.cells import cell_len
 from rich.text import Text

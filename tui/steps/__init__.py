@@ -1,1 +1,1 @@
-"""One file a step: what fills the pane, in the order of the checklist. A step joins in the tuple of frame/pane.py."""
+"""One file for each step of the checklist, which fills the pane. A new step is added to the tuple in frame/pane.py."""

@@ -1,4 +1,5 @@
-"""What the panes of all steps share: the facts on top, then findings and what the chosen one means, or work at work."""
+"""What the panes of all steps share: the facts on top, then findings and what the chosen one means, or the running
+work."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -52,7 +53,7 @@ class Body(Told, Vertical):
         return self.display
 
     def open(self) -> None:
-        """It is to be seen now."""
+        """Called when it becomes visible."""
         self.draw()
         self.focus_first()
 

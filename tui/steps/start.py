@@ -1,4 +1,4 @@
-"""Start: where the medium is, who decides, what goes on already."""
+"""Start: where the medium is, who decides, and which work is already running."""
 
 import os
 from collections.abc import Iterator

@@ -4,7 +4,7 @@
      "response": {"status_code": 200, "request_id": "…", "body": {…}}}
 
 It is the only record of what is done. A line counts once it is on the disk; half a line, which a kill or a power cut
-left at the end, is cut off when the batch goes on.
+left at the end, is removed when the batch continues.
 """
 
 import contextlib

@@ -29,7 +29,7 @@ _FIELDS = {"custom_id", "method", "url", "body"}
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """`body`: its JSON, as it stands in the file."""
+    """`body`: its JSON, as written in the file."""
 
     custom_id: str
     url: str

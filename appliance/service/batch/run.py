@@ -1,7 +1,7 @@
-"""Answers a file of requests: so many at a time, with patience for an endpoint that is busy or restarts.
+"""Answers a file of requests: a limited number at a time, and waiting for an endpoint that is busy or restarts.
 
-An answer counts when it is on the disk. A run that ends early, however it ends, loses at most the requests that were
-under way; the next one sends them again and skips what is done.
+An answer counts when it is on the disk. A run that ends early, for whatever reason, loses at most the requests in
+progress; the next one sends them again and skips what is done.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""One look at the running service, as data: what each model does, the GPUs, what is wrong and what to do about it.
+"""The state of the running service, as data: what each model does, the GPUs, what is wrong and what to do about it.
 
-    snapshot   what one look sees
-    watcher    looks again and again
+    snapshot   the state at one moment
+    watcher    polls the service for it
     alerts     what to act on
-    lines      a snapshot as plain lines, for a terminal without screens
+    cells      a snapshot as text: cells of tables, and lines for a terminal without screens
 """

@@ -1,4 +1,5 @@
-"""What one look at the service sees. Rates are of the last seconds, latencies of the last minute, from /metrics."""
+"""The state of the service at one moment. Rates are of the last seconds, latencies of the last minute, from
+/metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,7 +35,7 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One GPU, as its driver tells: bytes, °C, watts, counts since the driver was loaded."""
+    """One GPU, as its driver reports it: bytes, °C, watts, counts since the driver was loaded."""
 
     index: int | None
     name: str
@@ -58,7 +59,7 @@ class KeyRow:
 
 @dataclass(frozen=True, slots=True)
 class ActiveRow:
-    """A sequence that is under way: ids and numbers, never what is asked or answered. `key`: the key's name, or its id;
+    """A sequence in progress: ids and numbers, never prompts or answers. `key`: the key's name, or its id;
     `request_id`: the `X-Request-Id` of its HTTP exchange."""
 
     id: str
@@ -108,7 +109,7 @@ class Snapshot:
 
 
 def model_row(name: str, now: Window, minute: Window, engine: Mapping[str, Any]) -> ModelRow:
-    """`now` covers the last seconds, `minute` the last minute; `engine` is what the engine says of itself."""
+    """`now` covers the last seconds, `minute` the last minute; `engine` is what the engine reports."""
     queries = minute.increase("prefix_cache_queries", model_name=name)
     in_use = _count(now.last("atoll:kv_pages_in_use", model_name=name))  # of all its engines
     pages = _count(now.last("atoll:kv_pages_total", model_name=name))

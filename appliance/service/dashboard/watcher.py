@@ -1,4 +1,4 @@
-"""Looks at the service again and again: /metrics through a key of its own, the status less often.
+"""Polls the service: /metrics with an API key of its own, the status less often.
 
 The key has only the scope `metrics` and lives for an hour. The watcher renews it in time and removes it when it ends;
 the key of a killed watcher expires.
@@ -131,7 +131,7 @@ class Watcher:
         return Window(rows, older[-1] if older else None, now - seconds, now)
 
     def _read_history(self) -> None:
-        """What the sampler has kept of the minutes before; else what the pilot has."""
+        """The minutes before the start, from the sampler's series or else the pilot's."""
         for file in (sampler.file_of(self.layout), series_of(self.layout)):
             with contextlib.suppress(SeriesError, OSError), Series(file) as series:
                 now = self._clock()

@@ -117,7 +117,7 @@ def run(
 def attach(job: Job, reader: JobReader) -> tuple[dict[str, Any], dict[str, str]]:
     """Follow a job to its end as its front; its result, and the secrets that it handed over.
 
-    Ctrl-C here cancels the job, and its end is waited for: it takes back what must not stay. Raises the InstallError
+    Ctrl-C cancels the job and waits for its end, because the job undoes what must not stay. Raises the InstallError
     that the job ended with.
     """
     with _Line(job) as line:

@@ -101,7 +101,7 @@ class JobFrontend:
         return str(self._ask("text", question=question) or "").strip()
 
     def _ask(self, kind: str, **data: Any) -> Any:
-        """None where there is nobody to ask. Raises InstallError (130) where the front goes away with the question."""
+        """None where there is nobody to ask. Raises InstallError (130) if the front disappears during the question."""
         if not self.interactive:
             return None
         self._asked += 1

@@ -1,7 +1,7 @@
 """Restores the proven settings when a job's process is killed, at once and without an operator.
 
 On a server the job's unit runs it when the job has ended (ExecStopPost=). Elsewhere it is a process that waits for the
-end of the job, which the kernel tells it by dropping the job's lock. If both are killed, `atoll start` does the same.
+end of the job: the kernel drops the job's lock then. If both are killed, `atoll start` does the same.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""Starting a job's process: a transient unit on a running server, elsewhere a process in a session of its own."""
+"""Starting a job's process: a transient unit on a running server, elsewhere a process in its own session."""
 
 import os
 import subprocess
@@ -95,7 +95,7 @@ def _begin(job: Job, work: Work | None) -> int:
 
 
 def _spawn(job: Job) -> int:
-    """A process of its own program; its pid."""
+    """Start a separate program; returns its pid."""
     tree = code_tree()
     command = [str(tree / "bin/atoll")] if tree is not None else list(THIS_CODE)
     environment = {**os.environ, **({} if tree is not None else {"PYTHONPATH": str(code_root())})}

@@ -1,4 +1,4 @@
-"""One operator works and any number watch: the seat at the screens of one installation.
+"""The seat at the screens of one installation: one operator is in control, and any number watch.
 
     <jobs of the installation>/seat/lock      flock of the program whose operator works; the kernel drops it with it
                                     holder    who that is, and since when
@@ -52,8 +52,8 @@ class Person:
 
 
 class Seat:
-    """One program's side of it. In a thread of its own, calls `asked` with the person who asks to take over, and with
-    None when that is over; calls `changed` when the seat was won or lost."""
+    """One program's side of the seat. Its own thread calls `asked` with the person who asks to take over, and with None
+    when that is over; calls `changed` when the seat was won or lost."""
 
     def __init__(
         self, layout: Layout, asked: Callable[[Person | None], None], changed: Callable[[], None],
@@ -91,7 +91,7 @@ class Seat:
                 self._remove("request")
 
     def holder(self) -> Person | None:
-        """Who works here, if that is somebody else."""
+        """The operator in control, if that is somebody else."""
         if self.held or self._path is None:
             return None
         return _person(self._path / "holder")
@@ -131,7 +131,7 @@ class Seat:
         if yes is None:
             return
         self._request = None
-        self._write("answer", {"id": request.id, "granted": yes})  # there is always one of the two for who asks
+        self._write("answer", {"id": request.id, "granted": yes})  # who asks always finds this or the request
         self._remove("request")
         self._asked(None)
         if yes:

@@ -1,4 +1,4 @@
-"""The files of jobs, and the state of a job that they tell.
+"""The files of jobs, and the state of a job derived from them.
 
     /run/atoll-jobs/<installation>/      for root; else $XDG_RUNTIME_DIR, else /tmp/atoll-jobs-<uid>
       writer.lock                        flock: one job at a time per installation
@@ -90,7 +90,8 @@ class Job:
             os.close(fd)
 
     def cancel(self) -> bool:
-        """Ask it to stop, as Ctrl-C does: it ends what must be whole and takes back the rest. False: it has ended."""
+        """Ask it to stop, as Ctrl-C does: it completes what must not be left half done, and undoes the rest. False: it
+        had already ended."""
         process = self.process()
         if process is None or not self.locked() or not process.alive():
             return False
@@ -98,7 +99,7 @@ class Job:
         return True
 
     def events(self, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """The events behind `offset`, and where to go on reading; a line that is still being written waits."""
+        """The events after `offset`, and the offset to continue from; an incomplete last line is left for later."""
         try:
             with (self.path / "progress.jsonl").open("rb") as file:
                 file.seek(offset)

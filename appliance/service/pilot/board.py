@@ -51,7 +51,7 @@ class PilotBoard:
 
 
 def board(layout: Layout, planned: PilotPlan) -> PilotBoard:
-    """The pilot that was begun; else `planned`. Raises InstallError."""
+    """The pilot that was started, or else `planned`. Raises InstallError."""
     state = records.read(layout) if layout.state.is_dir() else PilotState()
     if state.plan is None:
         state = PilotState(planned, [StageState(stage.name) for stage in planned.stages])

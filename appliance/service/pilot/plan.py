@@ -1,5 +1,5 @@
-"""What a pilot is: stages, their users, how long, what stops them and what they must reach. The table [pilot] of the
-answers, or a file of its own."""
+"""A pilot's plan: stages with their users, duration, stop conditions and goals. It is the table [pilot] of the answers,
+or a separate file."""
 
 import json
 import re
@@ -50,7 +50,7 @@ class Stop(_Strict):
 
 
 class Goal(_Strict):
-    """What a stage must have reached at its end. `share` of requests must keep `ttft` and `e2el`, milliseconds."""
+    """What a stage must reach by its end. `share` of requests must keep `ttft` and `e2el`, milliseconds."""
 
     ttft: Positive | None = None
     e2el: Positive | None = None
@@ -100,7 +100,7 @@ class PilotPlan(_Strict):
 
 
 def read_plan(path: Path) -> PilotPlan:
-    """A plan of its own, TOML or JSON; a [pilot] table around it is understood. Raises InstallError (usage)."""
+    """Read a separate plan, TOML or JSON, with or without a [pilot] table around it. Raises InstallError (usage)."""
     try:
         with path.open("rb") as file:
             data = file.read(MOST_FILE + 1)

@@ -56,7 +56,7 @@ class StageState:
 
 @dataclass(slots=True)
 class PilotState:
-    """The last pilot as its events tell it. `outcome`: none while it goes on; else done, stopped or aborted."""
+    """The last pilot, derived from its events. `outcome`: none while it continues; else done, stopped or aborted."""
 
     plan: PilotPlan | None = None
     stages: list[StageState] = field(default_factory=list)

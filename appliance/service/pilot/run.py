@@ -1,7 +1,7 @@
-"""A pilot at work: one stage after another, sampled and judged, and taken back when a stop condition holds.
+"""A running pilot: one stage after another is sampled and judged, and ends when a stop condition holds.
 
 It continues where its events end. Time in which nobody watched (a killed process, a restarted machine) counts for no
-stage. A watcher that ends without a result lets in only the users of the way back.
+stage. If a watcher ends without a result, only the users that `way_back` names stay admitted.
 """
 
 import contextlib

@@ -99,7 +99,8 @@ class TuneStep(Step):
         return [answers.model] if answers.model else names or [None]
 
     def _set(self, job: StepJob, answers: TuneAnswers) -> tuple[list[Finding], dict[str, Any]]:
-        """The settings that a person chose: started, asked a question, kept; or the ones before come back."""
+        """Start the settings that a person chose, smoke-test and keep them; if that fails, the previous ones are
+        restored."""
         from appliance.service.tuning.work import set_exactly
 
         models = self._models(job, answers)

@@ -53,7 +53,7 @@ def _memory(scene: Scene, start: str) -> tuple[Text, tuple[Action, ...]]:
 
 
 def evidence(lines: Iterable[str], most: int = _LINES) -> list[str]:
-    """The last lines that tell of an error, else the last ones."""
+    """The last lines that report an error, or else the last lines."""
     known = [line.strip()[:_LINE] for line in lines if line.strip()]
     errors = [line for line in known if _WORDS.match(line) or "Error" in line]
     return (errors or known)[-most:]

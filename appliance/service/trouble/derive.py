@@ -95,7 +95,7 @@ def _service(scene: Scene) -> Iterator[Trouble]:
 
 
 def loading(said: str, where: str = "") -> Trouble:
-    """An engine that loads. `said`: how far it is, as it tells ("chat weights 12.10/60.30 GB")."""
+    """An engine that is loading. `said`: its own progress report ("chat weights 12.10/60.30 GB")."""
     found = _LOADED.search(said)
     progress = None
     if found and float(found[2]) > 0:

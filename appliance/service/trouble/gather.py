@@ -23,7 +23,7 @@ _FEW_BYTES = 256 << 20  # a desktop's GPU memory is no trouble
 
 
 def troubles(layout: Layout, media: Iterable[Path] = ()) -> list[Trouble]:
-    """What is wrong now, gravest first. Raises InstallError where the installation cannot be read at all."""
+    """What is wrong now, the most serious first. Raises InstallError where the installation cannot be read at all."""
     return derive(gather(layout, media))
 
 

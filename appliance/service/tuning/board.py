@@ -1,7 +1,7 @@
 """The four knobs of an installed model on one memory budget: what fits, with which reserve, at which expected speed.
 
 A front turns a knob and asks `Board.seen`; the memory planner answers in a millisecond once PyTorch is loaded. Nothing
-is written here: `settings` are what the step "tune" is told to set.
+is written here: `settings` are what the step "tune" will set.
 """
 
 from dataclasses import dataclass, replace

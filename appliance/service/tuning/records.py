@@ -2,12 +2,12 @@
 
     var/lib/atoll/state/tuning.jsonl    session  what was asked, and from where the search began
                                         began    a trial, before its setting is written
-                                        ended    the trial: what it came to
+                                        ended    the trial: its result
                                         keeping  a setting, before it is committed
                                         closed   the session: its result
                                         reset    somebody went back to the setting before the first tuning
 
-A session without `closed` was cut off: the next tuning with the same question goes on with it and repeats no trial.
+A session without `closed` was interrupted: the next tuning with the same question continues it and repeats no trial.
 """
 
 from collections import Counter
@@ -66,7 +66,7 @@ class Session:
         return sum(float(record.get("seconds", 0.0)) for record in self.ended)
 
     def cut_off(self, name: str) -> bool:
-        """Whether this trial was begun as often as allowed and never ended."""
+        """Whether this trial was started as often as allowed and never ended."""
         return self.begun[name] >= CUT_OFF and all(record["trial"] != name for record in self.ended)
 
 

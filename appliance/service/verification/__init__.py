@@ -1,4 +1,4 @@
-"""Does the service keep its promises? Groups of checks, each a black box from outside where it can be.
+"""Does the service keep its promises? Groups of checks, which test from outside, as a black box, wherever possible.
 
     run.py         the groups one after another; resumes what a run that was cut off had finished
     subject.py     what is verified: the endpoint of this installation, with a key that lives as long as the run

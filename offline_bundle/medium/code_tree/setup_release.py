@@ -7,8 +7,8 @@
       trust/<16 hex>.pub       the vendor's key, if the operator named it in the run that made the tree
       files.json runtime.json  the hash of every file above, and what this tree is (none: incomplete)
 
-The tree is made under another name and appears in one rename. Nothing writes to it later. This module is the order of
-the steps; scripts.py joins it with the other parts into one file.
+The tree is made under another name and appears by one rename. Nothing writes to it later. This module contains the
+order of the steps; scripts.py joins it with the other parts into one file.
 """
 
 import hashlib

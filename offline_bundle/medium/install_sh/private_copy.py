@@ -1,6 +1,7 @@
 """Step 4 of install.sh: a private copy of the signed files, hashed while it is written.
 
-Nothing is read twice from the medium: what runs later is the copy that was hashed, whatever the disk shows by then.
+Nothing is read twice from the medium: the code that runs later is the copy that was hashed, whatever the disk returns
+by then.
 """
 
 import contextlib

@@ -4,8 +4,8 @@
 
 Nothing is parsed before its signature or hash is verified, except the signature's own envelope. The format, the rules
 for paths and the comparison of files are the modules that Atoll itself uses (offline_bundle/bundle/verify.py is the
-same order of checks). Only two things are done in another way here, because no package is installed yet: ECDSA in
-plain Python (p256.py), and the check of bundle.json without pydantic.
+same order of checks). Only two things differ here, because no package is installed yet: ECDSA is plain Python
+(p256.py), and bundle.json is checked without pydantic.
 """
 
 import hashlib
