@@ -39,20 +39,20 @@ DRAW_SECONDS = 0.2         # between two drawings of it; on a serial line PLAIN_
 PLAIN_SECONDS = 5.0
 
 HELP = t(
-    "Enter        goes on: runs this step, or opens the next one\n"
-    "Up, Down     choose a line; what it means stands below it\n"
+    "Enter        continue: run this step, or open the next one\n"
+    "Up, Down     choose a line; its meaning is shown below\n"
     "0 to 6       open a step, as Left and Right do\n"
     "Esc          one step back\n"
     "Tab          next field\n"
     "F2, F4       language; colours\n"
-    "F3           menu of everything that can be done\n"
+    "F3           menu of everything that you can do\n"
     "F5           run this step again\n"
     "F6           write the answers to a file, for the next server\n"
     "F7           write the report of all steps to files\n"
-    "F8           messages of the work\n"
-    "F9           go on although this check fails, with a reason\n"
+    "F8           messages of the running work\n"
+    "F9           waive this failed check, with a reason\n"
     "F12 or 7     the dashboard\n"
-    "F10, Ctrl-C  leave. Work that was begun goes on; `atoll` shows it"
+    "F10, Ctrl-C  leave. Running work continues; `atoll` shows it"
 )
 
 
@@ -225,7 +225,7 @@ class Wizard(App[None]):
             return
         self.watched = self.desk.somebody_else()
         if seat.refused:
-            self.note, seat.refused = t("The other operator goes on working, and did not give way."), False
+            self.note, seat.refused = t("The other operator refused and stays in control."), False
         elif seat.held:
             self.note = t("You work here now.")
             if self.following is not None and self.following.is_watcher:
@@ -239,7 +239,7 @@ class Wizard(App[None]):
     def action_seat(self) -> None:
         other = self.desk.somebody_else()
         if other is None:
-            self.note = t("Nobody else works here.")
+            self.note = t("You are already in control.")
             return
 
         def asked(yes: bool | None) -> None:
@@ -279,7 +279,8 @@ class Wizard(App[None]):
     def _ended(self, following: Following) -> None:
         self.following, self.trouble = None, following.error
         if key := following.secrets.get("api_key"):
-            said = t("The key of the endpoint is {key}\nKeep it: it is shown this once, and only its hash is stored.",
+            said = t("The key of the endpoint is {key}\n"
+                     "Keep it: it is shown only once, and only its hash is stored.",
                      key=key)  # fmt: skip
             kept = t("Enter: I have kept it.")
 
@@ -301,7 +302,7 @@ class Wizard(App[None]):
                 agree = t("Enter accepts it as {name}. Esc refuses.", name=self.desk.by)
                 self.push_screen(Read(self.say, title, about.text, agree), question.reply)
             case "plan":
-                agree = t("Enter begins. Esc leaves everything as it is.")
+                agree = t("Enter starts. Esc leaves everything as it is.")
                 text = plan_lines(question.about, self.say)
                 self.push_screen(Read(self.say, t("What will be done"), text, agree), question.reply)
             case _:
@@ -390,7 +391,7 @@ class Wizard(App[None]):
                 self.pulse += 1
                 self.note = t("Waived: {check}. Enter runs the step with it.", check=finding.id)
 
-        question = t("Why may it go on although this check fails: {check}? It is recorded with your name.",
+        question = t("Why may this check fail: {check}? The reason is recorded with your name.",
                      check=self.say(finding.title))  # fmt: skip
         self.push_screen(Ask(self.say, question, 3), waived)
 
@@ -411,7 +412,7 @@ class Wizard(App[None]):
 
     def action_leave(self) -> None:
         if self.following is not None:
-            self.parting = t("The work goes on. See it again: {command}", command="atoll")
+            self.parting = t("The work continues. See it again: {command}", command="atoll")
         self.exit()
 
     # -- the menu
@@ -443,4 +444,4 @@ class Wizard(App[None]):
             yield Key("F11", t("Ask to work here"), "seat")
         yield Key("Ctrl-L", t("Draw the screen again"), "redraw")
         yield Key("F1", t("Help"), "help")
-        yield Key("F10", t("Leave; work that was begun goes on"), "leave")
+        yield Key("F10", t("Leave; running work continues"), "leave")

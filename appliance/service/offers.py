@@ -87,7 +87,7 @@ def _fit(
     card = None if answers.device == "cpu" else card_of(machine.gpus[0] if machine.gpus else None)
     if card is None:
         if machine.gpus and answers.device != "cpu":
-            return "unknown", t("the GPU's driver does not tell enough"), None
+            return "unknown", t("the GPU's driver reports too little"), None
         fits = weights < _CPU_SHARE * machine.memory_bytes
         return ("fits", t("fits in main memory"), None) if fits else ("no", t("larger than main memory"), None)
     chosen = choose(name, config, card, getattr(answers, "preset"), {}, {})  # noqa: B009

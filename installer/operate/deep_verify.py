@@ -186,7 +186,7 @@ def _check_release(layout: Layout, history: History, readable: bool, target: Tar
     info = release.read_info(layout, target.name)
     wrapper = layout.releases / target.name / "bin/atoll"
     if not info or not wrapper.is_file():
-        message = t("The release {name} is not whole: release.json or bin/atoll is missing.", name=target.name)
+        message = t("The release {name} is not complete: release.json or bin/atoll is missing.", name=target.name)
         raise InstallError(message, exit_code=ExitCode.CONTENT_MISMATCH, hint=again)
     target.bytes = fs.tree_size(wrapper.parent.parent)
     if info.get("release") != target.name:

@@ -133,7 +133,7 @@ class Journalled:
                     raise
                 message = t("Interrupted during {name}.", name=name)
                 raise InstallError(
-                    message, exit_code=ExitCode.INTERRUPTED, changed=changed, hint=t("Run this again to go on.")
+                    message, exit_code=ExitCode.INTERRUPTED, changed=changed, hint=t("Run this again to continue.")
                 ) from None
             context.journal.add("done", step=name, detail=detail)
             self.frontend.step(name, "done", detail)

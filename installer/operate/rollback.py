@@ -84,7 +84,7 @@ def _discover(context: Context) -> str:
     if committed is None:
         raise _nothing(t("No release has been committed here."))
     if committed.get("previous") is None:
-        raise _nothing(t("The release that runs is the first one."))
+        raise _nothing(t("The running release is the first one."))
     target_release(context, committed["previous"], committed.get("previous_snapshot"))
     return f"{committed['release']} -> {context.target().name}"
 

@@ -236,7 +236,7 @@ class SettingsTrial(Journalled):
 def _ended(error: BaseException | None) -> InstallError:
     if isinstance(error, OSError):
         return io_error(t("finish this command"), error)
-    said = t("The tuning was interrupted.") if error is not None else t("The settings as they were are kept.")
+    said = t("The tuning was interrupted.") if error is not None else t("The previous settings are kept.")
     return InstallError(said, exit_code=ExitCode.INTERRUPTED if error is not None else ExitCode.OK)
 
 

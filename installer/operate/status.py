@@ -228,7 +228,7 @@ def _tell_state(
             why = t("{result}, exit status {code}", result=unit.result, code=unit.exit_status)
         found.error(t("{unit} has failed ({why}).", unit=unit.name, why=why), f"atoll logs --unit {short}")
     if state == "interrupted" and (history.open_switch or {}).get("kind") == "tune":
-        found.error(t("A tuning was interrupted; its trial may still be in force."),
+        found.error(t("A tuning was interrupted; its trial settings may still apply."),
                     t("Restore the proven settings: {command}", command=f"atoll start{where}"))
     elif state == "interrupted":
         back = t("Run the same install again, or go back: {command}", command=f"atoll start{where}")
@@ -291,7 +291,7 @@ def _last_verify(layout: Layout, log: Replay, committed: Facts, found: Findings)
             message = t("Verification of {at}: {error}", at=record["finished"], error=target["error"])
             found.error(message, target.get("hint", ""))
     elif record["outcome"] == "interrupted":
-        found.warn(t("The verification begun at {at} was interrupted.", at=record["started"]), "atoll verify")
+        found.warn(t("The verification started at {at} was interrupted.", at=record["started"]), "atoll verify")
     elif _age_days(record["finished"]) > VERIFY_DAYS:
         found.warn(t("The last verification was {days} days ago.", days=_age_days(record["finished"])), "atoll verify")
     count = len(record["targets"])

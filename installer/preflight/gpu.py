@@ -115,7 +115,7 @@ def driver(context: PreflightContext) -> Seen:
     asked = _numbers(context.cuda)
     if build.cuda and asked and build.cuda < asked:
         fix = t("Use a medium whose code has the newer CUDA, or ask the bundle's maker for one for this CUDA.")
-        needed = t("CUDA {cuda} or newer, as the bundle asks for", cuda=".".join(map(str, asked)))
+        needed = t("CUDA {cuda} or newer, as the bundle requires", cuda=".".join(map(str, asked)))
         return Seen("fail", build.label, fix, evidence="torch/version.py", required=needed)
     if cuda[0] not in DRIVER_FLOORS and not context.driver_min:
         fix = t("Ask the bundle's maker which driver it needs.")
@@ -131,7 +131,7 @@ def driver(context: PreflightContext) -> Seen:
 
 @gpu_check(
     8, "compute-capability", t("Compute capability"),
-    required=t("{least} or newer", least="8.0"), why=t("The kernels use what older GPUs do not have."),
+    required=t("{least} or newer", least="8.0"), why=t("The kernels use features that older GPUs lack."),
 )  # fmt: skip
 def compute_capability(context: PreflightContext) -> Seen:
     """Every assigned GPU must be new enough. Different GPUs are reported, because they cannot share a model."""

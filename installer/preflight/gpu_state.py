@@ -241,7 +241,7 @@ def gpu_nodes(context: PreflightContext) -> Seen:
         command = "echo nvidia-uvm > /etc/modules-load.d/nvidia-uvm.conf"
         why = t("After a reboot the node may be missing until some program creates it.")
         seen = t("{names}; nvidia-uvm is not in modules-load.d", names=observed)
-        return Seen("warn", seen, t("Have it loaded at the start."), command, evidence, why=why)
+        return Seen("warn", seen, t("Have it loaded at boot."), command, evidence, why=why)
     return Seen("pass", observed, evidence=evidence)
 
 

@@ -155,7 +155,7 @@ def memory(context: PreflightContext) -> Seen:
     if context.no_gpu_needed() is not None:
         need = max(int(context.weight_bytes * 1.25) + RAM_OVERHEAD, asked)
         least, why = need, t("On the CPU, the weights and the KV cache are held in main memory.")
-        required = t("{need} (1.25 × weights + 1 GiB, or what the bundle asks for)", need=gib(need))
+        required = t("{need} (1.25 × weights + 1 GiB, or what the bundle requires)", need=gib(need))
     else:
         shard = context.shard_bytes or context.weight_bytes
         tables = context.host_bytes()

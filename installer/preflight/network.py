@@ -194,7 +194,7 @@ def egress(context: PreflightContext) -> Seen:
 
 @check(
     21, "hostname", t("Host name"),
-    required=t("a valid name of at most 63 characters that resolves, and stands in the certificate"),
+    required=t("a valid name of at most 63 characters that resolves, and is in the certificate"),
     why=t("Clients check the certificate against the name that they call."),
 )  # fmt: skip
 def hostname(context: PreflightContext) -> Seen:
@@ -204,7 +204,7 @@ def hostname(context: PreflightContext) -> Seen:
     labels = name.split(".")
     if len(name) > 253 or any(len(label) > 63 or not _LABEL.match(label) for label in labels):
         fix = t("Give the machine a shorter, plain name: letters, digits and hyphens.")
-        return Seen("warn", t("'{name}' cannot stand in a certificate", name=name[:80]), fix, command, "hostname")
+        return Seen("warn", t("'{name}' cannot be used in a certificate", name=name[:80]), fix, command, "hostname")
     hosts_line = re.search(r"^hosts:(.*)", context.machine.read("/etc/nsswitch.conf"), re.MULTILINE)
     by_system = "myhostname" in (hosts_line[1] if hosts_line else "")
     if not by_system and _literal(context.machine, name) is None:

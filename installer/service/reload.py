@@ -16,6 +16,6 @@ def reload_gateway(layout: Layout) -> str | None:
     try:
         service_for(layout).reload_keys()
     except (InstallError, OSError):
-        return t("The running gateway could not be told. Restart it: systemctl restart {GATEWAY}",
+        return t("The running gateway could not be notified. Restart it: systemctl restart {GATEWAY}",
                  GATEWAY=units.GATEWAY)
     return None

@@ -58,7 +58,7 @@ def roll_back(context: Context, cause: InstallError) -> InstallError:
             log_tail=cause.log_tail,
         )
     if opened.get("kind") == "tune" and opened["was_running"]:
-        done = t("The settings from before the tuning are in force again, and the service serves.")
+        done = t("The settings from before the tuning apply again, and the service serves.")
     elif previous is None:
         done = t("Nothing runs, as before. The verified model stays in the store, so another attempt copies nothing.")
     elif left and left == set(opened["serving"]):

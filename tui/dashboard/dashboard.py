@@ -241,7 +241,7 @@ class Dashboard(Told, Screen[None]):
         return Text(text, "dim", no_wrap=True, end="")
 
     def _keys(self) -> tuple[Key, ...]:
-        hold = t("Go on") if self.held else t("Hold")
+        hold = t("Continue") if self.held else t("Hold")
         return (Key("Esc", t("Back"), "screen.close"), Key("F1", t("Help"), "screen.help"),
                 Key("3", t("Details"), "screen.details"), Key("F8", t("Log"), "screen.log"),
                 Key("/", t("Filter"), "screen.filter"), Key("F9", t("Service"), "screen.control"),
@@ -296,7 +296,7 @@ class Dashboard(Told, Screen[None]):
     def action_active(self) -> None:
         if (seen := self.seen) is None:
             return
-        text = self.say(cells.active_line(seen) or t("The gateway does not tell its active requests."))
+        text = self.say(cells.active_line(seen) or t("The gateway does not report its active requests."))
         if seen.active:
             text += "\n" + self._active_table(seen, self.size.width - 8, len(seen.active)).plain
         self.app.push_screen(Read(self.say, t("Active requests"), text))
@@ -312,16 +312,17 @@ class Dashboard(Told, Screen[None]):
                     self._confirm(action)
 
         choices = {str(action): text for action, text in control.ACTIONS.items()}
-        self.app.push_screen(Pick(self.say, t("What shall be done with the service?"), choices), take)
+        self.app.push_screen(Pick(self.say, t("What do you want to do with the service?"), choices), take)
 
     def _confirm(self, action: control.Action) -> None:
         def take(agreed: bool | None) -> None:
             if agreed:
-                self._note = t("At work: {what}", what=control.ACTIONS[action])
+                self._note = t("Running: {what}", what=control.ACTIONS[action])
                 self.draw()
                 threading.Thread(target=self._do, args=(action,), name=f"dashboard-{action}", daemon=True).start()
 
-        about = t("{what}.\nEverybody who uses it notices. Go on?", what=control.ACTIONS[action])
+        about = t("{what}.\n"
+                  "Everybody who uses it notices. Continue?", what=control.ACTIONS[action])
         agree = t("Enter does it. Esc leaves it.")
         self.app.push_screen(Read(self.say, t("Are you sure?"), self.say(about), agree), take)
 

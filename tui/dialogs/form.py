@@ -46,7 +46,7 @@ class Form(ModalScreen[dict[str, str] | None]):
                 hint = f"  {self.say(field.hint)}" if field.hint else ""
                 yield Label(Text(self.say(field.title)).append(hint, "dim"))
                 yield Input(field.value, id=f"field-{field.name}", max_length=200, restrict=field.restrict)
-            yield Static(Text(self.say(t("Enter goes on, Esc leaves it as it is."))), id="hint")
+            yield Static(Text(self.say(t("Enter continues, Esc leaves it as it is."))), id="hint")
 
     def on_mount(self) -> None:
         self.query(Input).first().focus()

@@ -38,9 +38,9 @@ class TakeOver(_Decide):
         since = time.strftime("%H:%M", time.localtime(other.since))
         super().__init__(
             say, t("{user} ({origin}) works here since {time}.", user=other.user, origin=other.origin, time=since),
-            t("You see the same screens, and change nothing. You may ask to take over: the other operator is asked, "
-              "and has 60 seconds to answer. Work that runs goes on either way."),
-            t("Enter asks. Esc goes on looking."),
+            t("You see the same screens, and cannot change anything. You can ask to take over: the other operator has "
+              "60 seconds to answer. Running work continues either way."),
+            t("Enter asks. Esc keeps watching."),
         )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ class GiveWay(_Decide):
     def __init__(self, say: Say, person: Person) -> None:
         super().__init__(
             say, t("{user} ({origin}) asks to take over.", user=person.user, origin=person.origin),
-            t("If you give way, you go on seeing everything. Work that runs goes on. Without an answer, they take over "
+            t("If you give way, you still see everything. Running work continues. Without an answer, they take over "
               "in 60 seconds."),
             t("F9 gives way. Esc keeps your place."),
         )  # fmt: skip

@@ -56,7 +56,7 @@ class Trials(Told, Vertical):
         start = result["trials"][0]["setting"]
         for number, trial in enumerate(result["trials"], 1):
             other = ", ".join(f"{name} {value}" for name, value in trial["setting"].items() if value != start[name])
-            rows.append((str(number), other or t("the settings as they stand"), trial["result"], trial["why"],
+            rows.append((str(number), other or t("the current settings"), trial["result"], trial["why"],
                          "done" if trial["result"] else "failed"))  # fmt: skip
         before, after = result["before"], result["after"]
         head = self.say(t("Before {before} requests/s, now {after}.", before=f"{before['goodput']:.2f}",

@@ -162,10 +162,10 @@ class StepBody(Body):
         state, following = self.state, self.front.following
         if following is not None:
             if self.at_work:
-                return Forward("", t("The work runs. It goes on without this terminal."))
-            return Forward("", t("Another step is at work."))
+                return Forward("", t("The work is running. It continues without this terminal."))
+            return Forward("", t("Another step is running."))
         if state is None:
-            return Forward("", t("Reading what stands ..."))
+            return Forward("", t("Reading the current state ..."))
         if state.status == "green":
             last = self.front.standing is not None and self.front.position >= len(self.front.standing.steps)
             return Forward("", t("The checklist is complete.")) if last else Forward(t("Next"))

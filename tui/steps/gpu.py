@@ -16,11 +16,11 @@ from tui.texts import human
 
 class GpuBody(StepBody):
     STEP = "gpu"
-    LEAD = t("Can this machine run what was brought?")
+    LEAD = t("Can this machine run the models on the medium?")
     HELP = t(
         "Every GPU with its memory, driver and health; then the checks of the machine.\n"
-        "A check that fails says why it matters and the command that helps. Repair it, then F5 checks again.\n"
-        "WARN never stops you. Some checks may be waived with a reason (F9); those that must hold may not."
+        "A check that fails says why it matters and which command helps. Fix the cause, then F5 checks again.\n"
+        "WARN never stops you. Some failed checks can be waived with a reason (F9); strict ones cannot."
     )
 
     details: GpuDetails | None = None
@@ -51,7 +51,7 @@ class GpuBody(StepBody):
     def _lines(self) -> list[str]:
         details, machine = self.details, self.front.machine
         if details is None:
-            return [self.say(t("Looking at this machine ..."))]
+            return [self.say(t("Checking this machine ..."))]
         lines = []
         if machine is not None:
             lines.append(self.say(t("This machine has {memory} of memory.", memory=human(machine.memory_bytes))))

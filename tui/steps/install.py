@@ -9,12 +9,12 @@ NO_KEY = t("Nobody has seen the key of the endpoint: no terminal was there when 
 
 class InstallBody(StepBody):
     STEP = "install"
-    LEAD = t("First the plan, then the work. It goes on if this terminal is lost.")
+    LEAD = t("First the plan, then the work. It continues if this terminal is lost.")
     HELP = t(
         "Enter makes the plan and shows it: every file, service, port and user, with its size. Nothing is written "
-        "before you say yes to it.\n"
-        "Then each task is listed as it runs, with its speed and the time that is left. F8 shows all messages.\n"
-        "If the new release does not serve, what ran before comes back by itself.\n"
+        "before you agree.\n"
+        "Then each task is listed as it runs, with its speed and the remaining time. F8 shows all messages.\n"
+        "If the new release does not serve, the previous one is restored by itself.\n"
         "The key of the endpoint is shown once, at the end."
     )
 

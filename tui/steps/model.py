@@ -31,12 +31,12 @@ class ModelBody(StepBody):
     STEP = "model"
     LEAD = t("What runs here, and under which licence. Each text is read to its end.")
     HELP = t(
-        "The list shows every model of the medium: its size, the precision of its weights, the longest context that it "
-        "knows, whether it fits on this machine, and its licence.\n"
-        "Where the medium holds several, Space chooses which of them run.\n"
-        "U says what they are used for: the settings of the engine begin from that.\n"
-        "Enter shows each licence. It is accepted only when its end was on the screen; your name, the time and the "
-        "hash of the text are recorded."
+        "The list shows every model of the medium: its size, the precision of its weights, its longest context, "
+        "whether it fits on this machine, and its licence.\n"
+        "If the medium holds several, Space chooses which of them run.\n"
+        "U sets what they are used for, which decides the engine's first settings.\n"
+        "Enter shows each licence. You can accept it only after its end was on the screen; your name, the time and "
+        "the hash of the text are recorded."
     )
     BINDINGS: ClassVar = [Binding("space", "choose"), Binding("u,ㅕ", "use")]
 
@@ -193,7 +193,7 @@ class ModelBody(StepBody):
 
         self.app.push_screen(
             Pick(self.say, t("What are the models used for?"), choices,
-                 t("The settings of the engine begin from this: context, users at once, memory.")), use)  # fmt: skip
+                 t("This decides the engine's first settings: context, users at once, memory.")), use)  # fmt: skip
 
     def _take(self, **tables: object) -> None:
         try:

@@ -234,7 +234,7 @@ class PilotBody(StepBody):
                 self._do(self.front.desk.stop_pilot)
 
         self.app.push_screen(
-            Pick(self.say, t("Stop the pilot?"), {"go-on": t("Let it go on"), "stop": t("Stop it")},
+            Pick(self.say, t("Stop the pilot?"), {"go-on": t("Let it continue"), "stop": t("Stop it")},
                  t("Every API key may use the service again, as before the pilot.")), sure)  # fmt: skip
 
     @work(thread=True, exclusive=True, group="pilot", exit_on_error=False)

@@ -26,9 +26,9 @@ class StartBody(Body):
     LEAD = t("Where the medium is, and who decides. Esc and the arrows lose nothing.")
     HELP = t(
         "Say where the medium is mounted, which file holds the vendor's public key, and your name.\n"
-        "The key must come by another way than the medium.\n"
-        "An answers file of another server fills in everything that it knows.\n"
-        "If work goes on here already, you are shown it. Nobody can begin a second one beside it."
+        "The key must reach you through a separate channel, not on the medium.\n"
+        "An answers file of another server fills in everything that it contains.\n"
+        "If work is already running here, you see it. Nobody can start other work meanwhile."
     )
 
     def parts(self) -> Iterator[Widget]:
@@ -61,7 +61,7 @@ class StartBody(Body):
     def _machine(self) -> list[str]:
         following, machine = self.front.following, self.front.machine
         if following is not None:
-            said = t("Work goes on here. Enter shows it.")
+            said = t("Work is running here. Enter shows it.")
             if following.is_watcher:
                 said = t("Somebody else works here. You see it, and cannot change it. Enter shows it.")
             return [self.say(said)]
@@ -69,7 +69,7 @@ class StartBody(Body):
             error = self.front.trouble
             return [self.say(each) for each in (error.message, error.hint) if each]
         if machine is None:
-            return [self.say(t("Looking at this machine ..."))]
+            return [self.say(t("Checking this machine ..."))]
         rows = [self.say(t("This machine has {memory} of memory.", memory=human(machine.memory_bytes)))]
         rows += [f"GPU {gpu.index}  {gpu.name}  {human(gpu.memory_bytes or 0)}" for gpu in machine.gpus]
         if not machine.gpus:

@@ -32,14 +32,15 @@ class TuneBody(StepBody):
     STEP = "tune"
     LEAD = t("The settings that serve your users best.")
     HELP = t(
-        "Four settings share one budget, the memory of the GPU. Turn one and the bar moves at once; what no longer "
-        "fits is said, and what would help.\n"
+        "Four settings share one budget, the memory of the GPU. Change one and the bar moves at once; a line says "
+        "what no longer fits, and what would help.\n"
         "Context length: the longest prompt with its answer. Users at once: more than these wait in a queue.\n"
-        "GPU memory share: what the engine may take; the rest is left to others. KV precision: fp8 is half of auto.\n"
-        "Left and right turn a setting, digits write it, up and down go to the next one. Enter starts the engine with "
-        "them; if it does not serve, the settings from before come back.\n"
-        "M measures: the engine is restarted with one setting after another under load like yours. The best stays, and "
-        "why is said. P goes to the preset's values, R back to those in force, U leaves everything as it is."
+        "GPU memory share: how much the engine may use; the rest is left to other programs. KV precision: fp8 is half "
+        "of auto.\n"
+        "Left and right change a setting, digits write it, up and down go to the next one. Enter starts the engine "
+        "with them; if it does not serve, the previous settings are restored.\n"
+        "M measures: the engine is restarted with one setting after another under load like yours. The best one is "
+        "kept, and the reason is shown. P sets the preset's values, R the current ones, U leaves everything as it is."
     )
     BINDINGS: ClassVar = [
         Binding("m,ㅡ", "measure"), Binding("p,ㅔ", "preset"), Binding("r,ㄱ", "reset"), Binding("u,ㅕ", "unchanged"),
@@ -270,7 +271,7 @@ class TuneBody(StepBody):
             Field("budget", t("How long it may take"), tune.budget, t("such as 10m or 1h")),
             Field("profile", t("The load"), tune.profile, t("chat, long-documents, batch, one-user, or a file")),
         ]  # fmt: skip
-        about = t("Every trial restarts the engine: requests that are under way are cut off.")
+        about = t("Every trial restarts the engine and cuts off running requests.")
         self.app.push_screen(Form(self.say, t("Measure it"), fields, take, about),
                              lambda values: self.run() if values is not None else None)  # fmt: skip
 
@@ -287,7 +288,7 @@ class TuneBody(StepBody):
 
     def action_unchanged(self) -> None:
         if self.front.following is None and self.state is not None and self.state.status != "green":
-            self._decide(skip=self.say(t("The settings as they stand are used.")))
+            self._decide(skip=self.say(t("The current settings stay in use.")))
 
     def run(self) -> None:
         super().run()

@@ -27,13 +27,14 @@ _TARGETS = ("ttft", "itl", "users", "output_throughput")
 
 class VerifyBody(StepBody):
     STEP = "verify"
-    LEAD = t("Does it keep its promises? Every number beside its target.")
+    LEAD = t("Does the service work as promised? Every number beside its target.")
     HELP = t(
         "Six groups: health, conformance of the API, quality of the answers, performance under load, stability over "
         "time, security. Each turns green, or says what it missed and by how much.\n"
-        "G sets the targets: how long your users wait for the first token and between tokens, and how many there are.\n"
-        "A target that is missed leads back to Tune (4), or is accepted with a reason (F9): it stays in the report.\n"
-        "A run that is cut off goes on behind the last group that passed."
+        "G sets the targets: how long your users wait for the first token and between tokens, and how many users "
+        "there are.\n"
+        "A missed target leads back to Tune (4), or is accepted with a reason (F9) that stays in the report.\n"
+        "An interrupted run continues after the last group that passed."
     )
     BINDINGS: ClassVar = [Binding("g,ㅎ", "goals")]
 

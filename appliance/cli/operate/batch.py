@@ -181,7 +181,7 @@ def _print(summary: "Summary", answers: Path) -> None:
     if summary.interrupted:
         say(t("Interrupted. Run the same command again to continue."))
     elif summary.failed:
-        say(t("To ask once more what failed, run the same command again with --retry-failed."))
+        say(t("To send failed requests again, run the same command with --retry-failed."))
 
 
 def _usage(message: str, hint: str) -> InstallError:

@@ -128,7 +128,7 @@ def reset(model: Model = None, yes: Yes = False, by: By = None, prefix: Prefix =
     if as_json:
         print_json(result)
     else:
-        say(t("In force again: {settings}.", settings=_settings(result["setting"])))
+        say(t("These settings apply again: {settings}.", settings=_settings(result["setting"])))
 
 
 def _request(**given: Any) -> Any:
@@ -185,7 +185,7 @@ def _changed(result: dict[str, Any]) -> str:
     from appliance.service.tuning import advice
 
     if not result["changed"]:
-        return t("as they were: {settings}", settings=_settings(result["setting"]))
+        return t("unchanged: {settings}", settings=_settings(result["setting"]))
     return joined(f"{name} {advice.shown(old)} → {advice.shown(new)}" for name, (old, new) in result["changed"].items())
 
 

@@ -122,7 +122,7 @@ class Terminal:
         print_findings(findings, self.console)
 
     def confirm_plan(self, plan: Plan) -> bool:
-        return self.interactive and agrees(t("Go on?"), err=self.to_stderr)
+        return self.interactive and agrees(t("Continue?"), err=self.to_stderr)
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):

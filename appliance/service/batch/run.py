@@ -269,4 +269,4 @@ def _gone(target: Target, why: str) -> InstallError:
     return InstallError(
         t("{url} does not answer.", url=target.base_url), exit_code=ExitCode.UNHEALTHY, why=why,
         changed=t("Answers that had come are kept."),
-        hint=t("When it serves again, run the same command again: it goes on where it stopped."))
+        hint=t("When it serves again, run the same command again: it continues where it stopped."))

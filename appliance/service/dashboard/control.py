@@ -19,7 +19,7 @@ ACTIONS: dict[Action, str] = {
     "drain": t("Drain it: running requests end, new ones are refused"),
     "undrain": t("Take requests again after a drain"),
     "restart": t("Restart the service: changed settings apply"),
-    "rollback": t("Go back to the release before"),
+    "rollback": t("Go back to the previous release"),
 }
 TIMEOUT = 900.0   # seconds until it must be ready
 

@@ -154,8 +154,8 @@ def result_of(job: Job, end: dict[str, Any] | None) -> dict[str, Any]:
             t("The job {job} was killed.", job=job.id),
             exit_code=ExitCode.INTERRUPTED,
             why=t("Its process is gone and left no result."),
-            changed=t("What it had finished is recorded; what it had begun is not counted."),
-            hint=t("Run this again to go on from there."),
+            changed=t("What it had finished is recorded; the part that it was working on does not count."),
+            hint=t("Run this again to continue from there."),
         )
     if "bug" in end:
         raise RuntimeError(end["bug"])

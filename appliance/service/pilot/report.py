@@ -56,7 +56,7 @@ def write(layout: Layout, directory: Path, state: PilotState, signed: dict[str, 
     if state.plan is None:
         raise InstallError(t("There is no pilot to report on."), exit_code=ExitCode.USAGE,
                            changed=t("Nothing was changed."),
-                           hint=t("Begin one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
+                           hint=t("Start one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
     name = "pilot-" + state.planned_at.replace(":", "").replace("-", "")
     values = cost.assumed(state.plan.cost)
     facts = {"schema_version": 1, "go": recommends(state), "outcome": state.outcome, "planned_at": state.planned_at,
@@ -94,9 +94,9 @@ def sign(layout: Layout, directory: Path, decision: str, by: str, reason: str) -
                          t("Look at it: {command}", command="atoll pilot status"))  # fmt: skip
         if state.signed is not None:
             raise _usage(t("This pilot is signed already, by {by} at {at}.", by=state.signed["by"],
-                           at=state.signed["at"]), t("Begin a new one: atoll pilot start --plan FILE"))  # fmt: skip
+                           at=state.signed["at"]), t("Start a new one: atoll pilot start --plan FILE"))  # fmt: skip
         if decision == "go" and not recommends(state) and len(reason) < 3:
-            raise _usage(t("Not every stage has passed; to go on anyway, say why."), t("Add: --reason 'why'"))
+            raise _usage(t("Not every stage has passed; to continue anyway, say why."), t("Add: --reason 'why'"))
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         signed = {"decision": decision, "by": by, "reason": reason[:500], "at": at, **log.operator()}
         written = write(layout, directory, state, signed)

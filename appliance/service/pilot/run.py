@@ -96,7 +96,7 @@ def abort(layout: Layout, by: str) -> str:
                                 why=[encode(t("stopped by {by}", by=by))], by=by)  # fmt: skip
                 records.add("closed", outcome="aborted", by=by)
             admit(layout, None)
-            return t("No pilot is under way; every API key may use the service again.")
+            return t("No pilot is running; every API key may use the service again.")
     except InstallError as error:
         if error.exit_code != ExitCode.BUSY:
             raise
@@ -110,10 +110,10 @@ def advance(layout: Layout, by: str) -> str:
 
     state = events.read(layout)
     if not state.open or state.plan is None or state.current is None:
-        raise _usage(t("No pilot is under way."), t("Begin one: {command}", command="atoll pilot start --plan FILE"))
+        raise _usage(t("No pilot is running."), t("Start one: {command}", command="atoll pilot start --plan FILE"))
     if holder(events.lock_of(layout)) is None:
         raise _usage(t("Nobody watches the pilot right now."),
-                     t("Go on with it: {command}", command="atoll pilot start"))  # fmt: skip
+                     t("Continue it: {command}", command="atoll pilot start"))  # fmt: skip
     stage, now = state.plan.stages[state.current], state.stages[state.current]
     left = stage.duration
     if now.start is not None:
@@ -131,14 +131,14 @@ def _begin(records: Records, request: PilotRequest) -> PilotPlan:
     if state.open and state.plan is not None:
         if request.plan is not None and request.plan != state.plan:
             raise InstallError(
-                t("A pilot with another plan is under way."), exit_code=ExitCode.BUSY,
+                t("A pilot with another plan is running."), exit_code=ExitCode.BUSY,
                 changed=t("Nothing was changed."),
-                hint=t("Go on with it: atoll pilot start. Or end it first: atoll pilot stop"),
+                hint=t("Continue it: atoll pilot start. Or end it first: atoll pilot stop"),
             )  # fmt: skip
         return state.plan
     if request.plan is None or not request.plan.stages:
-        raise _usage(t("There is no pilot to go on with."),
-                     t("Begin one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
+        raise _usage(t("There is no pilot to continue."),
+                     t("Start one: {command}", command="atoll pilot start --plan FILE"))  # fmt: skip
     return request.plan
 
 
@@ -170,7 +170,7 @@ def _store(layout: Layout, plan: PilotPlan, frontend: JobFrontend) -> Any:
         store = Store(events.series_of(layout), most_gap=max(3 * plan.interval, 3.0))
         with store:
             if store.opened.set_aside is not None:
-                frontend.note(t("The time series was damaged; a new one was begun, the old one is {path}.",
+                frontend.note(t("The time series was damaged; a new one was started, the old one is {path}.",
                                 path=store.opened.set_aside))  # fmt: skip
             yield store
     except SeriesError as error:

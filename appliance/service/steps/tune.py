@@ -158,7 +158,7 @@ def _findings(result: dict[str, Any]) -> list[Finding]:
     failed = sum(1 for trial in result["trials"] if trial["failure"])
     if failed:
         found.append(made("tune-trials", "info", True, t("Trials"),
-                          observed=t("{failed} of {count} did not serve and were taken back", failed=failed,
+                          observed=t("{failed} of {count} did not serve and were undone", failed=failed,
                                      count=len(result["trials"]))))  # fmt: skip
     if result["target_met"] is None:
         found.append(made("tune-speed", "info", True, t("Speed"), observed=numbers))

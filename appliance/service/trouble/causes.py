@@ -31,12 +31,12 @@ def of_log(scene: Scene) -> tuple[str, tuple[Action, ...]]:
         return t("The disk is full."), (
             Action(t("Free some space, then start the service"), f"df -h; {start}"),)  # fmt: skip
     if _DRIVER.search(log):
-        return t("The driver of the GPU and the code do not fit each other."), (
+        return t("The GPU's driver does not fit the code."), (
             Action(t("See what the checks of the GPU say"), "atoll preflight"),)  # fmt: skip
     if scene.holders:  # no known message, and another process is on the GPU: the usual reason
         return _memory(scene, start)
     said = next(iter(evidence(scene.log_tail, 1)), "")
-    cause = t("Its last words: {said}", said=said) if said else t("It left no message.")
+    cause = t("Its last message: {said}", said=said) if said else t("It left no message.")
     return cause, (Action(t("Start it again"), start),)
 
 

@@ -27,7 +27,7 @@ def _nothing(scene: Scene) -> Iterator[Trouble]:
     if scene.status is None or scene.status["state"] == "not-installed":
         yield Trouble(
             "nothing-installed", t("nothing is installed"), t("No release is installed here."),
-            t("The checklist was not begun, or did not come to its step Install."),
+            t("The checklist was not started, or has not reached its step Install."),
             actions=(Action(t("Open the checklist; it leads from the GPU to the pilot."), "atoll setup"),
                      Action(t("Without screens, the same steps"), f"atoll checklist show{scene.where}")),
             stops=False,
@@ -59,7 +59,7 @@ def _medium(scene: Scene) -> Iterator[Trouble]:
             "medium-missing", t("the medium is not there"),
             t("There is nothing at {path}.", path=joined(map(str, scene.media))),
             t("The medium was taken out, or is mounted somewhere else."),
-            t("What is installed goes on without the medium."), _medium_actions(), stops=False,
+            t("The installed service runs without the medium."), _medium_actions(), stops=False,
         )  # fmt: skip
 
 
@@ -79,13 +79,13 @@ def _service(scene: Scene) -> Iterator[Trouble]:
     if facts["state"] == "stopped":
         yield Trouble(
             "stopped", t("the service is stopped"), t("The service is installed and does not run."),
-            t("It was stopped on purpose: a crash would be told as one."), _AS_BEFORE,
+            t("It was stopped on purpose: a crash would be reported as a crash."), _AS_BEFORE,
             (Action(t("Start it"), f"atoll start{where}"),),
         )  # fmt: skip
     elif facts["state"] == "draining":
         yield Trouble(
             "draining", t("the service is draining"), t("New requests are refused, running ones end."),
-            t("Somebody asked for it, to end running requests before maintenance."), _AS_BEFORE,
+            t("Somebody requested it, to let running requests finish before maintenance."), _AS_BEFORE,
             (Action(t("Take requests again"), f"atoll drain --off{where}"),),
         )  # fmt: skip
     elif facts["state"] == "starting" and not service["restarts"]:
@@ -137,7 +137,7 @@ def _certificate(scene: Scene) -> Iterator[Trouble]:
         renew = Action(t("Ask your authority for a new one and import it"), "atoll tls import --cert FILE --key FILE")
     yield Trouble(
         "certificate-expiring", t("the certificate has expired") if over else t("the certificate ends soon"), happened,
-        t("A certificate has an end. Nobody has renewed it."), t("Until its end, everything works as before."),
+        t("Certificates expire, and nobody has renewed this one."), t("Until it expires, everything works as before."),
         (renew, Action(t("Look at it"), "atoll tls show")), stops=over,
     )  # fmt: skip
 
@@ -154,10 +154,10 @@ def disk_full(happened: str, where: str, *, stops: bool = True) -> Trouble:
     return Trouble(
         "disk-full", t("the disk is nearly full"), happened,
         t("Logs, an older release or files of others take the space."),
-        t("What is installed is whole. On a full disk nothing is written halfway."),
+        t("The installation is intact. No file is left half written on a full disk."),
         (Action(t("See what takes the space"), f"du -xh --max-depth=2 {where} | sort -h | tail"),
          Action(t("The journal of the system often takes several GB"), "journalctl --vacuum-size=500M"),
-         Action(t("Then run the same step again; it goes on from there"))),
+         Action(t("Then run the same step again; it continues from there"))),
         (f"df -h {where}",), stops=stops,
     )  # fmt: skip
 

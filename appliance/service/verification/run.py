@@ -126,7 +126,7 @@ def _one(group: Group, work: Verifying) -> GroupResult:
 def _broken(group: Group, why: str, evidence: str) -> Finding:
     return made(
         f"{group}-finished", "strict", False, TITLES[group], observed=t("this group could not finish: {why}", why=why),
-        required=t("every check of it runs"), why=t("what was not checked is not known to hold"), evidence=evidence,
+        required=t("every check of it runs"), why=t("what was not checked may not work"), evidence=evidence,
         fix=t("Check that the service runs, then verify again: {command}", command="atoll status"),
         command="atoll status",
     )  # fmt: skip
