@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
         prefix: Prefix = None,
         ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII in 16 colours only.")] = False,
     ) -> None:
-        """Open the checklist as screens. Work that was begun there goes on without the terminal."""
+        """Open the checklist as screens. Work that was started there continues without the terminal."""
         if said := why_not("atoll checklist"):
             say(said, err=True)
             raise typer.Exit(2)

@@ -56,7 +56,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "answers": (
             "appliance.cli.install.answers", "app",
-            "Check or begin an answers file for an unattended install.",
+            "Check or create an answers file for an unattended install.",
         ),
         "install": ("appliance.cli.install.install", "register", "Verify a bundle, install it and start the service."),
         "upgrade": (
@@ -82,7 +82,8 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "start": ("appliance.cli.operate.lifecycle", "register", "Start the installed service."),
         "stop": ("appliance.cli.operate.lifecycle", "register", "Stop the service; everything stays installed."),
         "drain": (
-            "appliance.cli.operate.lifecycle", "register", "Refuse new requests while running ones end, and back.",
+            "appliance.cli.operate.lifecycle", "register",
+            "Refuse new requests and let running ones finish; accept them again.",
         ),
         "restart": ("appliance.cli.operate.lifecycle", "register", "Restart the service to apply changed settings."),
         "tune": ("appliance.cli.operate.tune", "app", "Find the engine settings that serve your traffic best."),
@@ -94,7 +95,7 @@ _GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "cost": ("appliance.cli.operate.cost", "register", "Compute what requests and tokens cost here."),
         "verify-service": (
             "appliance.cli.operate.verify_service", "register",
-            "Check that the running service keeps its promises; write a report.",
+            "Verify the running service from outside, and write a report.",
         ),
         "batch": ("appliance.cli.operate.batch", "app", "Answer a file of requests with the running service."),
         "bench": ("appliance.cli.bench.app", "app", "Measure an OpenAI endpoint under load; compare results."),

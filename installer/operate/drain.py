@@ -29,7 +29,7 @@ def drain(
         state = drain_state.read(layout) or _no_answer(layout)
         if not state.draining:
             raise InstallError(
-                t("The drain was ended while it waited: the service takes requests again."), exit_code=ExitCode.BUSY,
+                t("The drain was ended meanwhile: the service accepts requests again."), exit_code=ExitCode.BUSY,
                 changed=t("Nothing was stopped."), hint="atoll drain")
     return state
 

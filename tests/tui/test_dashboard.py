@@ -239,7 +239,7 @@ async def test_a_drain_and_its_end(installed: Layout, key: str) -> None:
         await until(pilot, lambda: "Everybody who uses it notices" in seen(app))
         await pilot.pause(0.3)
         await pilot.press("enter")
-        await until(pilot, lambda: "SERVING" in seen(app) and "The service takes requests." in seen(app), 60)
+        await until(pilot, lambda: "SERVING" in seen(app) and "The service accepts requests." in seen(app), 60)
     assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
 
 

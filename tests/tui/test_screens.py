@@ -220,7 +220,7 @@ async def test_who_comes_second_sees_the_same_and_changes_nothing(desk: Desk) ->
             await opened(second, other, 0)
             await until(other, lambda: "Somebody else works here." in seen(second))
             await opened(second, other, 3)
-            assert "Another step is at work." in seen(second)
+            assert "Another step is running." in seen(second)
             before = len(jobs.jobs(desk.layout))
             await other.press("enter", "f5")
             await other.pause(0.3)

@@ -321,8 +321,7 @@ class Dashboard(Told, Screen[None]):
                 self.draw()
                 threading.Thread(target=self._do, args=(action,), name=f"dashboard-{action}", daemon=True).start()
 
-        about = t("{what}.\n"
-                  "Everybody who uses it notices. Continue?", what=control.ACTIONS[action])
+        about = t("{what}.\nEverybody who uses it notices. Continue?", what=control.ACTIONS[action])
         agree = t("Enter does it. Esc leaves it.")
         self.app.push_screen(Read(self.say, t("Are you sure?"), self.say(about), agree), take)
 

@@ -11,7 +11,7 @@ from installer.base.i18n import t
 from installer.decide.answers import TEMPLATE, read_answers
 from installer.decide.answers import schema as json_schema
 
-app = Commands(help="Check or begin an answers file for an unattended install.", no_args_is_help=True)
+app = Commands(help="Check or create an answers file for an unattended install.", no_args_is_help=True)
 
 
 @app.command(epilog=examples("atoll answers validate answers.toml", "atoll answers validate answers.toml --json"))

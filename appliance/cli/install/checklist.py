@@ -90,7 +90,7 @@ def run(
 ) -> None:
     """Run the steps from the first that is not done to the last.
 
-    The work is a job of its own: if this terminal is lost, it continues. Ctrl-C cancels it. With --answers nothing is
+    The work is a separate job: if this terminal is lost, it continues. Ctrl-C cancels it. With --answers nothing is
     asked. Exit code 0: all done; 3: blocked by a check; 20: a licence is not accepted; otherwise that of the step.
     """
     _run(tuple(only or ()), medium, prefix, answers, trust_key, waive, by, as_json)

@@ -7,7 +7,7 @@ from installer.base.i18n import is_text, language_of, libraries_in, looked_up, t
 
 # Also for the commands that typer parses (help_texts.py).
 LANGUAGE_FLAG = (
-    "--lang", "[ko|en]", "Language of what is said: ko or en (as the system's; English where Hangul cannot be shown).",
+    "--lang", "[ko|en]", "Language: ko or en (default: the system's; English where Hangul cannot be shown).",
 )
 
 

@@ -47,8 +47,8 @@ Requests = Annotated[Path, typer.Argument(metavar="IN", help="File of requests, 
 {_EXIT_CODES}""")
 def run(
     requests: Requests,
-    answers: Annotated[Path, typer.Argument(metavar="OUT", help="File of answers. What it holds already is not asked "
-                                                                "again.")],
+    answers: Annotated[Path, typer.Argument(metavar="OUT", help="File of answers. Requests that it already answers "
+                                                                "are not sent again.")],
     url: Annotated[
         str | None, typer.Option("--url", metavar="URL", help="An endpoint elsewhere, such as https://llm:8443.")
     ] = None,
@@ -68,12 +68,12 @@ def run(
         float, typer.Option("--patience", metavar="S", min=0, help="Seconds without any answer until the run ends.")
     ] = 300.0,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Ask once more what failed in an earlier run.")
+        bool, typer.Option("--retry-failed", help="Send again the requests that failed in an earlier run.")
     ] = False,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Answer all requests of IN into OUT. Interrupted or killed, the same command goes on where it stopped.
+    """Answer all requests of IN into OUT. If it is interrupted or killed, the same command continues where it stopped.
 
     Every line of IN is checked before the first request is sent. OUT has one line for each request, in the order in
     which the answers came, each on the disk before it counts.

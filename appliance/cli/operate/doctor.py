@@ -21,8 +21,8 @@ FAILED = 1
 
 _HELP = """Check whether this machine's GPU can serve: driver, memory, speed, and each kernel against plain arithmetic.
 
-Changes nothing and needs no model. It takes about 1 GiB of GPU memory, or less if less is free, for some ten seconds:
-it may run beside a service, but slows it down.
+Changes nothing and needs no model. It uses about 1 GiB of GPU memory, or less if less is free, for about ten seconds.
+It may run while a service runs, but slows it down.
 
 Exit codes: 0 all is well, 1 a check failed, 2 there is no usable GPU.
 """

@@ -30,16 +30,16 @@ from installer.operate.uninstall import uninstall as remove
 
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds until it must be ready.")]
 
-_DRAIN = """Refuse new requests, while running ones end: before maintenance, or to move users to another server.
+_DRAIN = """Refuse new requests and let running ones finish: before maintenance, or to move users to another server.
 
-New requests get 503 with Retry-After, and /health says 503 too, so that a load balancer leaves this server out.
-Nothing is stopped. `--off` takes requests again; so do start, restart, install, upgrade, rollback and tune, and a
-gateway that starts.
+New requests get 503 with Retry-After, and /health answers 503 too, so that a load balancer sends them elsewhere.
+Nothing is stopped. `--off` accepts requests again; so do start, restart, install, upgrade, rollback and tune, and a
+gateway that restarts.
 """
 _ROLLBACK = """Go back to the previous release, which is still on the disk: no medium is needed.
 
-It is started and has to answer a question, as after an install; if it does not answer, the current release is put back.
-Settings that you changed stay. Run it again to return to the newer release.
+The previous release is started and must answer a question, as after an install; if it does not answer, the current
+release is restored. Settings that you changed are kept. Run it again to return to the newer release.
 """
 _UNINSTALL = """Stop the service and remove releases, units, caches and run-time files.
 
@@ -83,11 +83,11 @@ def stop(prefix: Prefix = None, as_json: Json = False) -> None:
 
 def drain(
     prefix: Prefix = None,
-    off: Annotated[bool, typer.Option("--off", help="Take requests again.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Accept requests again.")] = False,
     wait: Annotated[
         float,
         typer.Option("--wait", min=0, metavar="SECONDS",
-                     help="Wait so long for running requests; exit code 40 if some still run then."),
+                     help="Seconds to wait for running requests; exit code 40 if some still run then."),
     ] = 0.0,
     as_json: Json = False,
 ) -> None:

@@ -11,7 +11,7 @@ from installer.support import logs as source
 
 _HELP = """Show the service's log: journald's on a server, the log file below a prefix.
 
-Lines are made readable; --raw shows them as they were written. They hold no prompts, answers or keys.
+Lines are formatted for reading; --raw shows them as they were written. They contain no prompts, answers or keys.
 """
 
 

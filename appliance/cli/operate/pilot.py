@@ -62,14 +62,15 @@ def start(
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="The plan; without it, the open pilot continues.")
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not follow it; `atoll jobs watch` does.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not follow the pilot; `atoll jobs watch` follows "
+                                                                "it later.")] = False,
     by: By = None,
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
     """Start a pilot, or continue one that was interrupted. It is a job: it outlives this terminal.
 
-    Ctrl-C cancels the watching; until it continues, only the users of the way back are admitted.
+    Ctrl-C interrupts the pilot; until it continues, only the users that `way_back` names are admitted.
     """
     from appliance.cli.view.install_view import Terminal
     from appliance.service import jobs

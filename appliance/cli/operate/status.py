@@ -14,10 +14,10 @@ from installer.base.i18n import joined, t
 from installer.operate.status import status
 from installer.support.logs import printable
 
-_HELP = """One screen: what is installed, whether it serves, since when, with whose permission, and what is wrong.
+_HELP = """Show on one screen what is installed, whether it serves and since when, who approved it, and what is wrong.
 
-Each problem comes with the next command. As another user than root it shows what it
-can, and says what it could not see.
+Each problem is shown with the command to run next. Other users than root see what they may read, and a list of what
+they could not see.
 """
 _STATES = {
     "serving": t("SERVING"), "draining": t("DRAINING"), "starting": t("STARTING"), "stopped": t("STOPPED"),

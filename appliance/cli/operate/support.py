@@ -17,8 +17,8 @@ from installer.support.items import Item
 
 _HELP = """Collect what is needed to find a fault into one archive that only you can read.
 
-Taken is only what is on a list (--list shows it): no keys, tokens, prompts or answers. MANIFEST.json in it says what
-each part is for. Look through it before you give it away; nothing is sent anywhere.
+Only items on a list are included (--list shows it): no keys, tokens, prompts or answers. MANIFEST.json in the archive
+says what each item is for. Look through the archive before you give it away; nothing is sent anywhere.
 """
 _EXIT_CODES = "Exit codes: 0 written, 2 usage or nothing installed, 30 it cannot be written."
 

@@ -13,12 +13,13 @@ from installer.base.i18n import joined, t
 
 _HELP = """Find the engine settings that serve your traffic best, on the running service.
 
-Each trial restarts the engine with other settings and puts load like yours on it. The best setting is kept, if it is
-better than what stands; else nothing changes. If the tuning is cancelled, killed or the machine restarts, the settings
-from before come back; run the same command again to go on. Your own values in atoll.toml are left alone.
+Each trial restarts the engine with other settings and puts load like yours on it. The best settings are kept if they
+are better than the current ones; otherwise nothing changes. If the tuning is cancelled or killed, or the machine
+restarts, the previous settings are restored; run the same command again to continue. Your own values in atoll.toml are
+not changed.
 
-Exit code 0: done; 3: done, but no setting meets the target; 40: the service does not hold the load; 75: another command
-is at work; 130: cancelled.
+Exit code 0: done; 3: done, but no settings meet the target; 40: the service cannot bear the load; 75: another command
+is running; 130: cancelled.
 """
 Model = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help="The model, if several run on this server.")

@@ -25,12 +25,13 @@ _LINE_EVERY = 5.0  # seconds between lines of progress
 
 _HELP = """Verify the running service: health, conformance, quality, performance, stability, security.
 
-Writes a report (JSON, Markdown, HTML; Korean and English) and its hash into the audit log. Interrupted, the same
-command goes on behind the groups that had passed. To compare the installed files with what was signed: atoll verify.
+Writes a report (JSON, Markdown, HTML; Korean and English), and its hash into the audit log. If it is interrupted, the
+same command continues after the groups that had passed. To compare the installed files with what was signed: atoll
+verify.
 """
 _EXIT_CODES = (
-    "Exit codes: 0 all promises are kept, 2 wrong flags, 3 one is not, 30 the report cannot be written, "
-    "75 another one is at work, 130 interrupted."
+    "Exit codes: 0 all checks passed, 2 wrong flags, 3 a check failed, 30 the report cannot be written, 75 another "
+    "verification is running, 130 interrupted."
 )
 
 
@@ -102,7 +103,7 @@ def command(
             print_json({"passed": found.passed, **found.model_dump(mode="json"),
                         "report": str(written.directory), "sha256": written.files})  # fmt: skip
         else:
-            say(t("All promises are kept.") if found.passed else t("NOT every promise is kept."))
+            say(t("All checks passed.") if found.passed else t("NOT every check passed."))
             say(t("Report: {path}", path=written.html))
         if not found.passed:
             raise typer.Exit(ExitCode.PREFLIGHT_FAIL)

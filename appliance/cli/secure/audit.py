@@ -36,7 +36,7 @@ def show(
     prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Show the entries, and the head of the log: a line to write down, which tells later whether entries are lacking.
+    """Show the entries, and the head of the log: a line to write down, which shows later whether entries are missing.
 
     Shows what follows the chain; `atoll audit verify` judges.
     """

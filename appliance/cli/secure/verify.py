@@ -13,13 +13,13 @@ from installer.operate.deep_verify import Report, Target, rebuild, verify
 
 _HELP = """Read every byte of the installed models and code again and compare it with what was signed.
 
-Changes nothing, and disturbs a running service only by reading. Bytecode is made again from the verified sources and
-compared; --rebuild-bytecode replaces what differs. The result is shown by `atoll status`. Interrupted, the
-same command goes on behind the models it had finished.
+Changes nothing, and disturbs a running service only by reading. Bytecode is compiled again from the verified sources
+and compared; --rebuild-bytecode replaces what differs. `atoll status` shows the result. If it is interrupted, the same
+command continues after the models that it had finished.
 """
 _EXIT_CODES = (
     "Exit codes: 0 all is as signed, 10 signature missing or not trusted, 11 content differs, 12 older than allowed, "
-    "13 something is missing, 30 cannot be read, 75 another check is at work, 130 interrupted."
+    "13 something is missing, 30 cannot be read, 75 another check is running, 130 interrupted."
 )
 _KINDS = {"release": t("release"), "code": t("code"), "model": t("model")}
 _LABELS = {"verify": t("Reading and comparing"), "code": t("Comparing the code")}

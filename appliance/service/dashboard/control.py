@@ -15,9 +15,9 @@ from installer.support import logs
 Action = Literal["start", "stop", "drain", "undrain", "restart", "rollback"]
 ACTIONS: dict[Action, str] = {
     "start": t("Start the service"),
-    "stop": t("Stop the service: running requests may end first, new ones are refused"),
-    "drain": t("Drain it: running requests end, new ones are refused"),
-    "undrain": t("Take requests again after a drain"),
+    "stop": t("Stop the service: running requests may finish first, new ones are refused"),
+    "drain": t("Drain it: running requests may finish, new ones are refused"),
+    "undrain": t("Accept requests again after a drain"),
     "restart": t("Restart the service: changed settings apply"),
     "rollback": t("Go back to the previous release"),
 }
@@ -45,7 +45,7 @@ def do(layout: Layout, action: Action) -> str:
 def drained(state: DrainState) -> str:
     """What a drain, or its end, has led to."""
     if not state.draining:
-        return t("The service takes requests.")
+        return t("The service accepts requests.")
     if state.in_flight:
         return t("New requests are refused; {count} requests still run.", count=state.in_flight)
     return t("New requests are refused; no request runs.")

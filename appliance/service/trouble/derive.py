@@ -84,9 +84,9 @@ def _service(scene: Scene) -> Iterator[Trouble]:
         )  # fmt: skip
     elif facts["state"] == "draining":
         yield Trouble(
-            "draining", t("the service is draining"), t("New requests are refused, running ones end."),
+            "draining", t("the service is draining"), t("New requests are refused, running ones may finish."),
             t("Somebody requested it, to let running requests finish before maintenance."), _AS_BEFORE,
-            (Action(t("Take requests again"), f"atoll drain --off{where}"),),
+            (Action(t("Accept requests again"), f"atoll drain --off{where}"),),
         )  # fmt: skip
     elif facts["state"] == "starting" and not service["restarts"]:
         yield loading(str(facts["health"]["said"]), where)
