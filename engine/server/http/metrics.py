@@ -51,7 +51,8 @@ def one_two_five(limit: int) -> tuple[float, ...]:
 class Metrics:
     """All series of one gateway, in a separate registry. `models` maps a served name to its model's engines.
 
-    Several served names of one model are aliases: its series are labelled with the first. The label `engine` tells replicas apart.
+    Several served names of one model are aliases: its series are labelled with the first. The label `engine` tells
+    replicas apart.
     """
 
     def __init__(self, models: Mapping[str, Replicas], *, max_model_len: int = 131_072) -> None:
