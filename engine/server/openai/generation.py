@@ -62,12 +62,12 @@ class Generation:
         self._priority, self._cache_salt = priority, cache_salt
         self._on_end = on_end
         self._marks, self._budget, self._grammar_field = marks, budget, grammar_field
-        self.reasoning_tokens: int | None = None  # counted by who knows which they are
+        self.reasoning_tokens: int | None = None  # set by the parser, which knows them
         self._id = uuid.uuid4().hex
         self._trackers: list[RequestTracker] = []
         self._completion_tokens = 0
         self._cached = [0] * len(prompts)
-        self._engines: dict[int, Replica] = {}  # of each prompt: its choices share what is computed for it
+        self._engines: dict[int, Replica] = {}  # by prompt: its choices share an engine and its cached prefix
 
     @property
     def usage(self) -> Usage:
