@@ -18,9 +18,9 @@ class RowInit:
     prompt_len: int
     params: SamplingParams
     seed: int
-    stop_ids: tuple[int, ...]  # masked while fewer than min_tokens were generated
-    slot: int = 0              # slot of its recurrent state
-    state_from: int | None = None  # slot of the checkpoint to start from, copied before the step
+    stop_ids: tuple[int, ...]  # masked until min_tokens were generated
+    slot: int = 0              # the slot of its recurrent state
+    state_from: int | None = None  # the slot of the checkpoint to start from, copied before the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ScheduledSeq:
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """Tokens of a sequence that gets an embedding instead of an answer. `ends`: they reach the last one."""
+    """Tokens of a sequence that gets an embedding instead of an answer. `ends`: they include its last token."""
 
     pooling: Pooling
     ends: bool
@@ -65,7 +65,7 @@ class StepPlan:
     row_inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)  # (slot, slot it is copied to after the step)
-    moved_slabs: list[int] = field(default_factory=list)  # changed kind, still hold the old data
+    moved_slabs: list[int] = field(default_factory=list)  # they changed owner and still hold the old data
     pooled: dict[int, PooledChunk] = field(default_factory=dict)  # by row; these sequences sample nothing
 
     @property
@@ -81,7 +81,7 @@ class SeqResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for the prompt tokens after `start`, in order
     error: str | None = None                            # this sequence alone failed (NaN logits)
-    embedding: bytes | None = None                      # of a sequence whose pooled chunk `ends`: float32 [H]
+    embedding: bytes | None = None                      # float32 [H], if the sequence's pooled chunk `ends`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""What the engine needs of grammars that answers must follow. Who reads grammars is engine.text.grammar.
+"""The engine's interface to grammars that answers must follow. engine.text.grammar implements it.
 
-    SamplingParams.grammar ─► Grammars.begin ─► Pending.poll ─► Matcher, of one sequence ─► accept(each token)
+    SamplingParams.grammar ─► Grammars.begin ─► Pending.poll ─► Matcher, one per sequence ─► accept(each token)
                                                                    └► Grammars.masks ─► TokenMasks, for the sampler
 """
 
@@ -10,28 +10,28 @@ from typing import Any, Protocol
 
 
 class Matcher(Protocol):
-    """Where one sequence is in its grammar."""
+    """The state of one sequence in its grammar."""
 
     @property
     def finished(self) -> bool:
-        """The grammar allows no further token but an end token."""
+        """Whether the grammar allows only an end token next."""
         ...
 
     @property
     def error(self) -> str:
-        """Why it cannot go on: the grammar needs too much work here. "" while it can."""
+        """Why the sequence cannot go on (the grammar takes too much work at this point); "" if it can."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """The sequence's next token; one that the last mask allowed."""
+        """Advance by the sequence's next token, which the last mask allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
     """Which tokens may come next, for some of the sequences that sample.
 
-    places: of each mask the index among the sequences that sample. words: NumPy int32 [M, ceil(V / 32)], bit i of word
-    w is token 32 w + i.
+    places: the index of each mask's sequence among those that sample. words: NumPy int32 [M, ceil(V / 32)]; bit i of
+    word w is token 32 w + i.
     """
 
     places: list[int]
@@ -42,8 +42,8 @@ class Pending(Protocol):
     """A grammar that is being compiled."""
 
     def poll(self) -> Matcher | None:
-        """A matcher at the beginning of the grammar, once it is ready. Raises InvalidRequestError for a grammar that
-        cannot be used."""
+        """A matcher at the start of the grammar, or None while it is being compiled. Raises InvalidRequestError if the
+        grammar cannot be used."""
         ...
 
 
@@ -51,7 +51,7 @@ class Grammars(Protocol):
     """Grammars of one model's vocabulary."""
 
     def begin(self, grammar: str) -> Pending:
-        """Start to compile a grammar in another thread, if it is not at hand."""
+        """Start compiling a grammar in another thread, unless it has been compiled already."""
         ...
 
     def masks(self, places: list[int], matchers: Sequence[Matcher]) -> TokenMasks: ...

@@ -6,7 +6,7 @@
 With overlap the host plans step N+1 while the device runs step N; the token that step N samples is a placeholder on the
 host and already in the request table on the device.
 
-A grammar needs step N's token to say which tokens step N+1 may sample. It is read while the device computes:
+To know which tokens step N+1 may sample, a grammar needs step N's token. It is read while the device computes:
 
     overlap with a grammar   plan 2 | forward 2 | read 1 | masks 2 | sample 2 | plan 3 | forward 3 | read 2 ...
 """
@@ -39,7 +39,7 @@ class Runner(Protocol):
     """
 
     def forward(self, plan: StepPlan, /) -> Any:
-        """Start a step: up to the hidden states of the tokens that sample."""
+        """Start a step: compute the hidden states of the tokens that sample."""
 
     def sample(self, forwarded: Any, masks: TokenMasks | None = None, /) -> Any:
         """Start the rest of the step that `forward` returned."""
@@ -94,10 +94,11 @@ class EngineCore:
             max_itl=max_itl,
         )
         self.depth = depth
-        # Called with request ids (that went back to the queue, that left it) before the step that computes them starts.
+        # Called with the ids of requests that went back to the queue and of those that left it, before the step that
+        # computes them starts.
         self.on_moved: Callable[[list[str], list[str]], None] | None = None
         self._grammars = grammars
-        self._compiling: dict[str, tuple[Sequence, Pending]] = {}  # not in the queue before its grammar is compiled
+        self._compiling: dict[str, tuple[Sequence, Pending]] = {}  # queued once the grammar is compiled
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # (plan, what `sample` returned, launch time)
         self._pending: list[StepOutput] = []   # aborts since the last step
         self._order = 0
@@ -107,7 +108,7 @@ class EngineCore:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request; raises InvalidRequestError for one that can never run here."""
+        """Queue a request; raises InvalidRequestError if it can never run here."""
         self._verify(request)
         if not request.arrival_time:
             request.arrival_time = time.monotonic()
@@ -177,7 +178,7 @@ class EngineCore:
         return stats
 
     def info(self) -> dict[str, Any]:
-        """What a front end needs to know: names, limits, sizes."""
+        """What the gateway needs to know: names, limits, sizes."""
         return {
             "model_names": self.config.served_model_name or [str(self.config.model)],
             "max_model_len": self.max_model_len,
@@ -195,7 +196,7 @@ class EngineCore:
         self.kv.reset_prefix_cache()
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant of pages, rows or queues is broken (tests, and when idle)."""
+        """Raise AssertionError if an invariant of pages, rows or queues is broken (used by tests, and when idle)."""
         self.scheduler.check()
         if not self.has_work():
             assert not any(pool.num_in_use for pool in self.kv.arena.pools), "an idle engine holds pages"
@@ -244,7 +245,7 @@ class EngineCore:
             self.on_moved(back, [seq.request_id for seq in plan.seqs if seq.row in rows])
 
     def _queue_compiled(self) -> list[StepOutput]:
-        """Queue the sequences whose grammars are ready, each where its arrival puts it."""
+        """Queue the sequences whose grammars are ready, in order of their arrival."""
         outputs = []
         for request_id, (seq, pending) in list(self._compiling.items()):
             try:
@@ -277,8 +278,8 @@ class EngineCore:
             self._in_flight.append((plan, self.runner.sample(forwarded, masks), launched))
 
     def _masks(self, plan: StepPlan, outputs: list[StepOutput]) -> TokenMasks | None:
-        """What the grammars of the step's sequences allow, whose tokens are all known. A sequence whose grammar takes
-        too much work ends here."""
+        """The tokens that the grammars of the step's sequences allow; all their tokens so far are known. A sequence
+        whose grammar takes too much work ends here."""
         under = self.scheduler.with_grammar(plan)
         if not under or self._grammars is None:
             return None

@@ -1,13 +1,13 @@
 """How many prompt tokens a step may compute, so that answers in progress do not wait too long for their next token.
 
     seconds of a step  =  base  +  extra  +  tokens of prompts x token_seconds
-                           │        │                              └ what a token costs where many are computed at once
-                           │        └ the rest: launches, a long context to read, products of few rows
-                           └ of steps without prompts
+                           │        │                              └ the cost of a token when many are computed at once
+                           │        └ everything else: launches, reading a long context, small GEMMs
+                           └ the seconds of steps without prompts
 
-All three change (the base with the number of answers, the extra with a prompt's context), so they are learnt from every
-step. An error of the model ends up in `extra`, so the next step is nearer the target, whatever caused the error.
-A step in which no answer is in progress is not limited.
+All three change (the base with the number of answers, the extra with a prompt's context), so every step updates them.
+Errors of the model end up in `extra`, so the next step is nearer the target, whatever caused the error. A step is not
+limited if no answer is in progress.
 """
 
 import logging
@@ -16,12 +16,13 @@ from engine.core.batch import StepPlan
 
 log = logging.getLogger(__name__)
 
-_MARGIN = 2.5             # mean errors of the newest steps that a step is planned below the target
-_FIRST_TOKENS = 512       # until a step with prompts was timed
-_FEWEST_TOKENS = 256      # whatever the target: prompts must come to an end
-_WORTH_TIMING = 64        # prompt tokens; fewer say little about the time of one
-_TILE = 128               # tokens a step's total is rounded down to: matrix products compute whole tiles
-# Share of an error that a step corrects. A token's seconds follow the cheapest steps: they say what more tokens cost.
+_MARGIN = 2.5             # a step is planned this many recent mean errors below the target
+_FIRST_TOKENS = 512       # limit until a step with prompts has been timed
+_FEWEST_TOKENS = 256      # limit whatever the target, because prompts must make progress
+_WORTH_TIMING = 64        # prompt tokens; with fewer, a step says little about the time of one token
+_TILE = 128               # a step's total is rounded down to a multiple of this, because GEMMs compute whole tiles
+# The share of an error by which a step corrects an estimate. `token_seconds` follows the cheapest steps, which show
+# what additional tokens cost.
 _BASE, _EXTRA, _CHEAPER, _DEARER, _ERROR = 0.2, 0.4, 0.1, 0.01, 0.1
 
 
@@ -37,7 +38,7 @@ class PromptPace:
         self._told = False
 
     def tokens(self, decoding: int, budget: int) -> int:
-        """Of a step with `decoding` answers in progress: how many of the `budget` tokens left prompts may take."""
+        """How many of the remaining `budget` tokens prompts may take in a step with `decoding` answers in progress."""
         if not self.max_itl or not decoding:
             return budget
         if not self._token_seconds:
@@ -51,7 +52,7 @@ class PromptPace:
         return min(budget, tokens)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
+        """Update the estimates: this step took `seconds`."""
         if not self.max_itl:
             return
         decoding = sum(seq.num_tokens == 1 for seq in plan.seqs)

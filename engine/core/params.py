@@ -1,6 +1,6 @@
-"""What a caller may ask of sampling, in vLLM's names and defaults.
+"""The sampling parameters of a request, with vLLM's names and defaults.
 
-This is the one place where ranges are checked: the HTTP edge and the offline API both end here.
+Ranges are checked only here, for the HTTP endpoint and the offline API alike.
 """
 
 import math
@@ -20,8 +20,8 @@ class SamplingParams:
     temperature 0 is greedy. `top_k` 0 or -1 means all tokens. `seed` None draws one at random; with a seed, the result
     depends only on (seed, position, logits) and never on what else is in the batch. `stop` strings end the text before
     the string (or after it with `include_stop_str_in_output`); `stop_token_ids` and the model's end tokens end it at
-    the token. `logprobs`/`prompt_logprobs` ask for that many alternatives a position (0: only the token itself).
-    `grammar` is what the answer must follow, in llguidance's form (engine.text.grammar.forms makes it).
+    the token. `logprobs`/`prompt_logprobs` ask for that many alternatives per position (0: only the token itself).
+    `grammar` is the grammar that the answer must follow, in llguidance's form (made by engine.text.grammar.forms).
     """
 
     n: int = 1

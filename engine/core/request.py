@@ -1,4 +1,4 @@
-"""A request on its way through the engine: what comes in, what the scheduler tracks, what goes out. No torch here."""
+"""Requests and outputs of the engine, and its statistics. No torch here."""
 
 import enum
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(slots=True)
 class EngineRequest:
-    """What the front end submits. One request is one sequence: `n` > 1 is fanned out in front of the engine."""
+    """What the gateway submits. One request is one sequence: the gateway splits requests with `n` > 1."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -42,7 +42,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Seconds of CLOCK_MONOTONIC, which every process of one machine shares; and how often it had to begin again."""
+    """Seconds on CLOCK_MONOTONIC, which all processes of a machine share; and how often the request was preempted."""
 
     arrival: float = 0
     scheduled: float = 0
@@ -53,7 +53,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An `InvalidRequestError` as data, of a request that was found wrong after it had been accepted."""
+    """An `InvalidRequestError` as data, for a request that turned out to be invalid after it had been accepted."""
 
     message: str
     param: str | None = None
@@ -62,12 +62,12 @@ class Refusal:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step produced for one request. Sent when there is a new token or the request ended, and once, without
-    either, when its grammar has been compiled."""
+    """What one step produced for one request. Sent when there is a new token or the request ended; also once when its
+    grammar has been compiled, then with neither."""
 
     request_id: str
     new_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None                 # one entry a new token, if asked for
+    logprobs: list[TokenLogprobs] | None = None                 # one entry per new token, if asked for
     prompt_logprobs: list[TokenLogprobs | None] | None = None   # once, with the first token; [0] is None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None      # the stop token that ended it; None for the model's own end token
@@ -81,7 +81,7 @@ class StepOutput:
 
 @dataclass(slots=True)
 class EngineStats:
-    """A snapshot after a step. Counters only grow; gauges are the present."""
+    """A snapshot after a step. Counters only grow; gauges are current values."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -1,11 +1,12 @@
-"""The one rule: each request has computed tokens that chase its known tokens; a step divides a token budget among them.
+"""The scheduler. Its one rule: each request has computed tokens that chase its known tokens, and a step divides a token
+budget among the requests.
 
     1. running sequences with one token to compute (decode) get it in every step, if they have pages
     2. running sequences with more (prompts, recomputation after preemption) share the rest of the budget
     3. waiting sequences are admitted while budget, rows and pages last
 
-So a prompt never delays a running stream by more than one step of `max_num_batched_tokens` tokens, and of fewer if a
-latency target is set (`pace`).
+So a prompt never delays a running stream by more than one step of `max_num_batched_tokens` tokens (of fewer, if a
+latency target is set: `pace`).
 
 A sequence that lacks pages does not stop the others. After `_PATIENCE` such steps it goes first, and the sequence that
 would be served last is preempted for it: that one gives up its pages and recomputes later (usually from the prefix
@@ -51,7 +52,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
-        self.pace = PromptPace(max_itl if enable_chunked_prefill else 0.0)  # a whole prompt might never fit
+        self.pace = PromptPace(max_itl if enable_chunked_prefill else 0.0)  # no limit for prompts that cannot be split
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(policy)
         self.seqs: dict[str, Sequence] = {}
@@ -62,10 +63,10 @@ class Scheduler:
         self._flights: dict[int, list[Sequence]] = {}       # step -> its sequences, in the order of the plan
         self._stalled: dict[Sequence, int] = {}             # sequence -> steps for which it has lacked pages
         self._blocked: _Blocked | None = None               # the first waiting sequence, once it did not fit
-        self.preempted: list[str] = []                      # request ids since the loop last told of them
+        self.preempted: list[str] = []                      # request ids that the loop has not reported yet
         self.num_with_grammar = 0
         self.num_preemptions = 0
-        self.num_prompt_tokens = 0       # of sequences that have produced their first token
+        self.num_prompt_tokens = 0       # prompt tokens of sequences that have produced their first token
         self.num_generated_tokens = 0
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Scheduler:
         return plan
 
     def with_grammar(self, plan: StepPlan) -> list[tuple[int, Sequence, Matcher]]:
-        """Of a step in flight: the live sequences that sample under a grammar, with their places among all that sample.
+        """The live sequences of a step in flight that sample under a grammar, with their indices among all that sample.
         """
         if not self.num_with_grammar:
             return []
@@ -172,7 +173,7 @@ class Scheduler:
         return outputs
 
     def refuse(self, seq: Sequence, why: str) -> StepOutput:
-        """End a sequence through its own fault."""
+        """End a sequence because of an error of its own."""
         self.finish(seq, FinishReason.ERROR)
         return StepOutput(
             seq.request_id, finish_reason=FinishReason.ERROR, refusal=Refusal(why, "grammar"), times=seq.times)
@@ -180,9 +181,9 @@ class Scheduler:
     def fail(self, plans: Iterable[StepPlan], error: str) -> list[StepOutput]:
         """A step raised: end the sequences of this step and of the steps launched after it, and no others.
 
-        Pages enter the prefix cache when a step is planned, so some were never computed. All pages of these sequences
-        leave the cache, also those of sequences that have ended since. A sequence that found such a page was admitted
-        by one of these steps, so it ends here too.
+        Pages enter the prefix cache when a step is planned, so some of them were never computed. All pages of these
+        sequences leave the cache, even if a sequence has ended since. Any sequence that found such a page was admitted
+        by one of these steps, so it ends here, too.
         """
         outputs = []
         for plan in plans:
@@ -217,7 +218,7 @@ class Scheduler:
             assert not seq.pages
 
     def _check_blocked(self) -> None:
-        """A sequence that was skipped without a prefix search would not have been admitted after one.
+        """Check that a sequence which was skipped without a prefix search would not have been admitted after one.
 
         (Not checked with several kinds of pages: the pages that a lost hit frees can be worth more than the hit.)
         """
@@ -237,10 +238,10 @@ class Scheduler:
         for seq in overdue:
             if seq.status is not Status.RUNNING or not draft.budget:
                 continue
-            others = len(self.running) - 1  # leave a token to each that may decode
+            others = len(self.running) - 1  # leave a token for each that may decode
             num_tokens = self._chunk(seq, max(1, draft.budget - others))
             while not self.kv.grow(seq, num_tokens):
-                if self.kv.num_deferred:  # pages are on their way back from flight
+                if self.kv.num_deferred:  # pages will be free when the steps in flight complete
                     stalled[seq] = self._stalled[seq]
                     return set(overdue)
                 victim = self.running[-1]
@@ -262,10 +263,10 @@ class Scheduler:
         return num_tokens
 
     def _admit_waiting(self, draft: StepDraft, promised: int) -> None:
-        """Admit while budget, rows and pages last. `promised`: pages that running prompts have yet to take."""
+        """Admit sequences while budget, rows and pages last. `promised`: pages that running prompts still need."""
         while draft.budget and self._free_rows and (seq := self.waiting.peek()):
             if seq.num_placeholders:
-                break  # preempted with a token still on the device, which the step in flight will return
+                break  # it was preempted with a token still on the device: wait for the step in flight
             if self._still_blocked(seq, draft, promised):
                 break
             hit = self.kv.find_prefix(seq)
@@ -289,7 +290,7 @@ class Scheduler:
             break
 
     def _still_blocked(self, seq: Sequence, draft: StepDraft, promised: int) -> bool:
-        """Whether it is certain, without a search for its prefix, that `seq` cannot be admitted now."""
+        """Whether `seq` certainly cannot be admitted now, even without searching for its prefix."""
         blocked = self._blocked
         if blocked is None or blocked.seq is not seq or blocked.length != len(seq.token_ids):
             return False
@@ -316,7 +317,7 @@ class Scheduler:
                 prompt_len=seq.prompt_len,
                 params=seq.params,
                 seed=seq.seed,
-                # A grammar knows when the answer may end; with both, no token might be left.
+                # A grammar decides when the answer may end; together with min_tokens, no token might be left.
                 stop_ids=tuple(seq.stop_ids | seq.eos_ids) if seq.params.min_tokens and seq.matcher is None else (),
                 slot=seq.slot,
                 state_from=hit.checkpoint,
@@ -387,7 +388,8 @@ class Scheduler:
             self._deferred_rows = [(step, row) for step, row in self._deferred_rows if step > step_id]
 
     def _fail_one(self, seq: Sequence, item: ScheduledSeq, error: str) -> list[StepOutput]:
-        """This sequence alone failed (NaN logits): end it, and drop its pages of this step from the prefix cache."""
+        """Only this sequence failed (NaN logits): end it, and drop the pages that it computed in this step from the
+        prefix cache."""
         filled = slice(item.start // self._page_size, (item.start + item.num_tokens) // self._page_size)
         sharing = self.kv.holders(seq.page_hashes[filled], self.running)
         self.kv.forget(seq)
@@ -401,7 +403,8 @@ class Scheduler:
 
     def _take(self, seq: Sequence, item: ScheduledSeq, answer: SeqResult) -> StepOutput | None:
         if answer.prompt_logprobs is not None:
-            # By position: a preempted sequence computes its prompt again, also while an earlier answer is on its way.
+            # Index by position: a preempted sequence computes its prompt again, perhaps before an earlier result has
+            # been read.
             known = seq.prompt_logprobs = seq.prompt_logprobs or [None]
             assert item.start < len(known), "prompt logprobs have a gap"
             known += answer.prompt_logprobs[len(known) - 1 - item.start :]
@@ -443,14 +446,14 @@ class Scheduler:
 
 @dataclass(frozen=True, slots=True)
 class _Blocked:
-    """Why the first waiting sequence was not admitted. It holds no pages: only a new search admits."""
+    """Why the first waiting sequence was not admitted. It holds no pages, so admitting it takes a new search."""
 
     seq: Sequence
     length: int        # known tokens
     num_tokens: int    # how many of these are not cached
-    lacking: int       # pages that must at least become available first (0: pages are not the reason)
+    lacking: int       # at least this many pages must become available first (0: pages are not the reason)
     promised: int
-    num_released: int  # of the arena
+    num_released: int  # the arena's counter at that time
 
 
 def _last_output(seq: Sequence, error: str) -> StepOutput:

@@ -1,4 +1,4 @@
-"""One request while it lives in the engine: its tokens, its progress, and what it owns.
+"""One request in the engine: its tokens, its progress, and what it owns.
 
     known tokens      prompt + output                        len(token_ids)
     placeholders      sampled on the device, not yet read    num_placeholders  (0 or 1; overlap only)
@@ -42,7 +42,7 @@ class Sequence:
     priority: int
     cache_salt: str
     times: RequestTimes
-    arrival_order: int = 0             # ties in arrival are broken by order of submission
+    arrival_order: int = 0             # breaks ties in arrival time by order of submission
     owner: str = ""                    # owners take turns in the queue
     pooling: Pooling | None = None
 
@@ -58,7 +58,7 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # pages, for each group of layers
     num_out_of_window: list[int] = field(default_factory=list)       # in each group: pages that its window has left
     num_out_of_window_sent: list[int] = field(default_factory=list)  # how many of those the worker knows of
-    page_hashes: list[bytes] = field(default_factory=list)  # of full pages of known tokens, in order
+    page_hashes: list[bytes] = field(default_factory=list)  # hashes of full pages of known tokens, in order
     num_registered_pages: int = 0      # how many pages are in the prefix index under `page_hashes`
     num_pages_sent: int = 0            # how many pages the worker's block tables already hold
     last_step: int = -1                # id of the newest step that touches this sequence's row and pages
@@ -102,18 +102,18 @@ class Sequence:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Tokens that exist (known or on the device) and are not computed. 0 when the sequence is certain to end."""
+        """Tokens that exist (known or on the device) and are not computed yet; 0 if the sequence is certain to end."""
         end = len(self.token_ids) + self.num_placeholders
         return 0 if end >= self.max_len and self.num_placeholders else end - self.num_computed_tokens
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key: who is served first, and (reversed) who is preempted first, under the priority policy."""
+        """Sort key of the priority policy: the order of service, and reversed the order of preemption."""
         return (self.priority, self.times.arrival, self.arrival_order)
 
     def ends_at(self, token_id: int) -> bool:
         """Whether `token_id`, its newest token, is an end or stop token that counts."""
-        # Under a grammar min_tokens does not hold back the end: no other token might be allowed.
+        # Under a grammar, min_tokens does not prevent the end, because no other token might be allowed.
         enough = self.matcher is not None or self.num_output_tokens >= self.params.min_tokens
         return enough and (token_id in self.eos_ids or token_id in self.stop_ids)
 

@@ -1,9 +1,9 @@
 """The queue of waiting requests, ordered by one of two policies: fcfs or priority.
 
 fcfs ignores the request's priority. Within a priority, owners (API keys) take turns, and the requests of one owner
-keep their order: an owner with 500 requests does not delay another's first. This is start-time fair queueing: an
-owner's turn is the tokens that it was served, counted from the moment it began to wait, so nobody saves up turns by
-being idle. Preempted sequences go before all others of their priority.
+keep their order: an owner with 500 requests does not delay another owner's first. This is start-time fair queueing: an
+owner's turn is the number of tokens that it was served since it began to wait, so nobody saves up turns by being idle.
+Preempted sequences go before all others of their priority.
 """
 
 import heapq
@@ -12,21 +12,21 @@ from collections.abc import Iterator
 
 from engine.core.sequence import Sequence, Status
 
-_USUAL_ANSWER = 256      # tokens charged for an answer, unless fewer are allowed: nobody knows its length beforehand
-_MOST_REMEMBERED = 4096  # owners that no longer wait
+_USUAL_ANSWER = 256      # tokens charged for an answer unless fewer are allowed: its length is not known beforehand
+_MOST_REMEMBERED = 4096  # owners without a waiting request whose turns are remembered
 
 _Line = tuple[int, str]  # priority, owner
 
 
 class WaitingQueue:
-    """A sequence that is aborted stays inside until it surfaces."""
+    """The waiting sequences. An aborted one stays inside until it reaches the front."""
 
     def __init__(self, policy: str) -> None:
         self._by_priority = policy == "priority"
         self._size = 0
         self._returned: list[tuple[int, int, Sequence]] = []    # a heap: priority, arrival order
-        self._lines: dict[_Line, deque[Sequence]] = {}          # those that are not empty
-        self._heads: list[tuple[int, int, int, str]] = []       # a heap of them: priority, turn, arrival order, owner
+        self._lines: dict[_Line, deque[Sequence]] = {}          # only lines that are not empty
+        self._heads: list[tuple[int, int, int, str]] = []       # a heap of lines: priority, turn, arrival order, owner
         self._turns: dict[_Line, int] = {}
         self._served: dict[int, int] = {}                       # priority -> the turn that was served last
 
@@ -46,7 +46,7 @@ class WaitingQueue:
         heapq.heappush(self._heads, (priority, turn, seq.arrival_order, owner))
 
     def put_back(self, seq: Sequence) -> None:
-        """A preempted sequence waits again."""
+        """Queue a preempted sequence again."""
         heapq.heappush(self._returned, (self._priority(seq), seq.arrival_order, seq))
         self._size += 1
 
@@ -105,7 +105,7 @@ class WaitingQueue:
             del self._lines[priority, owner]
 
     def _forget(self) -> None:
-        """Drop the turns of those that do not wait."""
+        """Drop the turns of owners that have no waiting request."""
         self._turns = {line: turn for line, turn in self._turns.items() if line in self._lines}
         waiting = {priority for priority, _ in self._lines}
         self._served = {priority: turn for priority, turn in self._served.items() if priority in waiting}

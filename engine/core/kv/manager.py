@@ -1,4 +1,4 @@
-"""Which sequence owns which pages and state slots: admission by prefix hit, growth, windows, release after flight.
+"""Decides which sequence owns which pages and state slots: prefix hits, growth, windows, release after flight.
 
 A sequence has one block table for each group of layers (spec.py), all of the same length. Entries out of its window are
 the null page. When memory is tight, pages that no later token will attend to are not allocated at all: within a step,
@@ -43,7 +43,7 @@ class KVManager:
         self._grid = math.lcm(memory.state_grid, memory.page_size)
         self._saves: list[tuple[int, int, bytes]] = []  # (slot, slot it is copied to, name) of the step being planned
         self._hasher = PageHasher(memory.page_size)
-        self._deferred: deque[tuple[int, PagePool, list[int]]] = deque()  # release once the step has completed
+        self._deferred: deque[tuple[int, PagePool, list[int]]] = deque()  # to release once the step has completed
         self._completed_step = -1
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -69,8 +69,8 @@ class KVManager:
     def find_prefix(self, seq: Sequence) -> Prefix:
         """The longest cached prefix of `seq`; changes nothing.
 
-        At most all pages but the one of the last known token: that token is recomputed, because its logits are needed.
-        Requests for prompt logprobs compute their whole prompt, and so does a mean of hidden states.
+        It never includes the page of the last known token: that token is recomputed, because its logits are needed.
+        Requests for prompt logprobs or for a mean of hidden states compute their whole prompt.
         """
         needs_all = (seq.params.prompt_logprobs is not None and seq.num_output_tokens == 0) or seq.pooling == "mean"
         if needs_all or not self.enable_prefix_caching:
@@ -84,7 +84,7 @@ class KVManager:
 
     def lacking(self, seq: Sequence, hit: Prefix, *, promised: int, reserve: bool) -> int:
         """0 if the whole sequence fits in addition to `hit`, else the fewest pages that must be released first.
-        `promised` pages are kept for others; with `reserve`, so is a watermark."""
+        `promised` pages are kept for others and, with `reserve`, a watermark as well."""
         length, held = len(seq.token_ids), pages_for(hit.num_tokens, self.page_size)
         needs = []
         for group in range(len(self.pools)):
@@ -102,7 +102,7 @@ class KVManager:
         return self.arena.lacking(needs, woken)
 
     def watch(self, seq: Sequence, hit: Prefix) -> None:
-        """Let the arena note when a page or state gets a hash that would extend `hit`."""
+        """Have the arena record when a page or state gets a hash that would extend `hit`."""
         first = hit.num_tokens // self.page_size
         names = seq.page_hashes[first : (len(seq.token_ids) - 1) // self.page_size]
         if len(self.arena.pools) == 1 and not self._windows:
@@ -122,7 +122,7 @@ class KVManager:
         seq.num_registered_pages = len(seq.pages)
         seq.num_computed_tokens = hit.num_tokens
         if self.slots is not None:
-            if hit.checkpoint is not None:  # copied by the step
+            if hit.checkpoint is not None:  # the step copies it
                 self.slots.share([hit.checkpoint])
                 self._deferred.append((step_id, self.slots, [hit.checkpoint]))
             seq.slot = self.slots.take_carefully(1)[0]
@@ -134,8 +134,8 @@ class KVManager:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Allocate pages for the next `num_tokens` tokens, which the next step computes. False, and nothing allocated,
-        if there are not enough."""
+        """Allocate pages for the next `num_tokens` tokens, which the next step computes. Returns False and allocates
+        nothing if there are not enough."""
         end, pages = seq.num_computed_tokens + num_tokens, len(seq.tables[0])
         if end <= pages * self.page_size:
             return True
@@ -201,12 +201,12 @@ class KVManager:
         seq.num_pages_sent = 0
 
     def forget(self, seq: Sequence) -> None:
-        """Remove every page and state of `seq` from the prefix cache, whoever owns it now."""
+        """Remove every page and state of `seq` from the prefix cache, even if others own them now."""
         for pool in self.arena.pools:
             pool.forget([page for name in seq.page_hashes if (page := pool.find(name)) is not None])
 
     def holders(self, names: list[bytes], seqs: Iterable[Sequence]) -> list[Sequence]:
-        """The sequences that use a page found by one of `names`."""
+        """The sequences that use a page with one of these hashes."""
         found = [{page for name in names if (page := pool.find(name)) is not None} for pool in self.pools]
         if not any(found):
             return []
@@ -233,7 +233,7 @@ class KVManager:
         seq.num_pages_sent = len(seq.pages)
 
     def take_moved_slabs(self) -> list[int]:
-        """Slabs that changed hands since the last call."""
+        """Slabs that changed owner since the last call."""
         moved, self.arena.moved = self.arena.moved, []
         return moved
 
@@ -242,7 +242,7 @@ class KVManager:
         forgotten = [pool.forget_all() for pool in self.arena.pools]
         return any(forgotten)
 
-    # -- what is going on -----------------------------------------------------------------------------------------
+    # -- statistics and checks ------------------------------------------------------------------------------------
 
     def waste(self, seqs: Iterable[Sequence]) -> tuple[int, int]:
         """(token slots allocated, token slots written) in the first group of the running sequences; a shared page
@@ -283,7 +283,7 @@ class KVManager:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _needs(self, pages: int, missing: int, end: int) -> list[int]:
-        """How many units of each kind a sequence takes that has `pages` in each group, lacks `missing`, and reaches
+        """How many units of each kind a sequence needs if it has `pages` in each group, lacks `missing`, and reaches
         `end` in this step. When memory is tight, tokens that the step's last token does not attend to get no page."""
         no_slot = [0] * (self.slots is not None)
         gone = [self.memory.pages_out_of_window(group, end - 1) for group in range(len(self.pools))]

@@ -1,5 +1,5 @@
-"""The pools of pages and state slots: reference counts, free lists, which page holds which hash; and the arena of
-slabs that they share.
+"""The pools of pages and state slots, with reference counts, free lists and hashes; and the arena of slabs that they
+share.
 
     page 0          null page: padding writes go here, and table entries out of a window point here; never allocated
     in use          refs > 0
@@ -28,7 +28,7 @@ class Arena:
         self.pools = [PagePool(self, per, first) for per, first in zip(per_slab, first_ids, strict=True)]
         self.moved: list[int] = []
         self.num_released = 0              # pages and slots released by their last owner, so far
-        self.named_watched = False         # a watched name was given to a page
+        self.named_watched = False         # a page was given a watched name
         self._watched: set[bytes] = set()
         self._last_owner: list[PagePool | None] = [None] * num_slabs
         self._clock = 0
@@ -40,8 +40,7 @@ class Arena:
         return self._clock
 
     def fits(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> bool:
-        """Whether every pool can provide its pages at the same time, once `woken` of its idle cached pages are in use
-        again."""
+        """Whether all pools together can provide these pages, once the idle cached pages `woken` are in use again."""
         return self._slack(needs, woken) >= 0
 
     def lacking(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> int:
@@ -67,8 +66,8 @@ class Arena:
         slack = self._slack(needs)
         if slack < 0:
             return None
-        # A new page may take a whole slab even where evicting a cached page would do. Do not take a slab that another
-        # pool needs.
+        # A pool may take a whole slab for a new page although evicting a cached page would do. It must not take a slab
+        # that another pool needs.
         careful = slack < sum(needs)
         taken = []
         for pool, need in zip(self.pools, needs, strict=True):
@@ -78,7 +77,7 @@ class Arena:
         return taken
 
     def _slack(self, needs: Sequence[int], woken: Sequence[Iterable[int]] = ()) -> int:
-        """Unused slabs less the fewest that `needs` takes; negative if they do not fit."""
+        """Unused slabs minus the fewest that `needs` takes; negative if they do not fit."""
         spare, missing = len(self.free), 0
         for pool, need, wake in zip(self.pools, needs, woken or [()] * len(needs), strict=True):
             asleep = [page for page in wake if pool.is_free(page)]
@@ -90,8 +89,8 @@ class Arena:
         return spare - missing
 
     def find_slab(self, taker: "PagePool", before: int | None = None) -> int | None:
-        """A slab for `taker`: a free one, else another pool's slab that has been idle the longest. `before`: only slabs
-        idle since before that time."""
+        """A slab for `taker`: a free one, else the slab of another pool that has been idle the longest. `before`: only
+        a slab that has been idle since before that time."""
         if self.free:
             slab = self.free.popleft()
         else:
@@ -115,7 +114,7 @@ class Arena:
 
 
 class PagePool:
-    """Hands out the pages of its slabs, `first_id + slab * per_slab + i`. All operations are O(1) a page."""
+    """Hands out the pages of its slabs, `first_id + slab * per_slab + i`. All operations are O(1) per page."""
 
     def __init__(self, arena: Arena, per_slab: int, first_id: int) -> None:
         self.per_slab = per_slab
@@ -134,7 +133,7 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages if this pool owned all slabs."""
+        """How many pages there would be if this pool owned all slabs."""
         return self.num_pages - self._first_id
 
     @property

@@ -1,4 +1,5 @@
-"""What `atoll serve` tells the person who started it: loading progress, a banner, and when its engine is back."""
+"""What `atoll serve` tells the person who started it: loading progress, a banner, and that a restarted engine serves
+again."""
 
 import asyncio
 import logging
@@ -20,7 +21,7 @@ HEALTH_SECONDS = 1.0
 
 
 class Report:
-    """On a terminal a line that changes and a banner; elsewhere log lines."""
+    """On a terminal: a progress line that is rewritten in place, and a banner. Elsewhere: log lines."""
 
     def __init__(self, options: ServeOptions, client: EngineClient, url: str, started: float) -> None:
         self._options, self._client = options, client
@@ -43,7 +44,7 @@ class Report:
                 await asyncio.sleep(HEALTH_SECONDS)
 
     async def _loading(self, server: HttpServer, notifier: Notifier) -> EngineInfo:
-        """Show progress until a token came out of the engine."""
+        """Show progress until the engine has produced a token."""
         client, shown, logged = self._client, "", 0.0
         while client.state != "ready" or client.info is None or not server.started:
             notifier.loading(client.progress or client.state)

@@ -1,7 +1,7 @@
 """`atoll serve`: check everything, start the engine process, and be its gateway and supervisor.
 
-Exit status: 0 stopped, 2 a flag cannot be honoured, 11 the model's files are damaged, 40 the engine does not stay up,
-130 interrupted twice, 1 a defect.
+Exit status: 0 stopped, 2 a flag cannot be honoured, 11 the model's files are damaged, 40 the engine keeps crashing, 130
+interrupted twice, 1 a defect.
 """
 
 import logging
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             log.error("%s", error)
             complain("atoll serve", error, logged=True)
             return EXIT_MODEL if isinstance(error, ModelError) else EXIT_CONFIG
-        except KeyboardInterrupt:  # before the event loop handles signals
+        except KeyboardInterrupt:  # the event loop does not handle signals yet
             return EXIT_INTERRUPTED
         finally:
             engine.kill()
@@ -107,7 +107,7 @@ def _exit_quietly(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _check_model(options: ServeOptions) -> None:
-    """Name what is missing or damaged before anything starts. Raises ModelError."""
+    """Check the model's files before anything starts. Raises ModelError, which names what is missing or damaged."""
     from engine.models.config.model import ModelConfig
     from engine.models.loading.checkpoint import check_checkpoint
 
@@ -118,11 +118,12 @@ def _check_model(options: ServeOptions) -> None:
 
 
 def _bind(options: ServeOptions) -> socket.socket:
-    """The listening socket, bound before the engine starts: a taken port is known at once. Raises ConfigError."""
+    """The listening socket, bound before the engine starts, so that a taken port is reported at once. Raises
+    ConfigError."""
     if options.uds is not None:
         return framing.listen(options.uds, shared_with_group=True, backlog=BACKLOG)
     listener = bind_tcp(options.host, options.port)
-    options.port = listener.getsockname()[1]  # --port 0 took a free one
+    options.port = listener.getsockname()[1]  # --port 0 takes a free one
     return listener
 
 
@@ -133,7 +134,7 @@ def _warn_if_open(options: ServeOptions) -> None:
 
 
 def base_url(options: ServeOptions) -> str:
-    """What a client on this machine puts into `base_url`, without the closing /v1."""
+    """The `base_url` for a client on this machine, without the /v1 at its end."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)  # noqa: S104

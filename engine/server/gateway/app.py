@@ -31,7 +31,7 @@ from engine.server.openai import chat, completions, embeddings, models
 from engine.server.openai.responses import endpoint as responses
 from engine.server.openai.serving import Gateway, ServedModel
 
-# Family of routes -> the scope that a key needs for it; None: open to everybody.
+# Each family of routes, and the scope that a key needs for it; None: open to everybody.
 _FAMILIES: tuple[tuple[APIRouter, str | None], ...] = (
     (chat.router, "serve"),
     (completions.router, "serve"),
@@ -59,9 +59,9 @@ def create_app(
 ) -> FastAPI:
     """The application that serves `models` (every name a client may use, aliases included).
 
-    `auth` None means that anyone who can connect may use it. Its lifespan starts and closes the engines' clients.
-    Browsers of other origins are refused unless listed in `allowed_origins`. `broken` names models that should be here
-    and cannot be served, and why.
+    With `auth` None, anyone who can connect may use it. The application's lifespan starts and closes the engines'
+    clients. Browsers on other origins are refused unless listed in `allowed_origins`. `broken`: models that are
+    configured but cannot be served, and why.
     """
     limits = limits or Limits()
     metrics = metrics or Metrics({name: model.replicas for name, model in models.items()})
@@ -122,7 +122,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Starlette's own 404 (unknown route) and 405 (wrong method)."""
+    """The reply for Starlette's own 404 (unknown route) and 405 (wrong method)."""
     what = f"{request.method} {shortened(request.url.path)}"
     message = {404: f"There is no {what}.", 405: f"{what} is not allowed."}.get(error.status_code, str(error.detail))
     headers: Any = dict(error.headers or {})
@@ -130,7 +130,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:
-    """A parameter of the path or the query that cannot be read."""
+    """The reply for a path or query parameter that cannot be parsed."""
     first = error.errors()[0]
     return invalid(f"{shortened(str(first['loc'][-1]))}: {shortened(str(first['msg']))}.").response()
 

@@ -1,6 +1,6 @@
 """`/docs`: the OpenAPI document as one HTML page, for a browser without the Internet.
 
-FastAPI's own pages load scripts from a CDN. This one has no script at all, and asks for nothing else.
+FastAPI's own pages load scripts from a CDN. This one has no script, and loads nothing else.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _EXAMPLE = """curl -N $URL/v1/chat/completions \\
 
 
 def docs_page(document: dict[str, Any]) -> str:
-    """The page of an OpenAPI document as `openapi_document` makes it."""
+    """The HTML page for a document of `openapi_document`."""
     info, schemas = document["info"], document["components"]["schemas"]
     families: dict[str, list[str]] = {}
     for path, operations in document["paths"].items():
@@ -74,7 +74,7 @@ def _fields(title: str, schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 
 
 def _types(field: dict[str, Any]) -> Iterator[str]:
-    """How a person writes the types that a schema allows; null is left out."""
+    """The types that a schema allows, in plain words; null is left out."""
     if "$ref" in field:
         yield _name_of(field)
     for branch in field.get("anyOf", ()):

@@ -1,8 +1,8 @@
-"""`atoll gateway`: one HTTP endpoint in front of the engines of a server, each of which starts and fails by itself.
+"""`atoll gateway`: one HTTP endpoint in front of the engines of a server, which start and fail independently.
 
-A request goes to the engine that its `model` names. An engine that restarts is a 503 with Retry-After for its own model
-only; the gateway finds the new process on the same socket path. Exit status: 0 stopped, 2 a setting cannot be honoured,
-11 no model's files can be read, 1 a defect.
+A request goes to the engine that its `model` names. While an engine restarts, requests for its model get a 503 with
+Retry-After, and other models are not affected; the gateway finds the new process on the same socket path. Exit status:
+0 stopped, 2 a setting cannot be honoured, 11 no model's files can be read, 1 a defect.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(options: GatewayOptions) -> int:
-    """Load what serving needs, without a socket; 0 if every model can be served."""
+    """Load everything that serving needs, without a socket. Returns 0 if every model can be served."""
     from engine.server.gateway import app, main_loop  # noqa: F401
 
     _, broken = load_models(options)
@@ -73,7 +73,8 @@ def _check(options: GatewayOptions) -> int:
 
 
 def load_models(options: GatewayOptions) -> tuple[dict[str, ServedModel], dict[str, str]]:
-    """(every served name and its model, instances that cannot be served and why). One bad model spares the others.
+    """(every served name and its model, instances that cannot be served and why). A broken model does not affect the
+    others.
 
     Raises ConfigError if no model is configured, and the first model's error if none can be served.
     """
@@ -124,7 +125,7 @@ def _keys(options: GatewayOptions) -> credentials.GatewayKeys | None:
 
 
 def _tls(options: GatewayOptions) -> tuple[Path | None, Path | None]:
-    """(certificate, key) as they are to be read now; one file may hold both."""
+    """The paths (certificate, key) to read now; one file may hold both."""
     if options.ssl_certfile is None or options.ssl_keyfile is None:
         return None, None
     published = options.credentials / credentials.TLS_KEY if options.credentials else None
@@ -133,7 +134,7 @@ def _tls(options: GatewayOptions) -> tuple[Path | None, Path | None]:
 
 
 def _refuse_exposure(options: GatewayOptions, sockets: list[socket.socket]) -> None:
-    """Raises ConfigError for a socket that other machines reach without TLS or without keys."""
+    """Raises ConfigError if other machines could reach a socket without TLS or without keys."""
     missing = [flag for flag, given in ((msg("--ssl-certfile and --ssl-keyfile"), options.ssl_certfile),
                                         ("--api-key-file", options.api_key_file)) if given is None]
     for sock in sockets:
@@ -164,10 +165,10 @@ def _serving(options: GatewayOptions, sockets: list[socket.socket], keys: creden
 
 
 def _reload(options: GatewayOptions, context: ssl.SSLContext | None, keys: credentials.GatewayKeys | None) -> None:
-    """SIGHUP: read certificate and keys again, for new connections. If one cannot be used, the present one stays."""
+    """On SIGHUP: read certificate and keys again, for new connections. If one cannot be used, the current one stays."""
     try:
         certificate, key = _tls(options)
-        check_tls(certificate, key)  # in a context of its own: half a pair must not get into the live one
+        check_tls(certificate, key)  # in a separate context: a mismatched pair must not get into the live one
         if context is not None and certificate is not None:
             context.load_cert_chain(certificate, key, password=lambda: "")
     except (ConfigError, OSError) as error:
@@ -191,7 +192,8 @@ def _summary(models: dict[str, ServedModel], broken: dict[str, str]) -> str:
 
 async def _report(server: "HttpServer", notifier: Notifier, options: GatewayOptions,
                   sockets: list[socket.socket], models: dict[str, ServedModel], broken: dict[str, str]) -> None:
-    """Ready when the port answers: each engine's health is its own. Then feed the watchdog: this loop turns."""
+    """Report readiness to systemd as soon as the port answers, whatever the engines' states; then feed the watchdog,
+    which shows that this event loop runs."""
     while not server.started:
         await asyncio.sleep(0.02)
     urls = [f"{url_of(sock, tls=options.ssl_certfile is not None)}/v1" for sock in sockets]

@@ -17,11 +17,11 @@ scraped = APIRouter(tags=["Metrics"])
 
 @probes.get("/health", **documented("200 when tokens can be served", errors=(404, 503)), response_class=Response)
 async def health(request: Request, model: str | None = None) -> Response:
-    """200 with an empty body only if every model has an engine that produced a real token and whose steps progress, and
-    the server does not drain.
+    """200 with an empty body if every model has an engine that has produced a real token and makes progress, and the
+    server does not drain.
 
-    With `?model=NAME`, only that model is asked. If the server has keys, only callers with a key
-    learn the names of models and what is wrong with them; to others an unknown model is one that is not ready.
+    With `?model=NAME`, only that model is checked. If the server has keys, only callers with a key learn the names of
+    models and what is wrong with them; for others, an unknown model is just not ready.
     """
     gateway = gateway_of(request)
     name = model

@@ -1,4 +1,4 @@
-"""uvicorn with our bounds: how connections are accepted, and how the server ends without dropping a request."""
+"""uvicorn with our limits: how connections are accepted, and how the server stops without dropping a request."""
 
 import asyncio
 import contextlib
@@ -16,13 +16,13 @@ from engine.server.http.limits import Limits
 from engine.server.http.protocol import BoundedHttpProtocol
 from engine.server.openai.serving import Gateway
 
-ARRIVAL_SECONDS = 2.0  # how long a peer that connected just before the end may take to send its request
+ARRIVAL_SECONDS = 2.0  # how long a client that connected just before the shutdown may take to send its request
 ARRIVAL_POLL_SECONDS = 0.1
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on sockets that listen already. Connections are bounded, signals belong to `serving.py`, and a shutdown
-    answers every request that had been sent before it."""
+    """uvicorn on sockets that are listening already. Connections are bounded, `main_loop.py` handles signals, and a
+    shutdown answers every request that was sent before it."""
 
     def __init__(self, config: uvicorn.Config, protocol: type[BoundedHttpProtocol]) -> None:
         super().__init__(config)
@@ -35,7 +35,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, for sockets that listen already."""
+        """Like uvicorn's, for sockets that are listening already."""
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             self.should_exit = True
@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
         return self._protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, wait for requests that are on their way, answer all of them, and close."""
+        """Stop accepting, wait for requests that are arriving, answer all of them, and close."""
         for server in self.servers:
             server.close()
         deadline = time.monotonic() + ARRIVAL_SECONDS
@@ -67,7 +67,7 @@ class HttpServer(uvicorn.Server):
 
 def make_server(app: ASGIApp, limits: Limits, *, access_log: bool, shutdown_timeout: float,
                 ssl_certfile: Path | None, ssl_keyfile: Path | None) -> HttpServer:
-    """A server of `app`, with our limits and access log instead of uvicorn's."""
+    """A server for `app`, with our limits and access log instead of uvicorn's."""
     protocol = BoundedHttpProtocol.with_limits(limits)
     config = uvicorn.Config(
         AccessLog(app) if access_log else app,

@@ -27,7 +27,7 @@ log = logging.getLogger("atoll.gateway")
 
 
 class DrainReply(msgspec.Struct):
-    """`in_flight`: generating requests whose answers have not ended."""
+    """`in_flight`: generating requests whose answers are not complete."""
 
     draining: bool
     in_flight: int
@@ -35,25 +35,25 @@ class DrainReply(msgspec.Struct):
 
 @dataclass(slots=True)
 class Serving:
-    """An HTTP server and what runs with it."""
+    """An HTTP server and the tasks that run with it."""
 
     command: str                                                  # "atoll serve", for messages
     log: logging.Logger
     server: HttpServer
     sockets: list[socket.socket]
-    shutdown_timeout: float                                       # seconds for running requests at the end
+    shutdown_timeout: float                                       # seconds that running requests get at shutdown
     report: Callable[[Notifier], Coroutine[Any, Any, None]]       # tells systemd and the operator about the state
-    engine: EngineChild | None = None                             # ours to restart and to stop
+    engine: EngineChild | None = None                             # if given, we restart and stop it
     reload: Callable[[], None] | None = None                      # on SIGHUP; without it SIGHUP stops, as SIGTERM does
 
 
 def run(serving: Serving) -> int:
-    """Serve until a signal comes or the engine gives up; returns the exit status.
+    """Serve until a signal comes or the engine's supervisor gives up; returns the exit status.
 
-    The first SIGTERM or SIGINT lets running requests end, the second stops at once.
+    After the first SIGTERM or SIGINT running requests may finish; the second stops at once.
     """
     gc.collect()
-    gc.freeze()  # what is loaded by now lives until the end: no collection needs to look at it again
+    gc.freeze()  # everything loaded so far lives until the end: keep collections from traversing it
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(serving))
 
@@ -115,7 +115,7 @@ async def _run(serving: Serving) -> int:
 
 
 async def listen_locally(gateway: Gateway) -> list[asyncio.Server]:
-    """The sockets for programs on this machine."""
+    """Open the sockets for programs on this machine."""
     def drain(on: bool | None = None) -> tuple[bytes, str]:
         if on is not None and on != gateway.draining:
             gateway.draining = on

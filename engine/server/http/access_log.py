@@ -14,7 +14,7 @@ QUIET_PATHS = frozenset({"/health", "/livez", "/metrics", "/version"})  # probes
 
 
 class AccessLog:
-    """Pure ASGI, outermost: it also sees what the other layers refuse, and streams to their last byte."""
+    """Pure ASGI and outermost, so it also sees requests that other layers refuse, and streams until their last byte."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

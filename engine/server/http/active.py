@@ -1,7 +1,7 @@
-"""The requests that are under way, for the operator: ids, states, ages and counts of tokens; never content.
+"""The active requests, for the operator: ids, states, ages and token counts, never content.
 
-A request is entered when it goes to its engine and leaves when it ends. Its tokens are counted anyway, by its
-`RequestTracker`: the list costs nothing for each token.
+A request is listed from when it is sent to its engine until it ends. Its `RequestTracker` counts its tokens anyway, so
+the list adds no cost per token.
 """
 
 import time
@@ -34,7 +34,7 @@ class ActiveRow(msgspec.Struct):
 
 class ActiveReply(msgspec.Struct):
     requests: list[ActiveRow]   # oldest first
-    total: int                  # also of those that are left out
+    total: int                  # including those that the list leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class _Entry:
 
 class ActiveRequests:
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}  # in the order of their arrival
-        self._usual: dict[str, float] = {}     # model -> tokens of its answers, a mean of the last ones
+        self._entries: dict[str, _Entry] = {}  # in order of arrival
+        self._usual: dict[str, float] = {}     # model -> mean length of its recent answers, in tokens
 
     def add(self, model: str, caller: Caller, request: EngineRequest, client: EngineClient,
               tracker: RequestTracker) -> None:
@@ -77,12 +77,13 @@ class ActiveRequests:
         return ActiveReply([entry.row(now) for entry in entries[:most]], len(entries))
 
     def waiting(self, model: str, key: str) -> int:
-        """How many sequences of `key` wait for `model`. One that the engine has said nothing about yet counts."""
+        """How many sequences of `key` wait for `model`, including those that the engine has not reported on yet."""
         return sum(entry.caller.key_id == key and entry.model == model and entry.state == "waiting"
                    for entry in self._entries.values())
 
     def waiting_tokens(self, model: str) -> Counter[str]:
-        """Key -> the tokens of its requests that wait in the engine's queue: prompts, and answers as long as usual."""
+        """Key -> the tokens of its requests that wait in the engine's queue: their prompts, and answers of average
+        length."""
         usual, found = round(self._usual.get(model, 0.0)), Counter[str]()
         for entry in self._entries.values():
             if entry.model == model and entry.state == "waiting":

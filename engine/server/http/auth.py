@@ -3,9 +3,9 @@
     {"keys": [{"id": "k1", "name": "team a", "sha256": "…64 hex…", "created": "2026-01-01T00:00:00Z",
                "scopes": ["serve"], "group": "team a", "expires": null, "revoked": false}]}
 
-Keys of one `group` share cached prefixes; a key without a group shares with nobody. Plain SHA-256 is enough because
-keys are 256-bit random numbers, not passwords. The file is read again when it changes, so a revoked key is refused from
-the next request on.
+Keys of one `group` share cached prefixes; a key without a group shares them with no other key. Plain SHA-256 is enough
+because keys are 256-bit random numbers, not passwords. The file is read again when it changes, so a revoked key is
+refused from the next request on.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ from engine.message import msg, reason
 
 log = logging.getLogger("atoll.auth")
 
-# With a key file, everything else needs a key. The documents hold nothing of this server, and browsers send no key.
+# With a key file, all other paths need a key. The documents say nothing about this server, and browsers send no key.
 PUBLIC_PATHS = frozenset({"/health", "/livez", "/version", "/docs", "/openapi.json"})
 MAX_KEY_CHARACTERS = 512
 MAX_FILE_BYTES = 4 << 20
 MAX_GROUP_CHARACTERS = 64
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_UNSCOPED = ("serve", "metrics")  # what keys without "scopes" may do: they are older than scopes
+_UNSCOPED = ("serve", "metrics")  # the scopes of keys without "scopes", which date from before there were any
 
 Stamp = tuple[int, ...]
 
@@ -49,20 +49,20 @@ class ApiKey:
 
     @property
     def tenant(self) -> str:
-        """Whose prompts this key may find in the prefix cache: those of its group, or its own only."""
+        """Whose cached prompts this key may use: those of its group, or only its own."""
         return f"group {self.group}" if self.group else f"key {self.digest.decode()}"
 
     def valid(self, now: float) -> bool:
         return not self.revoked and (self.expires is None or now < self.expires)
 
     def allows(self, scope: str) -> bool:
-        """Whether it opens what asks for `scope`; `admin` opens all. Names that we do not know open nothing."""
+        """Whether the key has `scope`; `admin` includes all scopes. Unknown scopes in the file have no effect."""
         return scope in self.scopes or "admin" in self.scopes
 
 
 class KeyFile:
-    """The keys of one file. A file that has become unreadable or broken keeps the last good keys (and is logged); a
-    file that is gone admits nobody."""
+    """The keys of one file. If the file becomes unreadable or broken, the last good keys stay valid (and it is logged);
+    if it is removed, nobody is admitted."""
 
     def __init__(self, path: Path | str) -> None:
         """Raises ConfigError if the file cannot be used now."""
@@ -80,7 +80,7 @@ class KeyFile:
             ) from None
 
     def check(self, presented: str) -> ApiKey | None:
-        """The valid key that equals `presented`. Every stored digest is compared, in constant time."""
+        """The valid key that equals `presented`, or None. All stored digests are compared, each in constant time."""
         self.reload()
         if not presented or len(presented) > MAX_KEY_CHARACTERS:
             return None
@@ -92,7 +92,7 @@ class KeyFile:
         return found if found is not None and found.valid(time.time()) else None
 
     def reload(self) -> None:
-        """Read the file again if it has changed; `check` does so by itself. Never raises."""
+        """Read the file again if it has changed; `check` calls this. Never raises."""
         try:
             stamp = self._stat()
             if stamp == self._stamp:
@@ -108,13 +108,13 @@ class KeyFile:
             log.error("the changed key file %s cannot be used, the last good keys stay in force: %s", self._path, error)
 
     def _stat(self) -> Stamp:
-        """Changes with the content, and with who may read it (the change time)."""
+        """A stamp that changes with the file's content and its permissions (because of the change time)."""
         info = os.stat(self._path)
         return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino, info.st_dev
 
     def _read(self) -> list[ApiKey]:
         """Raises OSError, ValueError."""
-        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not stop the gateway
+        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block the gateway
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError("not a regular file")

@@ -7,7 +7,7 @@ from engine.server.http.auth import ApiKey
 
 @dataclass(slots=True)
 class Work:
-    """Of all choices of one request."""
+    """The work of one request, over all its choices."""
 
     model: str
     prompt_tokens: int = 0
@@ -22,8 +22,8 @@ class Caller:
 
     request_id: str
     key: ApiKey | None = None
-    work: "Work | None" = None  # what a generating request took, once it has ended
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # of the answer, whatever it will be
+    work: "Work | None" = None  # the work of a generating request, set when it has ended
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # for the response, whatever its status
 
     @property
     def key_id(self) -> str:

@@ -1,16 +1,16 @@
-"""Accepting connections, and the books about them: how many there are, in all and per address, and who makes room.
+"""Accepts connections and keeps count of them, in all and per address; decides which one is closed to make room.
 
     accept ──► room? ──► TLS handshake ──► headers ──► request ──► idle ──► headers …
                │         └───────── may be closed ──┘  protected   └ may be closed
 
-At its bounds the server closes the connection that has waited longest without a request (those that showed a key come
-last) and takes the new one. So a crowd of silent connections displaces itself, and a client that asks for something is
-served. A request whose answer is not read waits for its client like any other. Only when every connection is at work is
-a new one refused: with a 503, or a 429 where only those of its address are, while few are being refused; without a word
-beyond that.
+At its limit the server closes the connection that has been idle longest (connections that have shown a valid key come
+last) and accepts the new one. So a crowd of silent connections displaces itself, and a client that sends a request is
+served. A connection whose client does not read its answer counts as idle. A new connection is refused only if all
+others are busy: with a 503, or with a 429 if only those of its address are. If many are being refused at once, further
+ones are closed without a reply.
 
-We accept by ourselves because asyncio's servers tell a protocol nothing before TLS is agreed: neither who is there, nor
-that somebody was there and left.
+We accept connections ourselves, because asyncio's servers tell a protocol nothing before the TLS handshake is complete:
+neither who connected, nor that somebody connected and left.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from engine.server.http.limits import Limits
 
 log = logging.getLogger("atoll.server")
 
-RESERVED_DESCRIPTORS = 256  # for everything but clients: engines' sockets, files, refusals under way
-MAX_REFUSALS = 64           # connections that are sent the reason of their refusal at one time
+RESERVED_DESCRIPTORS = 256  # for everything but clients: engines' sockets, files, connections being refused
+MAX_REFUSALS = 64           # connections that are being told the reason of their refusal at one time
 REFUSAL_SECONDS = 2.0       # for the TLS handshake of such a connection
-_ACCEPTS_A_TURN = 64        # then other work of the event loop gets its turn
+_ACCEPTS_A_TURN = 64        # after so many, other work of the event loop gets its turn
 _NO_DESCRIPTORS_SECONDS = 0.5
-_TLS_END_SECONDS = 86400.0  # reader_watch.py ends it far sooner, but never for somebody who still reads
-_KERNEL_BUFFER_BYTES = 64 << 10  # unsent, of one connection: what nobody reads costs no megabytes
+_TLS_END_SECONDS = 86400.0  # reader_watch.py ends it far sooner, except for a client that still reads
+_KERNEL_BUFFER_BYTES = 64 << 10  # unsent bytes per connection: an answer that nobody reads must not take megabytes
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -48,7 +48,7 @@ class Connection:
 
     def __init__(self, address: str | None, refused: ApiError | None = None) -> None:
         self.address = address  # None: a Unix socket
-        self.refused = refused  # why it is not heard
+        self.refused = refused  # why it is refused, or None
         self.close: Callable[[], object] = lambda: None
 
 
@@ -60,19 +60,20 @@ class Connections:
         self._most = limits.max_connections
         self._open: set[Connection] = set()
         self._per_address: Counter[str] = Counter()
-        self._strangers: dict[Connection, None] = {}  # without a request, longest first: no key was shown yet
-        self._idle: dict[Connection, None] = {}       # the same of those whose last request had a valid key
+        self._strangers: dict[Connection, None] = {}  # idle ones, longest first, that have shown no valid key
+        self._idle: dict[Connection, None] = {}       # idle ones whose last request had a valid key
         self._refusals = 0
-        # Those whose request is on its way: accepted, or headers begun. A server that ends and drops one of these loses
-        # a request that no other server can see.
+        # Connections whose request may be arriving: just accepted, or in the headers. If a server that stops dropped
+        # one of these, a request would be lost without anybody knowing.
         self.arriving: set[Any] = set()
-        self.ended = False  # nobody is heard out any more
+        self.ended = False  # the shutdown no longer waits for arriving requests
 
     def __len__(self) -> int:
         return len(self._open)
 
     def fit_descriptors(self) -> None:
-        """Allow this process as many descriptors as it may have, and take no more connections than leave a reserve."""
+        """Raise this process's limit of open files as far as allowed, and accept only as many connections as leave a
+        reserve."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             try:
@@ -88,10 +89,10 @@ class Connections:
             self._most = room
 
     def admit(self, address: str | None) -> Connection | None:
-        """Take a new connection, if need be instead of one that waits. The result may be `refused`: to be told so and
-        closed. None: close it without a word."""
+        """Accept a new connection, if need be in place of an idle one. If the result is `refused`, tell the client why
+        and close it; if it is None, close it without a reply."""
         limits, most = self._limits, self._limits.max_connections_per_address
-        # The address first: a client over its own share must not displace others.
+        # Check the address first: a client that exceeds its own share must not displace others.
         if address is not None and most and self._per_address[address] >= most and not self._displace(address):
             return self._refuse(address, overloaded(
                 f"Your address may have {most} connections; close one, or wait for an answer to end.",
@@ -114,17 +115,18 @@ class Connections:
         return Connection(address, why)
 
     def working(self, connection: Connection) -> None:
-        """Its request has arrived, or its answer is read again: it is not closed to make room."""
+        """Call when a request has arrived, or its answer is read again: the connection is not closed to make room."""
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
 
     def waits(self, connection: Connection, *, known: bool) -> None:
-        """For its client: to send the next request, or to read. `known`: the last request had a valid key."""
+        """Call when the connection waits for its client, to send a request or to read. `known`: the last request had a
+        valid key."""
         if connection in self._open:
             (self._idle if known else self._strangers)[connection] = None
 
     def gone(self, connection: Connection) -> None:
-        """It is closed. Once is enough, twice does no harm."""
+        """Call when the connection is closed. Calling it twice does no harm."""
         if connection.refused is not None:
             connection.refused = None
             self._refusals -= 1
@@ -138,7 +140,8 @@ class Connections:
                 del self._per_address[connection.address]
 
     def _displace(self, address: str | None) -> bool:
-        """Close the connection (of that address) that has waited longest; whether there was one."""
+        """Close the connection (of that address, if given) that has been idle longest. Returns whether there was
+        one."""
         waiting = chain(self._strangers, self._idle)
         longest = next((c for c in waiting if address is None or c.address == address), None)
         if longest is None:
@@ -163,11 +166,11 @@ class Acceptor:
 
     @property
     def handshaking(self) -> bool:
-        """Whether somebody is between being accepted and having agreed on TLS."""
+        """Whether a TLS handshake is in progress."""
         return bool(self._handshakes)
 
     def close(self) -> None:
-        """Leave the port. Who has been accepted stays."""
+        """Stop listening. Accepted connections stay open."""
         if self._resume is not None:
             self._resume.cancel()
         if self._listener.fileno() >= 0:
@@ -175,7 +178,7 @@ class Acceptor:
             self._listener.close()
 
     async def wait_closed(self) -> None:
-        """Drop whom the handshake still keeps."""
+        """Drop connections that are still in the handshake."""
         for task in self._handshakes:
             task.cancel()
         await asyncio.gather(*self._handshakes, return_exceptions=True)
@@ -190,7 +193,7 @@ class Acceptor:
                 if error.errno in _EXHAUSTED:
                     self._pause(error)
                     return
-                continue  # it left while it waited to be accepted
+                continue  # the client left before it was accepted
             peer.setblocking(False)
             if peer.family in (socket.AF_INET, socket.AF_INET6):
                 with contextlib.suppress(OSError):
@@ -227,7 +230,7 @@ class Acceptor:
                 raise
 
     def _pause(self, error: OSError) -> None:
-        """The machine has no descriptors left: who waits in the kernel's queue waits there a moment longer."""
+        """Pause accepting because the machine has no descriptors left: new clients wait in the kernel's queue."""
         log.error("cannot accept connections for a moment: %s", error.strerror)
         self._loop.remove_reader(self._listener.fileno())
         self._resume = self._loop.call_later(
@@ -236,7 +239,7 @@ class Acceptor:
 
 
 def address_group(family: int, address: Any) -> str | None:
-    """What counts as one address: an IPv4 address, or the /64 that one IPv6 host commands. None for a Unix socket."""
+    """What counts as one address: an IPv4 address, or a /64, which one IPv6 host controls. None for a Unix socket."""
     if family == socket.AF_INET:
         return address[0]
     if family != socket.AF_INET6:

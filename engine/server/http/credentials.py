@@ -1,14 +1,14 @@
-"""Secrets of the gateway: copies made by systemd at its start, and newer ones that a reload publishes.
+"""Secrets of the gateway: the copies that systemd makes at its start, and newer ones that a reload publishes.
 
-A credential of systemd (`LoadCredential=`) does not change while the service runs, and the gateway cannot read the
-files of root. So `systemctl reload` runs `publish` as root first::
+A systemd credential (`LoadCredential=`) does not change while the service runs, and the gateway cannot read root's
+files. So `systemctl reload` first runs `publish` as root::
 
     /etc/atoll/credentials/api-keys.json   root's, 0600
       start  -> $CREDENTIALS_DIRECTORY/api-keys.json
       reload -> /run/atoll/credentials/api-keys.json    root's directory, readable by the gateway's user only
 
-Once a newer copy was seen, the copy of the start is never used again, even if the newer one goes away: a revoked key
-must not come back.
+Once a newer copy has been seen, the copy from the start is never used again, even if the newer one is removed: a
+revoked key must not become valid again.
 """
 
 import os
@@ -27,7 +27,7 @@ _NO_KEYS = b'{"keys": []}\n'
 
 
 class GatewayKeys(KeyFile):
-    """The key file of the start, until `published` holds a newer one."""
+    """The key file from the start, until `published` contains a newer one."""
 
     def __init__(self, path: Path, published: Path | None) -> None:
         """Raises ConfigError if the file cannot be used now."""
@@ -41,15 +41,15 @@ class GatewayKeys(KeyFile):
 
 
 def newest(path: Path, published: Path | None) -> Path:
-    """The published copy of a secret if there is one, else the one of the start."""
+    """The published copy of a secret if there is one, else the copy from the start."""
     return published if published is not None and published.exists() else path
 
 
 def publish(source: Path, target: Path, user: str) -> None:
     """Copy the secrets of `source` into the directory `target` for `user`. Run as root. Raises ConfigError.
 
-    `target` belongs to root, so the user cannot plant anything in it. A key file that is gone becomes one without keys:
-    whoever removed it wants nobody admitted.
+    `target` belongs to root, so the user cannot plant anything in it. If the key file is gone, one without keys is
+    published: whoever removed it wants nobody admitted.
     """
     try:
         account = pwd.getpwnam(user)
@@ -85,7 +85,7 @@ def publish(source: Path, target: Path, user: str) -> None:
 
 
 def _replace(directory: int, name: str, data: bytes, uid: int, gid: int) -> None:
-    """Readers see the old file or the new one, and nobody but `uid` can read either."""
+    """Replace a file atomically. Only `uid` can read it, old or new."""
     temporary = f".{name}.partial"
     try:
         os.unlink(temporary, dir_fd=directory)

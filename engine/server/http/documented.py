@@ -1,6 +1,7 @@
-"""What a route says of itself in the OpenAPI document, from the msgspec types that parse requests and form replies.
+"""Describes routes in the OpenAPI document, from the msgspec types that parse requests and form replies.
 
-FastAPI makes the document from the routes; it knows pydantic's types only, so bodies and replies are described here.
+FastAPI generates the document from the routes, but it only knows pydantic's types. So bodies and replies are described
+here.
 """
 
 from typing import Any
@@ -19,14 +20,15 @@ _MEANING = {
 }
 _types: dict[str, type] = {"ErrorReply": ErrorReply}
 
-READ = (400, 408, 413, 415)  # what reading a JSON body may lead to
+READ = (400, 408, 413, 415)  # errors of reading a JSON body
 
 
 def documented(
     summary: str, *, body: type | None = None, reply: type | None = None, event: type | None = None,
     errors: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Keywords of a route. `reply` None: no body; str: plain text. `event`: what a stream's events hold."""
+    """Keywords for a route's decorator. `reply` None: no body; str: plain text. `event`: the type of a stream's
+    events."""
     _types.update({kind.__name__: kind for kind in (body, reply, event) if kind not in (None, str)})  # type: ignore[union-attr]
     keywords: dict[str, Any] = {
         "summary": summary,
@@ -42,7 +44,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def schemas() -> dict[str, Any]:
-    """The components of the document: every type that a route named."""
+    """The components of the document: every type that a route names."""
     _, components = msgspec.json.schema_components(_types.values(), ref_template=_REF)
     return components
 

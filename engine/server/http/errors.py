@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}`` with a fitting status."""
+"""Errors in the form that OpenAI's clients read: ``{"error": {"message", "type", "param", "code"}}``, and their
+status."""
 
 import re
 
@@ -21,7 +22,7 @@ class ErrorReply(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """An error reply. `param` is the dotted path of the field, `code` a word for programs."""
+    """An error reply. `param` is the dotted path of the field; `code` is for programs."""
 
     def __init__(
         self,
@@ -69,12 +70,12 @@ def internal(message: str = "The server met an internal error; its log has the d
 
 
 def from_exception(error: Exception) -> ApiError:
-    """The reply for any exception of the layers below."""
+    """The reply for any exception from the layers below."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
         return invalid(str(error), error.param, error.code)
-    if isinstance(error, QuarantinedError):  # no client repeats a 422 by itself
+    if isinstance(error, QuarantinedError):  # clients do not retry a 422 on their own
         return ApiError(422, str(error), code="request_quarantined")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), type="server_error", code="engine_unavailable", headers={"Retry-After": "5"})

@@ -1,4 +1,5 @@
-"""Plain HTTP only on loopback: on any other address keys and prompts would cross the network readable by all."""
+"""Plain HTTP is allowed only on loopback: on any other address, keys and prompts would cross the network in the
+clear."""
 
 import ipaddress
 import logging
@@ -11,7 +12,8 @@ log = logging.getLogger("atoll.serve")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`. Names other than localhost may mean anything."""
+    """Whether only this machine can connect to `host`. False for names other than localhost, which may resolve to
+    anything."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -21,7 +23,7 @@ def is_loopback(host: str) -> bool:
 def check_exposure(host: str, uds: Path | None, tls: bool, allow_plain_http: bool = False) -> None:
     """Refuse to speak plain HTTP to other machines. Raises ConfigError.
 
-    `allow_plain_http` is the operator's word that something in front of us speaks TLS; it is logged, loudly.
+    With `allow_plain_http` the operator asserts that something in front of us speaks TLS; a warning is logged.
     """
     if tls or uds is not None or is_loopback(host):
         return

@@ -1,4 +1,4 @@
-"""Every bound of the HTTP edge, in one place. Ranges of sampling parameters are in `engine.core.params`."""
+"""All limits of the HTTP endpoint. Ranges of sampling parameters are in `engine.core.params`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,9 @@ def _seconds(default: float, help: str, at_least: float = 0.1, at_most: int = 86
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Each is a key of [serve.limits] and [gateway.limits] (engine.server.settings.limits).
+    """Each field is a key of [serve.limits] and [gateway.limits] (engine.server.settings.limits).
 
-    0 switches a bound for each key or address off.
+    0 switches off a limit that applies to each key or address.
     """
 
     # what is read
@@ -84,4 +84,4 @@ class Limits:
     retry_after_seconds: int = _seconds(5, "the `Retry-After` of 429 and 503", 1)
 
 
-MAX_ECHO_CHARACTERS = 200  # of any error message: never a mirror of the input
+MAX_ECHO_CHARACTERS = 200  # input that an error message repeats is cut to this length

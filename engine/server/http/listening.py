@@ -1,4 +1,4 @@
-"""Listening sockets, bound by us or handed over by systemd (sd_listen_fds(3)), and the certificate they show."""
+"""Listening sockets, bound by us or passed by systemd (sd_listen_fds(3)), and their certificate."""
 
 import ipaddress
 import os
@@ -35,7 +35,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
 
 
 def check_tls(certificate: Path | None, key: Path | None) -> None:
-    """Raises ConfigError unless both are absent, or are a pair that can serve."""
+    """Raises ConfigError unless both are absent, or form a pair that can serve."""
     if certificate is None or key is None:
         return
     try:
@@ -51,9 +51,9 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
 def inherited_sockets() -> list[socket.socket]:
     """The sockets that were passed to this process, in the unit's order; none if it was not started by a socket unit.
 
-    Raises ConfigError for a descriptor that is no listening stream socket.
+    Raises ConfigError for a descriptor that is not a listening stream socket.
     """
-    # Taken out of the environment, so that no child believes them to be meant for it.
+    # Removed from the environment, so that no child takes them for its own.
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     os.environ.pop("LISTEN_FDNAMES", None)
     if pid != str(os.getpid()) or not count.isdigit():
@@ -76,14 +76,14 @@ def inherited_sockets() -> list[socket.socket]:
 
 
 def is_local(sock: socket.socket) -> bool:
-    """Whether only processes of this machine can reach it."""
+    """Whether only processes on this machine can reach it."""
     if sock.family == socket.AF_UNIX:
         return True
     return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(sock: socket.socket, *, tls: bool) -> str:
-    """Where a client on this machine finds it."""
+    """The URL under which a client on this machine reaches the socket."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]

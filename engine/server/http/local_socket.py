@@ -6,8 +6,8 @@
                            GET /drain      whether new requests are refused, and how many still run
                            POST /drain     refuse new ones; DELETE /drain takes them again
 
-The path comes in the environment, which an older release ignores where it would refuse a flag. Each socket answers
-nothing but what is named here.
+The path is passed in the environment, because an older release ignores a variable but would refuse a flag. The sockets
+answer only the requests listed here.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ log = logging.getLogger("atoll.gateway")
 
 @dataclass(frozen=True, slots=True)
 class LocalSocket:
-    variable: str   # of the environment, with the path
+    variable: str   # environment variable that holds the path
     mode: int
-    loss: str       # what there is not without it, for the log
+    loss: str       # what does not work without it, for the log
 
 
 METRICS = LocalSocket("ATOLL_METRICS_SOCKET", 0o660, "no history is kept")
@@ -41,7 +41,7 @@ ADMIN = LocalSocket("ATOLL_ADMIN_SOCKET", 0o600,
 async def listen(which: LocalSocket, answers: Mapping[str, Callable[[], tuple[bytes, str]]]) -> asyncio.Server | None:
     """Answer a request without a body with (body, content type) of `answers["METHOD /path"]`.
 
-    Returns None where no socket is wanted, or none can be made: the API's requests come first.
+    Returns None if no socket is wanted, or none can be created: the API must work without it.
     """
     if not (wanted := os.environ.get(which.variable)):
         return None
@@ -90,7 +90,7 @@ def _bound(path: Path, mode: int) -> socket.socket:
 
 
 def _make_way(path: Path) -> None:
-    """Remove the socket of a process that was killed. Raises OSError where anybody could put another in its place."""
+    """Remove the socket of a process that was killed. Raises OSError if other users could replace it."""
     directory = path.parent.stat()
     if directory.st_mode & stat.S_IWOTH and not directory.st_mode & stat.S_ISVTX:
         raise PermissionError(f"everybody may write to {path.parent}")

@@ -1,8 +1,9 @@
-"""Prometheus metrics under vLLM's names, so that dashboards made for it work here; what vLLM lacks is `atoll:…`.
+"""Prometheus metrics under vLLM's names, so that dashboards made for vLLM work here; metrics that it lacks are
+`atoll:…`.
 
-Two sources: the engine's own counters (snapshots that arrive with every step) and one `RequestTracker` a request.
-Labels are closed sets: served model names, our route templates, finish reasons. Nothing that a client sends becomes
-a label, and no text of a prompt or an answer comes near this file.
+There are two sources: the engine's counters (snapshots that arrive with every step) and one `RequestTracker` for each
+request. Labels come from closed sets: served model names, our route templates, finish reasons. Nothing that a client
+sends becomes a label, and the text of prompts and answers never reaches this file.
 """
 
 import time
@@ -38,19 +39,20 @@ FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 MODEL_REFUSALS = ("queue_full", "key_waiting", "expected_wait", "engine_unavailable", "quarantined")
 SERVER_REFUSALS = ("draining", "server_full", "key_concurrency", "key_rate")
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-UNKNOWN = "unknown"  # the label of whatever is not in a closed set
+UNKNOWN = "unknown"  # the label for everything outside a closed set
 
 
 def one_two_five(limit: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 … up to `limit`, the buckets of token counts."""
+    """1, 2, 5, 10, 20, 50 … up to `limit`: the buckets of token counts."""
     steps = (mantissa * 10**exponent for exponent in range(len(str(limit))) for mantissa in (1, 2, 5))
     return tuple(float(step) for step in steps if step <= limit)
 
 
 class Metrics:
-    """All series of one gateway, in a registry of its own. `models` maps a served name to its model's engines.
+    """All series of one gateway, in a separate registry. `models` maps a served name to its model's engines.
 
-    Several served names of one model are aliases: its series carry the first. The label `engine` tells replicas apart.
+    Several served names of one model are aliases: its series are labelled with the first. The label `engine` tells
+    replicas apart.
     """
 
     def __init__(self, models: Mapping[str, Replicas], *, max_model_len: int = 131_072) -> None:
@@ -113,11 +115,11 @@ class Metrics:
         """Observe the steps of this engine, one of `model`'s."""
         label, number = self._label.get(model, UNKNOWN), str(replica.number)
         replica.client.on_step = self._step_observer(label, number)
-        for reason in FINISH_REASONS:  # a series that exists at 0 can be rated from the first event
+        for reason in FINISH_REASONS:  # rate() needs a series that exists at 0 before its first event
             self.success.labels(label, number, reason)
 
     def track(self, model: str, *, prompt_tokens: int, params: SamplingParams, engine: int = 0) -> "RequestTracker":
-        """Begin to observe one engine request (one of the `n` sequences). `model` is a served name."""
+        """Start observing one engine request (one of the `n` sequences). `model` is a served name."""
         return RequestTracker(self, (self._label.get(model, UNKNOWN), str(engine)), prompt_tokens, params)
 
     def longest_answer(self, model: str, tokens: int) -> None:
@@ -125,8 +127,8 @@ class Metrics:
         self.longest.labels(self._label.get(model, UNKNOWN), "0").observe(tokens)
 
     def refused(self, reason: str, model: str = UNKNOWN) -> None:
-        """Count a request that never reached the engine. `reason`: one of MODEL_REFUSALS, or, while nobody knows for
-        which model it is, of SERVER_REFUSALS."""
+        """Count a request that never reached the engine. `reason`: one of MODEL_REFUSALS, or one of SERVER_REFUSALS if
+        its model is not known yet."""
         self.rejections.labels(self._label.get(model, UNKNOWN), "0", reason).inc()
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
@@ -155,9 +157,9 @@ class Metrics:
 
 
 class RequestTracker:
-    """Follows one engine request. Call `on_output` for every StepOutput and `finish` exactly when it is over.
+    """Follows one engine request. Call `on_output` for every StepOutput and `finish` when the request is over.
 
-    `finish` may be called more than once; the first call counts, so it can sit in a `finally`.
+    `finish` may be called more than once, for example in a `finally`: only the first call counts.
     """
 
     __slots__ = ("_cached", "_done", "_labels", "_metrics", "_params", "_prompt", "_times", "first", "generated",
@@ -168,7 +170,7 @@ class RequestTracker:
         self.started = time.monotonic()
         self.first = self.last = 0.0
         self.generated = 0
-        self._cached: int | None = None  # of the prompt; None: no step has computed it
+        self._cached: int | None = None  # cached tokens of the prompt; None: no step has computed any of it
         self._times = None
         self._done = False
 
@@ -196,7 +198,8 @@ class RequestTracker:
         self._metrics.cached.labels(*self._labels).inc(cached)
 
     def finish(self, reason: FinishReason | str = FinishReason.ABORT) -> None:
-        """The request is over: `stop` (also a stop string found by the gateway), `length`, `abort` or `error`."""
+        """Call when the request is over: `stop` (including a stop string that the gateway found), `length`, `abort` or
+        `error`."""
         if self._done:
             return
         self._done = True
@@ -241,7 +244,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 
 
 class _EngineCollector:
-    """Reads the last snapshots when Prometheus asks. Counters restart at 0 with the engine, as `rate()` expects."""
+    """Reads the latest snapshots at each scrape. Counters restart at 0 with the engine, as `rate()` expects."""
 
     def __init__(self, models: Mapping[str, Replicas]) -> None:
         self._models = models
@@ -287,8 +290,8 @@ class _EngineCollector:
         yield from self._states()
 
     def _states(self) -> Iterator[Metric]:
-        """What autoscalers and dashboards made for vLLM read about an engine's memory. No engine sleeps here: one that
-        has its model is awake."""
+        """Series that autoscalers and dashboards made for vLLM read. Engines never sleep here: one that has loaded its
+        model is awake."""
         sleep = GaugeMetricFamily(
             "vllm:engine_sleep_state", "1 for the state that the engine is in.",
             labels=["model_name", "engine", "sleep_state"])

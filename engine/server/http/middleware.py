@@ -1,4 +1,4 @@
-"""The outermost layers, as pure ASGI: they must not stand between a stream and its client's disconnect."""
+"""The outermost layers, as pure ASGI, because they must not hide a client's disconnect from a stream."""
 
 import logging
 import re
@@ -21,7 +21,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 class RequestContext:
     """Gives every request an id (the client's `X-Request-Id`, or a new one), returns it in the reply, counts and times
-    the exchange, and turns what nobody caught into a 500 that tells nothing about our insides."""
+    the exchange, and turns uncaught exceptions into a 500 that reveals no internals."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, route_of: Callable[[str], str | None]) -> None:
         self._app, self._metrics, self._route_of = app, metrics, route_of
@@ -47,7 +47,7 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            status = status or 499  # nobody is left to read an answer
+            status = status or 499  # the client has gone
         except Exception:
             log.exception("request %s failed", request_id)
             if status:

@@ -1,16 +1,16 @@
-"""HTTP/1.1 for uvicorn, with the bounds that a LAN needs: headers limited in size and time, errors in OpenAI's shape.
+"""HTTP/1.1 for uvicorn, with the limits that a LAN needs: headers limited in size and time, errors in OpenAI's format.
 
-uvicorn with httptools bounds neither: a client could send headers without end, or none at all. Every connection has a
-timer or a request:
+uvicorn with httptools limits neither: a client could send endless headers, or none at all. Here, every connection has a
+request that is being answered or one of these timers:
 
     headers     header_seconds, from the connection or from a request's first byte
     body        body_seconds (body.py)
-    answer      send_seconds while the peer takes nothing of what is to be written (reader_watch.py; streams: sse.py)
+    answer      send_seconds while the client reads nothing of what is to be written (reader_watch.py; streams: sse.py)
     the rest of a body that nobody reads      linger_seconds, then closed
-    idle        idle_seconds; bytes that begin no request do not count
+    idle        idle_seconds; bytes that do not begin a request do not count
 
-Requests that come before the one in front of them is answered wait as bytes, not as requests: the parser sees one at a
-time. What is wrong behind a request (no HTTP, headers that are too large or too slow) is answered after that request.
+Pipelined requests wait as raw bytes, not as parsed requests: the parser sees one request at a time. An error behind a
+request (not HTTP, headers that are too large or too slow) is answered after that request.
 """
 
 from asyncio import TimerHandle, Transport
@@ -24,15 +24,15 @@ from engine.server.http.errors import ApiError
 from engine.server.http.limits import Limits
 from engine.server.http.reader_watch import ReaderWatch
 
-HEADER_PIECE_BYTES = 4096         # at most so much is parsed at once, up to the end of headers
-BODY_PIECE_BYTES = 1024           # less, because behind the end of a body some fifty short requests could stand in it
-SHORTEST_REQUEST_BYTES = 18       # GET / HTTP/1.1: who sends nothing but line ends must not cost a call for each
-WRITE_BUFFER_BYTES = 64 << 10     # uvloop holds eight times as much for TLS, so a slow reader would seem to stand still
+HEADER_PIECE_BYTES = 4096         # at most this much is parsed at once, until the headers end
+BODY_PIECE_BYTES = 1024           # smaller, because after the end of a body it could contain some fifty short requests
+SHORTEST_REQUEST_BYTES = 18       # GET / HTTP/1.1: a client that sends only line ends must not cost a call for each
+WRITE_BUFFER_BYTES = 64 << 10     # uvloop's default for TLS is eight times larger: a slow reader would seem not to read
 _END_OF_HEADERS = b"\n\r\n"
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """What a server's connections share are class attributes: it is uvicorn that constructs a protocol for each."""
+    """What a server's connections share is in class attributes, because uvicorn constructs the protocol objects."""
 
     limits = Limits()
     connections_open = Connections(Limits())
@@ -44,17 +44,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.connection = Connection(None)  # the acceptor's, where there is one
+        self.connection = Connection(None)  # replaced by the acceptor's, if there is one
         self._reading_headers = False
         self._header_bytes = 0
-        self._unfinished = 0  # bytes that came since the headers began
+        self._unfinished = 0  # bytes received since the headers began
         self._header_timer: TimerHandle | None = None
         self._linger_timer: TimerHandle | None = None
         self._reader: ReaderWatch | None = None
-        self._running: RequestResponseCycle | None = None  # the request that was handed to the application last
-        self._held = bytearray()  # what came behind it and is not parsed yet
-        self._refusal: ApiError | None = None  # of what came behind it; to be said when it is answered
-        self._discarded = 0   # bytes that nobody reads
+        self._running: RequestResponseCycle | None = None  # the last request that was handed to the application
+        self._held = bytearray()  # bytes received after it that are not parsed yet
+        self._refusal: ApiError | None = None  # an error in the bytes after it; sent when it has been answered
+        self._discarded = 0   # bytes that were received and dropped
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -69,7 +69,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(self.connection.refused)
             return
         self.connections_open.arriving.add(self)
-        self._start_header_timer()  # a connection on which nothing ever comes costs a descriptor
+        self._start_header_timer()  # a silent connection takes a descriptor
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
@@ -80,17 +80,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._reader.stop()
         self.connections_open.arriving.discard(self)
         self.connections_open.gone(self.connection)
-        if self._running is not None:  # uvicorn tells only the request that came last
+        if self._running is not None:  # uvicorn only tells the latest request
             _disconnect(self._running)
         self.pipeline.clear()
         self._held.clear()
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """The transport closes itself now, and sends what it still has."""
+        """The transport now sends its remaining bytes and closes itself."""
         self.loop.call_soon(self._watch_closing)
 
-    # -- what the peer sends
+    # -- what the client sends
 
     def data_received(self, data: bytes) -> None:
         if self._linger_timer is None and self._refusal is None:
@@ -105,14 +105,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def crowded(self) -> bool:
-        """Whether more has come than this connection may hold before its present request is answered."""
+        """Whether more bytes have arrived than this connection may hold before its current request is answered."""
         deaf = self._refusal is not None and self._discarded > self.limits.max_discarded_bytes
         return deaf or len(self._held) > HIGH_WATER_LIMIT
 
     def _parse_held(self) -> None:
-        """Give the parser what came, up to the headers of a request that has to wait for the one in front of it.
+        """Feed the parser, up to and including the headers of a request that must wait for the previous one.
 
-        So a connection holds one waiting request: parsed, the smallest ones take a hundred times their bytes.
+        So a connection holds one parsed waiting request: once parsed, small requests take a hundred times their bytes.
         """
         while self._held and not self.pipeline and self._refusal is None and not self._closing:
             size = self._piece()
@@ -124,10 +124,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.crowded:
             self.flow.pause_reading()
         elif self.pipeline and len(self.cycle.body) <= HIGH_WATER_LIMIT:
-            self.flow.resume_reading()  # uvicorn has paused it: we would not see the peer leave
+            self.flow.resume_reading()  # uvicorn paused it: we would not notice a disconnect
 
     def _piece(self) -> int:
-        """How many bytes to parse now: no more than one request, as far as its end can be seen."""
+        """How many bytes to parse now: at most one request, if its end can be found."""
         if self.cycle is not None and self.cycle.more_body and not self._reading_headers:
             return BODY_PIECE_BYTES
         end = self._held.find(_END_OF_HEADERS, SHORTEST_REQUEST_BYTES - len(_END_OF_HEADERS), HEADER_PIECE_BYTES)
@@ -136,7 +136,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         super().data_received(data)
         if self._reading_headers:
-            # The parser keeps an unfinished header to itself, and reports its size only when it is whole.
+            # The parser reports a header only when it is complete, so count the bytes of unfinished ones here.
             self._unfinished += len(data)
             if self._unfinished > self.limits.max_header_bytes:
                 self._header_bytes = self._unfinished
@@ -166,14 +166,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.connections_open.working(self.connection)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The parser takes nothing more of this connection, so it ends with the answer."""
+        """The parser accepts no further bytes on this connection, so it is closed after the answer."""
         self.cycle.keep_alive = False
 
-    # -- what it gets
+    # -- what the client gets
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Run the application; if it answers before it has read the request's body, the connection closes behind the
-        answer, because a client that never sends the rest could hold it open."""
+        """Run the application. If it answers before it has read the request's body, the connection closes after the
+        answer, because a client that never sends the rest could keep it open."""
         self._running = cycle
         cycle.transport = _Reply(self)  # type: ignore[assignment]
 
@@ -200,11 +200,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return getattr(caller, "key", None) is not None
 
     def pause_writing(self) -> None:
-        """The peer does not read and much is waiting for it: start the clock after which the connection is closed."""
+        """The client does not read, and the write buffer is full: start the timer after which the connection is
+        closed."""
         super().pause_writing()
         assert self._reader is not None
         self._reader.behind()
-        if not self._known:  # not reading must not protect a connection from making room
+        if not self._known:  # a client without a key must not protect its connection by not reading
             self.connections_open.waits(self.connection, known=False)
 
     def resume_writing(self) -> None:
@@ -231,7 +232,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._say(self._refusal)
 
     def _unset_keepalive_if_required(self) -> None:
-        """uvicorn stops the idle timer at any byte. Here only a request does: `on_message_begin`."""
+        """Do nothing: uvicorn would stop the idle timer at any byte, but here only a request does
+        (`on_message_begin`)."""
 
     def _stop_idle_timer(self) -> None:
         if self.timeout_keep_alive_task is not None:
@@ -244,7 +246,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # -- the end
 
     def shutdown(self) -> None:
-        """The server ends: close now if idle, after the answer if not."""
+        """The server stops: close now if idle, else after the answer."""
         if self._linger_timer is not None:
             self._close()
             return
@@ -252,7 +254,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._watch_closing()
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be parsed as HTTP, and headers over the limit (the parser reports our exception as its own)."""
+        """Refuse bytes that are not HTTP, and headers over the limit (the parser reports our exception as its own)."""
         if self._header_bytes > self.limits.max_header_bytes:
             self._refuse(ApiError(431, f"The request's headers exceed {self.limits.max_header_bytes} bytes.",
                                   code="request_too_large"))
@@ -260,14 +262,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
-        """Nothing more is read. Requests that came whole are answered first."""
+        """Stop reading and answer with an error. Requests that arrived completely are answered first."""
         if self._closing or self._refusal is not None:
             return
         self._stop_header_timer()
         self.connections_open.arriving.discard(self)
         broken = self.cycle if self.cycle is not None and self.cycle.more_body and not self._reading_headers else None
         if broken is not None and broken is not self._running:
-            self.pipeline.clear()  # it waits for its turn, and its body is not what it said
+            self.pipeline.clear()  # drop the waiting request: its body is broken
         elif broken is not None and not broken.response_started:
             _disconnect(broken)  # the application waits for a body that will not come
         if self._busy:
@@ -288,15 +290,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self._linger_timer is not None or self.transport.is_closing()
 
     def end(self) -> None:
-        """The last answer of this connection is written."""
+        """Called when the last answer of this connection is written."""
         if self.cycle.more_body or self._reading_headers or self._held or self.pipeline or self._refusal is not None:
             self._linger()
         else:
             self._close()
 
     def _linger(self) -> None:
-        """Everything is said, but the peer may still be sending. Closed now, its next bytes would be answered with a
-        reset, and it might never see what we said: so read and drop them for a moment."""
+        """Read and drop what the client still sends for a moment before closing. If we closed at once, the kernel would
+        answer its next bytes with a reset, and the client might never see our answer."""
         if self._closing:
             return
         self._stop_header_timer()
@@ -339,7 +341,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _Flow(FlowControl):
-    """Reading is paused by the protocol too, and stays so whatever a request asks for."""
+    """The protocol can pause reading, too; then it stays paused whatever a request asks for."""
 
     def __init__(self, transport: Transport, protocol: BoundedHttpProtocol) -> None:
         super().__init__(transport)
@@ -351,15 +353,15 @@ class _Flow(FlowControl):
 
 
 class _Reply:
-    """The transport as one request sees it: the protocol decides how the connection ends, and nothing is written
-    after that."""
+    """The transport as one request sees it: the protocol decides when the connection ends, and nothing is written after
+    that."""
 
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
         self._protocol = protocol
         self.close = protocol.end
 
     def write(self, data: bytes) -> None:
-        """In pieces: uvloop hands a TLS transport's write to the socket whole, and would count none of it as unread."""
+        """Write in pieces: uvloop passes a TLS write to the socket as a whole, and would count none of it as unsent."""
         if self.is_closing():
             return
         if len(data) <= WRITE_BUFFER_BYTES:
@@ -374,7 +376,7 @@ class _Reply:
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Tell the application that nobody waits for its answer."""
+    """Tell the application that the client has gone."""
     if not cycle.response_complete:
         cycle.disconnected = True
         cycle.message_event.set()

@@ -1,11 +1,11 @@
-"""How fast a key may go: requests and tokens a minute, each a bucket that refills steadily and holds one minute."""
+"""Rate limits of keys: requests and tokens per minute, each a token bucket that holds one minute's worth."""
 
 import time
 from collections.abc import Callable
 
 
 class Bucket:
-    """`per_minute` units a minute; what was not used in the last minute is lost."""
+    """A bucket that refills steadily with `per_minute` units a minute and holds at most that many."""
 
     def __init__(self, per_minute: float, now: float) -> None:
         self._per_second = per_minute / 60
@@ -13,24 +13,24 @@ class Bucket:
         self._at = now
 
     def wait_for(self, units: float, now: float) -> float:
-        """Seconds until the bucket holds `units`; 0: it does now."""
+        """Seconds until the bucket holds `units`; 0 if it does now."""
         self._level = min(self._capacity, self._level + (now - self._at) * self._per_second)
         self._at = now
         return max(0.0, units - self._level) / self._per_second
 
     @property
     def state(self) -> tuple[int, int, float]:
-        """(units a minute, whole units left, seconds until it is full), as of the last `wait_for`."""
+        """(units per minute, whole units left, seconds until it is full), as of the last `wait_for`."""
         return (round(self._capacity), max(0, int(self._level)),
                 max(0.0, self._capacity - self._level) / self._per_second)
 
     def take(self, units: float) -> None:
-        """The level may become negative: an answer's length is known at its end only."""
+        """Take units. The level may become negative, because an answer's length is only known at its end."""
         self._level -= units
 
 
 class Rates:
-    """The buckets of all keys. A rate of 0 does not bind."""
+    """The buckets of all keys. A rate of 0 means no limit."""
 
     def __init__(self, requests_per_minute: int, tokens_per_minute: int,
                  clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +53,7 @@ class Rates:
         return wait
 
     def headers(self, key: str) -> list[tuple[bytes, bytes]]:
-        """What is left of the key's rates, under OpenAI's names, as of its last request."""
+        """What is left of the key's rates after its last request, as headers with OpenAI's names."""
         found = []
         for name, buckets in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket := buckets.get(key):
@@ -69,7 +69,7 @@ class Rates:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 6m0s, 1.5s, 20ms."""
+    """A duration in OpenAI's format: 6m0s, 1.5s, 20ms."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     minutes, rest = divmod(round(seconds, 1), 60)

@@ -1,4 +1,4 @@
-"""Whether a peer reads what we write: who reads slowly gets everything, who does not read is dropped."""
+"""Watches whether a client reads what we write: a slow reader gets everything, one that does not read is dropped."""
 
 import asyncio
 import contextlib
@@ -7,37 +7,37 @@ import socket
 import struct
 import termios
 
-CLOSE_SECONDS = 2.0     # between two looks at a connection that closes; also what a peer with nothing left to read gets
-_FIRST_LOOK_SECONDS = 0.1  # by then the end of the answer is on its way
-LEAST_PROGRESS = 8 << 10  # bytes that a reader takes in each period of patience; less counts as not reading
+CLOSE_SECONDS = 2.0     # between checks of a closing connection; also granted to a client that has everything
+_FIRST_LOOK_SECONDS = 0.1  # by then the end of the answer has been sent
+LEAST_PROGRESS = 8 << 10  # bytes that a client must read in each period of patience; less counts as not reading
 _BYTES_ACKED = 120        # offset of tcpi_bytes_acked in struct tcp_info, 8 bytes
 
 
 class ReaderWatch:
-    """Looks at one transport while its peer is behind. Aborts it when the peer has taken nothing for `patience`
+    """Watches one transport while its client is behind. Aborts it when the client has read nothing for `patience`
     seconds."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, patience: float) -> None:
         self._transport, self._loop, self._patience = transport, loop, patience
         self._closing = False
-        self._taken = 0        # bytes that the peer had taken when it last made progress
+        self._taken = 0        # bytes that the client had read when it last made progress
         self._since = 0.0      # when that was
-        self._seen = 0         # bytes that it had taken when we last looked
+        self._seen = 0         # bytes that it had read at our last check
         self._timer: asyncio.TimerHandle | None = None
 
     def behind(self) -> None:
-        """The write buffer is full."""
+        """Call when the write buffer is full."""
         if self._timer is None:
             self._begin(self._patience)
 
     def caught_up(self) -> None:
-        """The write buffer has room again."""
+        """Call when the write buffer has room again."""
         if not self._closing:
             self.stop()
 
     def closing(self) -> None:
-        """The transport closes. First it sends what it still has, and over TLS it awaits the peer's farewell: it would
-        wait for ever."""
+        """Call when the transport is closing. It first sends its remaining bytes, and with TLS it waits for the
+        client's close_notify, possibly for ever: so it must be watched."""
         if not self._closing:
             self.stop()
             self._closing = True
@@ -55,7 +55,7 @@ class ReaderWatch:
 
     def _look(self) -> None:
         taken, now = self._taken_now(), self._loop.time()
-        nothing_left = taken == self._seen and not self._left()  # and nothing moves that a TLS transport may not count
+        nothing_left = taken == self._seen and not self._left()  # and no bytes moved that a TLS transport may not count
         self._seen = taken
         if taken - self._taken >= LEAST_PROGRESS:
             self._taken, self._since = taken, now
@@ -68,15 +68,15 @@ class ReaderWatch:
             self._timer = self._loop.call_later(pause, self._look)
 
     def _taken_now(self) -> int:
-        """Bytes that the peer's machine has acknowledged: the transport's own buffer would tell too little. The kernel
-        holds more behind it, and of TLS what is encrypted already is not counted."""
+        """Bytes that the client's machine has acknowledged. The transport's own buffer would not be enough: the kernel
+        buffers more after it, and with TLS it does not count what is already encrypted."""
         with contextlib.suppress(OSError, ValueError, struct.error):
             info = self._transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
             return struct.unpack_from("Q", info, _BYTES_ACKED)[0]
         return -self._left()  # a Unix socket
 
     def _left(self) -> int:
-        """Bytes on their way to the peer, the kernel's too."""
+        """Unsent bytes, including those in the kernel."""
         queued = 0
         with contextlib.suppress(OSError, ValueError):
             descriptor = self._transport.get_extra_info("socket").fileno()

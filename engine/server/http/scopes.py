@@ -1,4 +1,4 @@
-"""May this caller do that? Dependencies of routes; who the caller is, the middleware has found out before."""
+"""The scopes of API keys, as dependencies of routes. The middleware has already identified the caller."""
 
 from typing import Any
 

@@ -19,22 +19,22 @@ from engine.server.ipc.quarantine import Quarantine
 log = logging.getLogger("atoll.client")
 
 BACKOFF_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to connect; the last one repeats
-PING_SECONDS = 5.0         # of silence before the engine is asked whether its loop turns
-STALL_SECONDS = 60.0       # without a step although there is work, or without a Pong, until it counts as unhealthy
-DROP_SECONDS = 240.0       # of a stall until the connection is dropped; a supervisor kills the engine sooner
-MAX_UNSENT_BYTES = 64 << 20    # of requests that the engine has not read; above it new ones are refused
-MAX_BACKLOG_BYTES = 256 << 20  # of outputs not yet read, approximately; above it the slowest reader is aborted
+PING_SECONDS = 5.0         # after this silence the engine is asked whether its loop runs
+STALL_SECONDS = 60.0       # without a step although there is work, or without a Pong: then the engine is unhealthy
+DROP_SECONDS = 240.0       # after this stall the connection is dropped; a supervisor kills the engine sooner
+MAX_UNSENT_BYTES = 64 << 20    # requests that the engine has not read yet; above this, new ones are refused
+MAX_BACKLOG_BYTES = 256 << 20  # outputs not read yet, approximately; above this, the slowest readers are aborted
 READ_BYTES = 256 << 10
 
 _Ran = list[tuple[EngineRequest, int]]  # requests, and the tokens of their answers so far
 
 
 class EngineClient:
-    """One engine process behind a Unix socket. Reconnects by itself, also to an engine that was restarted.
+    """One engine process behind a Unix socket. Reconnects by itself, to a restarted engine, too.
 
-    `state` is "connecting", "loading", "ready" or "dead" (it was there and is gone; attempts go on). `info` is None
-    until the engine is ready, and is kept while it restarts. `progress` describes the stage of loading.
-    `on_step` is called with (previous, present) stats for every frame of outputs, for metrics.
+    `state` is "connecting", "loading", "ready" or "dead" (the connection was lost; attempts go on). `info` is None
+    until the engine is ready, and is kept while it restarts. `progress` describes the stage of loading. `on_step` is
+    called with (previous, current) stats for every frame of outputs, for metrics.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EngineClient:
         self.state = "connecting"
         self.progress = ""
         self.last_error = ""   # the engine's own last words, or why the connection failed
-        self.restarts = 0      # times a ready engine was lost
+        self.restarts = 0      # how often a ready engine was lost
         self.on_step = on_step
         self._name = name
         self._policy = policy or PeerPolicy()
@@ -60,13 +60,13 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}
         self._backlog = _Backlog(self._streams)
         self.quarantine = Quarantine()
-        self._ran: _Ran = []           # when the connection was lost; a new process shows that the old one died
-        self._failed_first: _Ran = []  # the requests of the first of the steps that fail one after another
+        self._ran: _Ran = []           # requests that ran when the connection was lost: a new process means a crash
+        self._failed_first: _Ran = []  # the requests of the first step in a series of failing steps
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._heard = 0.0       # monotonic time of the last frame
-        self._asked = 0.0       # monotonic time of the unanswered ping; 0: nothing is owed
-        self._leaves = False    # it says that it stops: what runs then has no part in it
+        self._asked = 0.0       # monotonic time of the unanswered ping; 0: there is none
+        self._leaves = False    # the engine announced that it stops: running requests are not to blame
         self._progressed = 0.0  # monotonic time when the step counter last moved, or work began
         self._changed = asyncio.Event()
 
@@ -84,7 +84,7 @@ class EngineClient:
         self._lost("The gateway is stopping.")
 
     async def wait_ready(self, timeout: float | None = None) -> m.EngineInfo:
-        """Raises TimeoutError."""
+        """Wait until the engine is ready. Raises TimeoutError."""
         async with asyncio.timeout(timeout):
             while self.state != "ready" or self.info is None:
                 self._changed.clear()
@@ -92,12 +92,12 @@ class EngineClient:
             return self.info
 
     def healthy(self) -> bool:
-        """Ready (so a real token came from the device), connected, and the scheduler loop turns while it owes us."""
+        """Whether the engine is ready (a real token came from the device), connected and not stalled."""
         connected = self._writer is not None and not self._writer.is_closing()
         return self.state == "ready" and connected and not self.stalled()
 
     def stalled(self, seconds: float | None = None) -> bool:
-        """A ready engine whose loop has not turned for that long (`stall_seconds`) while it owes a step or a Pong."""
+        """Whether a ready engine owes a step or a Pong, and its loop has not run for this long (`stall_seconds`)."""
         limit, now = seconds or self._stall_seconds, time.monotonic()
         if self.state != "ready":
             return False
@@ -114,8 +114,9 @@ class EngineClient:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[StepOutput, None]:
         """Submit `request` and yield its outputs; the last has a `finish_reason`.
 
-        Closing the iterator early aborts the request in the engine. Raises EngineDeadError (not ready, or lost on the
-        way), InvalidRequestError (the engine would never serve it) and QuarantinedError (the engine died of it, twice).
+        Closing the iterator early aborts the request in the engine. Raises EngineDeadError (the engine is not ready, or
+        was lost meanwhile), InvalidRequestError (it cannot serve this request) and QuarantinedError (this request
+        crashed it twice).
         """
         trial = await self.quarantine.admit(request) if self.quarantine else None
         stream: _Stream | None = None
@@ -150,13 +151,13 @@ class EngineClient:
         if key in self._streams:
             raise InvalidRequestError(f"The request id {key} is already in flight.", "request_id")
         if not self._streams:
-            self._progressed = time.monotonic()  # idle until now: the clock of progress starts with this work
+            self._progressed = time.monotonic()  # idle until now: the stall timer starts with this request
         stream = self._streams[key] = _Stream(request, self._backlog)
         self._send(m.Submit(request))
         return stream
 
     def stage(self, request_id: str) -> str:
-        """"waiting" or "running", as the engine said last; "" if it said nothing yet."""
+        """"waiting" or "running", as the engine last reported; "" if it has not yet."""
         stream = self._streams.get(request_id)
         return stream.stage if stream is not None else ""
 
@@ -179,7 +180,7 @@ class EngineClient:
             attempt += 1
 
     async def _connection(self) -> None:
-        """One connection, from connect to its end."""
+        """Run one connection from its start to its end."""
         reader, writer = await asyncio.open_unix_connection(str(self.path), limit=READ_BYTES)
         try:
             sock: socket.socket = writer.get_extra_info("socket")
@@ -204,7 +205,7 @@ class EngineClient:
             writer.close()
 
     async def _ping(self) -> None:
-        """Ping after a silence, and remember since when the Pong is due."""
+        """Ping after a silence, and remember when the ping was sent."""
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self.stalled(DROP_SECONDS) and self._writer is not None:
@@ -258,14 +259,15 @@ class EngineClient:
 
     def _advance(self, stats: EngineStats) -> None:
         before, self.stats = self.stats, stats
-        self._asked = 0.0  # any message shows that its loop turns: the Pong may be queued behind outputs
+        self._asked = 0.0  # any message shows that the loop runs: the Pong may be queued behind outputs
         if stats.steps != before.steps or not before.num_running:
             self._progressed = time.monotonic()
         if self.on_step is not None:
             self.on_step(before, stats)
 
     def _note_failures(self, event: m.Outputs) -> None:
-        """After a sticky error of a device each step fails, and then the process ends: the first one had the cause."""
+        """Remember the first of a series of failing steps: after a sticky device error every step fails until the
+        process ends, but only the first one contained the cause."""
         if event.stats.step_failures == self.stats.step_failures:
             if event.stats.steps != self.stats.steps:
                 self._failed_first = []
@@ -309,7 +311,7 @@ class EngineClient:
 
 
 class SlowReaderError(AtollError):
-    """A client took its answer so slowly that it had to be given up."""
+    """A client read its answer so slowly that the request had to be aborted."""
 
 
 class _Stream:
@@ -319,9 +321,9 @@ class _Stream:
 
     def __init__(self, request: EngineRequest, backlog: "_Backlog") -> None:
         self.request = request
-        self.bytes = 0   # of the outputs that wait
-        self.stage = ""  # "waiting" or "running", as the engine said last
-        self.tokens = 0  # of the answer
+        self.bytes = 0   # size of the outputs that wait to be read
+        self.stage = ""  # "waiting" or "running", as the engine last reported
+        self.tokens = 0  # tokens of the answer so far
         self._backlog = backlog
         self._items: deque[tuple[StepOutput, int]] = deque()
         self._error: Exception | None = None
@@ -367,15 +369,15 @@ class _Stream:
 
 
 class _Backlog:
-    """The unread outputs of all streams. The engine waits for no client, so outputs of slow readers pile up; they are
-    kept while there is room."""
+    """The unread outputs of all streams. The engine does not wait for clients, so outputs for slow readers pile up;
+    they are kept while there is room."""
 
     def __init__(self, streams: dict[str, _Stream]) -> None:
         self.bytes = 0
         self._streams = streams
 
     def cut(self) -> list[str]:
-        """Abort the requests furthest behind until the rest fits. Returns their ids."""
+        """Abort the requests that are furthest behind until the rest fits. Returns their ids."""
         given_up = []
         while self.bytes > MAX_BACKLOG_BYTES:
             key, stream = max(self._streams.items(), key=lambda item: item[1].bytes)

@@ -19,13 +19,13 @@ from engine.errors import ConfigError
 from engine.message import msg, reason
 
 LENGTH = struct.Struct(">I")
-MAX_UDS_PATH = 107  # bytes; sun_path of Linux holds 108 with its closing zero
+MAX_UDS_PATH = 107  # bytes; Linux's sun_path holds 108, including the terminating zero
 _SO_PEERGROUPS = 59  # Linux: the supplementary groups of the peer, as an array of gid_t
 _UCRED = struct.Struct("iII")
 
 
 class FrameError(ValueError):
-    """A peer that does not keep to the framing; its connection cannot be resynchronised and must close."""
+    """A peer violated the framing; the connection cannot be resynchronised and must close."""
 
 
 def frame(payload: bytes) -> bytes:
@@ -33,7 +33,7 @@ def frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames. Never allocates more than a peer has really sent."""
+    """Cuts a byte stream into frames. Never allocates more than the peer has actually sent."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -60,7 +60,7 @@ class FrameReader:
 
 @dataclass(frozen=True, slots=True)
 class PeerCredentials:
-    """Who opened the other end, as the kernel says it (SO_PEERCRED): no secret, nothing to forge."""
+    """Who opened the other end, according to the kernel (SO_PEERCRED): there is no secret, and nothing to forge."""
 
     pid: int
     uid: int
@@ -82,8 +82,8 @@ class PeerCredentials:
 class PeerPolicy:
     """Who may talk to us: our own user and root always, others by user or group id.
 
-    In a unit with `PrivateUsers=yes` foreign users show as the overflow id 65534, so the gateway's unit is admitted
-    by the group that both units share.
+    In a unit with `PrivateUsers=yes`, other users appear as the overflow id 65534, so the gateway's unit is admitted by
+    the group that both units share.
     """
 
     uids: frozenset[int] = frozenset()
@@ -100,7 +100,7 @@ class PeerPolicy:
             uids = {int(u) if u.isdigit() else pwd.getpwnam(u).pw_uid for u in users}
             gids = {int(g) if g.isdigit() else grp.getgrnam(g).gr_gid for g in groups}
         except KeyError as error:
-            name = str(error.args[0]).rpartition(": ")[2]  # behind the C function's name
+            name = str(error.args[0]).rpartition(": ")[2]  # the text after the name of the C function
             raise ConfigError(msg("{name}: no such user or group on this machine.", name=name),
                               "--allow-user") from None
         return cls(frozenset(uids), frozenset(gids))
@@ -120,9 +120,9 @@ def check_path(path: Path) -> None:
 
 
 def listen(path: Path, *, shared_with_group: bool = False, backlog: int = 64) -> socket.socket:
-    """A listening, non-blocking Unix socket at `path`, mode 0600 (0660 if shared). Replaces a dead socket only.
+    """A listening, non-blocking Unix socket at `path`, mode 0600 (0660 if shared). Replaces only a dead socket.
 
-    Raises ConfigError if the path is unusable, holds something that is no socket, or a living process answers on it.
+    Raises ConfigError if the path is unusable, is not a socket, or a living process answers on it.
     """
     check_path(path)
     _remove_dead_socket(path)
@@ -154,7 +154,7 @@ def _remove_dead_socket(path: Path) -> None:
         try:
             probe.connect(str(path))
         except OSError as error:
-            if error.errno == errno.ECONNREFUSED:  # its owner is gone
+            if error.errno == errno.ECONNREFUSED:  # its process has ended
                 path.unlink(missing_ok=True)
                 return
             if error.errno == errno.ENOENT:

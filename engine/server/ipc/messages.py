@@ -1,8 +1,8 @@
-"""What gateway and engine say to each other: typed msgspec messages, tagged unions, msgpack on the wire.
+"""The messages between gateway and engine: typed msgspec structs, tagged unions, msgpack on the wire.
 
-One union a direction, so that a peer can only ever decode what the other side may say. Token ids, numbers, request
-ids and grammars cross this border; text of prompts and answers never does. `PROTOCOL` changes when a field changes its
-meaning.
+There is one union per direction, so a peer can only decode what the other side may send. Token ids, numbers, request
+ids and grammars cross this border; the text of prompts and answers never does. `PROTOCOL` changes when a field changes
+its meaning.
 
     client -> engine   Hello, Submit, Abort, Ping
     engine -> client   Welcome, Progress, Ready, Moved, Outputs, Rejected, Pong, Goodbye
@@ -24,7 +24,8 @@ MAX_EVENT_BYTES = 128 << 20
 
 
 class EngineInfo(msgspec.Struct, omit_defaults=True):
-    """What the front end must know about a loaded engine. `max_model_len` counts prompt plus answer, in tokens."""
+    """What the gateway must know about a loaded engine. `max_model_len` is the limit of prompt plus answer, in
+    tokens."""
 
     model_names: list[str]
     max_model_len: int
@@ -35,22 +36,22 @@ class EngineInfo(msgspec.Struct, omit_defaults=True):
     num_pages: int
     page_size: int
     max_num_seqs: int
-    hidden_size: int = 0       # of embeddings
+    hidden_size: int = 0       # the size of embeddings
     scheduling_policy: str = "fcfs"
-    grammars: bool = False     # answers can follow them
-    memory_plan: str = ""      # the table a person reads
+    grammars: bool = False     # whether answers can be made to follow a grammar
+    memory_plan: str = ""      # a table for people
     load_seconds: float = 0.0  # process start to the first real token
     pid: int = 0
 
 
 class Command(msgspec.Struct, tag=True, omit_defaults=True):
-    """Base of what a client may say."""
+    """Base of the messages that a client may send."""
 
 
 class Hello(Command):
     protocol: int
     client: str = ""      # a word for the engine's log: "gateway", "status"
-    follows: bool = False  # it wants `Moved`, which clients of an older release do not know
+    follows: bool = False  # the client wants `Moved`, which clients of older releases do not know
 
 
 class Submit(Command):
@@ -62,13 +63,13 @@ class Abort(Command):
 
 
 class Ping(Command):
-    """Answered by the scheduler loop itself, between two steps: a Pong proves that the loop turns."""
+    """Answered by the scheduler loop itself, between two steps: a Pong proves that the loop runs."""
 
     nonce: int = 0
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True):
-    """Base of what the engine may say."""
+    """Base of the messages that the engine may send."""
 
 
 class Welcome(Event):
@@ -99,7 +100,7 @@ class Ready(Event):
 
 class Moved(Event):
     """Requests that went back to the queue, and requests that left it. Sent before the step that computes them starts,
-    so that a client knows what ran even if that step ends the process."""
+    so that a client knows what ran even if that step crashes the process."""
 
     waiting: list[str]
     running: list[str]

@@ -1,11 +1,11 @@
-"""Requests that ran when the engine process died, and what becomes of them when they are sent again.
+"""Quarantine for requests that ran when the engine process died, if they are sent again.
 
-After one crash nobody knows which of the requests that ran was its cause: all of them are suspects. A suspect may run
+After one crash nobody knows which of the running requests caused it, so all of them are suspects. A suspect may run
 again, but only one suspect at a time, until it has passed the point where it was when the engine died; then it is
-cleared. A suspect with which the engine dies a second time is refused from then on. Because suspects run one by one, a
-request that merely ran beside the cause is not refused with it, even if both are sent again at once.
+cleared. If the engine dies with a suspect a second time, that request is refused from then on. Because suspects run one
+by one, a request that only ran at the same time as the cause is not refused, even if both are sent again at once.
 
-Suspicion is by key: nobody can have another key's request refused.
+Suspects are recorded by key, so nobody can have another key's request refused.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from engine.errors import QuarantinedError
 
 log = logging.getLogger("atoll.client")
 
-CRASHES = 2                      # with which a request is refused
+CRASHES = 2                      # after so many crashes a request is refused
 REMEMBERED_SECONDS = 24 * 3600.0
 MOST_REMEMBERED = 4096
-_UNSENT = 8                      # tokens of steps that were in flight, which nobody saw
+_UNSENT = 8                      # tokens of steps in flight at the crash, which the client never got
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def fingerprint(request: EngineRequest) -> bytes:
-    """Equal for requests of one key that ask for the same."""
+    """A digest that is equal for requests of one key that ask for the same."""
     asked = (request.owner, request.prompt_token_ids, request.params, request.pooling)
     return hashlib.blake2b(_encoder.encode(asked), digest_size=16).digest()
 
@@ -39,7 +39,7 @@ def fingerprint(request: EngineRequest) -> bytes:
 @dataclass(slots=True)
 class Suspect:
     crashes: int = 0
-    tokens: int = 0     # of its answer when the engine died
+    tokens: int = 0     # length of its answer when the engine died
     at: float = 0.0     # monotonic time of the last crash
 
     @property
@@ -48,12 +48,12 @@ class Suspect:
 
 
 class Quarantine:
-    """Of one engine."""
+    """The quarantine of one engine."""
 
     def __init__(self) -> None:
         self._suspects: dict[bytes, Suspect] = {}
-        self._holder: bytes | None = None  # the suspect that runs
-        self._holders = 0                  # its requests: equal ones may run together
+        self._holder: bytes | None = None  # the suspect that is running
+        self._holders = 0                  # number of its requests: equal ones may run together
         self._free = asyncio.Event()
         self.held = 0                      # suspects that wait for another one
 
@@ -66,7 +66,7 @@ class Quarantine:
         return sum(suspect.refused for suspect in self._suspects.values())
 
     def crashed(self, ran: Iterable[tuple[EngineRequest, int]]) -> None:
-        """The engine process died while these ran; with each, the tokens of its answer so far."""
+        """Call when the engine process died while these requests ran; with each, the length of its answer so far."""
         now, blamed = time.monotonic(), set[bytes]()
         for request, tokens in ran:
             key = fingerprint(request)
@@ -89,9 +89,9 @@ class Quarantine:
         return suspect
 
     async def admit(self, request: EngineRequest) -> "Trial | None":
-        """Wait until no other suspect runs, if this is one. Raises QuarantinedError.
+        """If this request is a suspect, wait until no other suspect runs. Raises QuarantinedError.
 
-        Whoever gets a trial must end it.
+        The caller must end the trial that this returns.
         """
         key = fingerprint(request)
         while (suspect := self.find(key)) is not None:
@@ -121,14 +121,14 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A suspect that runs. `tokens`: of its answer when the engine died."""
+    """A running suspect. `tokens`: the length of its answer when the engine died."""
 
     quarantine: Quarantine
     key: bytes
     tokens: int
 
     def passed(self, tokens: int) -> bool:
-        """Whether it is beyond the point at which the engine died, with `tokens` of its answer."""
+        """Whether an answer of `tokens` is past the point at which the engine died."""
         return tokens > self.tokens + _UNSENT
 
     def end(self, *, cleared: bool) -> None:

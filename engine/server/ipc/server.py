@@ -19,8 +19,8 @@ from engine.server.ipc.framing import FrameError, FrameReader, PeerCredentials, 
 log = logging.getLogger("atoll.engine")
 
 MAX_CONNECTIONS = 64
-MAX_BACKLOG_BYTES = 256 << 20   # of events that a client has not read; then it is dropped
-HELLO_SECONDS = 10.0            # a connection that has not introduced itself by then is dropped
+MAX_BACKLOG_BYTES = 256 << 20   # a client with more unread events than this is dropped
+HELLO_SECONDS = 10.0            # a connection that has not sent Hello by then is dropped
 READ_BYTES = 256 << 10
 
 
@@ -30,7 +30,7 @@ class Connection:
     peer: PeerCredentials
     number: int
     name: str = ""              # from Hello; empty until then
-    follows: bool = False       # from Hello: it wants `Moved`
+    follows: bool = False       # from Hello: the client wants `Moved`
     since: float = field(default_factory=time.monotonic)
     reader: FrameReader = field(default_factory=lambda: FrameReader(m.MAX_COMMAND_BYTES))
     backlog: deque[memoryview] = field(default_factory=deque)
@@ -48,14 +48,14 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The connection is gone, for whatever reason. The last thing heard of it."""
+    """The connection is closed, for whatever reason. No further message comes from it."""
 
 
 Incoming = tuple[Connection, Connected | Disconnected | m.Submit | m.Abort | m.Ping]
 
 
 class IpcServer:
-    """Accepts, authenticates and decodes. What a peer does wrong closes that peer's connection and nothing else."""
+    """Accepts, authenticates and decodes. An error of a peer closes only that peer's connection."""
 
     def __init__(self, listener: socket.socket, policy: PeerPolicy, *, pid: int) -> None:
         self._listener = listener
@@ -73,7 +73,7 @@ class IpcServer:
 
     @property
     def wake_fd(self) -> int:
-        """Writing a byte here ends a blocking `poll`; meant for `signal.set_wakeup_fd`."""
+        """Writing a byte to this descriptor ends a blocking `poll`; meant for `signal.set_wakeup_fd`."""
         return self._wake_write.fileno()
 
     @property
@@ -82,7 +82,8 @@ class IpcServer:
         return [c for c in self._connections if c.name]
 
     def poll(self, timeout: float | None) -> list[Incoming]:
-        """Read and write; return what clients sent. Blocks up to `timeout` seconds (None: no limit) for something."""
+        """Read and write; returns what clients sent. Blocks for up to `timeout` seconds (None: no limit) until
+        something arrives."""
         ready = self._selector.select(0 if self._incoming else timeout)
         for key, mask in ready:
             if key.fileobj is self._listener:
@@ -101,7 +102,7 @@ class IpcServer:
         return incoming
 
     def send(self, connection: Connection, event: m.Event) -> None:
-        """Never blocks: what the socket does not take now is kept for the next `poll`."""
+        """Send an event. Never blocks: what the socket does not accept now is kept for the next `poll`."""
         self._send_frame(connection, frame(m.encode(event)))
 
     def broadcast(self, event: m.Event) -> None:
@@ -111,7 +112,7 @@ class IpcServer:
             self._send_frame(connection, data)
 
     def close(self, grace_seconds: float = 1.0) -> None:
-        """Write out what is pending, for at most `grace_seconds`, and close everything."""
+        """Write pending events for at most `grace_seconds`, then close everything."""
         deadline = time.monotonic() + grace_seconds
         for connection in list(self._connections):
             if connection.backlog:
@@ -129,7 +130,7 @@ class IpcServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the peer gave up, or we are out of descriptors: both pass
+        except OSError:  # the peer has left, or we are out of descriptors: both are temporary
             return
         sock.setblocking(False)
         peer = PeerCredentials.of(sock)

@@ -1,4 +1,4 @@
-"""The answer to one generating request, whole or as a stream of events: what does not depend on the endpoint."""
+"""The answer to one generating request, whole or as a stream of events: the part that all endpoints share."""
 
 import time
 import uuid
@@ -17,12 +17,12 @@ from engine.server.openai.schema import SamplingFields
 from engine.server.openai.serving import ServedModel
 
 Body = TypeVar("Body", bound=SamplingFields)
-Addition = tuple[str, Any, list[int]]  # text, log-probabilities in the endpoint's shape (None: none), token ids
+Addition = tuple[str, Any, list[int]]  # text, log-probabilities in the endpoint's format or None, token ids
 
 
 @dataclass(slots=True)
 class Choice:
-    """What one choice has said so far."""
+    """What one choice has produced so far."""
 
     index: int
     texts: list[str] = field(default_factory=list)
@@ -37,10 +37,10 @@ class Choice:
 
 
 class Answer(ABC, Generic[Body]):
-    """An endpoint says how its events and its whole reply are written, and what a delta adds."""
+    """An endpoint's subclass defines how its events and its whole reply are written, and what a delta adds."""
 
     id_prefix: ClassVar[str]
-    named_events: ClassVar[bool] = False  # `events` yields whole server-sent events, not their data
+    named_events: ClassVar[bool] = False  # True: `events` yields complete server-sent events, not just their data
 
     def __init__(self, body: Body, model: ServedModel, generation: Generation, limits: Limits) -> None:
         self.body, self.generation, self.tokenizer = body, generation, model.tokenizer
@@ -48,7 +48,7 @@ class Answer(ABC, Generic[Body]):
         self.id, self.created = f"{self.id_prefix}-{uuid.uuid4().hex}", int(time.time())
         self.num_choices = len(generation.prompts) * generation.params.n
 
-    # -- the endpoint's own
+    # -- defined by the endpoint
 
     @abstractmethod
     def addition(self, delta: ChoiceDelta) -> Addition:
@@ -62,13 +62,13 @@ class Answer(ABC, Generic[Body]):
     def text_event(self, index: int, addition: Addition) -> bytes: ...
 
     def delta_events(self, delta: ChoiceDelta, addition: Addition) -> Iterable[bytes]:
-        """What a delta adds to the stream, its end excepted."""
+        """The events that a delta adds to the stream, except its end."""
         text, logprobs, token_ids = addition
         if text or logprobs is not None or (self.body.return_token_ids and token_ids):
             yield self.text_event(delta.index, addition)
 
     def note(self, delta: ChoiceDelta) -> None:
-        """Called for each delta of a whole answer, after `addition`."""
+        """Called for each delta of an answer that is not streamed, after `addition`."""
 
     @abstractmethod
     def end_event(self, delta: ChoiceDelta) -> bytes: ...
@@ -82,7 +82,7 @@ class Answer(ABC, Generic[Body]):
     # -- common
 
     async def events(self) -> AsyncIterator[bytes]:
-        """For each choice: text, then the finish reason in an event of its own; last the usage, if it was asked for."""
+        """For each choice its text, then its finish reason in a separate event; at the end the usage, if requested."""
         begun = False
         deltas = aiter(self.generation)
         try:
@@ -122,9 +122,10 @@ class Answer(ABC, Generic[Body]):
         return self.generation.prompts[index // self.generation.params.n]
 
     def usage_so_far(self) -> Any:
-        """The `usage` of an event that is not the last: absent; null if usage was asked for; numbers if always.
+        """The `usage` of an event that is not the last: absent by default, null if usage was requested, numbers if it
+        was requested for every event.
 
-        Some clients take any event with a usage for the last one, hence null.
+        Null, because some clients take any event with a usage for the last one.
         """
         options = self.body.stream_options
         if options is None or not options.include_usage:

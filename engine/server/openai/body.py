@@ -1,4 +1,4 @@
-"""Reading a request body: bounded in size and time, JSON only, straight into a typed request."""
+"""Reads a request body, limited in size and time, and parses its JSON directly into a typed request."""
 
 import asyncio
 import re
@@ -12,7 +12,7 @@ from engine.server.http.limits import Limits
 from engine.server.openai.refused_fields import check_fields
 
 T = TypeVar("T")
-_SURROGATE = re.compile(  # an escaped half without its other half
+_SURROGATE = re.compile(  # an escaped surrogate without its other half
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
 
@@ -35,7 +35,7 @@ def parse(body: bytes | bytearray, kind: type[T], *, refuse_unknown: bool = True
     """JSON text as `kind`. Raises ApiError 400."""
     try:
         raw = msgspec.json.decode(body)
-    except msgspec.ValidationError:  # of untyped JSON only this
+    except msgspec.ValidationError:  # the only one that untyped JSON can cause
         raise invalid("A number in the request body is out of range.") from None
     except msgspec.DecodeError as error:
         if not body.strip():
@@ -66,7 +66,8 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read(request: Request, limits: Limits) -> bytearray:
-    """Never holds more than the bound: what exceeds it is dropped as it comes, so that the sender reads our answer."""
+    """The body's bytes. Never holds more than the limit: further bytes are read and dropped, so that the sender gets to
+    read our answer."""
     too_large = ApiError(
         413, f"The request body is larger than {limits.max_body_bytes} bytes.", code="request_too_large",
         headers={"Connection": "close"},

@@ -50,7 +50,8 @@ async def chat_prompt(
 
 
 def _template_kwargs(body: ChatRequest | TokenizeRequest, model: ServedModel) -> dict[str, Any]:
-    """Raises InvalidRequestError for what the model's template would drop, unless it switches off what is not there."""
+    """The template's variables. Raises InvalidRequestError for one that the model's template ignores, unless it
+    switches off something that the model does not have anyway."""
     given = checked_kwargs(body.chat_template_kwargs)
     reads = model.tokenizer.template.variables if model.tokenizer.template else frozenset(given)
     effort = body.reasoning_effort
@@ -66,7 +67,7 @@ def _template_kwargs(body: ChatRequest | TokenizeRequest, model: ServedModel) ->
 
 
 def check_chat_size(body: ChatRequest | TokenizeRequest, limits: Limits) -> None:
-    """Bounds on messages and tools. Raises InvalidRequestError."""
+    """Check the limits on messages and tools. Raises InvalidRequestError."""
     if len(body.messages or []) > limits.max_messages:
         raise InvalidRequestError(f"At most {limits.max_messages} messages are allowed.", "messages")
     check_tools(body.tools, getattr(body, "tool_choice", None), limits)
@@ -80,7 +81,7 @@ def check(body: ChatRequest, limits: Limits) -> None:
 
 
 def check_content(messages: list[Message]) -> None:
-    """Every message says something; only an assistant's may consist of tool calls (or of reasoning, a refusal) alone.
+    """Check that every message has content; an assistant's may instead have tool calls, reasoning or a refusal.
 
     Raises InvalidRequestError.
     """
@@ -99,7 +100,8 @@ def _tool_use(body: ChatRequest, model: ServedModel) -> ToolUse:
 
 
 def options(body: ChatRequest, model: ServedModel, prompts: list[list[int]]) -> dict[str, Any]:
-    """Of the generation: the tokens to tell from text (None where an answer is nothing but text), and the budget."""
+    """Options of the generation: the tokens that mark structure (None if an answer is only text), and the thinking
+    budget."""
     use = _tool_use(body, model)
     budget, after = thinking_budget(body.thinking_token_budget, model, prompts[0]), None
     if budget is not None:
@@ -139,7 +141,7 @@ def _characters(message: Message) -> int:
 
 
 class ChatAnswer(Answer[ChatRequest]):
-    """Where the model reasons or may call tools, each choice is taken apart (`SpokenChoice`); else it is its text."""
+    """If the model reasons or may call tools, each choice is parsed (`SpokenChoice`); otherwise it is plain text."""
 
     id_prefix = "chatcmpl"
 
@@ -177,7 +179,8 @@ class ChatAnswer(Answer[ChatRequest]):
         return [self._event(r.ChatChunkChoice(index, role), prompt) for index in range(self.num_choices)]
 
     def delta_events(self, delta: ChoiceDelta, addition: Addition) -> Iterable[bytes]:
-        """One event for each kind of news. Log-probabilities and ids stand in the first, with news or without."""
+        """One event for each kind of addition. Log-probabilities and ids go into the first event, even if the delta
+        adds nothing else."""
         if not self._spoken:
             yield from super().delta_events(delta, addition)
             return
@@ -201,7 +204,7 @@ class ChatAnswer(Answer[ChatRequest]):
                 made = r.ToolCallDelta(call, self._spoken[index].call_id(), "function", r.FunctionDelta(name, ""))
             case CallArguments(call, text):
                 made = r.ToolCallDelta(call, function=r.FunctionDelta(arguments=text))
-            case CallEnded():  # what was sent of a broken call cannot be taken back
+            case CallEnded():  # if the call is broken, the part that was sent cannot be taken back
                 return None
         return r.ChatDelta(tool_calls=[made])
 

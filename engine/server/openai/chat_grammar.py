@@ -1,4 +1,4 @@
-"""What the answer of a chat must follow: its format, and the calls that are demanded or strict."""
+"""The grammar that a chat's answer must follow, from its format and from tool calls that are required or strict."""
 
 from collections.abc import Sequence
 
@@ -17,16 +17,16 @@ def grammar_field(body: ChatRequest, use: ToolUse) -> str:
 def chat_grammar(
     body: ChatRequest, use: ToolUse, model: ServedModel, prompt: Sequence[int], *, reasons: bool = True
 ) -> tuple[str, str] | None:
-    """(llguidance's form, the field that asks for it); None where the model is free. Raises InvalidRequestError.
+    """(llguidance's form, the field that asks for it); None if the model is free. Raises InvalidRequestError.
 
-    What the model thinks is free; the grammar begins behind it. `reasons` False: the reasoning is over.
+    Reasoning is not constrained; the grammar begins after it. `reasons` False: the reasoning is already over.
     """
     form = answer_form(body)
     if use.forced or use.strict or (form is not None and use.calls):
         field = grammar_field(body, use)
         for schema in use.schemas.values():
             forms.check_schema(schema, "tools")
-        answers = form is not None and not use.forced  # a demanded call leaves no room for another answer
+        answers = form is not None and not use.forced  # if a call is required, no other answer is possible
         lark = model.output.grammar(
             use.schemas, use.strict, forced=bool(use.forced), answers=answers, parallel=use.parallel,
             prompt=prompt, tokenizer=model.tokenizer, reasons=reasons)

@@ -35,7 +35,7 @@ async def _prompts(gateway: Gateway, model: ServedModel, info: EngineInfo, body:
 def _sampling(
     body: CompletionRequest, info: EngineInfo, limits: Limits, model: ServedModel, prompts: list[list[int]]
 ) -> SamplingParams:
-    # max_tokens 0 with echo asks for the prompt's log-probabilities only; the engine then makes one token, unseen.
+    # max_tokens 0 with echo asks only for the prompt's log-probabilities: the engine makes one token, which is dropped.
     asked = 1 if _prompt_only(body) else body.max_tokens
     room = answer_room(
         max(map(len, prompts)), info.max_model_len, asked, "max_tokens", "prompt", DEFAULT_MAX_TOKENS)
@@ -58,7 +58,7 @@ def _prompt_only(body: CompletionRequest) -> bool:
 
 
 class CompletionAnswer(Answer[CompletionRequest]):
-    """With `echo` each choice begins with its prompt, which then counts as part of its first delta."""
+    """With `echo`, each choice begins with its prompt, as part of its first delta."""
 
     id_prefix = "cmpl"
 
@@ -141,7 +141,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return usage
 
     def _echo(self, index: int) -> tuple[str, list[int]]:
-        """(text, offset of each token) of the prompt of a choice. A prompt that came as text is echoed as it came."""
+        """(text, offset of each token) of a choice's prompt. A prompt that was sent as text is echoed unchanged."""
         number = index // self.generation.params.n
         text, offsets = decoded_prompt(self.tokenizer, self.generation.prompts[number])
         prompt = self.body.prompt

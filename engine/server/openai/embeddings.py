@@ -62,7 +62,8 @@ async def embeddings(request: Request) -> Response:
 
 
 class Vectors:
-    """The inputs of one request as engine requests, so many at a time that others find room between them."""
+    """The inputs of one request as engine requests, only a limited number at a time, so that other requests fit in
+    between."""
 
     def __init__(self, model: ServedModel, gateway: Gateway, caller: Caller, inputs: list[list[int]], *,
                  priority: int, cache_salt: str, at_a_time: int, on_end: Callable[[int], None]) -> None:
@@ -72,7 +73,7 @@ class Vectors:
         self._id = uuid.uuid4().hex
 
     async def all(self) -> list[bytes]:
-        """The vectors of all inputs, in their order. The first that fails, or a cancellation, aborts the others."""
+        """The vectors of all inputs, in their order. The first failure, or a cancellation, aborts all others."""
         found: dict[int, bytes] = {}
         left = iter(range(len(self._inputs)))
 
@@ -105,7 +106,7 @@ class Vectors:
                 tracker.on_output(output)
                 raise_if_failed(output)
                 if output.embedding is None:
-                    break  # an engine that is older than this gateway answers with tokens
+                    break  # an engine of an older release answers with tokens
                 return output.embedding
             raise EngineDeadError("The engine sent no embedding; it is being replaced.")
         except (EngineDeadError, QuarantinedError) as error:

@@ -31,7 +31,7 @@ def json_reply(reply: Any) -> Response:
 
 
 def check_common(request: SamplingFields, limits: Limits) -> None:
-    """Refuse what no generating endpoint does. Raises InvalidRequestError."""
+    """Refuse what no generating endpoint supports. Raises InvalidRequestError."""
     if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
         raise InvalidRequestError("spaces_between_special_tokens: special tokens are joined as the tokenizer joins "
                                   "them; leave it out.", "spaces_between_special_tokens")
@@ -48,7 +48,8 @@ def check_names(request: SamplingFields | EmbeddingRequest, limits: Limits) -> N
 
 
 def cache_salt(request: SamplingFields | EmbeddingRequest, caller: Caller, gateway: Gateway) -> str:
-    """What keeps the prefixes of this request apart from those of other tenants, and of other salts of its own."""
+    """A salt that separates this request's cached prefixes from those of other tenants, and of the tenant's other
+    `cache_salt`s."""
     salt = request.cache_salt or ""
     if caller.key is None or not gateway.limits.isolate_prefix_cache:
         return salt
@@ -56,7 +57,8 @@ def cache_salt(request: SamplingFields | EmbeddingRequest, caller: Caller, gatew
 
 
 def priority_of(request: SamplingFields | EmbeddingRequest, caller: Caller, info: EngineInfo) -> int:
-    """Raises ApiError 403 (the key may not choose) and InvalidRequestError (the engine would ignore it)."""
+    """The request's priority. Raises ApiError 403 (the key may not choose one) and InvalidRequestError (the engine
+    would ignore it)."""
     priority = request.priority or 0
     if priority and caller.key is not None and not caller.key.allows("priority"):
         raise ApiError(403, "priority: this API key lacks the scope 'priority'.", type="permission_error",
@@ -70,8 +72,8 @@ def priority_of(request: SamplingFields | EmbeddingRequest, caller: Caller, info
 
 
 async def admission(request: Request) -> AsyncIterator[None]:
-    """A dependency: the request counts as work in progress until the last byte of its answer, and is refused before a
-    byte of its body is read if there is too much. Raises ApiError 503 and 429."""
+    """A dependency: counts the request against the limits until the last byte of its answer. If there are too many, it
+    is refused before its body is read. Raises ApiError 503 and 429."""
     with gateway_of(request).admitted(caller_of(request)):
         yield
 
@@ -79,7 +81,7 @@ async def admission(request: Request) -> AsyncIterator[None]:
 async def stream_reply(
     events: AsyncIterator[bytes], limits: Limits, *, named: bool = False, compiles: bool = False
 ) -> EventStream:
-    """`compiles`: a grammar, which may prove unusable, is compiled first."""
+    """Answer with a stream. `compiles`: the engine first compiles a grammar, which may fail."""
     stream = EventStream(events, limits, named=named)
     await stream.prime(COMPILE_SECONDS if compiles else 0.0)
     return stream

@@ -1,4 +1,4 @@
-"""One API request as engine requests: fanned out into choices, turned into text, counted, and aborted together."""
+"""One API request as engine requests: fanned out into choices, decoded to text, counted, and aborted together."""
 
 import asyncio
 import dataclasses
@@ -25,7 +25,7 @@ from engine.text.parsers.source import Part
 log = logging.getLogger("atoll.server")
 
 T = TypeVar("T")
-_MERGE_AHEAD = 4  # outputs a choice may be ahead of the writer before its reading pauses
+_MERGE_AHEAD = 4  # outputs that may be read ahead of the writer for each choice
 
 
 @dataclass(slots=True)
@@ -40,11 +40,11 @@ class ChoiceDelta:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None         # STOP or LENGTH
     stop_reason: int | str | None = None
-    parts: list[list[Part]] = field(default_factory=list)  # the text with its marks, see `TextDelta`
+    parts: list[list[Part]] = field(default_factory=list)  # the text and its marker tokens, see `TextDelta`
 
 
 class Generation:
-    """Iterate over it once. Closing the iterator aborts what is unfinished. `usage` counts what was yielded so far.
+    """Iterate over it once. Closing the iterator aborts unfinished choices. `usage` counts what was yielded so far.
 
     Choice `i` of prompt `p` has index ``p * n + i`` and, with a seed, the seed ``seed + i``.
     """
@@ -53,21 +53,21 @@ class Generation:
                  params: SamplingParams, *, priority: int = 0, cache_salt: str = "",
                  on_end: Callable[[int], None] = lambda _: None, marks: Mapping[int, str] | None = None,
                  budget: ThinkingBudget | None = None, grammar_field: str = "") -> None:
-        """`on_end` gets the tokens of prompts and answers when the iteration ends, however it ends. `marks`: the
-        tokens that the deltas' `parts` tell from text; None for no parts. `grammar_field`: what the request calls the
-        grammar of `params`."""
+        """`on_end` is called with the token counts of prompts and answers when the iteration ends, however it ends.
+        `marks`: the tokens that the deltas' `parts` separate from text; None for no parts. `grammar_field`: the
+        request's field that asked for the grammar in `params`."""
         self.prompts = prompts
         self.params = params
         self._model, self._gateway, self._caller = model, gateway, caller
         self._priority, self._cache_salt = priority, cache_salt
         self._on_end = on_end
         self._marks, self._budget, self._grammar_field = marks, budget, grammar_field
-        self.reasoning_tokens: int | None = None  # counted by who knows which they are
+        self.reasoning_tokens: int | None = None  # set by the parser, which knows them
         self._id = uuid.uuid4().hex
         self._trackers: list[RequestTracker] = []
         self._completion_tokens = 0
         self._cached = [0] * len(prompts)
-        self._engines: dict[int, Replica] = {}  # of each prompt: its choices share what is computed for it
+        self._engines: dict[int, Replica] = {}  # by prompt: its choices share an engine and its cached prefix
 
     @property
     def usage(self) -> Usage:
@@ -91,7 +91,7 @@ class Generation:
             await stream.aclose()
 
     def _note_longest(self) -> None:
-        """Of each prompt's answers. Before anything ran there are no trackers, and nothing to note."""
+        """Observe the longest answer to each prompt. If no request ran, there are no trackers, and nothing to do."""
         n = self.params.n
         for first in range(0, len(self._trackers), n):
             longest = max(tracker.generated for tracker in self._trackers[first : first + n])
@@ -140,7 +140,7 @@ class Generation:
             raise
         except InvalidRequestError as error:
             tracker.finish(FinishReason.ERROR)
-            if error.param == "grammar":  # the engine's name for it
+            if error.param == "grammar":  # the engine's name for the field
                 raise InvalidRequestError(f"{self._grammar_field}: {error}", self._grammar_field, error.code) from None
             raise
         finally:
@@ -171,7 +171,7 @@ class Generation:
 def raise_if_failed(output: StepOutput) -> None:
     """Raises AtollError or EngineDeadError if `output` ends its request without an answer."""
     if output.finish_reason is FinishReason.ERROR:
-        # What went wrong is the whole step's, and so may speak of others' requests: it is for the operator only.
+        # The error is that of a whole step and may mention other requests: it is only for the operator.
         log.error("the engine failed on %s: %s", output.request_id, output.error)
         raise AtollError("The engine failed on this request; the server's log says why.")
     if output.finish_reason is FinishReason.ABORT:
@@ -179,7 +179,7 @@ def raise_if_failed(output: StepOutput) -> None:
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:
-    """Items of all streams as they come. The first exception ends the merge; closing it closes every stream."""
+    """Items of all streams as they arrive. The first exception ends the merge; closing it closes every stream."""
     queue: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue(_MERGE_AHEAD * len(streams))
 
     async def pump(stream: AsyncIterator[T]) -> None:
@@ -208,10 +208,10 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in streams:  # a task cancelled before its first step never entered its stream
+        for stream in streams:  # a task that was cancelled before its first step has not closed its stream
             await stream.aclose()  # type: ignore[attr-defined]
 
 
 def _child_seed(seed: int, child: int) -> int:
-    """Seeds of sibling choices differ; the sum stays within the range that SamplingParams allows."""
+    """A different seed for each choice, within the range that SamplingParams allows."""
     return seed + child if seed + child < 2**64 else seed + child - 2**64

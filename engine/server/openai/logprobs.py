@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes (chat, text completion) and vLLM's `prompt_logprobs`."""
+"""Log-probabilities in OpenAI's two formats (chat, text completion) and as vLLM's `prompt_logprobs`."""
 
 from collections.abc import Sequence
 
@@ -43,7 +43,7 @@ def completion_logprobs(
     tokenizer: TextTokenizer,
     alternatives: int,
 ) -> CompletionLogprobs:
-    """`entries` runs parallel to `token_ids`; None where there is no value (the first token of a prompt)."""
+    """`entries` is parallel to `token_ids`; None where there is no value (the first token of a prompt)."""
     result = CompletionLogprobs([], [], [], list(offsets))
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = printable(token_id, tokenizer)
@@ -58,7 +58,7 @@ def completion_logprobs(
 
 
 def printable(token_id: int, tokenizer: TextTokenizer) -> str:
-    """A token as a dictionary key: parts of characters are written as bytes, so that no two tokens look the same."""
+    """A token as a dictionary key: incomplete characters are written as bytes, so that no two tokens look the same."""
     piece = tokenizer.token_bytes(token_id)
     try:
         return piece.decode()
@@ -69,7 +69,7 @@ def printable(token_id: int, tokenizer: TextTokenizer) -> str:
 def prompt_logprobs(
     prompt: Sequence[int], entries: Sequence[TokenLogprobs | None], tokenizer: TextTokenizer
 ) -> PromptLogprobs:
-    """vLLM's shape: one object a prompt token, from token id to value, rank and text."""
+    """vLLM's format: one object per prompt token, from token id to value, rank and text."""
     result: PromptLogprobs = []
     for entry in entries[: len(prompt)]:
         if entry is None:

@@ -1,4 +1,4 @@
-"""`/v1/models`, `/tokenize` and `/detokenize`: what is served, and how it cuts text."""
+"""`/v1/models`, `/tokenize` and `/detokenize`: which models are served, and how they tokenise."""
 
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
@@ -67,7 +67,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def _check_form(body: TokenizeRequest) -> None:
-    """Refuse the fields of the other form: a prompt has no template, and a template adds its own special tokens.
+    """Refuse fields that do not apply: a prompt has no template, and a template adds its own special tokens.
 
     Raises InvalidRequestError.
     """

@@ -1,6 +1,7 @@
-"""What every generating endpoint does: request → checked request → prompt ids → streams of deltas → reply or events.
+"""The pipeline of every generating endpoint: request → checked request → prompt ids → streams of deltas → reply or
+events.
 
-An endpoint brings the stages that are its own; the order, the admission, the salts, and who aborts what are here.
+An endpoint supplies its own stages; their order, admission, cache salts and aborts are here.
 """
 
 from collections.abc import Awaitable, Callable
@@ -36,7 +37,7 @@ GENERATING_ERRORS = (404, *READ, 422, 429, 500, 503)
 
 
 def generating_router() -> APIRouter:
-    """For an endpoint that generates: a request counts against the limits before a byte of its body is read."""
+    """A router for a generating endpoint: a request counts against the limits before its body is read."""
     return APIRouter(tags=["Generate"], dependencies=[Depends(admission)])
 
 
@@ -45,9 +46,10 @@ Body = TypeVar("Body", bound=SamplingFields)
 
 @dataclass(frozen=True, slots=True)
 class Pipeline(Generic[Body]):
-    """The stages of one endpoint. Each may refuse, with InvalidRequestError or ApiError, before the engine is asked.
+    """The stages of one endpoint. Each may refuse with InvalidRequestError or ApiError, before the engine gets
+    anything.
 
-    `body` is what is sent, and `translate` makes of it what the stages work with.
+    `body` is the type of the request body; `translate` converts it to what the stages work with.
     """
 
     body: type[Any]

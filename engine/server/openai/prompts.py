@@ -1,4 +1,4 @@
-"""Texts and token ids of a request as lists of token ids, checked before the engine sees them."""
+"""Turns the texts or token ids of a request into lists of token ids, checked before the engine sees them."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ from engine.server.openai.serving import Gateway, ServedModel
 
 
 def parse_prompts(given: str | list[Any], most: int, name: str) -> list[str] | list[list[int]]:
-    """The four forms of the field `name` as a list of texts or a list of id lists. Raises InvalidRequestError."""
+    """The field `name`, in any of its four forms, as a list of texts or a list of id lists. Raises
+    InvalidRequestError."""
     if isinstance(given, str):
         return [given]
     if not given:

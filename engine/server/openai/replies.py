@@ -1,4 +1,4 @@
-"""What the server answers, as typed structs: the JSON of replies and stream events, and their OpenAPI schema.
+"""The server's replies as typed structs: the JSON of replies and stream events, and their OpenAPI schema.
 
 Field order is OpenAI's. `UNSET` fields are left out of the JSON; None is written as null.
 """
@@ -69,7 +69,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """Reasoning stands under both names that clients read: `reasoning` is vLLM's, `reasoning_content` is older."""
+    """Reasoning is sent under both names that clients read: `reasoning` is vLLM's, `reasoning_content` is older."""
 
     role: Literal["assistant"]
     content: str | None
@@ -113,7 +113,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """Of one kind only: some clients read the content and drop what stands beside it."""
+    """Contains only one kind of addition: some clients read the content and ignore all other fields."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -145,7 +145,8 @@ class ChatCompletionChunk(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists, one entry a token; with `echo` the prompt's tokens come first and the very first has no value."""
+    """Parallel lists, one entry per token; with `echo` the prompt's tokens come first, the very first without a
+    value."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -226,7 +227,7 @@ class TokenizeReply(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
-    """vLLM's names; `model_max_length` is the context in tokens. A token that the model does not have is null."""
+    """With vLLM's names; `model_max_length` is the context in tokens. A token that the model does not have is null."""
 
     model: str
     tokenizer_class: str

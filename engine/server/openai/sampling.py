@@ -1,4 +1,5 @@
-"""From a request's fields to `SamplingParams`: the model's defaults, the edge's bounds, the room in the context."""
+"""Makes `SamplingParams` from a request's fields, the model's defaults, the endpoint's limits and the room in the
+context."""
 
 import json
 from pathlib import Path
@@ -10,12 +11,12 @@ from engine.server.http.limits import Limits
 from engine.server.ipc.messages import EngineInfo
 from engine.server.openai.schema import SamplingFields
 
-# What generation_config.json may set for requests that are silent, as in vLLM (`--generation-config auto`).
+# Fields for which generation_config.json supplies defaults, as in vLLM (`--generation-config auto`).
 DEFAULTS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 
 
 def sampling_defaults(directory: Path | str) -> dict[str, float | int]:
-    """The model vendor's sampling defaults, {} without any. Values that are no valid parameters are left out."""
+    """The model vendor's sampling defaults, {} if there are none. Invalid values are left out."""
     try:
         config = json.loads((Path(directory) / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -69,7 +70,7 @@ def sampling_params(
 
 
 def constrained(params: SamplingParams, grammar: tuple[str, str] | None, info: EngineInfo) -> SamplingParams:
-    """`params` for an answer that follows `grammar`: (llguidance's form, the field that asks for it). None: any answer.
+    """`params` for an answer that must follow `grammar`: (llguidance's form, the field that asks for it), or None.
 
     Raises InvalidRequestError.
     """
@@ -84,10 +85,10 @@ def constrained(params: SamplingParams, grammar: tuple[str, str] | None, info: E
 def answer_room(
     prompt_tokens: int, max_model_len: int, asked: int | None, asked_as: str, prompt_as: str, default: int | None = None
 ) -> int:
-    """How many tokens the answer may have: what was asked for, or the `default` (None: all that is left), within what
-    the context leaves. Raises InvalidRequestError with the numbers when the prompt, or the sum, is too long.
+    """How many tokens the answer may have: what was asked for, or else `default` (None: all that is left). Raises
+    InvalidRequestError, with the numbers, if the prompt or the sum does not fit the context.
 
-    Clients look for the code in the message as well as in its field.
+    The message contains the error code, because clients look for it there as well as in its own field.
     """
     limit = f"This model's maximum context length is {max_model_len} tokens. However, "
     if prompt_tokens >= max_model_len:
@@ -109,7 +110,7 @@ def answer_room(
 
 
 def check_length_before_encoding(characters: int, longest_token: int, max_model_len: int, prompt_as: str) -> None:
-    """Refuse what cannot fit however it is tokenised, before time is spent on tokenising it."""
+    """Refuse a prompt that cannot fit however it is tokenised, before time is spent on tokenising it."""
     if characters > longest_token * max_model_len:
         raise InvalidRequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, your {prompt_as} has "

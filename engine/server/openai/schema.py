@@ -1,4 +1,4 @@
-"""What clients may send. Types are strict (no "1" for 1, no true for 1); ranges are checked by `SamplingParams`.
+"""What clients may send. Types are strict (neither "1" nor true is accepted for 1); `SamplingParams` checks ranges.
 
 A field that is null counts as absent. Every field declared here has an effect; `refused_fields` decides about all
 others.

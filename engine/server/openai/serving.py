@@ -1,4 +1,4 @@
-"""What the gateway serves: models with their engines, and the shared state of all requests."""
+"""What the gateway serves: models with their engines; and the state that all requests share."""
 
 import asyncio
 import hashlib
@@ -31,7 +31,7 @@ from engine.text.parsers.registry import OutputFormat, output_format
 from engine.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
-MOST_RETRY_SECONDS = 60  # OpenAI's clients take a longer Retry-After for none
+MOST_RETRY_SECONDS = 60  # OpenAI's clients ignore a longer Retry-After
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class ServedModel:
 
     @property
     def output(self) -> OutputFormat:
-        """How the model marks reasoning and tool calls."""
+        """The format in which the model marks reasoning and tool calls."""
         if self._output is None:
             self._output = output_format(self.tokenizer, self.tool_call_parser, self.reasoning_parser)
         return self._output
@@ -123,7 +123,7 @@ def output_settings(config: EngineConfig) -> dict[str, Any]:
 
 
 class Gateway:
-    """State that all requests share. `models` maps every served name (aliases too) to its model."""
+    """State that all requests share. `models` maps every served name (including aliases) to its model."""
 
     def __init__(self, models: dict[str, ServedModel], *, limits: Limits, metrics: Metrics,
                  keys: KeyFile | None = None, version: str = "", broken: Mapping[str, str] | None = None) -> None:
@@ -135,7 +135,7 @@ class Gateway:
         self.active = ActiveRequests()
         self.keys = keys
         self.version = version
-        self.draining = False  # the operator wants no new requests: running ones end
+        self.draining = False  # the operator wants no new requests; running ones may finish
         self.broken = dict(broken or {})  # names that are configured and cannot be served, and why
         self._text = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
         self._in_flight: Counter[str] = Counter()
@@ -150,7 +150,7 @@ class Gateway:
         return list({id(client): client for client in every}.values())
 
     def model(self, name: str | None) -> ServedModel:
-        """The model of that name; without a name the only one. Raises ApiError 404 or 400."""
+        """The model of that name; without a name, the only model. Raises ApiError 404 or 400."""
         if not name:
             if len({id(model.client) for model in self.models.values()}) == 1:
                 return next(iter(self.models.values()))
@@ -167,7 +167,7 @@ class Gateway:
         return model
 
     def ready(self, model: ServedModel, key: str) -> EngineInfo:
-        """As `ServedModel.ready`; a refusal is counted."""
+        """Like `ServedModel.ready`, but counts refusals."""
         try:
             info = model.ready(self.limits, key)
             self._check_waiting(model, key)
@@ -191,8 +191,8 @@ class Gateway:
 
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[None]:
-        """Count a generating request while it lasts. Raises ApiError 503 (draining, or server full) or 429 (the key's
-        share or rate is used up)."""
+        """Count a generating request while it runs. Raises ApiError 503 (draining, or the server is full) or 429 (the
+        key's share or rate is used up)."""
         limits, key = self.limits, caller.key_id
         refused = self.metrics.refused
         if self.draining:
@@ -227,7 +227,7 @@ class Gateway:
                 del self._in_flight[key]
 
     def drained(self) -> ApiError:
-        """The refusal of a server that drains."""
+        """The refusal while the server drains."""
         return overloaded("The server is draining for maintenance and takes no new requests.",
                           self.limits.retry_after_seconds, code="draining")
 
@@ -240,7 +240,7 @@ class Gateway:
         return self._in_flight.total()
 
     def tenant_salt(self, tenant: str, salt: str) -> str:
-        """A salt for the prefix cache: no other tenant can name it, whatever it sends as `cache_salt`."""
+        """A salt for the prefix cache that no other tenant can produce, whatever it sends as `cache_salt`."""
         return hashlib.blake2b(f"{tenant}\0{salt}".encode(), digest_size=16, key=self._salt_key).hexdigest()
 
     async def off_loop(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -1,4 +1,4 @@
-"""What one choice says, taken apart: reasoning, content and tool calls, for any endpoint that reports them."""
+"""Splits one choice's output into reasoning, content and tool calls, for any endpoint that reports them."""
 
 import secrets
 import string
@@ -17,7 +17,7 @@ class SpokenChoice:
     """The parser of one choice, and what it counts."""
 
     def __init__(self, form: OutputFormat, use: ToolUse, *, thinking: bool, reasoning: bool, limits: Limits) -> None:
-        """`thinking`: the prompt ends inside the reasoning. `reasoning`: report it."""
+        """`thinking`: the prompt ends inside the reasoning. `reasoning`: whether to report reasoning."""
         self.called = False
         self.reasoning_tokens = 0
         self._use, self._tools, self._reports = use, form.tools, reasoning
@@ -25,7 +25,7 @@ class SpokenChoice:
         self._parser = form.parser(calls=use.calls, schemas=use.schemas, thinking=thinking, limits=bounds)
 
     def read(self, delta: ChoiceDelta) -> list[Event]:
-        """What a delta adds."""
+        """The events that a delta adds."""
         events: list[Event] = []
         for i, parts in enumerate(delta.parts):
             self.reasoning_tokens += self._parser.thinking and i < len(delta.token_ids)

@@ -17,18 +17,18 @@ log = logging.getLogger("atoll.server")
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the stream
+    (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer the stream
 ]
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"  # this very comment: some clients take others for the end
+KEEP_ALIVE = b": keep-alive\n\n"  # exactly this comment: some clients take others for the end
 
 
 class EventStream(Response):
-    """A response that sends each item of `events` (JSON bytes) as one event, then ``[DONE]``. With `named` the items
-    are whole events that bring their names, and the last of them says that it is the last.
+    """A response that sends each item of `events` (JSON bytes) as one event, then ``[DONE]``. With `named`, items are
+    complete events with their names, and the last one's name says that it is the last.
 
-    An exception before `first_output_seconds` is raised to the caller, who can still answer with a status; a later one
-    becomes an error event, because the status has been sent. When the client goes away, `events` is closed at once,
+    An exception within `first_output_seconds` is raised to the caller, who can still answer with a status; a later one
+    becomes an error event, because the status has been sent. When the client disconnects, `events` is closed at once,
     which aborts the work behind it.
     """
 
@@ -40,11 +40,12 @@ class EventStream(Response):
         self._next: asyncio.Task[bytes] | None = None
         self._clock = asyncio.get_running_loop().time
         self._sent_at = self._clock()
-        self._sending_since = 0.0  # 0: no piece is on its way
+        self._sending_since = 0.0  # 0: nothing is being sent
         self._over = False
 
     async def prime(self, more_seconds: float = 0.0) -> None:
-        """Wait a moment for the first event, so that an early failure gets an HTTP status. Raises it."""
+        """Wait a moment for the first event, so that an early failure can be answered with an HTTP status. Raises that
+        failure."""
         try:
             self._next = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
             await asyncio.wait({self._next}, timeout=self._limits.first_output_seconds + more_seconds)
@@ -83,7 +84,7 @@ class EventStream(Response):
                 await self._body(send, self._begin + event + b"\n\n")
         except StopAsyncIteration:  # primed, and empty
             pass
-        except OSError:  # of send: the connection is gone
+        except OSError:  # from send: the connection is closed
             raise
         except Exception as error:
             if not isinstance(error, ApiError):
@@ -108,9 +109,9 @@ class EventStream(Response):
         self._sent_at, self._sending_since = self._clock(), 0.0
 
     async def _guard(self, send: Send) -> None:
-        """Send keep-alive comments. Raises TimeoutError for a client that does not read: it must not hold pages.
+        """Send keep-alive comments. Raises TimeoutError if the client does not read, because it must not hold KV pages.
 
-        One slow clock a stream, because a timer for each event would cost more than the event.
+        One slow timer per stream, because a timer for each event would cost more than the event.
         """
         limits = self._limits
         while not self._over:

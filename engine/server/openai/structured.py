@@ -1,4 +1,4 @@
-"""Structured output: the fields that say what an answer must follow, in OpenAI's and vLLM's spellings."""
+"""Structured output: the fields that constrain an answer, in OpenAI's and vLLM's spellings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +18,14 @@ _FORMS: dict[str, Callable[[Any, str], Form]] = {
 
 
 def answer_form(request: SamplingFields) -> tuple[Form, str] | None:
-    """What the answer must follow, and the field that says so; None for any answer. Raises InvalidRequestError."""
+    """The form that the answer must follow, and the field that asks for it; None if there is none. Raises
+    InvalidRequestError."""
     asked = _asked(request)
     return None if asked is None else (asked[0](), asked[1])
 
 
 def answer_field(request: SamplingFields) -> str:
-    """The field that says what the answer must follow; "" for none. Raises InvalidRequestError."""
+    """The field that constrains the answer; "" for none. Raises InvalidRequestError."""
     asked = _asked(request)
     return "" if asked is None else asked[1]
 

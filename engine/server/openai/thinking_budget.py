@@ -1,7 +1,7 @@
-"""`thinking_token_budget`: reasoning that is long enough is ended in front of the engine.
+"""`thinking_token_budget`: the gateway ends the reasoning when it has used up its budget.
 
-The engine's request is given up, and another one continues behind the end of the reasoning. The prefix cache holds what
-both have in common, so this costs about one step.
+It aborts the engine's request, and sends a second one that continues after the end of the reasoning. The prefix cache
+holds what both have in common, so this costs about one step.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from engine.server.openai.serving import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """`open`: the prompt ends inside the reasoning. `closing`: what ends it. `grammar`: what the answer behind it
-    must follow."""
+    """`open`: the prompt ends inside the reasoning. `closing`: the tokens that end it. `grammar`: what the answer after
+    it must follow."""
 
     tokens: int
     opener: int
@@ -28,7 +28,7 @@ class ThinkingBudget:
 
 
 def thinking_budget(tokens: int | None, model: ServedModel, prompt: Sequence[int]) -> ThinkingBudget | None:
-    """Raises InvalidRequestError for a model whose reasoning cannot be told by its tokens."""
+    """The budget of a request. Raises InvalidRequestError if this model does not mark its reasoning by tokens."""
     if tokens is None or tokens == -1:
         return None
     name = "thinking_token_budget"
@@ -48,7 +48,7 @@ def thinking_budget(tokens: int | None, model: ServedModel, prompt: Sequence[int
 async def within_budget(
     client: EngineClient, request: EngineRequest, budget: ThinkingBudget
 ) -> AsyncIterator[StepOutput]:
-    """What the engine says, with the reasoning no longer than allowed."""
+    """The engine's outputs, with the reasoning no longer than allowed."""
     said: list[int] = []
     clock = _Clock(budget)
     if not clock.spent:
@@ -65,7 +65,7 @@ async def within_budget(
                 if clock.spent:
                     break
             else:
-                return  # the engine is gone; who reads us says so
+                return  # the engine is gone; the caller reports it
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
     params = request.params
@@ -98,7 +98,7 @@ class _Clock:
         return self._open and self._left <= 0
 
     def read(self, ids: Sequence[int]) -> int:
-        """How many of the next tokens count: those up to the moment when the budget is spent."""
+        """How many of these tokens to keep: those until the budget is used up."""
         for i, token in enumerate(ids):
             if self._open:
                 self._open = token not in self._budget.enders

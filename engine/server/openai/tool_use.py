@@ -28,13 +28,13 @@ class ToolUse:
     strict: frozenset[str] = frozenset()
 
     def finish_reason(self, reason: str, called: bool) -> str:
-        """As OpenAI has it: a call is the reason of the end unless the request demanded that very call."""
+        """OpenAI's finish reason: "tool_calls" after a call, unless the request named that very function."""
         return "tool_calls" if called and reason == "stop" and self.forced != "named" else reason
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None,
              model: ServedModel) -> ToolUse:
-    """What follows from a request whose tools have been checked (`check_tools`). Raises InvalidRequestError."""
+    """The tool use of a request whose tools have been checked (`check_tools`). Raises InvalidRequestError."""
     if not tools or choice == "none":
         return ToolUse()
     if model.output.tools is None:
@@ -62,7 +62,7 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
 
 
 def check_tools(tools: list[dict[str, Any]] | None, choice: Any, limits: Limits) -> None:
-    """The form of both fields. Raises InvalidRequestError."""
+    """Check the form of both fields. Raises InvalidRequestError."""
     if len(tools or ()) > limits.max_tools:
         raise InvalidRequestError(f"At most {limits.max_tools} tools are allowed.", "tools")
     if tools and len(msgspec.json.encode(tools)) > limits.max_tool_characters:

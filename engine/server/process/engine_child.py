@@ -24,15 +24,15 @@ from engine.server.settings.options import ServeOptions, engine_argv
 log = logging.getLogger("atoll.serve")
 
 EXIT_UNHEALTHY = 40
-LOAD_ATTEMPTS = 2               # before it was ready even once
+LOAD_ATTEMPTS = 2               # as long as it has never been ready
 STOP_SECONDS = 15.0             # between SIGTERM and SIGKILL
-LAST_WORDS_SECONDS = 0.1        # for the client to read the Goodbye of an engine that has ended
+LAST_WORDS_SECONDS = 0.1        # time for the client to read the Goodbye of an engine that has ended
 STALL_POLL_SECONDS = 5.0
-STALL_KILL_SECONDS = 180.0      # of a loop that does not turn; its health is bad long before
+STALL_KILL_SECONDS = 180.0      # a loop that hangs this long is killed; health checks report it much earlier
 
 
 class EngineFailedError(AtollError):
-    """The engine ended and a restart is pointless or has been tried often enough; `status` is for our own exit."""
+    """The engine ended, and a restart is pointless or has been tried often enough; `status` is our own exit status."""
 
     def __init__(self, message: str, status: int, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -51,12 +51,12 @@ class EngineChild(Supervisor):
         ]
         super().__init__(
             argv, stop_seconds=STOP_SECONDS, stdout=sys.stderr.fileno(), env=_environment(),
-            start_new_session=True,  # Ctrl-C in the terminal is for us; we tell the engine
+            start_new_session=True,  # Ctrl-C in the terminal reaches only us; we stop the engine
         )
         self.client = client
         self._restarts = Restarts(options.max_restarts, first_delay=0.5)
         self._was_ready = False
-        self._stalled = False  # this process is killed because its loop hangs
+        self._stalled = False  # we kill this process because its loop hangs
 
     def spawn(self) -> None:
         super().spawn()
@@ -64,7 +64,7 @@ class EngineChild(Supervisor):
         log.debug("started the engine", extra={"fields": {"pid": self.pid}})
 
     async def supervise(self) -> None:
-        """Returns after `stop`. Raises EngineFailedError to give up."""
+        """Keep the engine running until `stop`. Raises EngineFailedError to give up."""
         watcher = asyncio.create_task(self._watch_for_stall())
         try:
             await super().supervise()
@@ -104,7 +104,7 @@ class EngineChild(Supervisor):
         return delay
 
     async def _watch_for_stall(self) -> None:
-        """A loop that no longer turns is dumped and killed; `supervise` then starts a new one."""
+        """If the engine's loop hangs, have its stacks dumped and kill it; `supervise` then starts a new engine."""
         while True:
             await asyncio.sleep(STALL_POLL_SECONDS)
             if self.client.stalled(STALL_KILL_SECONDS) and self._process is not None and self.running:
@@ -116,7 +116,8 @@ class EngineChild(Supervisor):
 
 
 def _environment() -> dict[str, str]:
-    """Ours; a bare checkout is put on the child's path, since -P keeps the working directory off it."""
+    """Our environment, with the checkout on the child's Python path if we run from one: -P keeps the working directory
+    off it."""
     environment = dict(os.environ)
     root = str(Path(engine_package.__file__).resolve().parents[1])
     if root not in site.getsitepackages():

@@ -1,4 +1,4 @@
-"""The engine process: one thread that turns the scheduler loop and, between two steps, talks on a Unix socket.
+"""The engine process: one thread that runs the scheduler loop and, between two steps, serves a Unix socket.
 
     python -m engine.server.process.engine_process --uds /run/atoll/engine.sock --model /models/llama [engine flags]
 
@@ -40,8 +40,8 @@ EXIT_MODEL = 11
 IDLE_SECONDS = 30.0       # longest block in `poll` when idle; the watchdog may ask for less
 DRAIN_SECONDS = 10.0      # for running requests after SIGTERM
 PROGRESS_SECONDS = 0.1    # between two progress messages
-FAREWELL_SECONDS = 5.0    # how long last words wait for a gateway that starts with us and has not connected yet
-LOAD_PATIENCE_SECONDS = 300.0  # silence while loading that systemd accepts: a cold import, one large kernel
+FAREWELL_SECONDS = 5.0    # how long last words wait for a gateway that was started with us and has not connected yet
+LOAD_PATIENCE_SECONDS = 300.0  # silence that systemd accepts while loading, such as a cold import or one large kernel
 WARMUP_TOKENS = 3
 MAX_IDLE_TURNS = 8
 
@@ -49,7 +49,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 class Core(Protocol):
-    """What the process uses of `EngineCore`."""
+    """The part of `EngineCore` that this process uses."""
 
     on_moved: Callable[[list[str], list[str]], None] | None
 
@@ -62,12 +62,13 @@ class Core(Protocol):
 
 
 class EngineService:
-    """A core and its clients. `load` then `run`; both turn the same socket, so clients see the loading too."""
+    """A core and its clients. Call `load`, then `run`: both serve the socket, so clients can follow the loading,
+    too."""
 
     def __init__(self, server: IpcServer, notifier: Notifier, *, watchdog: float = 0.0) -> None:
         self._server = server
         self._notifier = notifier
-        self._watchdog = watchdog  # seconds from readiness on; 0: as systemd said
+        self._watchdog = watchdog  # the timeout once ready, in seconds; 0: the one that systemd announced
         self._core: Core | None = None
         self._info: m.EngineInfo | None = None
         self._progress = m.Progress("starting")
@@ -75,12 +76,12 @@ class EngineService:
         self._owners: dict[str, tuple[Connection, str]] = {}  # engine-wide request id -> (client, its own id)
         self._stop_at: float | None = None                    # monotonic deadline of the drain; None: serving
         self._silent = False                                  # do not report the stop to systemd
-        self._idle_told = True                                # clients have the stats of the idle state
+        self._idle_told = True                                # clients know the stats of the idle state
 
     def stop(self, *, silently: bool = False) -> None:
-        """Begin to drain (from a signal handler or the loop): no new requests, running ones get a little time.
+        """Begin to drain (from a signal handler or the loop): accept no new requests, give running ones a little time.
 
-        `silently`: another process is the service's main one now, and speaks to systemd.
+        `silently`: another process is the service's main process now, and reports to systemd.
         """
         if self._stop_at is None:
             self._stop_at = time.monotonic() + DRAIN_SECONDS
@@ -106,13 +107,13 @@ class EngineService:
                                             "max_model_len": info.max_model_len, "pages": info.num_pages}})
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """What `build_engine` calls while it loads; also keeps clients answered and systemd patient."""
+        """A callback for `build_engine` while it loads. It also answers clients and asks systemd for patience."""
         changed = stage != self._progress.stage
         now = time.monotonic()
         if not changed and done < total and now - self._progress_sent < PROGRESS_SECONDS:
             return
         if changed:
-            log.info("%s", stage)  # the journal tells what a start spent its time on
+            log.info("%s", stage)  # so the journal shows where a start spends its time
         self._progress, self._progress_sent = m.Progress(stage, done, total), now
         self._notifier.loading(str(self._progress), LOAD_PATIENCE_SECONDS)
         self._notifier.watchdog()
@@ -120,13 +121,13 @@ class EngineService:
         self._serve(self._server.poll(0))
 
     def run(self) -> None:
-        """Serve until `stop`. Raises what `EngineCore` could not confine to requests."""
+        """Serve until `stop`. Raises errors that `EngineCore` could not attribute to single requests."""
         assert self._core is not None, "load first"
         core, server = self._core, self._server
         pause = min(IDLE_SECONDS, self._notifier.watchdog_seconds / 3 or IDLE_SECONDS)
         heartbeat = Heartbeat(self._notifier)
         told_stopping = False
-        idle_turns = 0  # steps in a row that moved nothing: waiting must not become spinning
+        idle_turns = 0  # consecutive steps that moved nothing: then pause, so that waiting does not spin
         while True:
             if core.has_work():
                 timeout = 0 if idle_turns < MAX_IDLE_TURNS else 0.001
@@ -145,10 +146,10 @@ class EngineService:
                 idle_turns = 0 if moved else idle_turns + 1
             if heartbeat.doubtful and not core.has_work():
                 log.error("steps fail one after another; asking the device for a token")
-                _warm_up(core)  # raises if none comes: this process ends, and a new one gets the device afresh
+                _warm_up(core)  # raises if none comes: this process ends, and a new one opens the device again
                 heartbeat.device_works()
             if not core.has_work() and not self._idle_told:
-                self._idle_told = True  # aborts and ends change gauges without an output for everyone
+                self._idle_told = True  # aborts and ends change gauges without an output for every client
                 server.broadcast(m.Outputs([], core.stats()))
             heartbeat.beat(idle=not core.has_work())
             if self._stop_at is not None:
@@ -161,7 +162,7 @@ class EngineService:
                     return
 
     def farewell(self, reason: str, hint: str = "", *, patience: float = 0.0) -> None:
-        """Send last words to all clients before a non-zero exit, also to those that connected while we were busy.
+        """Send last words to all clients before a non-zero exit, including those that connected while we were busy.
 
         If no client is connected, wait up to `patience` seconds for the first one.
         """
@@ -203,7 +204,7 @@ class EngineService:
             self._core.add_request(request)
         except InvalidRequestError as error:
             self._server.send(connection, m.Rejected(own_id, error.message, error.param, error.code))
-        except Exception as error:  # a defect in the check of one request must not end the others
+        except Exception as error:  # a defect in checking one request must not end the others
             log.exception("a request could not be added")
             self._refuse(connection, own_id, f"{type(error).__name__} while the request was added.")
         else:
@@ -222,7 +223,7 @@ class EngineService:
             self._idle_told = False
 
     def _send_outputs(self, outputs: list[StepOutput], core: Core) -> None:
-        """One frame a client: all its outputs of this step, under the ids that it knows."""
+        """Send each client one frame with all its outputs of this step, under the ids that it knows."""
         frames: dict[Connection, list[StepOutput]] = {}
         for output in outputs:
             key = output.request_id
@@ -241,7 +242,7 @@ class EngineService:
 
 
     def _tell_moved(self, back: list[str], left: list[str]) -> None:
-        """To each client that follows its requests: which of them wait again, and which run now."""
+        """Tell each client that follows its requests which of them wait again, and which run now."""
         moved: dict[Connection, m.Moved] = {}
         for waits, keys in ((True, back), (False, left)):
             for key in keys:
@@ -254,12 +255,12 @@ class EngineService:
 
 
 def _key(connection: Connection, request_id: str) -> str:
-    """Clients choose their ids freely; the connection's number keeps two gateways apart."""
+    """An engine-wide id. Clients choose their ids freely; the connection's number keeps those of two gateways apart."""
     return f"{connection.number}:{request_id}"
 
 
 def _warm_up(core: Core) -> None:
-    """Generate a few real tokens through the whole path. Raises RuntimeError if none comes."""
+    """Generate a few real tokens through the whole engine. Raises RuntimeError if none comes."""
     params = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
     core.add_request(EngineRequest("warm-up", [0], params))
     tokens = 0
@@ -273,25 +274,25 @@ def _warm_up(core: Core) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill us when the process that started us dies: without it there is nothing to save."""
+    """Ask the kernel to kill us when the process that started us dies: without it, nobody can use this engine."""
     import ctypes
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # it had died before we asked
         os._exit(1)
 
 
 def go_offline() -> None:
-    """Keep libraries from using a network. The unit has none; this is for starts outside it."""
+    """Keep libraries from using a network. The unit has no network; this is for starts outside the unit."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1",
                       HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1")
 
 
 @contextlib.contextmanager
 def signals(service: EngineService, server: IpcServer, *, under_parent: bool) -> Iterator[Callable[[], None]]:
-    """SIGTERM (and Ctrl-C, unless a parent handles it) drains; while loading it ends the process at once. A successor
-    ends us by SIGINT: then systemd listens to it, and not to us.
+    """Handle signals. SIGTERM (and Ctrl-C, unless a parent handles it) drains; while loading it ends the process at
+    once. SIGINT comes from a successor: then that process, and not this one, reports to systemd.
 
     Yields a function to call when loading is over.
     """
@@ -348,9 +349,9 @@ def serve(options: "EngineOptions", server: IpcServer, notifier: Notifier, *, st
 
 
 def preload(config: EngineConfig) -> int:
-    """Do what a start can do without the device and the socket: import libraries, check settings and model.
+    """Do the part of a start that needs neither the device nor the socket: import libraries, check settings and model.
 
-    Returns 0, or the exit status of a start that cannot succeed.
+    Returns 0, or the exit status if the start cannot succeed.
     """
     from engine.worker.build import preload_worker
 
@@ -382,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
         logs.setup(options.log_format, options.log_level)
         if options.parent_pid:
             die_with_parent(options.parent_pid)
-        if options.gpus:  # before any library asks for the devices
+        if options.gpus:  # before any library lists the devices
             os.environ["CUDA_VISIBLE_DEVICES"] = options.gpus
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the indices of nvidia-smi
         policy = PeerPolicy.parse(options.allow_user, options.allow_group)

@@ -1,8 +1,8 @@
 """`atoll gpu-ready`: wait until the GPU can be used, and say what is missing when it cannot.
 
-An engine that starts a moment before its driver would find no GPU, and a boot would end on the CPU or in a crash loop.
-So a unit asks first: device nodes, NVML, and that the kernel's driver and the library are of one version. Exit status:
-0 ready, 1 not ready in time, 2 wrong flags.
+If an engine started a moment before its driver, it would find no GPU, and after a boot it would run on the CPU or in a
+crash loop. So the unit first checks the device nodes, NVML, and that the loaded driver and the library have the same
+version. Exit status: 0 ready, 1 not ready in time, 2 wrong flags.
 """
 
 import ctypes
@@ -81,7 +81,7 @@ def inspect_gpu(root: Path = Path("/"), library: str = LIBRARY) -> Readiness:
 
 
 def _nvml(library: str) -> list[str] | int:
-    """UUIDs of the GPUs, or NVML's error number. Raises OSError if the library is not there or is none."""
+    """UUIDs of the GPUs, or NVML's error number. Raises OSError if the library is missing or is not one."""
     nvml = ctypes.CDLL(library)
     try:
         start, stop, count = nvml.nvmlInit_v2, nvml.nvmlShutdown, nvml.nvmlDeviceGetCount_v2

@@ -4,13 +4,13 @@ import time
 
 from engine.server.process.notify import Notifier
 
-MAX_FAILED_STEPS = 4  # in a row; then the device is asked for a token
+MAX_FAILED_STEPS = 4  # consecutive ones; then the device is asked for a token
 
 
 class Heartbeat:
-    """Feeds the watchdog from the loop itself: a separate thread would keep feeding it for a loop that hangs.
+    """Feeds the watchdog from the loop itself: a separate thread would go on feeding it while the loop hangs.
 
-    A loop that turns without making progress on its work stops feeding it too, after the watchdog's own timeout.
+    A loop that runs but makes no progress on its work also stops feeding it, after the watchdog's own timeout.
     """
 
     def __init__(self, notifier: Notifier) -> None:
@@ -37,7 +37,7 @@ class Heartbeat:
         self._failed = 0
 
     def beat(self, *, idle: bool) -> None:
-        """Call once in each turn of the loop."""
+        """Call once in each iteration of the loop."""
         now = time.monotonic()
         if idle:
             self._moved = now

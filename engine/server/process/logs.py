@@ -1,4 +1,4 @@
-"""Log lines: text on a terminal, one JSON object a line elsewhere. Callers never pass prompts, answers or keys."""
+"""Log lines: text on a terminal, one JSON object per line elsewhere. Callers never pass prompts, answers or keys."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from engine.server.settings.options import LogFormat
 
 
 class JsonFormatter(logging.Formatter):
-    """`logger.info("…", extra={"fields": {...}})` puts the fields beside the message."""
+    """`logger.info("…", extra={"fields": {...}})` adds the fields next to the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -44,11 +44,11 @@ class TextFormatter(logging.Formatter):
             return text
         if code := COLOURS.get(record.levelname):
             text = f"{code}{text}\x1b[0m"
-        return f"\r\x1b[K{text}"  # over a progress line that may stand there
+        return f"\r\x1b[K{text}"  # overwrite a progress line, if there is one
 
 
 def setup(style: LogFormat = "auto", level: str = "info", stream: TextIO | None = None) -> None:
-    """Send everything to `stream` (stderr), replacing whatever handlers were there. Idempotent."""
+    """Send all log lines to `stream` (stderr), replacing any handlers. Idempotent."""
     stream = stream or cast(TextIO, sys.stderr)
     terminal = stream.isatty()
     handler = logging.StreamHandler(stream)

@@ -11,10 +11,10 @@ BARRIER_SECONDS = 5.0
 
 
 class Notifier:
-    """Does nothing when the process was not started by a `Type=notify` unit."""
+    """Does nothing if the process was not started by a `Type=notify` unit."""
 
     def __init__(self) -> None:
-        # Taken out of the environment, so that no child can speak in our name.
+        # Removed from the environment, so that no child can report on our behalf.
         address = os.environ.pop("NOTIFY_SOCKET", "")
         microseconds = os.environ.pop("WATCHDOG_USEC", "")
         pid = os.environ.pop("WATCHDOG_PID", "")
@@ -34,35 +34,36 @@ class Notifier:
         self._send(f"STATUS={status}")
 
     def loading(self, status: str, patience_seconds: float = 60) -> None:
-        """Say what start-up is at, and that it needs up to `patience_seconds` until the next such word."""
+        """Report what start-up is doing, and that the next report may take up to `patience_seconds`."""
         self._send(f"STATUS={status}\nEXTEND_TIMEOUT_USEC={int(patience_seconds * 1e6)}")
 
     def stopping(self, status: str) -> None:
         self._send(f"STOPPING=1\nSTATUS={status}")
 
     def hand_over(self, pid: int) -> None:
-        """From now on `pid` is the service's main process, which will say when it is ready.
+        """Declare `pid` the service's main process, which will itself report when it is ready.
 
-        Returns when systemd has read that: the process that was it until now may end.
+        Returns when systemd has read that: then the previous main process may end.
         """
         self._send(f"RELOADING=1\nMAINPID={pid}\nSTATUS=taking over")
         self._await_read()
 
     def set_watchdog(self, seconds: float) -> None:
-        """The longest silence from now on: for a main process that systemd did not tell."""
+        """Set the longest allowed silence, for a main process that did not get it from systemd."""
         self.watchdog_seconds = seconds
         if seconds:
             self._send(f"WATCHDOG=1\nWATCHDOG_USEC={int(seconds * 1e6)}")
 
     def watchdog(self) -> None:
-        """Call from the scheduler loop, between steps: a loop that hangs must fall silent."""
+        """Call from the scheduler loop, between steps: when the loop hangs, the messages must stop."""
         now = time.monotonic()
         if self.watchdog_seconds and now - self._last_ping > self.watchdog_seconds / 4:
             self._last_ping = now
             self._send("WATCHDOG=1")
 
     def _await_read(self) -> None:
-        """systemd closes its copy of the descriptor when it gets there in its queue (sd_notify_barrier(3))."""
+        """Wait until systemd has read all messages so far: then it closes its copy of the descriptor
+        (sd_notify_barrier(3))."""
         if self._socket is None:
             return
         here, there = os.pipe2(os.O_CLOEXEC)

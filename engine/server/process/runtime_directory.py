@@ -14,9 +14,9 @@ SWEEP_AGE_SECONDS = 60.0  # a younger directory may belong to a process that has
 
 @contextlib.contextmanager
 def runtime_directory() -> Iterator[Path]:
-    """A new directory of mode 0700, removed at the end; those that killed processes left behind are removed, too.
+    """A new directory of mode 0700, removed at the end. Directories that killed processes left behind are removed, too.
 
-    A lock held on each living one tells them apart, also between containers that share the parent directory.
+    A living process holds a lock on its directory; this works between containers that share the parent directory, too.
     """
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     if not os.access(base, os.W_OK):

@@ -14,13 +14,13 @@ from typing import Any
 
 from engine.message import msg
 
-FINAL_STATUSES = (2, 10, 11, 12)  # wrong settings or broken integrity, which a restart does not heal; as in the units
-RESTART_WINDOW_SECONDS = 600.0    # in which restarts are counted
+FINAL_STATUSES = (2, 10, 11, 12)  # wrong settings or broken integrity: a restart would not help; same as in the units
+RESTART_WINDOW_SECONDS = 600.0    # the period for which restarts are counted
 MAX_BACKOFF_SECONDS = 30.0
 
 
 class Restarts:
-    """Whether a process that ended is started again, and when: at most `limit` times within the window."""
+    """Decides whether and when to restart a process that ended: at most `limit` times within the window."""
 
     def __init__(self, limit: int, *, first_delay: float) -> None:
         self._limit = limit
@@ -29,7 +29,7 @@ class Restarts:
 
     @property
     def count(self) -> int:
-        """Ends within the window, the last one included."""
+        """How often the process ended within the window, the last time included."""
         return len(self._ends)
 
     def delay_after(self, status: int) -> float | None:
@@ -46,7 +46,8 @@ class Restarts:
 class Supervisor:
     """`spawn` may be called before there is an event loop; `supervise` then keeps the process alive.
 
-    A subclass says what follows an end (`ended`), and with which descriptors and environment the process starts.
+    A subclass decides what happens when the process ends (`ended`), and with which descriptors and environment it
+    starts.
     """
 
     def __init__(self, argv: Sequence[str], *, stop_seconds: float, **popen: Any) -> None:
@@ -85,11 +86,12 @@ class Supervisor:
             self.spawn()
 
     async def ended(self, status: int) -> float | None:
-        """It ended by itself. Returns the seconds until the next start; None or an exception: give up."""
+        """Called when the process ended by itself. Returns the seconds until the next start; None, or an exception,
+        means giving up."""
         raise NotImplementedError
 
     async def stop(self) -> bool:
-        """SIGTERM, patience, SIGKILL. Returns whether it had to be killed."""
+        """Send SIGTERM, wait, send SIGKILL. Returns whether it had to be killed."""
         self._stopping.set()
         if self._process is None or not self.running:
             return False
@@ -103,7 +105,7 @@ class Supervisor:
         return False
 
     def kill(self) -> None:
-        """At once; returns when it is gone."""
+        """Kill the process at once; returns when it is gone."""
         self._stopping.set()
         if self._process is not None and self.running:
             self._process.kill()

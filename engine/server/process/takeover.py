@@ -1,4 +1,5 @@
-"""A new engine takes over from the serving one, after doing all of its start that it can while that one still answers.
+"""A new engine takes over from the serving one. It does as much of its start as possible while the old one still
+answers.
 
     systemctl reload → ExecReload → atoll engine … --take-over OLD         OLD serves
                                       └ forks the successor, which imports its libraries and checks settings and model
@@ -6,8 +7,8 @@
                                       names the new main process to systemd, says "go", and ends
                                         └ the successor ends OLD, waits until the kernel has freed all of it, loads
 
-So no request waits for imports, and settings or files that cannot serve end the successor instead of the service.
-systemd starts both in the unit's sandbox, and remains the parent of the main process.
+So no request waits for imports. If settings or files are unusable, the successor fails and the service goes on. systemd
+starts both in the unit's sandbox, and remains the parent of the main process.
 """
 
 import contextlib
@@ -23,15 +24,15 @@ from engine.server.process.notify import Notifier
 
 log = logging.getLogger("atoll.engine")
 
-DRAIN_SECONDS = 40.0   # until the old engine is killed; its own drain is shorter
+DRAIN_SECONDS = 40.0   # after this the old engine is killed; its own drain is shorter
 EXIT_FAILED = 1
 
 
 def take_over(predecessor: int, preload: Callable[[], int], notifier: Notifier) -> None:
     """Returns in the successor when `predecessor` (a process id) is gone. The process that called it never returns.
 
-    `preload` runs in the successor while the other still serves. It returns 0, or the exit status with which the
-    reload fails; the predecessor then goes on as if nothing had been asked.
+    `preload` runs in the successor while the predecessor still serves. It returns 0, or the exit status with which the
+    reload fails; then the predecessor goes on serving.
     """
     ours, theirs = socket.socketpair()
     child = os.fork()
@@ -40,7 +41,7 @@ def take_over(predecessor: int, preload: Callable[[], int], notifier: Notifier) 
         os.waitpid(child, 0)
         os._exit(_hand_over(ours, predecessor, notifier))
     if os.fork():
-        os._exit(0)  # so that process 1 is the successor's parent and reaps it
+        os._exit(0)  # so that the successor's parent is process 1, which reaps it
     ours.close()
     try:
         old = os.pidfd_open(predecessor)
@@ -52,7 +53,7 @@ def take_over(predecessor: int, preload: Callable[[], int], notifier: Notifier) 
         log.exception("the new engine cannot be prepared")
         status = EXIT_FAILED
     told = b""
-    with contextlib.suppress(OSError):  # the process that systemd started has been ended: do not take over
+    with contextlib.suppress(OSError):  # if the process that systemd started was killed, do not take over
         theirs.sendall(f"{status} {os.getpid()}\n".encode())
         told = theirs.recv(1)
     if status or told != b"g":
@@ -62,7 +63,8 @@ def take_over(predecessor: int, preload: Callable[[], int], notifier: Notifier) 
 
 
 def _hand_over(successor: socket.socket, predecessor: int, notifier: Notifier) -> int:
-    """In the process that systemd started: wait for the successor and hand over to it. Returns the exit status."""
+    """Runs in the process that systemd started: waits for the successor and hands over to it. Returns the exit
+    status."""
     with successor, successor.makefile() as lines:
         said = lines.readline().split()
         status, pid = map(int, said) if len(said) == 2 else (EXIT_FAILED, 0)
@@ -75,7 +77,8 @@ def _hand_over(successor: socket.socket, predecessor: int, notifier: Notifier) -
 
 
 def _end(process: int) -> None:
-    """SIGINT, patience, SIGKILL. The descriptor is readable when nothing of the process is left, on the device too."""
+    """Send SIGINT, wait, send SIGKILL. The descriptor is readable when all of the process is gone, its device memory
+    included."""
     began = time.monotonic()
     for number, patience in ((signal.SIGINT, DRAIN_SECONDS), (signal.SIGKILL, DRAIN_SECONDS)):
         try:

@@ -96,7 +96,7 @@ def parse_serve(argv: Sequence[str]) -> ServeOptions:
 def parse_engine(argv: Sequence[str]) -> EngineOptions:
     """Flags of `atoll engine`, and of the engine process of `atoll serve`. Raises ConfigError; exits after `--help`.
 
-    The environment says nothing here: an engine and its gateway are two units, and must read the same settings.
+    The environment is not read: an engine and its gateway are two units, and must read the same settings.
     """
     parser = FlagParser(EngineConfig, EngineOptions, prog="atoll engine", epilog=ENGINE_EXAMPLES,
                         usage="atoll engine --model MODEL_DIR --uds SOCKET [flags]",
@@ -113,7 +113,7 @@ def parse_engine(argv: Sequence[str]) -> EngineOptions:
     if given["gpus"] and config.device == "cpu":
         raise ConfigError(msg("--gpus and --device cpu exclude each other."), "--gpus")
     if given["gpus"]:
-        config.device = "cuda"  # who names a GPU does not want to fall back to the CPU
+        config.device = "cuda"  # whoever names a GPU does not want to fall back to the CPU
     return EngineOptions(config, **_fields_of(EngineOptions, given))
 
 
@@ -123,7 +123,7 @@ def engine_of(name: str, path: Path) -> EngineOptions:
 
 
 def model_config(name: str, path: Path) -> EngineConfig:
-    """What that engine runs. Raises ConfigError."""
+    """The configuration of that engine. Raises ConfigError."""
     return engine_of(name, path).engine
 
 

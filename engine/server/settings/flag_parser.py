@@ -1,4 +1,4 @@
-"""The command line, made from settings: argparse with vLLM's spellings, TOML files, suggestions and refusals."""
+"""The command line, generated from settings: argparse with vLLM's spellings, TOML files, suggestions and refusals."""
 
 import argparse
 import difflib
@@ -25,7 +25,7 @@ class _Why(argparse.Action):
 
 
 class Note(_Why):
-    """Accept a flag that has no effect here, and remember to say so."""
+    """Accept a flag that has no effect here, with a note to the operator."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
@@ -38,7 +38,7 @@ class Refuse(_Why):
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
         if option_string and option_string.startswith("--no-"):
-            return  # "not this" is what we do
+            return  # the flag asks for what we do anyway
         raise ConfigError(msg("{option_string} is refused: {why}", option_string=option_string, why=self.why),
                           option_string)  # never echoes the value
 
@@ -54,8 +54,8 @@ class OnlyOne(_Why):
 
 
 class FlagParser(HelpParser):
-    """argparse, but: flags come from settings, errors are ConfigErrors, `_` is `-` in flags, an unknown flag gets a
-    suggestion, and a file and the environment fill in what the line does not say."""
+    """argparse with differences: flags come from settings, errors are ConfigErrors, `_` equals `-` in flags, an unknown
+    flag gets a suggestion, and a file and the environment supply what the command line does not say."""
 
     def __init__(self, *settings: type, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False, **kwargs)
@@ -72,7 +72,8 @@ class FlagParser(HelpParser):
         self.add_help_flags()
 
     def add_vllm_flags(self) -> None:
-        """What scripts written for vLLM carry: another name, accepted with a note, or refused with a reason."""
+        """Add flags that scripts for vLLM use: other names of ours, flags accepted with a note, and flags refused with
+        a reason."""
         hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "dest": "_compatibility"}
         for flag, name in vllm_flags.OTHER_NAMES.items():
             field, declared = self._fields[name]
@@ -98,9 +99,9 @@ class FlagParser(HelpParser):
     ) -> tuple[dict[str, Any], list[str]]:
         """(values that were given, notes). The one positional argument is the model.
 
-        The line wins over the environment (variables that begin with `environment`), and that over the file of
-        `--config`, whose flags `from_file` returns; it may remove from the dictionary what only selects a part of the
-        file.
+        The command line wins over the environment (variables that begin with `environment`), which wins over the file
+        of `--config`. `from_file` returns the file's flags; it may remove entries from the dictionary that only select
+        a part of the file.
         """
         given = vars(self._parse([_dashes(arg) for arg in argv]))
         outside = self._parse_environment(environment) if environment else {}
@@ -151,7 +152,7 @@ class FlagParser(HelpParser):
 
 
 def _refusal(error: argparse.ArgumentError) -> ConfigError:
-    """What argparse found wrong: in its own words, or in those of a reader of ours (values.py)."""
+    """The error that argparse found: in its own words, or in those of one of our value readers (values.py)."""
     ours = error.__context__
     problem = ours.args[0] if isinstance(ours, argparse.ArgumentTypeError) else error.message
     flag = (error.argument_name or "").rpartition("/")[2]
@@ -159,7 +160,7 @@ def _refusal(error: argparse.ArgumentError) -> ConfigError:
 
 
 def help_of(declared: Setting, default: Any) -> str:
-    """The help text, with the default in it as a person writes it."""
+    """The help text, with the default written as a person would write it."""
     if isinstance(default, bool):
         default = "on" if default else "off"
     return declared.help.replace("{default}", f"{default:g}" if isinstance(default, float) else str(default))

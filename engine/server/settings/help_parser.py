@@ -1,6 +1,6 @@
-"""argparse whose `--help` a front end may tell in another language (`retelling` in engine/errors.py).
+"""argparse whose `--help` a front end may translate (`retelling` in engine/errors.py).
 
-Every text is told when it is added. Lines are broken by the cells that they take on a terminal: Hangul takes two.
+Every text is translated when it is added. Lines are broken by terminal cells, because a Hangul syllable takes two.
 """
 
 import argparse
@@ -14,14 +14,14 @@ from engine.errors import front_end_flags, told
 WIDTH = 110
 _FLAGS_WIDTH = 34  # left column
 
-# An indented line is to be typed; what explains it stands after a gap.
+# An indented line shows what to type; its explanation follows after a gap.
 _EXAMPLE = re.compile(r"(?P<typed>\s+\S.*?)(?:(?P<gap>\s{2,})(?P<words>\S.*))?")
 _FILE = re.compile(r"\S+\.\w+:")
 
 
 class HelpParser(argparse.ArgumentParser):
     def __init__(self, *, description: str, epilog: str = "", **settings: Any) -> None:
-        """`epilog`: lines of words, and indented ones to type."""
+        """`epilog`: lines of text, and indented lines that show what to type."""
         super().__init__(
             description=wrapped(told(description), WIDTH), epilog="\n".join(map(_told_line, epilog.split("\n"))),
             formatter_class=partial(argparse.RawTextHelpFormatter, max_help_position=_FLAGS_WIDTH, width=WIDTH),
@@ -29,7 +29,7 @@ class HelpParser(argparse.ArgumentParser):
         )
 
     def add_help_flags(self) -> None:
-        """-h, and the flags that the front end has taken from the command line already. Call it last."""
+        """Add -h, and list the flags that the front end has already taken from the command line. Call it last."""
         group = self.add_argument_group(told("help"))
         group.add_argument("-h", "--help", action="help", help=help_text("show this text"))
         for name, metavar, text in front_end_flags():
@@ -37,12 +37,12 @@ class HelpParser(argparse.ArgumentParser):
 
 
 def help_text(text: str) -> str:
-    """A flag's help, as `add_argument` wants it."""
+    """A flag's help, in the form that `add_argument` expects."""
     return wrapped(told(text), WIDTH - _FLAGS_WIDTH).replace("%", "%%")
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most `width` cells, broken between words; a longer word has a line of its own."""
+    """Lines of at most `width` cells, broken between words; a longer word gets its own line."""
     lines: list[str] = []
     for word in text.split():
         if lines and _cells(f"{lines[-1]} {word}") <= width:

@@ -1,4 +1,5 @@
-"""The bounds of the HTTP edge as settings: every field of `Limits`, from the environment, a TOML table, or its default.
+"""The limits of the HTTP endpoint as settings: every field of `Limits`, from the environment, a TOML table, or its
+default.
 
     [gateway.limits]                          # of `atoll serve`: [serve.limits]
     max-in-flight-per-key = 8                 # ATOLL_LIMITS_MAX_IN_FLIGHT_PER_KEY=8 wins over the file
@@ -23,7 +24,7 @@ FIELDS = settings_of(Limits)
 
 
 def load_limits(path: Path | None, parent: str) -> Limits:
-    """The limits of [`parent`.limits] of the settings file, with those of the environment before them.
+    """The limits of [`parent`.limits] of the settings file; those of the environment win over them.
 
     Raises ConfigError naming the file, the line and the key.
     """
@@ -49,7 +50,7 @@ def load_limits(path: Path | None, parent: str) -> Limits:
 
 
 def described(name: str) -> tuple[str, str, str]:
-    """(key, default, range) as a file and `--help` write them."""
+    """(key, default, range) in the spelling of files and of `--help`."""
     field, declared = FIELDS[name]
     key = name.replace("_", "-")
     if isinstance(field.default, bool):
@@ -58,7 +59,7 @@ def described(name: str) -> tuple[str, str, str]:
 
 
 def help_text(parent: str) -> str:
-    """The part of `--help` about limits, as a table of the file."""
+    """The part of `--help` about limits, in the form of a TOML table."""
     rows = [f"  {key} = {default} # {bounds}" for key, default, bounds in map(described, FIELDS)]
     return "\n".join(["limits, with their defaults and ranges (ATOLL_LIMITS_… in the environment wins):",
                       f"  [{parent}.{TABLE}]", *rows, ""])
@@ -103,7 +104,7 @@ def _environment() -> list[str]:
 
 
 def _place(path: Path | None, parent: str, key: str) -> str:
-    """File, line (where it is plain to see) and table of a key."""
+    """File, line (if it can be found) and table of a key."""
     name, table = f"{parent}.{TABLE}", ""
     lines = path.read_text(encoding="utf-8").splitlines() if path else []
     for line_number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""What `atoll serve`, `engine` and `gateway` can be asked for. Each field is a setting: see engine.setting."""
+"""The options of `atoll serve`, `engine` and `gateway`. Each field is a setting: see engine.setting."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class LogOptions:
 
 @dataclass(slots=True, kw_only=True)
 class EndpointOptions(LogOptions):
-    """An HTTP endpoint: where it listens, who may use it, how it ends."""
+    """An HTTP endpoint: where it listens, who may use it, how it stops."""
 
     host: str = setting("127.0.0.1", "address to listen on ({default}: this machine only)", group=_ENDPOINT)
     port: int = setting(8000, "TCP port ({default}); 0 takes a free one", group=_ENDPOINT, at_least=0, at_most=65535)
@@ -64,7 +64,7 @@ class ServeOptions(EndpointOptions):
         group=_ENDPOINT)
     max_restarts: int = setting(
         5, "restarts of a crashed engine in 10 minutes ({default})", group=_ENDPOINT, metavar="N", at_least=0)
-    notes: list[str] = field(default_factory=list)  # what was accepted but changes nothing
+    notes: list[str] = field(default_factory=list)  # about flags that were accepted but have no effect
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class GatewayOptions(EndpointOptions):
 
 @dataclass(slots=True)
 class EngineOptions(LogOptions):
-    """What the engine process can be asked for. The last three are for the process that starts it."""
+    """The options of the engine process. The last three are for the process that starts it."""
 
     engine: EngineConfig
     uds: Path = setting(
@@ -116,12 +116,12 @@ class EngineOptions(LogOptions):
         False, "do not serve: check settings and model, and load the libraries", group=_PROCESS, const=True,
         line_only=True)
     parent_pid: int = setting(0, "", group=_PROCESS, hidden=True)
-    take_over: int = setting(0, "", group=_PROCESS, hidden=True)     # the process whose work this one continues
-    watchdog: float = setting(0.0, "", group=_PROCESS, hidden=True)  # seconds; systemd does not tell a successor
+    take_over: int = setting(0, "", group=_PROCESS, hidden=True)     # the process that this one takes over from
+    watchdog: float = setting(0.0, "", group=_PROCESS, hidden=True)  # seconds; a successor does not get it from systemd
 
 
 def engine_argv(config: EngineConfig) -> list[str]:
-    """The flags that make `parse_engine` return this config: how the supervisor starts its child."""
+    """The flags from which `parse_engine` makes this config; the supervisor starts its child with them."""
     argv: list[str] = ["--model", str(config.model)]
     for name, (knob, declared) in settings_of(EngineConfig).items():
         value: Any = getattr(config, name)

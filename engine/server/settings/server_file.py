@@ -3,13 +3,13 @@
     [gateway]                 # flags of `atoll gateway`
     [gateway.limits]          # bounds of the endpoint: engine.server.settings.limits
     [engine]                  # flags of every engine
-    [models.chat]             # the engine atoll-engine@chat; what stands here wins over [engine]
+    [models.chat]             # the engine atoll-engine@chat; its values win over [engine]
     model = "/var/lib/atoll/models/…/model"
     [models.chat-2]           # one more engine that answers under the name chat, with the settings of [models.chat]
     replica-of = "chat"
     gpus = ["1"]
 
-Each key is a long flag without its dashes, so that one set of rules reads the line and the file.
+Each key is a long flag without its dashes, so one set of rules reads the command line and the file.
 """
 
 import re
@@ -27,7 +27,7 @@ _GPU = re.compile(r"\d{1,3}|(GPU|MIG)-[0-9a-fA-F/-]{4,64}")
 
 
 def model_names(path: Path) -> list[str]:
-    """The models of the file, in its order. Raises ConfigError."""
+    """The names of the models in the file, in its order. Raises ConfigError."""
     models = _table(read_toml(path), "models", path)
     for name, table in models.items():
         if not _INSTANCE.fullmatch(name) or not isinstance(table, dict):
@@ -68,7 +68,7 @@ def _inherited(models: dict[str, Any], name: str, first: str, path: Path) -> dic
 
 
 def gateway_argv_of(path: Path) -> list[str]:
-    """The flags of the gateway; none if the file says nothing of it. Raises ConfigError."""
+    """The flags of the gateway; none if the file has no table for it. Raises ConfigError."""
     table = _table(read_toml(path), "gateway", path)
     return table_argv({key: value for key, value in table.items() if key != LIMITS}, f"{path}, [gateway]")
 
@@ -95,5 +95,5 @@ def _table(content: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
 
 
 def _keys(table: dict[str, Any]) -> dict[str, Any]:
-    """With one spelling, so that a model's max_model_len wins over the engine's max-model-len."""
+    """The table with one spelling of keys, so that a model's max_model_len wins over the engine's max-model-len."""
     return {key.replace("_", "-"): value for key, value in table.items()}

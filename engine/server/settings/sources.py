@@ -1,6 +1,5 @@
-"""Where settings stand besides the command line: TOML tables and the environment, both turned into flags.
-
-One set of rules then reads all three.
+"""Settings from outside the command line: TOML tables and the environment, both converted to flags, so that one set of
+rules reads all three.
 """
 
 import json
@@ -15,8 +14,8 @@ from engine.message import msg, reason
 from engine.server.settings.values import truth
 from engine.setting import flag_of, value_type
 
-LIMITS = "limits"  # the key of [serve] and [gateway] that is a table of its own: engine.server.settings.limits
-_JSON_FLAGS = frozenset({"--allowed-origins"})  # vLLM writes a list on the line as JSON; a file has lists of its own
+LIMITS = "limits"  # a key of [serve] and [gateway] whose value is a table: engine.server.settings.limits
+_JSON_FLAGS = frozenset({"--allowed-origins"})  # lists that vLLM writes as JSON on the line; a file has real lists
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def serve_argv_of(given: dict[str, Any]) -> list[str]:
 
 
 def table_argv(table: dict[str, Any], where: str) -> list[str]:
-    """A table as flags. Raises ConfigError, which begins with `where`."""
+    """A table as flags. Raises ConfigError, whose message begins with `where`."""
     argv: list[str] = []
     for key, value in table.items():
         flag = "--" + key.replace("_", "-")

@@ -1,4 +1,4 @@
-"""From what a person wrote, on the line, in a file or in the environment, to a value within its bounds."""
+"""Converts what a person wrote, on the command line, in a file or in the environment, to a value, and checks bounds."""
 
 import argparse
 import json
@@ -50,7 +50,7 @@ def json_strings(text: str) -> list[str]:
 
 
 def truth(value: Any) -> bool:
-    """Raises ValueError for what says neither yes nor no."""
+    """A boolean from its usual spellings. Raises ValueError for anything else."""
     if isinstance(value, bool):
         return value
     if (word := str(value).lower()) not in _TRUTH:
@@ -59,9 +59,9 @@ def truth(value: Any) -> bool:
 
 
 def number(value: Any, kind: type) -> int | float:
-    """A number of a TOML file, or the text of one. Raises ValueError."""
+    """A number from TOML, or from its text. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("not a number")  # Python takes true for 1
+        raise ValueError("not a number")  # in Python, True is a number
     if kind is int:
         if isinstance(value, str):
             try:
@@ -77,7 +77,7 @@ def number(value: Any, kind: type) -> int | float:
 
 
 def reader_of(annotation: Any, declared: Setting) -> Callable[[str], Any]:
-    """What turns one word of the command line into the value."""
+    """The function that turns one word of the command line into the setting's value."""
     kind, words = value_type(annotation)
     if declared.json_list:
         return json_strings
@@ -87,7 +87,7 @@ def reader_of(annotation: Any, declared: Setting) -> Callable[[str], Any]:
 
 
 def check_bounds(options: Any) -> None:
-    """Raises ConfigError, which names the flag, for a value out of the bounds that its field declares."""
+    """Raises ConfigError, which names the flag, if a value is outside the bounds that its field declares."""
     for name, (_, declared) in settings_of(type(options)).items():
         value, flag = getattr(options, name), flag_of(name, declared)
         if not isinstance(value, int | float) or isinstance(value, bool) or within(value, declared):
@@ -103,7 +103,7 @@ def check_bounds(options: Any) -> None:
 
 
 def within(value: float, declared: Setting) -> bool:
-    """False for NaN if there is any bound."""
+    """Whether the value is within the setting's bounds. NaN is not, if there is any bound."""
     return ((declared.above is None or value > declared.above)
             and (declared.at_least is None or value >= declared.at_least)
             and (declared.at_most is None or value <= declared.at_most))

@@ -1,4 +1,5 @@
-"""A request of `/v1/responses` as a chat: its items become messages. Nothing is stored, so all of them come along."""
+"""Converts a request of `/v1/responses` to a chat: its items become messages. Nothing is stored, so a request carries
+the whole conversation."""
 
 from typing import Any
 
@@ -8,14 +9,14 @@ from engine.errors import InvalidRequestError
 from engine.server.openai.responses.schema import ResponsesChat, ResponsesRequest
 from engine.server.openai.schema import Message, ResponseFormat
 
-_INCLUDES = ("reasoning.encrypted_content",)  # the reasoning is in the answer, in plain text
+_INCLUDES = ("reasoning.encrypted_content",)  # accepted: the answer contains the reasoning in plain text
 _SAME = ("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
          "frequency_penalty", "repetition_penalty", "seed", "stop", "chat_template_kwargs", "thinking_token_budget",
          "priority", "cache_salt")
 
 
 def as_chat(request: ResponsesRequest) -> ResponsesChat:
-    """Raises InvalidRequestError naming the field or item that cannot be used."""
+    """The request as a chat. Raises InvalidRequestError, which names the field or item that cannot be used."""
     for name in request.include or ():
         if name not in _INCLUDES:
             raise InvalidRequestError("include: this server adds nothing to an answer.", "include")
@@ -44,7 +45,8 @@ def _messages(request: ResponsesRequest) -> list[Message]:
 
 
 def _add(messages: list[Message], item: dict[str, Any], where: str) -> None:
-    """One turn of the model (reasoning, text, calls) is one message of a chat; so are leading system items."""
+    """Append an item. The items of one turn of the model (reasoning, text, calls) become one message, and so do leading
+    system items."""
     kind = item.get("type", "message")
     last = messages[-1] if messages else None
     said = last if last is not None and last.role == "assistant" else None
@@ -57,7 +59,7 @@ def _add(messages: list[Message], item: dict[str, Any], where: str) -> None:
             said.content = message.content
         elif (last is not None and len(messages) == 1 and last.role == "system" and isinstance(last.content, str)
               and message.role in ("system", "developer") and isinstance(content, str)):
-            last.content = f"{last.content}\n\n{content}"  # some templates take one only
+            last.content = f"{last.content}\n\n{content}"  # some templates accept only one
         else:
             messages.append(message)
         return

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`, without memory: a chat in other words, on the chat's own stages."""
+"""`POST /v1/responses`, stateless: converted to a chat, and handled by the chat's own stages."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -120,6 +120,6 @@ router = generating_router()
 async def responses(request: Request) -> Response:
     try:
         return await _PIPELINE(request)
-    except InvalidRequestError as error:  # of the chat that the request became
+    except InvalidRequestError as error:  # it names a field of the chat that the request was converted to
         name, dot, rest = (error.param or "").replace("response_format.json_schema", "response_format").partition(".")
         raise InvalidRequestError(str(error), f"{_NAMES.get(name, name)}{dot}{rest}" or None, error.code) from None

@@ -1,4 +1,4 @@
-"""The output items of a response, and the events that tell of them while they are written."""
+"""The output items of a response, and the events that report them while they are written."""
 
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ class Items:
     def __init__(self, call_id: Callable[[], str]) -> None:
         self.output: list[dict[str, Any]] = []
         self._call_id = call_id
-        self._kind = ""              # of the open item
+        self._kind = ""              # kind of the open item
         self._pieces: list[str] = []
 
     def add(self, event: Event) -> Iterator[Told]:
@@ -38,7 +38,7 @@ class Items:
                 yield from self.close()
 
     def close(self, status: str = "completed") -> Iterator[Told]:
-        """The open item is over."""
+        """Close the open item."""
         if not self._kind:
             return
         kind, self._kind = self._kind, ""

@@ -1,4 +1,4 @@
-"""What `POST /v1/responses` takes. Each field is one of a chat request under another name, or is refused by name."""
+"""The fields of `POST /v1/responses`. Each corresponds to a field of a chat request, or is refused by name."""
 
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ class ResponsesChat(ChatRequest, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct):
-    """An answer. Lists and objects that the request brought are repeated as they came."""
+    """An answer. Lists and objects of the request are repeated unchanged."""
 
     id: str
     object: Literal["response"]
@@ -85,7 +85,7 @@ class ResponseObject(msgspec.Struct):
 
 
 class ResponseEvent(msgspec.Struct):
-    """One event of a stream; which further fields it has follows from its type, as in OpenAI's API."""
+    """One event of a stream; its type determines the further fields, as in OpenAI's API."""
 
     type: str
     sequence_number: int
