@@ -10,7 +10,7 @@ LOCK   := offline_bundle/lock.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock demo demo-stop test test-installations test-terminal test-compile test-cpus lint format bench test-gpu \
+.PHONY: help setup lock demo demo-stop test test-kernels test-installations test-terminal test-compile test-cpus lint format bench test-gpu \
         test-runtime test-runtime-cuda test-appliance test-clients test-prometheus pictures clean
 
 help:  ## Show this list
@@ -25,13 +25,17 @@ demo-stop:  ## Stop the demo's service (make demo starts it again)
 	@if [ -x $(BIN)/atoll ] && [ -d $(PREFIX) ]; then $(BIN)/atoll stop --prefix $(PREFIX); \
 	else echo 'No demo is installed here.'; fi
 
-test: $(VENV)/.dev  ## Run every test that needs no GPU; PYTEST=tests/engine/core for a part
+test: $(VENV)/.dev  ## Test everything but kernels, without a GPU; PYTEST=tests/engine/core for a part
 	@$(BIN)/python -m appliance.demo.model >/dev/null
 ifeq ($(strip $(PYTEST)),)
 	@$(BIN)/python tests/side_by_side.py
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif
+
+test-kernels: $(VENV)/.dev  ## Test the GPU kernels and the steps around them, without a GPU, in Triton's interpreter
+	@$(BIN)/python -m appliance.demo.model >/dev/null
+	@$(BIN)/python tests/side_by_side.py kernels
 
 test-installations: $(VENV)/.dev  ## Real installations, tuned, verified and piloted, by command and in a terminal, killed in between
 	@$(BIN)/python -m appliance.demo.model >/dev/null

@@ -1,8 +1,9 @@
 """Runs the tests as several processes side by side, so that both waiting and computing tests fill a small machine.
 
-    python tests/side_by_side.py [installations] [PROCESSES]
+    python tests/side_by_side.py [kernels|installations] [PROCESSES]
 
-Without a name these are the tests of `make test`, with it those that take whole installations through their lives.
+Without a name these are the tests of `make test`. `kernels`: GPU kernels and the steps around them, in Triton's
+interpreter. `installations`: those that take whole installations through their lives.
 Three processes if nobody says otherwise. Each part is a pytest of its own, the longest first. A part that passes prints
 its last line, one that fails everything.
 The exit status is 1 if any part failed.
@@ -26,15 +27,17 @@ PARTS = {
     "checklist": ["tests/appliance/service"],
     "installer": ["tests/installer"],
     "server": ["tests/engine/server"],
-    "kernels' other tests": [KERNELS, *(f"--ignore={path}" for path in (*OF_TRITON, *SELFTEST))],
     "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
-    "kernels in Triton's interpreter": OF_TRITON,
-    "kernels' self-test": SELFTEST,
     "bundles": ["tests/offline_bundle"],
     "appliance": ["tests/appliance", "--ignore=tests/appliance/service", "tests/test_imports.py"],
     "engine": ["tests/engine", *(f"--ignore=tests/engine/{name}" for name in
                ("kernels", "models", "server", "test_oracle.py"))],
     "terminal": ["tests/tui"],
+}  # fmt: skip
+KERNELS_PARTS = {
+    "kernels' other tests": [KERNELS, *(f"--ignore={path}" for path in (*OF_TRITON, *SELFTEST))],
+    "kernels in Triton's interpreter": OF_TRITON,
+    "kernels' self-test": SELFTEST,
 }  # fmt: skip
 TUNING = "tests/appliance/service/test_tune_real.py"
 KILLED = f"{TUNING}::test_killed_at_every_recorded_point_it_goes_on_and_the_service_stays"
@@ -51,7 +54,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Triton's interpreter is one thread of P
 def main() -> int:
     asked = sys.argv[1:]
     parts, slow = PARTS, []
-    if asked[:1] == ["installations"]:
+    if asked[:1] == ["kernels"]:
+        asked, parts = asked[1:], KERNELS_PARTS
+    elif asked[:1] == ["installations"]:
         asked, parts, slow = asked[1:], INSTALLATIONS, ["-m", "slow"]
     processes = int(asked[0]) if asked else 3
     running: set[subprocess.Popen] = set()
