@@ -26,6 +26,7 @@ PARTS = {
     "checklist": ["tests/appliance/service"],
     "installer": ["tests/installer"],
     "server": ["tests/engine/server"],
+    "fuzzers": ["tests/fuzz"],
     "kernels' other tests": [KERNELS, *(f"--ignore={path}" for path in (*OF_TRITON, *SELFTEST))],
     "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
     "kernels in Triton's interpreter": OF_TRITON,
