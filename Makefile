@@ -11,7 +11,7 @@ LOCK   := offline_bundle/lock.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup lock demo demo-stop test test-kernels test-installations test-terminal test-compile test-cpus lint format bench test-gpu \
-        test-runtime test-runtime-cuda test-appliance test-clients test-prometheus pictures clean
+        test-runtime test-runtime-cuda test-appliance test-clients test-prometheus test-streams fuzz pictures clean
 
 help:  ## Show this list
 	@echo 'Atoll. Start with: make demo'
@@ -86,6 +86,10 @@ test-appliance: $(VENV)/.dev  ## As root: a server's whole life with Atoll, on m
 
 test-clients: $(VENV)/.dev  ## Clients that we did not write, each in an environment of its own, against a real service
 	@$(BIN)/python tests/clients/run.py $(CLIENTS)
+
+SECONDS ?= 600
+fuzz: $(VENV)/.dev  ## Fuzz the HTTP edge, the parsers and the engine's socket: SECONDS=600 for each, TARGETS="http parsers ipc", SEED=1
+	@$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(TARGETS)
 
 pictures: $(VENV)/.dev  ## Draw every screen of the terminal interface for the documents, in both languages (about 15 minutes)
 	@$(BIN)/python -m appliance.demo.model >/dev/null

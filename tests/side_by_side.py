@@ -27,6 +27,7 @@ PARTS = {
     "checklist": ["tests/appliance/service"],
     "installer": ["tests/installer"],
     "server": ["tests/engine/server"],
+    "fuzzers": ["tests/fuzz"],
     "models": ["tests/engine/models", "tests/engine/test_oracle.py"],
     "bundles": ["tests/offline_bundle"],
     "appliance": ["tests/appliance", "--ignore=tests/appliance/service", "tests/test_imports.py"],

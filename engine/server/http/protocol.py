@@ -14,6 +14,7 @@ request (not HTTP, headers that are too large or too slow) is answered after tha
 """
 
 from asyncio import TimerHandle, Transport
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
@@ -308,7 +309,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._discarded, self._refusal = 0, None
         self.flow.resume_reading()
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with suppress(OSError):  # the peer is gone already
+                self.transport.write_eof()
 
     def _close(self) -> None:
         self.transport.close()

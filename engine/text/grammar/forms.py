@@ -111,6 +111,8 @@ def check_schema(schema: Any, param: str) -> None:
         nodes += len(below)
         if nodes > limits.MAX_SCHEMA_VALUES:
             raise InvalidRequestError(f"{param}: a schema may hold {limits.MAX_SCHEMA_VALUES} values.", param)
+        if any(isinstance(value, int | float) and value < limits.LEAST_NUMBER for value in below):
+            raise InvalidRequestError(f"{param}: the numbers of a schema must not lie below -9.2e18.", param)
         level = [value for value in below if isinstance(value, dict | list)]
         if not level:
             _check_multiples(multiples, param)

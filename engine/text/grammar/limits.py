@@ -12,6 +12,7 @@ MAX_SCHEMA_VALUES = 20_000
 MAX_PROPERTIES = 512               # of one object: the work grows with the square
 MAX_CHOICES = 2048
 MAX_MULTIPLE = 10_000              # least common multiple of every `multipleOf`: a third prime takes minutes, uncounted
+LEAST_NUMBER = -92 * 10**17        # near -2^63 and below, the library's ranges recurse until the stack ends the process
 MAX_SUM_OF_MULTIPLES = 50_000      # half a second
 MAX_CALLS_GRAMMAR_BYTES = 1 << 20  # of calls: made by the server, from schemas within `max_tool_characters`
 

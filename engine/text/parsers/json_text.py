@@ -136,7 +136,7 @@ def _word(source: Source, out: Callable[[str], None]) -> Reading[None]:
     while (yield from source.character()):
         if not (size := source.matching(_WORD)):
             break
-        word += source.take(size)
+        word += source.take(min(size, _LONGEST_WORD + 1 - len(word)))  # as much whatever the pieces are
         if len(word) > _LONGEST_WORD:
             raise BrokenCall
     if word not in ("true", "false", "null") and not _NUMBER.fullmatch(word):

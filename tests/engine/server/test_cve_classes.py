@@ -194,7 +194,7 @@ def follows(server: RunningServer, schema: Any) -> list[httpx.Response]:
 
 @pytest.mark.parametrize("schema", [
     {"type": "text"}, {"type": 7}, {"type": "string", "pattern": "(["}, {"type": "string", "pattern": 1},
-    {"$ref": "http://127.0.0.1/schema.json"},
+    {"const": -(2**63)}, {"$ref": "http://127.0.0.1/schema.json"},
 ], ids=lambda schema: str(schema)[:40])
 def test_a_schema_that_cannot_be_used_is_its_requests_400(tiny_server: RunningServer, schema: dict) -> None:
     answer, tool = follows(tiny_server, schema)

@@ -103,6 +103,22 @@ def test_schemas(compiler: GrammarCompiler, name: str) -> None:
     assert why or name not in refused
 
 
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1, -9223372036854775799, -(10**19), -1e30])
+@pytest.mark.parametrize("schema", [
+    lambda n: {"const": n}, lambda n: {"enum": ["a", n]}, lambda n: {"type": "integer", "minimum": n, "maximum": n},
+    lambda n: {"type": "object", "properties": {"a": {"allOf": [{"type": "integer", "exclusiveMaximum": n}]}}},
+], ids=["const", "enum", "range", "inside"])
+def test_numbers_that_the_library_dies_of(schema: Callable[[float], dict], number: float) -> None:
+    """Found by the fuzzer: each of them ended the engine's process by a stack that overflowed."""
+    with pytest.raises(InvalidRequestError, match="below"):
+        forms.json_schema(schema(number), "x", strict=True)
+
+
+@pytest.mark.parametrize("number", [-9 * 10**18, 2**63 - 1, 2**63, 10**19, 10**30])
+def test_other_large_numbers_are_followed(compiler: GrammarCompiler, number: int) -> None:
+    assert not compiled(compiler, forms.whole(forms.json_schema({"const": number}, "x", strict=True))).error
+
+
 @pytest.mark.parametrize("name", REGEXES)
 def test_regular_expressions(compiler: GrammarCompiler, name: str) -> None:
     follow(compiler, lambda: forms.regex(REGEXES[name], "x"))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import socket
+import struct
 import time
 from contextlib import closing
 
@@ -180,3 +181,15 @@ def test_many_requests_with_random_disconnects_leave_nothing(tiny_server: Runnin
     tiny_server.wait_idle()
     stats = tiny_server.client.stats
     assert (stats.pages_in_use, stats.num_running, stats.num_waiting) == (0, 0, 0)
+
+
+def test_a_reset_before_the_answer_is_no_defect(tiny_server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Found by the fuzzer: ending our side of a connection that was reset was logged as a failed request."""
+    request = head(len(BODY) + 1, "Content-Encoding: gzip") + BODY  # refused, while its body seems to go on
+    for i in range(400):
+        with closing(connect(tiny_server)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing it is a reset
+            connection.sendall(request)
+            time.sleep(i % 20 / 4000)
+    tiny_server.wait_idle()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []

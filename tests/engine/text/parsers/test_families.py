@@ -235,6 +235,13 @@ def test_a_bound_in_the_middle_of_a_tag_does_not_depend_on_the_chunking() -> Non
         answer(escapes, "qwen3", limits=ParserLimits(characters=characters))
 
 
+def test_a_word_without_an_end_does_not_depend_on_the_chunking() -> None:
+    """Found by the fuzzer: as much of it was given up with the call as had come by then."""
+    for length in (399, 400, 401, 402, 900):
+        said = answer(f'<tool_call>{{"name": "f", "arguments": {{"a": {"1" * length}, "b": 1}}}}</tool_call>', "qwen3")
+        assert len(said.calls) == (length <= 400)
+
+
 def test_bounds_make_a_call_content() -> None:
     limits = ParserLimits(calls=2, characters=200, depth=4, name=16)
     deep = '{"name": "f", "arguments": {"a": [[[[1]]]]}}'
