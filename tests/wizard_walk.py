@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from terminals import Terminal
 
-AGREES = "Enter accepts it as|Enter begins|I have kept it"
+AGREES = "Enter accepts it as|Enter starts|I have kept it"
 GREEN = "[✓v]"
 
 
@@ -28,7 +28,7 @@ class Walk:
             self._lose[self.lost % len(self._lose)]()
             self.lost += 1
             self.terminal.start()
-            self.until("F10 Leave|Read to the end|Enter (accepts|begins)|I have kept it")
+            self.until("F10 Leave|Read to the end|Enter (accepts|starts)|I have kept it")
 
     def is_green(self, number: int) -> bool:
         return re.search(f"{GREEN} {number} ", self.terminal.text()) is not None
@@ -106,7 +106,7 @@ class Walk:
         self.until("What will be done")
         self.lose()
         self.read("What will be done")
-        self.until("It goes on without this terminal")
+        self.until("It continues without this terminal")
         self.lose()
         self.green(3, 600)
         if "API key" not in self.agreed:
@@ -121,7 +121,7 @@ class Walk:
         self.until("computes on the CPU")
         self._look()
         self.press("enter")
-        self.until("Enter goes on, Esc leaves")
+        self.until("Enter continues, Esc leaves")
         self._look()
         self.type(target)
         self.press("enter", "enter", "enter")
@@ -132,7 +132,7 @@ class Walk:
     def verify(self, ttft: str) -> None:
         self.open(5)
         self.press("g")
-        self.until("Enter goes on, Esc leaves")
+        self.until("Enter continues, Esc leaves")
         self._look()
         self.type(ttft)
         self.press("enter", "enter", "enter", "enter", "enter")

@@ -107,7 +107,7 @@ def main() -> int:
         launch.launch(job, flood(given.lines))
         try:
             with Pty([ATOLL], words, draws=False) as terminal:
-                terminal.drawn_at(b"Work goes on here")
+                terminal.drawn_at(b"Work is running here")
                 terminal.press("enter")
                 terminal.drawn_at(b"of what nobody can read")
                 began, events = time.monotonic(), (job.path / "progress.jsonl").stat().st_size

@@ -66,7 +66,7 @@ async def test_help_belongs_to_the_step(empty: Wizard) -> None:
             await opened(empty, pilot, position)
             await pilot.press("f1")
             await until(pilot, lambda: isinstance(empty.screen, Read))
-            texts.add(seen(empty).partition("Enter        goes on")[0])
+            texts.add(seen(empty).partition("Enter        continue")[0])
             await pilot.press("escape")
         assert len(texts) == len(STEPS)
 
@@ -241,7 +241,7 @@ async def test_leaving_loses_nothing_and_coming_back_lands_on_the_open_step(desk
         await until(pilot, lambda: app.following is not None or app.standing.step("model").status == "green")
         left_at_work = app.following is not None  # a short step may be done before anybody can leave it
         await pilot.press("ctrl+c")
-    assert ("goes on" in app.parting) == left_at_work
+    assert ("continues" in app.parting) == left_at_work
     desk.wait()
     assert desk.statuses()["model"] == "green"
     again = Wizard(desk.layout, "en")
