@@ -19,13 +19,13 @@ class Attention(nn.Module):
     Variants: `k_eq_v`: V is K before its norm and RoPE. `own_kv=False`: the layer has no K/V of its own and reads
     another layer's cache. `v_norm_eps`: V is normalised, by a norm without a weight.
 
-    On a GPU all steps before the attention are one kernel; Llama's kind of layer has its own, which works in place. The
-    worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D] after it has planned memory.
+    On a GPU, everything before the attention is one kernel. Layers like Llama's have a special one, which works in
+    place. The worker binds `k_cache` and `v_cache` [num_pages, page_size, Hkv, D] after it has planned memory.
     """
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    batch_invariant = False  # GPU: attention.batch_invariant for all steps; decode steps have tiles, too
+    batch_invariant = False  # GPU: use attention.batch_invariant in all steps; then decode steps have tiles, too
     k_scale = v_scale = 1.0  # an fp8 cache holds k / k_scale and v / v_scale (models/loading/kv_scales.py)
     group: int = 0   # whose pages these are (engine/core/kv/spec.py); the worker sets it
 
@@ -82,7 +82,8 @@ class Attention(nn.Module):
                 v = unit_rms(v, self.v_norm_eps)
             write_kv(k, v, self.k_cache, self.v_cache, slot_mapping, **self._kv_scales)
             if k.dtype != self.k_cache.dtype and (batch.prefills or self._lends):
-                # Round the chunk's own K and V as the cache will: a result must not depend on where the prompt was cut.
+                # Round the chunk's own K and V as the cache will, so that results do not depend on where the prompt was
+                # cut into chunks.
                 dtype = self.k_cache.dtype
                 k, v = as_cached(k, self.k_scale, dtype), as_cached(v, self.v_scale, dtype)
             self._step_k_v = (k, v) if self._lends else None
@@ -98,7 +99,7 @@ class Attention(nn.Module):
 
     def borrow_from(self, owner: "Attention") -> None:
         """Read the step's own K and V from `owner`: this layer has none. (The worker binds the owner's cache.)"""
-        self._owner = (owner,)  # in a tuple: it is no part of this module
+        self._owner = (owner,)  # in a tuple, so that PyTorch does not register it as a submodule
         owner._lends = True
 
     def _on_device(
@@ -150,7 +151,7 @@ class Attention(nn.Module):
 
     @property
     def _kv_scales(self) -> dict[str, Any]:
-        """Of the cache that this layer reads."""
+        """The scales of the cache that this layer reads, as keyword arguments of the kernels."""
         owner = self if self.own_kv else self._owner[0]
         return {"k_scale": owner.k_scale, "v_scale": owner.v_scale}
 
@@ -161,7 +162,7 @@ class Attention(nn.Module):
 
     @property
     def _norms(self) -> dict[str, Any]:
-        """Of q and k: weights, epsilon, and the offset that wide norms have."""
+        """The norms of q and k, as keyword arguments: weights, epsilon, and the offset of wide norms."""
         if self.q_norm is None:
             return {}
         k_norm = None if self.k_norm is None else self.k_norm.weight
@@ -203,8 +204,8 @@ class Attention(nn.Module):
         self._step_kv = own if self._lends else None
         return q, own
 
-    _step_kv: torch.Tensor | None = None  # of the mixed step that runs, for layers that borrow
-    _step_k_v: tuple[torch.Tensor, torch.Tensor] | None = None  # the same on a CPU, of any step
+    _step_kv: torch.Tensor | None = None  # K and V of the current mixed step, for layers that borrow them
+    _step_k_v: tuple[torch.Tensor, torch.Tensor] | None = None  # the same on a CPU, for every step
     _lends = False
     _owner: "tuple[Attention]"
 

@@ -1,4 +1,5 @@
-"""What the layers of one forward pass share. Set once a step, so that a layer's `forward` takes only activations."""
+"""What the layers of one forward pass share. It is set once per step, so that `forward` of a layer only takes
+activations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,8 @@ class DeviceBatch:
     tiles         [n, 2]  (sequence, its first token in the chunk) of each tile of `tile_tokens` query tokens; None in a
                           pure decode step, where token i belongs to sequence i
     starts, q_starts, counts [B]  position of the first token, its place in the step, how many (mixed steps)
-    num_single            of a mixed step: how many sequences at its beginning have one token and no tiles; for them
-                          seq_lens and everything else is as in a decode step
+    num_single            in a mixed step: how many sequences at its beginning have one token and no tiles; for them,
+                          seq_lens and all else is as in a decode step
     has_own_keys          whether layers that borrow keys can read those of this step's tokens from the projection
     """
 
@@ -46,8 +47,9 @@ class StateBatch:
     q_starts  int64   place of its first token in the step
     counts    int64   how many tokens it has in the step; a decode step has one each
 
-    num_chunks        of 64 tokens or less, of all sequences with several tokens: what a GPU's host must know of a mixed
-                      step (recurrent.gated_delta.num_chunks); 0 in a decode step
+    num_chunks        number of chunks, of 64 tokens or less, of all sequences with several tokens: the only fact about
+    a
+                      mixed step that the host must know (recurrent.gated_delta.num_chunks); 0 in a decode step
     """
 
     slots: torch.Tensor
@@ -65,10 +67,10 @@ class ForwardContext:
     slot_mapping  [T] int64   where its K and V go: page * page_size + offset
     attention                 how the T tokens group into sequences, and their block tables
     more_groups               slot_mapping and attention of further groups of layers, which have pages of their own
-    state                     of a model with recurrent layers
+    state                     for models with recurrent layers
     last          [N] int64   the tokens whose hidden states are read at the end of the step; None: all
-    last_only                 makes the context of the same step with these tokens alone, each the newest of its
-                              sequence; None: every layer but the last needs all tokens
+    last_only                 makes the context of the same step with only these tokens, each the newest of its
+                              sequence; None: every layer except the last needs all tokens
     """
 
     positions: torch.Tensor
@@ -100,8 +102,8 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
 
 
 def continue_with_last_tokens() -> None:
-    """Continue the running forward pass with the last tokens alone. The layers that follow read all keys and values
-    from the cache, and write none."""
+    """Continue the running forward pass with only the last tokens. The remaining layers read all keys and values from
+    the cache, and write none."""
     global _current
     context = get_context()
     assert context.last_only is not None

@@ -10,9 +10,9 @@ from engine.layers.weight_memory import empty_parameter
 
 
 class Embedding(nn.Module):
-    """[T] token ids -> [T, H]; times `scale`, rounded to the weight's dtype (Gemma: the root of H)."""
+    """[T] token ids -> [T, H]; multiplied by `scale`, which is rounded to the weight's dtype (Gemma: the root of H)."""
 
-    compute_dtype: torch.dtype | None = None  # of the result, on a CPU; None: the weight's
+    compute_dtype: torch.dtype | None = None  # dtype of the result on a CPU; None: the weight's
     on_host = False  # the weight is in page-locked host memory; the GPU reads only the rows it needs
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:

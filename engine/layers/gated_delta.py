@@ -1,4 +1,4 @@
-"""A Gated DeltaNet layer: a recurrent layer whose state is as large for a long sequence as for a short one."""
+"""A Gated DeltaNet layer: a recurrent layer, whose state has the same size however long the sequence is."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         sizes = [self.key_size, self.key_size, self.value_size, self.value_size]
         self.in_proj_qkvz = ByKeyHead(hidden_size, sizes, key_heads, mixed_on_disk=mixed_on_disk)
         self.in_proj_ba = ByKeyHead(hidden_size, [value_heads] * 2, key_heads, mixed_on_disk=mixed_on_disk)
-        self.in_proj_ba.quantizable = False  # small, and it decides what a state keeps: never quantised
+        self.in_proj_ba.quantizable = False  # it is small and decides what the state keeps: never quantised
         self.conv_weight = empty_parameter(self.channels, 1, conv_width)
         self.a_log = _float_parameter(value_heads)
         self.dt_bias = _float_parameter(value_heads)
@@ -161,5 +161,5 @@ class GatedDeltaNet(nn.Module):
 
 
 def _float_parameter(size: int) -> nn.Parameter:
-    """float32 whatever the model's dtype: it goes through an exponential."""
+    """A float32 parameter, whatever the model's dtype, because it goes through an exponential."""
     return nn.Parameter(torch.empty(size, dtype=torch.float32, device="meta"), requires_grad=False)

@@ -1,4 +1,4 @@
-"""What a linear layer reads: plain activations, activations in fp8, or activations that still have to be normalised."""
+"""The inputs of a linear layer: plain activations, fp8 activations, or activations that are still to be normalised."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,13 @@ import torch
 
 
 class QuantizedRows(NamedTuple):
-    """Activations in fp8: written in passing by the norm or gate before a GEMM that would quantise them anyway."""
+    """fp8 activations, written by the norm or gate before a GEMM, which would otherwise have to quantise them
+    itself."""
 
     values: torch.Tensor  # [T, K] e4m3
     scale: torch.Tensor   # [T] float32
     dtype: torch.dtype    # of the original activations, and of the result
-    plain: torch.Tensor | None = None  # [T, K] unquantised, where a layer that keeps its precision reads them too
+    plain: torch.Tensor | None = None  # [T, K] unquantised, if a layer with unquantised weights reads them, too
 
 
 class UnnormedRows(NamedTuple):

@@ -1,9 +1,9 @@
 """The end of a step with prompts: only the last token's hidden state of each sequence is read.
 
-The last layer writes keys and values (or a state) of all tokens, because later steps need them. After that it continues
-with the last tokens alone, which saves the output projection and the MLP of one layer. If the last layers have no K/V
-of their own (Gemma 4 E2B, E4B), all of them run on the last tokens alone (ForwardContext.last_only), which saves more
-than half of a prompt's arithmetic.
+The last layer writes keys and values (or a state) of all tokens, because later steps need them. Then it continues with
+only the last tokens, which saves the output projection and the MLP of one layer. If the last layers have no K/V of
+their own (Gemma 4 E2B, E4B), all of them run only on the last tokens (ForwardContext.last_only), which saves more than
+half of a prompt's arithmetic.
 """
 
 from typing import TypeVar, cast
@@ -17,7 +17,7 @@ Rows = TypeVar("Rows", bound=torch.Tensor | QuantizedRows)
 
 
 def keep_last(rows: Rows) -> Rows:
-    """Rows [T, ..] -> the rows [N, ..] of the tokens that the end of the step reads; all of them if it reads all."""
+    """Rows [T, ..] -> the rows [N, ..] of the tokens whose hidden states are read at the end; all if all are read."""
     index = get_context().last
     if index is None:
         return rows

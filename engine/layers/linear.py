@@ -12,20 +12,20 @@ from engine.layers.quant.base import Gemm, LinearMethod, Tensors, plain_gemv
 from engine.layers.quant.unquantized import PLAIN, UNQUANTIZED
 from engine.layers.weight_memory import empty_parameter
 
-_VECTOR_ROWS = 4  # of gemm.small_batch.gemv
-# Elements. Above this, tensor cores win from the second row on (measurements: docs/performance.md). The dense MLP of
-# 26B-A4B, of 11.9 million, stays below: it shares kernels with the experts.
+_VECTOR_ROWS = 4  # the most rows of gemm.small_batch.gemv
+# Elements of a weight. Above this, tensor cores win from the second row on (measurements: docs/performance.md). The
+# dense MLP of 26B-A4B must stay below (11.9 million), because it shares kernels with the experts.
 _SMALL_WEIGHT = 12_500_000
 
 
 class Linear(nn.Module):
     """y = x Wᵀ + b;  x [T, in], W [out, in]. Its format, `method`, stores W and chooses the GEMM after loading."""
 
-    quantizable = True          # False: keeps its precision when a model is quantised (heads, routers, small gates)
+    quantizable = True          # False: not quantised with the rest of the model (heads, routers, small gates)
     compute_dtype: torch.dtype | None = None  # set before loading: of activations on a CPU. None: the weight's dtype
     batch_invariant = False     # set before loading: one kernel for any number of rows (GPU)
     weight: nn.Parameter
-    scale: nn.Parameter | None  # of a quantised weight, if it has one
+    scale: nn.Parameter | None  # the scale of a quantised weight, if its format has one
     weight_t: torch.Tensor
     scale_row: torch.Tensor
 
@@ -46,7 +46,7 @@ class Linear(nn.Module):
         method.create(self)
 
     def weights(self, prefix: str, outputs: slice = slice(None)) -> Tensors:
-        """Checkpoint name -> the tensor to fill, in this layer's format: `{prefix}weight` and so on."""
+        """The tensors to fill, by their names in the checkpoint, in this layer's format: `{prefix}weight` and so on."""
         return {f"{prefix}{name}": tensor for name, tensor in self.method.tensors(self, outputs).items()}
 
     def finalize(self, *, keep_weight: bool = False) -> None:
@@ -74,22 +74,22 @@ class Linear(nn.Module):
         return self.gemm.run(self, x)
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor | QuantizedRows) -> torch.Tensor | None:
-        """Add the result [T, out] to `residual` in place and return None, if the kernel can; else return what is still
-        to be added."""
+        """Add the result [T, out] to `residual` in place and return None if the kernel can do that; else return the
+        result, which the caller must add."""
         if isinstance(x, torch.Tensor) and self.in_vector_form(x.shape[0]):
             self._vector_gemm(x, residual=residual)
             return None
         return self(x)
 
     def in_order(self, x: Activations) -> tuple[torch.Tensor, bool]:
-        """The result, and whether the next kernel may read older results before it has waited for this one."""
+        """The result, and whether the next kernel may read older results before it waits for this one."""
         if isinstance(x, QuantizedRows) or (isinstance(x, torch.Tensor) and not self.in_vector_form(x.shape[0])):
             return self(x), False
         return self._vector_gemm(x, in_order=True), True
 
     @property
     def vector_rows(self) -> int:
-        """The most rows that run in vector form, where fp8 weights meet activations that are not quantised."""
+        """The most rows that run in vector form, in which activations are not quantised even if weights are fp8."""
         if self.batch_invariant:
             return 0
         if self.gemm.gemv_rows is not None:
@@ -97,7 +97,7 @@ class Linear(nn.Module):
         return _VECTOR_ROWS if self.in_features * self.out_features <= _SMALL_WEIGHT else 1
 
     def wants_fp8(self, rows: int) -> bool:
-        """Whether inputs of this many rows are read in fp8, so that the kernel before can quantise them."""
+        """Whether inputs of this many rows are read in fp8, so that the previous kernel may quantise them."""
         return self.gemm.run_fp8 is not None and rows > self.vector_rows
 
     def in_vector_form(self, rows: int) -> bool:
@@ -110,7 +110,7 @@ class Linear(nn.Module):
 
     @property
     def by_library(self) -> autotune.Weight | None:
-        """The weight, if large batches run on the library with an algorithm that can be chosen; else None."""
+        """The weight, if large batches use the library and its algorithm can be chosen; else None."""
         if self.batch_invariant or self.bias is not None or not self.gemm.library:
             return None
         return autotune.Weight(self.weight, self.scale)
@@ -131,7 +131,7 @@ class MergedLinear(Linear):
         self.out_sizes = out_sizes
 
     def part_weights(self, prefix: str, names: Iterable[str]) -> Tensors:
-        """As `weights`, for checkpoints that store the layers separately: `{prefix}{name}.weight` and so on."""
+        """Like `weights`, for checkpoints that store the layers separately: `{prefix}{name}.weight` and so on."""
         found, start = {}, 0
         for name, size in zip(names, self.out_sizes, strict=True):
             found |= self.weights(f"{prefix}{name}.", slice(start, start + size))

@@ -5,7 +5,7 @@
     w, e   = the k largest of p, their indices    [T, k], optionally divided by their sum
     y[t]   = Σ_j w[t, j] · down_e(act(gate_e(x[t])) * up_e(x[t]))    with e = e[t, j]
 
-The experts of a layer are two stacked weights, filled in place from whatever form a checkpoint has them in.
+The experts of a layer are two stacked weights, which are filled in place from whatever layout a checkpoint uses.
 (Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088.)
 """
 
@@ -70,10 +70,10 @@ class Router(Linear):
 
 
 class ExpertLinear(nn.Module):
-    """The weights of E linear layers, stacked [E, out, in]; `method` is their format, as of Linear."""
+    """The weights of E linear layers, stacked [E, out, in]; `method` is their format, as in Linear."""
 
     quantizable = True
-    compute_dtype: torch.dtype | None = None  # as of Linear
+    compute_dtype: torch.dtype | None = None  # as in Linear
     weight: nn.Parameter
     scale: nn.Parameter | None  # of a quantised weight: [E, out] float32 in fp8
 
@@ -114,12 +114,12 @@ class ExpertLinear(nn.Module):
         return sum(packed.nbytes for packed in self.packed)
 
     def apply_on_cpu(self, x: torch.Tensor, expert: int, *, quantize: bool) -> torch.Tensor:
-        """One expert's GEMM, x [n, in] -> [n, out]. `quantize`: an fp8 weight meets fp8 activations."""
+        """One expert's GEMM, x [n, in] -> [n, out]. `quantize`: activations are quantised if the weight is fp8."""
         return self.method.apply(self, x, expert, quantize=quantize)
 
 
 class RoutedExperts(nn.Module):
-    """The gated MLPs [H -> I -> H] of E experts, applied to each token as a routing says, and summed.
+    """The gated MLPs [H -> I -> H] of E experts, applied to each token according to a routing, and summed.
 
     `batch_invariant` (GPU): tiles of one size for any number of tokens.
     """
@@ -145,18 +145,18 @@ class RoutedExperts(nn.Module):
 
     @property
     def stacks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Weights and scales, as kernels take them."""
+        """Weights and scales, in the form that kernels take."""
         return self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.scale, self.down_proj.scale
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, H] -> [T, H]."""
         if x.is_cuda:
             return self._on_gpu(x, routing, None)
-        with num_threads(self._threads):  # the rest of a small step runs on one
+        with num_threads(self._threads):  # everything else in a small step runs on one thread
             return self._by_expert(x, routing)
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
-        """As Linear.onto: returns what is still to be added to `residual` [T, H], or None if it was added in place."""
+        """Like Linear.onto: returns the result to be added to `residual` [T, H], or None if it was added in place."""
         if not x.is_cuda:
             return self(x, routing)
         self._on_gpu(x, routing, residual)
@@ -174,7 +174,7 @@ class RoutedExperts(nn.Module):
         return routed_experts(x, *routing, *self.stacks, gate=self.gate, residual=residual, tiles=tiles)
 
     def _by_expert(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """One expert after the other, each with all of its tokens; experts that nobody chose are not touched."""
+        """One expert after the other, each with all of its tokens; experts without tokens are not read."""
         tokens, top_k = routing.experts.shape
         experts, order = routing.experts.flatten().sort(stable=True)
         quantize = tokens > VECTOR_TOKENS
@@ -208,7 +208,7 @@ class RoutedExperts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts: takes the place of a decoder layer's MLP."""
+    """A router and its experts, in place of a decoder layer's MLP."""
 
     def __init__(self, hidden_size: int, inner: int, num_experts: int, top_k: int, *, renormalize: bool = True) -> None:
         super().__init__()
@@ -216,14 +216,14 @@ class SparseMLP(nn.Module):
         self.experts = RoutedExperts(hidden_size, inner, num_experts)
 
     def fits_decode(self, rows: int) -> bool:
-        """Whether this few rows run the whole block, norm included, as three kernels (kernels/moe/decode.py)."""
+        """Whether so few rows run the whole block, including its norm, as three kernels (kernels/moe/decode.py)."""
         return self.experts.fused and self.gate.read_by_experts(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._decode(x, None) if self.fits_decode(x.shape[0]) else self.experts(x, self.gate.choose(x))
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor | UnnormedRows) -> torch.Tensor | None:
-        """As RoutedExperts.onto."""
+        """Like RoutedExperts.onto."""
         if isinstance(x, UnnormedRows) or self.fits_decode(x.shape[0]):
             self._decode(x, residual)
             return None
@@ -247,7 +247,7 @@ class SparseMLP(nn.Module):
 
 
 def kinds_of_steps(model: nn.Module, most: int, gpu: Target) -> set[int]:
-    """Token counts up to `most` that together need every expert kernel of that range: what warm-up has to run."""
+    """Token counts up to `most` that together use every expert kernel of that range, for the warm-up."""
     modules = list(model.modules())
     top_k = {module.top_k for module in modules if isinstance(module, Router)}
     stacks = {(*m.down_proj.weight.shape, m.down_proj.weight.itemsize) for m in modules if isinstance(m, RoutedExperts)}

@@ -1,4 +1,4 @@
-"""RMS normalisation, alone and with the residual stream's addition before it."""
+"""RMS normalisation, alone or after adding to the residual stream."""
 
 from collections.abc import Sequence
 
@@ -41,10 +41,10 @@ class RMSNorm(nn.Module):
     def add(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, consumer: Linear, *others: Linear
     ) -> tuple[Activations, torch.Tensor]:
-        """h = x + residual -> (norm(h), h), which is what a pre-norm layer needs. Overwrites `residual`. Either summand
-        may be missing.
+        """h = x + residual -> (norm(h), h), as pre-norm layers need it. Overwrites `residual`. Either summand may be
+        missing.
 
-        norm(h) has the form that `consumer`, the GEMM that follows, reads; other readers must accept it, too.
+        norm(h) has the form that `consumer`, the next GEMM, reads; other readers must accept it, too.
         """
         if x is None or residual is None:
             x, residual = x if residual is None else residual, None
@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
 class WideRMSNorm(RMSNorm):
     """(offset + w) * x / rms(x), all in float32 and rounded once: Gemma's, and with an offset of 1 Qwen3.5's too.
 
-    (Llama's kind rounds before it multiplies by w. In bf16 the two differ in the last bit.)
+    (Llama's norm rounds before it multiplies by w. In bf16 the two differ in the last bit.)
     """
 
     def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
@@ -93,9 +93,9 @@ class WideRMSNorm(RMSNorm):
         """residual = (residual + norm(x)) * scalar, in place, then the norms `following`: everything between one GEMM
         and the next in layers that normalise a GEMM's output.
 
-        branch: (norm_1, y, norm_2): norm_1(x) + norm_2(y) takes the place of norm(x). Returns the following norms of
-        the residual, or the residual if there are none; the first in the form that `consumer` reads. All have the same
-        eps and offset.
+        branch: (norm_1, y, norm_2); then norm_1(x) + norm_2(y) takes the place of x. Returns the following norms of the
+        residual, or the residual if there are none; the first in the form that `consumer` reads. All norms have the
+        same eps and offset.
         """
         if x.is_cuda:
             return self._onto_on_gpu(residual, x, following, consumer, branch, scalar)

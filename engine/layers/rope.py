@@ -4,8 +4,8 @@ Rotates the pairs (x[i], x[i + distance]), i < r, by position * inv_freq[i] (Su 
 half-split form). Numbers outside of these pairs stay as they are.
 
     whole head                    r = d/2                     distance = d/2
-    partial_rotary_factor f       r = f d/2                   distance = r      the first 2 r numbers are a small head
-    rope_type "proportional"      r = f d/2                   distance = d/2    the slowest pairs of a head do not turn
+    partial_rotary_factor f       r = f d/2                   distance = r      only the first 2 r numbers are rotated
+    rope_type "proportional"      r = f d/2                   distance = d/2    the slowest pairs are not rotated
 """
 
 import math
@@ -19,7 +19,8 @@ from engine.message import msg
 
 
 class Rope(NamedTuple):
-    """What a layer needs to rotate; cos and sin [n, 1, r]: on CPU of the step's tokens, on a GPU of all positions."""
+    """What a layer needs for rotating. cos and sin [n, 1, r]: on a CPU for the step's tokens, on a GPU for all
+    positions."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -41,9 +42,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", (angle.sin() * factor).unsqueeze(1), persistent=False)
 
     def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> Rope:
-        """For [T] positions: looked up once a step, used by every layer.
+        """The rows for positions [T]: looked up once per step, used by every layer.
 
-        On a GPU: the tables themselves, in which the fused kernel looks up its tokens' positions.
+        On a GPU: the whole tables, in which the fused kernel looks up its tokens' positions.
         """
         if self.cos.is_cuda:
             return Rope(self.cos, self.sin, self.distance)
@@ -68,7 +69,7 @@ def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[torch.Tens
     kind = rope.get("rope_type", "default")
     base = float(rope["rope_theta"])
     rotary_dim = int(head_dim * float(rope.get("partial_rotary_factor", 1.0))) // 2 * 2
-    # Proportional: the frequencies of the whole head, of which only the first ones turn.
+    # Proportional: the frequencies of the whole head, of which only the first ones are used.
     period = head_dim if kind == "proportional" else rotary_dim
     inv_freq = 1.0 / base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / period)
     if kind == "default":
@@ -86,7 +87,7 @@ def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> tuple[torch.Tens
 
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, the band between is interpolated."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, those between are interpolated."""
     factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     old_len = float(rope["original_max_position_embeddings"])
     wavelen = 2 * math.pi / inv_freq

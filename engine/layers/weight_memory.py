@@ -1,8 +1,8 @@
-"""Memory of weights: none before they are loaded, then a pool apart from temporary tensors.
+"""The memory of weights: none before they are loaded, then a pool separate from temporary tensors.
 
-PyTorch's allocator puts a new tensor into any block that another one has left. Weights that are quantised as they load
-would end up in blocks of temporary tensors, and the rest of each such block could not be given back: another tenth of
-the weights' memory (docs/performance.md). So they get a pool of their own, in which nothing is ever freed.
+PyTorch's allocator puts a new tensor into any free block. Weights that are quantised while they load would end up in
+blocks of temporary tensors, and the rest of each such block could not be returned: another tenth of the weights' memory
+(docs/performance.md). So they get a separate pool, in which nothing is ever freed.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Paramet
 
 @contextmanager
 def weight_pool(device: torch.device) -> Iterator[torch.cuda.MemPool | None]:
-    """On a GPU: the pool that `for_good` allocates from inside this context. It must outlive every tensor made from
-    it."""
+    """On a GPU: the pool from which `for_good` allocates inside this context. It must outlive every tensor allocated
+    from it."""
     global _pool
     assert _pool is None, "one model is loaded at a time"
     _pool = torch.cuda.MemPool() if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Messages as clients send them, made into the one form that chat templates are written for.
+"""Converts messages as clients send them to the one form that chat templates are written for.
 
     content    parts or null  ->  a string          tool_calls[].function.arguments   JSON text  ->  a mapping
     role       developer      ->  system            reasoning | reasoning_content     either     ->  both
@@ -93,7 +93,7 @@ def content_text(content: str | list[Any] | None, where: str) -> str:
 
 
 def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Templates iterate over the arguments, on the wire they are a JSON string: parse."""
+    """A tool call with its arguments parsed: clients send them as a JSON string, but templates iterate over them."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"{where}.function must be an object with a name.", f"{where}.function")

@@ -1,4 +1,4 @@
-"""Token ids of one answer to text, as they arrive: whole characters only, and nothing of a stop string shown early."""
+"""Decodes the token ids of one answer as they arrive: only whole characters, and no part of a stop string."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from engine.text.tokenizer import TextTokenizer
 class TextDelta:
     """What one `push` added. With `stopped`, a stop string ended the text: ids beyond `num_tokens` are void.
 
-    `parts` is the text with its marks, one list for each id that counts; the last may be followed by one for what was
-    held back.
+    `parts` is the text with its marks, one list for each id that counts; a further list may follow for text that had
+    been held back.
     """
 
     text: str = ""
@@ -29,19 +29,20 @@ class TextDelta:
 class Detokenizer:
     """Incremental text of one sequence.
 
-    The text depends only on the ids and `finished`, never on how the ids were cut into pushes. Without stop strings it
-    equals `TextTokenizer.decode` of all ids. Stop strings count from the token after `min_tokens`.
+    The text depends only on the ids and `finished`, never on how the ids were divided among pushes. Without stop
+    strings it equals `TextTokenizer.decode` of all ids. Stop strings count from the token after `min_tokens`.
     """
 
     def __init__(
         self, tokenizer: TextTokenizer, params: SamplingParams, marks: Mapping[int, str] | None = None
     ) -> None:
-        """`marks`: tokens that `TextDelta.parts` tells from text that spells them. None: no parts are wanted."""
+        """`marks`: tokens that `TextDelta.parts` distinguishes from text that spells them. None: no parts are
+        wanted."""
         self._marks = marks
         self._hides_special = params.skip_special_tokens
         self._is_special = tokenizer.pieces.is_special
         self._waiting: deque[tuple[int, int, Mark]] = deque()  # (begin, end in the text) of marks not yet in `parts`
-        self._released = 0  # characters in `parts`, or in the text of their marks
+        self._released = 0  # characters that are in `parts`, including the text of marks
         self._stream = tokenizer.pieces.stream(params.skip_special_tokens)
         self._stop = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
@@ -53,7 +54,7 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int], finished: bool = False, *, stop_token: bool = False) -> TextDelta:
         """Add ids. `finished`: they are the last. `stop_token`: the very last id is the end or stop token that ended
-        the answer, whose own text is not shown (unless the stop is to be included)."""
+        the answer; its text is not shown (unless the stop string is to be included)."""
         delta = TextDelta()
         if self._over:
             return delta
@@ -100,7 +101,7 @@ class Detokenizer:
             self._show(literal, shown)
 
     def _parts(self, text: str) -> list[Part]:
-        """`text`, which has just passed the stop strings, with the marks in it."""
+        """`text`, which is now certain not to be part of a stop string, split at its marks."""
         parts: list[Part] = []
         first, at = self._released, self._released
         self._released += len(text)

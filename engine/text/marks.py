@@ -40,8 +40,8 @@ class ControlTokens:
     def mark(self, text: str) -> str:
         """`text` with every control literal marked, ready for a template.
 
-        A text that begins or ends with a piece of a literal gets a BREAK there, lest the template's own characters
-        complete it.
+        A text that begins or ends with a part of a literal gets a BREAK there, because the template's own characters
+        might complete the literal.
         """
         text = _cleaned(text)
         marked = self._literal.sub(lambda match: f"{OPEN}{match[0]}{CLOSE}", text)
@@ -63,17 +63,17 @@ class ControlTokens:
         return value
 
     def resolve(self, rendered: str) -> str:
-        """A rendered template with the marked literals broken and the template's own left whole, ready to encode."""
+        """A rendered template, ready to encode: marked literals are broken, the template's own are left intact."""
         return self._marked.sub(lambda match: _break(match, 1), rendered)
 
 
 def unmarked(text: str) -> str:
-    """`text` without any mark: what a person may see."""
+    """`text` without any marks, for people."""
     return text.translate(dict.fromkeys(map(ord, MARKS)))
 
 
 def _cleaned(text: str) -> str:
-    """Marks of the sender's own become U+FFFD, the replacement that Unicode recommends for noncharacters."""
+    """Replace marks that the sender wrote by U+FFFD, as Unicode recommends for noncharacters."""
     return text if text.isascii() else text.translate(_TO_REPLACEMENT)
 
 

@@ -1,11 +1,11 @@
-"""What one token stands for: its bytes, and how a tokenizer's decoder joins them into text.
+"""The bytes of each token, and how a tokenizer's decoder joins them into text.
 
-Two kinds of decoder cover the models served here and can be followed exactly, one token at a time; any other kind
-goes through the library's own `DecodeStream`.
+Two kinds of decoder cover the models served here, and are reproduced exactly, one token at a time; any other kind uses
+the library's own `DecodeStream`.
 
     byte level      every vocabulary character is one byte (GPT-2's table); text = UTF-8 of all bytes, errors replaced
     byte fallback   pieces of text with "▁" for a space, and "<0xE2>" tokens for single bytes. A run of byte tokens is
-                    one text if it is valid UTF-8 as a whole, else one U+FFFD a byte
+                    decoded if it is valid UTF-8 as a whole; otherwise each byte becomes U+FFFD
 """
 
 import codecs
@@ -25,12 +25,12 @@ class TextStream(Protocol):
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
-        """What was held back: an unfinished character."""
+        """The text that was held back: an incomplete character."""
         ...
 
 
 class Pieces:
-    """The decoder of one tokenizer, taken apart."""
+    """What is known of one tokenizer's decoder."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

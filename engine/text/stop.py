@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: found across any chunk border, and never shown by half.
+"""Finds stop strings in a stream of text, across chunks, and never shows a part of one.
 
 Each stop string is followed by a Knuth-Morris-Pratt automaton, so a character costs a few steps however long the
 strings are. The automaton's state is how many characters of the text so far could begin the string: that many are held
@@ -21,7 +21,7 @@ class StopMatcher:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of the text that is now certain to precede any stop string (ends with it, with `include`)."""
+        """The text that certainly precedes any stop string (with `include`: up to the end of one)."""
         if not self._stops or self.found is not None:
             return "" if self.found is not None else text
         pending = self._held + text
@@ -30,14 +30,14 @@ class StopMatcher:
                 self.found, self._held = stop, ""
                 end = len(pending) - len(text) + i + 1
                 return pending[: end if self._include else end - len(stop)]
-        # With `include`, a begun stop string is shown whether or not it completes: nothing to hold back.
+        # With `include`, the beginning of a stop string is shown whether or not it completes: hold nothing back.
         hold = 0 if self._include else max(self._states)
         cut = len(pending) - hold
         self._held = pending[cut:]
         return pending[:cut]
 
     def flush(self) -> str:
-        """The text is over: what was held back was no stop string."""
+        """The text is over: return what was held back, because it was not a stop string."""
         held, self._held = self._held, ""
         return held
 

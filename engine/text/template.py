@@ -1,8 +1,8 @@
-"""Chat templates: the model's own Jinja template, in a sandbox, under a clock, with Hugging Face's conventions.
+"""Chat templates: the model's own Jinja template, in a sandbox with a time limit, with Hugging Face's conventions.
 
 Only the template in the model directory is ever compiled; a request supplies data, never a template. The sandbox is
-Jinja's immutable one (no attribute of the host, no change of arguments), with two bounds more: the time a rendering
-may take, checked at every attribute, subscript and call, and the size of what it may produce.
+Jinja's immutable one (no access to Python's internals, no change of arguments), with two more limits: the time of a
+rendering, checked at every attribute, subscript and call, and the size of its output.
 """
 
 import contextvars
@@ -23,9 +23,9 @@ from engine.message import msg
 from engine.text.marks import TAIL, unmarked
 
 RENDER_SECONDS = 5.0
-RENDER_CHARACTERS = 32 << 20  # also of any single string or list built by `*` inside the template
+RENDER_CHARACTERS = 32 << 20  # also the limit of any string or list that the template builds with `*`
 
-# What a request may set in a template, and the type of it. The names are those of the served model families.
+# The variables that a request may set in a template, and their types. The names are those of the model families.
 TEMPLATE_KWARGS: dict[str, type] = {
     "enable_thinking": bool,
     "thinking": bool,
@@ -43,7 +43,7 @@ class ChatTemplate:
     """One compiled template. `render` is thread-safe."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str] | None = None) -> None:
-        """Raises ModelError if the template does not compile. `variables`: what it reads of a request."""
+        """Raises ModelError if the template does not compile. Sets `variables`: the names that the template reads."""
         self.source = source
         self._named_tokens = dict(named_tokens or {})
         environment = _environment()
@@ -75,7 +75,7 @@ class ChatTemplate:
                     "continue_final_message cannot be combined with add_generation_prompt; set the latter to false.",
                     "continue_final_message",
                 )
-            # The template may or may not trim the content: the space after the tail tells which.
+            # The template may trim the content: the space after TAIL shows whether it does.
             last = messages[-1]
             messages = [*messages[:-1], last | {"content": f"{last.get('content') or ''}{TAIL} "}]
         context = {
@@ -103,7 +103,7 @@ class ChatTemplate:
             raise
         except RecursionError:
             raise InvalidRequestError("The messages are nested too deeply for the chat template.", "messages") from None
-        except Exception as error:  # whatever data made the template fail, the sender must change the data
+        except Exception as error:  # whatever made the template fail, the sender must change the data
             reason = unmarked(str(error))[:200]
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {reason}", "messages"
@@ -144,7 +144,7 @@ def _cut_at_tail(rendered: str) -> str:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, with the clock checked wherever a template touches data or calls something."""
+    """Jinja's immutable sandbox, which checks the time limit whenever a template touches data or calls something."""
 
     intercepted_binops = frozenset({"*", "**"})
 

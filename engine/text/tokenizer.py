@@ -1,8 +1,8 @@
-"""A model's tokenizer: text to ids and back, with two degrees of trust.
+"""A model's tokenizer: text to ids and back, with different degrees of trust.
 
 `encode_text` is for text from outside: control tokens in it stay plain text. `encode_trusted` is for prompts of the
 person who runs the process (the offline API): control tokens count, as in Hugging Face's `tokenizer(prompt)`.
-`encode_rendered` is for a chat template's output, where only the template's own control tokens count.
+`encode_rendered` is for the output of a chat template, in which only the template's own control tokens count.
 """
 
 import json
@@ -43,7 +43,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self.pieces = Pieces(tokenizer)
         self.named_tokens = _named_tokens(config or {})
-        class_name = (config or {}).get("tokenizer_class")  # of transformers, for clients that ask
+        class_name = (config or {}).get("tokenizer_class")  # the name in transformers, for clients that ask
         self.class_name = class_name if isinstance(class_name, str) else "PreTrainedTokenizerFast"
         self.control = ControlTokens(_control_literals(tokenizer, template_source or ""))
         self.template = ChatTemplate(template_source, self.named_tokens) if template_source else None
@@ -56,9 +56,10 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, directory: Path | str) -> "TextTokenizer":
-        """From a model directory: tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json.
+        """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json of a model
+        directory.
 
-        Raises ModelError naming the file that is missing or broken.
+        Raises ModelError, which names the file that is missing or broken.
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
@@ -99,7 +100,7 @@ class TextTokenizer:
         return self._encode(self.control.resolve(rendered), add_special_tokens=False)
 
     def mark_untrusted(self, value: Any) -> Any:
-        """Nested strings from outside, ready for the chat template. Raises InvalidRequestError."""
+        """Nested strings from outside, marked for the chat template. Raises InvalidRequestError."""
         try:
             if self._unsafe:
                 self._refuse_unsafe(json.dumps(value, ensure_ascii=False))
@@ -111,7 +112,7 @@ class TextTokenizer:
         try:
             # The batch call without offsets: unlike `encode` it releases the GIL (and is faster).
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except (TypeError, UnicodeEncodeError):  # what the library says of a str that is not valid Unicode
+        except (TypeError, UnicodeEncodeError):  # what the library raises for a str that is not valid Unicode
             raise InvalidRequestError(
                 "The text is not valid Unicode: it contains half of a surrogate pair.", "prompt"
             ) from None
@@ -122,7 +123,7 @@ class TextTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One token alone as text; parts of characters become U+FFFD."""
+        """The text of a single token; parts of characters become U+FFFD."""
         return self.pieces.bytes_of(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -133,13 +134,15 @@ class TextTokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest vocabulary entry: no text of more than n times that many fits into n tokens."""
+        """Characters of the longest vocabulary entry: a text of more than n times this length does not fit into n
+        tokens."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
-    # -- below: keeping control tokens out of plain text
+    # -- keeping control tokens out of plain text
 
     def _keep_marks_out(self, tokenizer: Tokenizer) -> None:
-        """Match control tokens on raw text (where marks break them), then drop the marks before anything else runs."""
+        """Make the tokenizer match control tokens in the raw text, where marks break them, and then drop the marks
+        before it does anything else."""
         drop = normalizers.Replace(Regex(f"[{MARKS}]"), "")
         own = tokenizer.normalizer
         tokenizer.normalizer = normalizers.Sequence([drop] if own is None else [drop, own])  # type: ignore[assignment]
@@ -152,7 +155,8 @@ class TextTokenizer:
                 ])
 
     def _not_representable(self) -> re.Pattern[str] | None:
-        """Control literals that the vocabulary itself makes from plain text (unigram models may); input is refused."""
+        """Control literals that plain text can produce in this vocabulary (possible in unigram models): such input is
+        refused."""
         leaky = [
             text for text in self.control.literals
             if self.token_id(text) in self._encode(self.control.plain(text), add_special_tokens=False)
@@ -169,7 +173,7 @@ class TextTokenizer:
 def _control_literals(tokenizer: Tokenizer, template_source: str) -> Iterable[str]:
     """Special tokens, and added tokens that the chat template writes or that look like control tokens.
 
-    Other added tokens (runs of newlines, HTML tags in Gemma's vocabulary) are ordinary text that merely got one id.
+    Other added tokens (runs of newlines, HTML tags in Gemma's vocabulary) are ordinary text that has a single id.
     """
     for token in tokenizer.get_added_tokens_decoder().values():
         text = token.content

@@ -1,6 +1,6 @@
-"""Tools for models whose chat template does not know them: shown in the system message, in Hermes' words and form.
+"""Tools for models whose chat template does not support them: shown in the system message, in the form of Hermes.
 
-Calls and results of the history become text in the same form, so that the model sees its own syntax again.
+Calls and results in the history become text in the same form, so that the model sees the syntax that it is to use.
 """
 
 import json
@@ -23,7 +23,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def with_tool_prompt(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Normalised messages (engine.text.conversation) as any template renders them."""
+    """Normalised messages (engine.text.conversation), converted so that any template can render them."""
     shown: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":

@@ -106,7 +106,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         keep_tables(model, config, device)
         check_weights_fit(model, config, gpu)
         if not warm_cache_hint.found(*_deciding(config, model_config, gpu)):
-            compile_pool.start_early()  # it gets ready while weights load
+            compile_pool.start_early()  # so that it is ready when the weights have been loaded
         compile_pool.load_here()
     with torch.inference_mode():
         if config.load_format == "dummy":
@@ -180,7 +180,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 
 
 def _grammars(config: EngineConfig, model_config: ModelConfig) -> GrammarCompiler | None:
-    """What answers can follow; None where the vocabulary is not known."""
+    """The compiler of grammars that answers can follow; None if the vocabulary is not known."""
     if config.skip_tokenizer_init or not (config.model / "tokenizer.json").is_file():
         return None
     return GrammarCompiler(config.model, model_config.vocab_size, model_config.eos_token_ids)
@@ -189,8 +189,8 @@ def _grammars(config: EngineConfig, model_config: ModelConfig) -> GrammarCompile
 def gpu_defaults(
     config: EngineConfig, model_config: ModelConfig, spec: CacheSpec, dtype: torch.dtype, total: int, free: int
 ) -> tuple[int, int]:
-    """(sequences at once, tokens of a step) where nobody says, on a GPU of `total` bytes with `free` of them left
-    beside the weights."""
+    """The defaults of (sequences at a time, tokens per step) on a GPU of `total` bytes, of which the weights leave
+    `free`."""
     tokens = sensible_batched_tokens(
         _DEFAULT_BATCHED_TOKENS["cuda"], total, free, lambda n: activation_bytes(model_config, dtype, n, 0)
     )
@@ -229,7 +229,7 @@ def _measured_budget(
 
     weights = weight_bytes(model)
     try:
-        if not config.enforce_eager:  # the library keeps whatever code it has run: half a gigabyte
+        if not config.enforce_eager:  # cuBLASLt keeps the code of every algorithm that it has run: half a gigabyte
             choose_matmuls(model, dtype, min(num_seqs, max_tokens), max_tokens)
         needs = measure_steps(
             model, spec, kv_dtype, max_tokens, num_seqs, gpu.device, graphs=not config.enforce_eager
@@ -255,7 +255,7 @@ def _start_on_gpu(
     gpu: GpuMemory,
     progress: Progress | None,
 ) -> "DeviceRunner":
-    """A runner whose kernels are compiled and whose graphs are recorded."""
+    """A runner with compiled kernels and recorded graphs."""
     from engine.worker.device_runner import DeviceRunner
 
     with torch.inference_mode():
@@ -271,7 +271,7 @@ def _start_on_gpu(
         runner.capture_graphs(min(plan.max_num_seqs, max_tokens))
     log.info("%s", outcome(plan, gpu))
     gc.collect()
-    gc.freeze()  # what start-up made lives as long as the process: the collector need not look at it again
+    gc.freeze()  # objects from start-up live until the end: keep collections from traversing them
     return runner
 
 
@@ -282,7 +282,8 @@ def _deciding(config: EngineConfig, model_config: ModelConfig, gpu: GpuMemory) -
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device asked for; by default the GPU if there is one. A GPU that was asked for is never quietly replaced.
+    """The device that was asked for; by default the GPU if there is one. A GPU that was asked for is never silently
+    replaced.
 
     Raises ConfigError for a GPU that is missing, too old, or too full.
     """
@@ -318,8 +319,8 @@ def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtyp
 def resolve_kv_dtype(config: EngineConfig, compute: torch.dtype) -> torch.dtype:
     """The dtype of cached keys and values; `compute` is that of activations.
 
-    A CPU that computes in float32 caches float32, where that fits: else it would widen every page that it reads, in
-    every layer and step.
+    A CPU that computes in float32 also caches float32 if that fits. Otherwise it would have to widen every page that it
+    reads, in every layer and step.
     """
     if config.kv_cache_dtype in ("fp8", "fp8_e4m3"):
         return torch.float8_e4m3fn

@@ -12,18 +12,18 @@ from engine.core.kv.spec import AttentionLayer, CacheSpec, StateLayer
 
 class Cache:
     """Keys and values of every attention layer, k, v [num_pages, page_size, Hkv, D], and the recurrent layers' states,
-    tuples of [num_slots, *shape]. `num_slabs` slabs and what is beside them (engine/core/kv/spec.py), all zeros.
+    tuples of [num_slots, *shape]. `num_slabs` slabs and the memory outside them (engine/core/kv/spec.py), all zeros.
 
-    Where all pages are of one kind, a slab is a page, and one layer's pages lie behind the other's. Else a page
-    holds its tokens of one layer after another, and a layer's pages lie apart:
+    If all pages are of one kind, a slab is a page, and each layer's pages are contiguous. Otherwise a page contains its
+    tokens for one layer after another, and a layer's pages are strided:
 
         | null page | slab 0: [k0 v0 k1 v1 ...] [k0 v0 k1 v1 ...] | slab 1: [state 0, state 1, ...] | ... |
 
-    Inside a layer's page, a CPU has tokens before heads, [page_size, Hkv, D]: it gathers whole pages. A GPU has heads
-    before tokens, as a program of its attention reads one head: 4 KiB in one piece instead of sixteen.
+    Within a layer's page, a CPU has tokens before heads, [page_size, Hkv, D], because it gathers whole pages. A GPU has
+    heads before tokens, because a program of its attention reads one head: 4 KiB in one piece instead of sixteen.
 
-    Zeros matter: the CPU's attention reads whole pages and masks afterwards, and a stray NaN times zero is NaN. On CPU
-    the zeros are the kernel's own (calloc), so a page costs memory only once it is written.
+    The memory must be zeros: the CPU's attention reads whole pages and masks afterwards, and a stray NaN times zero is
+    NaN. On a CPU the zeros come from the kernel (calloc), so a page takes memory only once it is written.
     """
 
     def __init__(self, spec: CacheSpec, num_slabs: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class Cache:
         self.memory = _zeros(num_slabs * spec.slab_bytes + spec.fixed_bytes, device)
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.states: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._begin = max(spec.page_strides)  # of the first slab
+        self._begin = max(spec.page_strides)  # where the first slab begins
         self._heads_first = device.type == "cuda"
         if len(spec.per_slab) == 1:
             self._cut_layers(dtype)

@@ -4,8 +4,8 @@
     sample   logits ─► sample ─► copy tokens back
     collect  wait for that copy's event, unpack
 
-The request table (tokens, pages) lives on the device; the sampler writes each token there itself, so step N + 1 can be
-started before anybody has seen the tokens of step N.
+The request table (tokens, pages) is on the device, and the sampler writes each token into it, so step N + 1 can start
+before the host has seen the tokens of step N.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class ForwardedStep:
     plan: StepPlan
     rows: np.ndarray
     positions: np.ndarray         # where the sampled tokens will stand
-    hidden: torch.Tensor          # of the tokens that sample
+    hidden: torch.Tensor          # hidden states of the tokens that sample
     columns: torch.Tensor         # their sampling parameters
     sampling: np.ndarray          # which sequences sample
     whole: torch.Tensor | None    # hidden states of all tokens, if prompt log-probabilities are wanted
@@ -51,7 +51,7 @@ class ForwardedStep:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """A step under way: what to read once `done` has passed."""
+    """A step in flight: what to read once `done` has passed."""
 
     plan: StepPlan
     done: torch.cuda.Event
@@ -89,14 +89,15 @@ class DeviceRunner:
         self.pooler = Pooler()
         self.prompt_len = [0] * num_rows
         self.attention_layers = [m for m in model.modules() if isinstance(m, Attention)]
-        self.tile_tokens = [0] * num_groups  # of each group: the fewest of its layers'
+        self.tile_tokens = [0] * num_groups  # for each group, the smallest value of its layers
         self.tile_sizes: list[int] = []
         self.batch_invariant = any(layer.batch_invariant for layer in self.attention_layers)
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         check_addressable(self.token_ids, self.block_tables)
-        # The scheduler plans at most `max_num_tokens` tokens, and one sequence for each row but the padding row. What a
-        # graph adds keeps the tokens within `size` (`mixed_shapes`), in up to MOST_CHUNKS more sequences, each of which
-        # may add a tile. So `size` bounds whatever has a place a token, and `num_rows` whatever is sampled.
+        # The scheduler plans at most `max_num_tokens` tokens, and one sequence for each row except the padding row. A
+        # graph's padding keeps the tokens within `size` (`mixed_shapes`), and adds up to MOST_CHUNKS sequences, each of
+        # which may add a tile. So `size` bounds everything that has one entry per token, and `num_rows` everything that
+        # is sampled.
         size = max(max_num_tokens, num_rows)
         sequences = min(num_rows, size) + MOST_CHUNKS
         head = head_words(size, sequences, [size + MOST_CHUNKS] * num_groups, NUM_COLUMNS)
@@ -132,13 +133,13 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, max_batch: int) -> None:
-        """Record decode steps of the usual sizes, and small mixed steps; must come after `bind_cache`."""
+        """Record decode steps of the usual sizes, and small mixed steps. Call it after `bind_cache`."""
         self.mixed_graphs = MixedGraphs(self.mixed_of, self.fill_mixed, self.mixed_shapes())
         self.staging.device_words.zero_()
         self.graphs = DecodeGraphs(self._decode, max_batch, self.mixed_graphs.pool)
 
     def mixed_shapes(self) -> list[MixedShape]:
-        """The shapes of mixed steps that have graphs. (Padding has positions, too.)"""
+        """The shapes of mixed steps that have graphs. (Padding tokens have positions, too.)"""
         if self.batch_invariant:
             return []
         return shapes_within(min(len(self._ids), self.max_model_len), len(self.token_ids) - 1)
@@ -161,7 +162,7 @@ class DeviceRunner:
         for rows in PRODUCT_ROWS:
             logits = self.model.logits(hidden[:rows])
         self.sampler.warm_up(logits.dtype, columns, self.token_ids)
-        self.staging.device_words.zero_()  # graphs are recorded on what stands here: row 0, position 0
+        self.staging.device_words.zero_()  # graphs are recorded with these inputs: row 0, position 0
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> ForwardedStep:
@@ -191,7 +192,7 @@ class DeviceRunner:
         if count:
             plan = self.sampler.plan(forwarded.rows, forwarded.positions, masks)
             logits = self.model.logits(forwarded.hidden)
-            # The kernels write to the host's memory themselves: a copy of so few bytes would take longer.
+            # The kernels write directly to host memory: a copy of so few bytes would take longer.
             out = pinned[:count] if plan.logprobs is None else self._out[:count]
             logprobs = self.sampler.sample(logits, forwarded.columns, self.token_ids, out, plan)
             if logprobs is not None:
@@ -271,13 +272,13 @@ class DeviceRunner:
             ]
         state = None
         if states is not None:
-            state = StateBatch(states, rows, rows, rows)  # of a decode step the kernels need the slots only
+            state = StateBatch(states, rows, rows, rows)  # in a decode step the kernels only read the slots
         return self._forward(size, batches, state)
 
     def _mixed_step(
         self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None, torch.Tensor | None]:
-        """As `_decode_step`, where some sequences have several tokens."""
+        """Like `_decode_step`, for steps in which some sequences have several tokens."""
         counts = np.array([s.num_tokens for s in plan.seqs])
         step = MixedStep.of(rows, starts, counts, self.tile_sizes, all_tiled=self.batch_invariant)
         places = np.arange(len(counts))
@@ -348,12 +349,12 @@ class DeviceRunner:
         if self.state_slots is not None:
             slots = self.state_slots.index_select(0, seq_rows).long()
             state = StateBatch(slots, starts == 0, q_starts, counts, form.chunks)
-        # While kernels are only noted these words may hold anything, and PyTorch's own kernels run all the same.
+        # While kernels are only recorded, these words may hold anything; but PyTorch's own kernels run even then.
         last = None if whole else (q_starts + counts - 1).clamp_(0, form.tokens - 1).long()
 
         def last_only() -> ForwardContext:
-            """As in a decode step: each sequence has one token, its last."""
-            lengths = (starts + counts).clamp_(min=1)  # what fills a step up may be a sequence without tokens
+            """Like a decode step: each sequence has one token, its last."""
+            lengths = (starts + counts).clamp_(min=1)  # padding may be a sequence without tokens
             alone = [replace(b, seq_lens=lengths, tiles=None, num_single=0) for b in batches]
             if self.batch_invariant:
                 alone = [replace(self._alone(b, lengths - 1), has_own_keys=False) for b in alone]
@@ -367,10 +368,10 @@ class DeviceRunner:
         tiles = torch.stack((numbers, torch.zeros_like(numbers)), 1)
         return replace(batch, tiles=tiles, starts=positions, q_starts=numbers, counts=torch.ones_like(numbers))
 
-    # -- the device's part --------------------------------------------------------------------------------------------
+    # -- on the device ------------------------------------------------------------------------------------------------
 
     def _gather(self, rows: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor | None:
-        """Fill the inputs of so many tokens. Returns the slots of their states [count], if there are any."""
+        """Fill the inputs of `count` tokens. Returns the slots of their states [count], if the model has states."""
         states = None if self._states is None else self._states[:count]
         inputs.gather_inputs(
             rows, positions, self.token_ids, self.block_tables, self.page_size,
@@ -399,7 +400,7 @@ class DeviceRunner:
         return ForwardContext(positions, *first, more, state)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[HostLogprobs]]:
-        """For each sequence that asked: logprobs of the prompt tokens one place behind its chunk's tokens."""
+        """For each sequence that asked: logprobs of the prompt tokens that follow each token of its chunk."""
         found: dict[int, list[HostLogprobs]] = {}
         q_start = 0
         for i, seq in enumerate(plan.seqs):

@@ -1,7 +1,8 @@
 """Embedding tables that stay in host memory, from which the GPU reads the rows it needs: --per-layer-embeddings.
 
-For each token, Gemma 4 E2B and E4B look up a row in a table of 4.7 and 5.6 GB, half of all their weights. On the host
-the table leaves that much more GPU memory for pages, and reading a row over the bus takes less than half a microsecond.
+For each token, Gemma 4 E2B and E4B look up a row in a table of 4.7 or 5.6 GB, half of all their weights. If the table
+is on the host, that much more GPU memory is left for pages; reading a row over the bus takes less than half a
+microsecond.
 
     keep_tables   before loading: is there room on the host?    else they stay on the GPU, and the log says why
     lock_tables   after loading: page-lock them for the GPU     else they move there, if they fit
@@ -54,7 +55,7 @@ def keep_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> 
 
 
 def lock_tables(model: CausalLM, config: EngineConfig, device: torch.device) -> None:
-    """Make the tables that were kept on the host readable for the GPU; if that fails, move them to the GPU.
+    """Make the tables that were kept on the host readable by the GPU; if that fails, move them to the GPU.
 
     Raises ConfigError if they were asked to stay, OutOfMemoryPlanError if they do not fit.
     """

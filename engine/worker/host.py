@@ -1,14 +1,14 @@
-"""What is left of the machine's memory for this process: the kernel's estimate, and its control groups' limits."""
+"""The memory that is available to this process: the kernel's estimate, and the limits of its control groups."""
 
 from pathlib import Path
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# Files' pages count for a group too; the kernel gives them up before it refuses memory.
+# A group's usage includes cached file pages, which the kernel reclaims before it refuses memory.
 _RECLAIMABLE = ("inactive_file", "active_file")
 
 
 def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> tuple[int, int]:
-    """(bytes in all, bytes available). A container or a unit with MemoryMax= has no more than its limit leaves."""
+    """(total bytes, available bytes). A container or a unit with MemoryMax= has at most what its limit leaves."""
     sizes = {}
     for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
         name, value = line.split(":", 1)

@@ -21,12 +21,12 @@ from engine.worker.state import RequestTable
 class StepInputs:
     token_ids: torch.Tensor       # [T] int64
     positions: torch.Tensor       # [T] int64
-    groups: list[tuple[torch.Tensor, AttentionBatch]]  # of each group of layers: slot_mapping [T] int64, attention
+    groups: list[tuple[torch.Tensor, AttentionBatch]]  # for each group of layers: slot_mapping [T] int64, attention
     state: StateBatch | None
     sample_index: torch.Tensor    # [S] int64
     sample_rows: list[int]        # [S]
-    sample_positions: list[int]   # [S] where each sampled token will stand
-    last_index: torch.Tensor      # [S + P] int64: those that sample, then the last tokens that make an embedding
+    sample_positions: list[int]   # [S] the position of each sampled token
+    last_index: torch.Tensor      # [S + P] int64: tokens that sample, then the last tokens of embedded prompts
     last_rows: list[int]          # [S + P]
 
 

@@ -1,4 +1,5 @@
-"""What the device has and what the model takes: the measured part of the memory plan (steps: memory_profile.py)."""
+"""The memory of the device, and what the model takes of it: the measured part of the memory plan (steps:
+memory_profile.py)."""
 
 from dataclasses import dataclass
 
@@ -27,10 +28,10 @@ _ROUNDING = 32 << 20        # pages and tables are rounded up to the allocator's
 class StepNeeds:
     """Bytes on a GPU, as measured by memory_profile.py."""
 
-    activations: int   # come and go with each step
-    graphs: int        # all decode graphs: the memory that they share, and their records
-    buffers: int       # of the runner: what grows with the rows and tokens of a step, but not with the context
-    in_use: int        # on the whole gpu, by anybody, with the weights there and none of the above
+    activations: int   # allocated and freed by each step
+    graphs: int        # all graphs: the pool that they share, and the driver's records
+    buffers: int       # the runner's buffers, which grow with the rows and tokens of a step, not with the context
+    in_use: int        # on the whole GPU, by all processes, with the weights loaded but without the above
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,16 @@ class GpuMemory:
 
     @classmethod
     def now(cls, device: torch.device) -> "GpuMemory":
-        """Whatever is in use when the engine starts belongs to others, apart from this process's CUDA context. (In a
-        container the driver does not say who holds what, so everything beyond a usual context counts as others'.)"""
+        """Memory in use when the engine starts belongs to others, except this process's CUDA context. (In a container
+        the driver does not report usage by process, so everything beyond a usual context counts as others'.)"""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         return cls(device, total, reserved + max(0, total - free - reserved - _CONTEXT))
 
     def usable(self, utilization: float) -> int:
-        """Bytes for this engine: a share of the whole GPU, as in vLLM, or what others leave if that is less."""
+        """Bytes that this engine may use: a share of the whole GPU, as in vLLM, or what others leave, if that is
+        less."""
         return min(int(self.total * utilization), self.total - self.others)
 
     def taken(self) -> int:
@@ -61,7 +63,8 @@ class GpuMemory:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and tables: shared ones counted once, packed copies included, tables in host memory not."""
+    """Bytes of parameters and tables, with shared ones counted once and packed copies included, but without tables in
+    host memory."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers()) if t.numel()}
     for table in _on_host(model):
         tensors.pop(table.weight.data_ptr(), None)
@@ -70,11 +73,11 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def loaded_bytes(model: nn.Module) -> int:
-    """What `weight_bytes` will be on a GPU, for a model whose weights are not loaded yet."""
+    """The value that `weight_bytes` will have on a GPU, for a model whose weights are not loaded yet."""
     sizes = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         if isinstance(module, Linear | ExpertLinear):
-            for name, parameter in module._parameters.items():  # what a checkpoint stores it in comes and goes
+            for name, parameter in module._parameters.items():  # the checkpoint's format does not matter
                 if name != "bias" and parameter is not None:
                     sizes.pop(id(parameter), None)
             sizes[id(module.weight)] = module.loaded_bytes
@@ -110,7 +113,7 @@ def check_weights_fit(model: CausalLM, config: EngineConfig, gpu: GpuMemory) -> 
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int, num_seqs: int) -> int:
-    """An upper bound for one step: residual, fused projections, attention's gathered pages aside, float logits."""
+    """An upper bound for one step: residual, fused projections and float logits, without attention's gathered pages."""
     width = 4 * config.hidden_size + 3 * config.intermediate_size
     width += 3 * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return num_tokens * width * dtype.itemsize + 3 * num_seqs * config.vocab_size * 4
@@ -119,8 +122,8 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int, n
 def cpu_budget(config: EngineConfig, weights: int, activations: int, weights_text: str = "") -> MemoryBudget:
     """The budget on a CPU, where the weights are loaded already. `weights_text` names their format.
 
-    Without `kv_cache_memory_bytes` the pages get at most 4 GiB: the CPU path is for demonstration and tests, and should
-    not take a workstation's memory because it is there. They are mapped, not touched: unused ones cost nothing.
+    Without `kv_cache_memory_bytes` the pages get at most 4 GiB: the CPU path is for demonstrations and tests, and
+    should not take all of a workstation's memory. Pages are mapped but not touched, so unused ones cost nothing.
     """
     total, available = host_memory()
     usable = weights + max(0, int(available * config.gpu_memory_utilization) - _HOST_RESERVE)
@@ -129,14 +132,14 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int, weights_tex
 
 
 def arithmetic_notes(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """For the plan: how this GPU multiplies with fp8 weights, if the model has some."""
+    """Lines for the plan: how this GPU multiplies fp8 weights, if the model has any."""
     quantized = any(isinstance(m, Linear | ExpertLinear) and m.scale is not None for m in model.modules())
     return [scaled.explained(device, dtype)] if quantized else []
 
 
 def gpu_budget(config: EngineConfig, weights: int, needs: StepNeeds, gpu: GpuMemory, on_host: int = 0) -> MemoryBudget:
-    """`gpu_memory_utilization` of the GPU, and what was measured there with the weights in place, but for `on_host`
-    bytes of them that stay in host memory."""
+    """The budget on a GPU: its `gpu_memory_utilization`, and the needs that were measured with the weights loaded.
+    `on_host` bytes of the weights stay in host memory."""
     return MemoryBudget(
         gpu.total,
         gpu.usable(config.gpu_memory_utilization),

@@ -1,4 +1,4 @@
-"""The GPU memory that steps need, measured before the pages are allocated.
+"""Measures the GPU memory that steps need, before the pages are allocated.
 
     a runner with the real number of rows, and one page that all of them share
       |- every kernel compiled (warmup.py)
@@ -7,7 +7,7 @@
       |- some graphs, the largest among them                                           -> pool, bytes a record
       '- freed again
 
-Kernels that are compiled and loaded here are needed later anyway, so measuring costs little start-up time.
+The kernels that are compiled and loaded here are needed later anyway, so measuring adds little start-up time.
 """
 
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ from engine.worker.memory import StepNeeds
 from engine.worker.warmup import compile_steps
 
 _PROMPT_LOGPROBS = 512  # prompt positions with logprobs: more than are computed at a time
-_GRANULE = 2 << 20      # the driver allocates in pieces: part of what was measured may lie in a piece allocated earlier
-_PROBES = 8             # the graphs of a batch of this size (1, 2, 4, 8) stand for all: the last for the largest
+_GRANULE = 2 << 20      # the driver's allocation unit: part of a measured need may fit into a unit allocated earlier
+_PROBES = 8             # graphs of batch sizes up to this (1, 2, 4, 8) are measured for all; the last for the largest
 
 
 @torch.inference_mode()
@@ -55,8 +55,8 @@ def measure_steps(
     )  # fmt: skip
     cache = Cache(spec, 1, kv_dtype, device)
     runner.bind_cache(cache)
-    # Few sequences have kernels of their own. If a step has no more tokens than sequences, the largest step is a decode
-    # step.
+    # Steps with few sequences use other kernels. If a step has no more tokens than sequences, the largest step is a
+    # decode step.
     small = [[2]] if longest > 1 else [[2], [2, *[1] * (count - 2)]]
     steps = [*_largest_steps(lengths), *(_largest_steps(prompts)[0] for prompts in small)]
     compile_steps(runner, count, (plan for plan in steps if plan.num_tokens > len(plan.seqs)))
@@ -75,7 +75,7 @@ def measure_steps(
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
-    # What remains belongs to libraries (cuBLAS workspaces) and stays: it is in use, but not part of a step.
+    # What remains belongs to libraries (cuBLAS workspaces) and stays allocated: it is in use, but not part of a step.
     stays = torch.cuda.memory_reserved(device) - reserved
     if graphs:
         _first_graph(device)
@@ -91,7 +91,8 @@ def measure_steps(
 
 
 def _lengths(num_tokens: int, count: int, limit: int) -> list[int]:
-    """`count` prompts of `num_tokens` in all, at most `limit` each: few long ones, and the rest of one token."""
+    """Lengths of `count` prompts with `num_tokens` in all, at most `limit` each: a few long ones, the rest one
+    token."""
     lengths, left = [], num_tokens
     for others in reversed(range(count)):
         lengths.append(min(limit, left - others))
@@ -100,8 +101,8 @@ def _lengths(num_tokens: int, count: int, limit: int) -> list[int]:
 
 
 def _largest_steps(lengths: list[int]) -> list[StepPlan]:
-    """Prompts of these lengths in one step, then one more token of each. There are no pages: everything goes to page
-    0."""
+    """A step with prompts of these lengths, then a step with one more token of each. There are no pages yet, so all of
+    them use page 0."""
     params = SamplingParams(top_p=0.9, presence_penalty=0.1, logprobs=MAX_LOGPROBS, max_tokens=None)
     inits = [RowInit(i + 1, [0] * n, min(n, _PROMPT_LOGPROBS + 1), params, i, ()) for i, n in enumerate(lengths)]
     prompts = [
@@ -125,8 +126,9 @@ def _first_graph(device: torch.device) -> None:
 def _measure_graphs(runner: DeviceRunner, probes: dict[int, int], sizes: list[int], device: torch.device) -> int:
     """Bytes that all graphs will take, from a few of them.
 
-    Their pool is what the largest needs, which the others share, and each one's hidden states; the driver's records are
-    about equal for all sizes of decode steps, as all have the same kernels, and for all shapes of mixed ones.
+    The pool holds what the largest graph needs, which the others share, and the hidden states of each. The driver's
+    records have about the same size for all decode steps, which have the same kernels, and for all shapes of mixed
+    steps.
     """
     in_use, reserved = _in_use(device), torch.cuda.memory_reserved(device)
     shapes = runner.mixed_shapes()
@@ -152,7 +154,7 @@ def _records(graphs: Graphs[Key], keys: Iterable[Key], device: torch.device, in_
 
 
 def _spread(sizes: list[int]) -> dict[int, int]:
-    """Sizes to probe, from the smallest to the largest, by the batch size in whose place each is recorded."""
+    """The sizes to probe, from the smallest to the largest, by the batch size under which each is recorded."""
     turns = graph_sizes(_PROBES)
     return {turn: sizes[(len(sizes) - 1) * i // (len(turns) - 1)] for i, turn in enumerate(turns)}
 

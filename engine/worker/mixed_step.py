@@ -1,11 +1,12 @@
-"""A step with prompts in it, as numbers: which token belongs to which sequence, and how the kernels cut it up.
+"""The numbers that describe a step with prompts: which token belongs to which sequence, and how kernels divide the
+work.
 
     sequences   one token each ... | chunks of prompts ...
     tokens      0 1 2 ...          | first chunk | second chunk | ...
 
-The same step can be filled up to the size of a graph (`padded`): the sequences that decode up to a number, the chunks
-up to a number of tokens by one more chunk, and the list of sequences by empty ones. What is added belongs to row 0, the
-padding row, as in decode steps.
+A step can be padded to the shape of a graph (`padded`): with decoding sequences up to a number, with one more chunk up
+to a number of tokens, and with empty sequences up to the length of the list. As in decode steps, padding uses row 0,
+the padding row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from engine.kernels.recurrent.gated_delta import num_chunks
 from engine.kernels.recurrent.reference import CHUNK
 
-MOST_CHUNKS = 8  # in a graph, with the one that fills it up
+MOST_CHUNKS = 8  # in a graph, including the one for padding
 _PAST_THE_END = 1 << 30
 
 
@@ -25,11 +26,11 @@ class MixedShape(NamedTuple):
     """What a graph of a mixed step has room for."""
 
     singles: int  # sequences that decode
-    tokens: int   # of the chunks
+    tokens: int   # in the chunks
 
 
-# With few tokens a step takes about as long as reading the weights, so padding is almost free. With more it would cost
-# what the graph saves.
+# With few tokens a step takes about as long as reading the weights, so padding is almost free. With more tokens,
+# padding would cost as much as the graph saves.
 SHAPES = (
     MixedShape(0, 32), MixedShape(0, 128), MixedShape(0, 256), MixedShape(0, 512),
     MixedShape(32, 128), MixedShape(32, 256), MixedShape(32, 512), MixedShape(128, 128), MixedShape(128, 512),
@@ -42,23 +43,23 @@ def shapes_within(tokens: int, sequences: int) -> list[MixedShape]:
 
 
 class MixedForm(NamedTuple):
-    """Everything the host's part of a forward pass depends on: steps of the same form launch the same kernels."""
+    """Everything that decides which kernels a forward pass launches: steps of the same form launch the same ones."""
 
     tokens: int
     sequences: int
-    singles: int            # at the beginning, with one token each
+    singles: int            # sequences at the beginning, with one token each
     tiles: tuple[int, ...]  # how many, for each size of tile
-    chunks: int             # of recurrent layers
+    chunks: int             # chunks of recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
 class MixedStep:
-    """Of B sequences with T tokens."""
+    """A step of B sequences with T tokens."""
 
-    rows: np.ndarray      # [B] of the request table
+    rows: np.ndarray      # [B] row of the request table
     starts: np.ndarray    # [B] position of the first token
     counts: np.ndarray    # [B] how many tokens
-    singles: int          # so many sequences at the beginning have one token: attention as when decoding
+    singles: int          # how many sequences at the beginning have one token: they use decode attention
     tiles: tuple[np.ndarray, ...]  # [n, 2] for each size of tile, see `tiles_of`
     chunks: int           # recurrent.gated_delta.num_chunks
 
@@ -79,7 +80,7 @@ class MixedStep:
 
     @classmethod
     def of_padding(cls, shape: MixedShape, tile_sizes: Sequence[int]) -> "MixedStep":
-        """A step that consists of padding alone."""
+        """A step that consists only of padding."""
         none = np.zeros(0, dtype=np.int64)
         return cls(none, none, none, 0, (), 0).padded(shape, tile_sizes)
 
@@ -90,7 +91,7 @@ class MixedStep:
 
     @property
     def q_starts(self) -> np.ndarray:
-        """[B] place of each sequence's first token among the step's."""
+        """[B] index of each sequence's first token in the step."""
         return np.cumsum(self.counts) - self.counts
 
     def shape(self, shapes: Sequence[MixedShape]) -> MixedShape | None:
@@ -101,7 +102,7 @@ class MixedStep:
         return next((s for s in shapes if s.singles >= self.singles and s.tokens >= tokens), None)
 
     def padded(self, shape: MixedShape, tile_sizes: Sequence[int]) -> "MixedStep":
-        """Filled up to form_of(shape). Sequences that decode keep their places; chunks begin at place shape.singles."""
+        """The step padded to form_of(shape). Decoding sequences keep their places; chunks begin at shape.singles."""
         form = form_of(shape, tile_sizes)
         rows, starts, counts = (np.zeros(form.sequences, dtype=np.int64) for _ in range(3))
         chunks = slice(shape.singles, shape.singles + len(self.rows) - self.singles)
@@ -118,7 +119,7 @@ class MixedStep:
 
 
 def form_of(shape: MixedShape, tile_sizes: Sequence[int]) -> MixedForm:
-    """Every chunk may end within a tile."""
+    """The form of steps that are padded to this shape. It allows for each chunk to end within a tile."""
     tiles = tuple(-(-shape.tokens // size) + MOST_CHUNKS for size in tile_sizes)
     chunks = -(-shape.tokens // CHUNK) + MOST_CHUNKS
     return MixedForm(shape.singles + shape.tokens, shape.singles + MOST_CHUNKS, shape.singles, tiles, chunks)
@@ -137,6 +138,6 @@ def tiles_of(starts: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
     owner = np.repeat(np.arange(len(counts)), tiles_each)
     first = np.cumsum(tiles_each) - tiles_each
     within = (np.arange(len(owner)) - first[owner]) * size
-    # The longest chunks' last tiles take longest: start with them, so that none is left running alone.
+    # Tiles at the end of long sequences take longest: start with them, so that none runs alone at the end.
     order = np.argsort(-(starts[owner] + within), kind="stable")
     return np.stack((owner, within), 1)[order]

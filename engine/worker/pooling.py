@@ -1,10 +1,10 @@
 """Embeddings: the hidden states of a prompt, pooled into one vector.
 
-    last    the last token's hidden state: a step computes it anyway
-    mean    of all tokens: each chunk of the prompt adds to a sum, which stays on the device between two steps
+    last    the last token's hidden state, which a step computes anyway
+    mean    the mean over all tokens: each chunk of the prompt adds to a sum, which stays on the device between steps
 
-Both are taken behind the model's last norm and summed in float32. What is sent is not normalised: the gateway does that
-after it has cut the vector to the dimensions that the client asked for.
+Both are taken after the model's last norm and summed in float32. The vectors are not normalised here: the gateway does
+that after it has cut them to the dimensions that the client asked for.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from engine.core.batch import StepPlan
 
 
 def needs_all_states(plan: StepPlan) -> bool:
-    """Whether a step has to compute the hidden states of all its tokens, not only of the last ones."""
+    """Whether a step must compute the hidden states of all its tokens, not only of the last ones."""
     return any(chunk.pooling == "mean" for chunk in plan.pooled.values())
 
 

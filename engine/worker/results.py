@@ -11,7 +11,7 @@ PROMPT_LOGITS_ROWS = 256  # prompt logprobs are computed this many positions at 
 
 
 class Packed(Protocol):
-    """Log-probabilities of some positions, as they come from the device."""
+    """Log-probabilities of some positions, in the form in which they come from the device."""
 
     def unpack(self) -> list[TokenLogprobs]: ...
 
@@ -23,8 +23,8 @@ def step_result(
     prompt_logprobs: Mapping[int, Sequence[Packed]],
     embeddings: Mapping[int, bytes | None],
 ) -> StepResult:
-    """tokens: one for each sequence that samples, negative where there was nothing to sample from. logprobs: by place
-    in `tokens`. prompt_logprobs, embeddings: by place in plan.seqs; an embedding that is not finite is None."""
+    """tokens: one for each sequence that samples, negative if there was nothing to sample from. logprobs: by index in
+    `tokens`. prompt_logprobs, embeddings: by index in plan.seqs; an embedding that is not finite is None."""
     results, at = [], 0
     for i, seq in enumerate(plan.seqs):
         parts = prompt_logprobs.get(i)

@@ -24,7 +24,7 @@ from engine.worker.sample.logprobs import LogprobsTensors, prompt_logprobs
 from engine.worker.sample.sampler import Sampler, SampleResult
 from engine.worker.state import RequestTable
 
-_SMALL_STEP_TOKENS = 256   # up to here, waking CPU threads costs more than they save (kernels/runtime/cpu_threads.py)
+_SMALL_STEP_TOKENS = 256   # up to this, waking CPU threads costs more than they save (kernels/runtime/cpu_threads.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ForwardedStep:
     plan: StepPlan
     inputs: StepInputs
     sampling: torch.Tensor       # hidden states of the tokens that sample
-    whole: torch.Tensor | None   # of all tokens, if prompt log-probabilities are wanted
+    whole: torch.Tensor | None   # those of all tokens, if prompt log-probabilities are wanted
     pooled: torch.Tensor | None  # embeddings of the prompts that end in this step
 
 
@@ -73,7 +73,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> ForwardedStep:
         for slab in plan.moved_slabs:
-            self.cache.slab(slab).zero_()  # as numbers of another type, what stands there may be NaN
+            self.cache.slab(slab).zero_()  # the old bytes, read as numbers of another type, might be NaN
         for init in plan.row_inits:
             self.table.admit(init)
             self.sampler.add(init.row, init.params, init.seed, init.prompt_len, init.stop_ids)
@@ -137,7 +137,7 @@ class Runner:
         last: torch.Tensor | None = None,
         last_only: Callable[[], ForwardContext] | None = None,
     ) -> torch.Tensor:
-        """Hidden states of all tokens, or of `last` alone."""
+        """Hidden states of all tokens, or only of `last`."""
         first, *more = inputs.groups
         with forward_context(ForwardContext(inputs.positions, *first, more, inputs.state, last, last_only)):
             return self.model(inputs.token_ids)
@@ -167,8 +167,8 @@ class Runner:
 
     def _scrub(self, group: int, pages: torch.Tensor) -> None:
         """Replace NaN and infinity in the pages of a sequence that may have failed, before the pages are reused: zero
-        times NaN is NaN, so even masked slots would corrupt their next owner. Finite values stay, so shared prefixes
-        do, too.
+        times NaN is NaN, so even masked slots would corrupt their next owner. Finite values are not changed, so shared
+        prefixes stay valid.
         """
         pages = pages.unique().long()
         for layer in self.cache.spec.groups[group].layers:
@@ -178,7 +178,7 @@ class Runner:
     def _sample(
         self, inputs: StepInputs, hidden: torch.Tensor, masks: TokenMasks | None
     ) -> SampleResult | None:
-        """hidden: of the tokens that sample."""
+        """`hidden`: hidden states of the tokens that sample."""
         if not inputs.sample_rows:
             return None
         logits = self.model.logits(hidden)
@@ -190,7 +190,7 @@ class Runner:
     def _prompt_logprobs(
         self, plan: StepPlan, hidden: torch.Tensor
     ) -> dict[int, list[LogprobsTensors]]:
-        """For each sequence that asked: logprobs of the prompt tokens one place behind its chunk's tokens."""
+        """For each sequence that asked: logprobs of the prompt tokens that follow each token of its chunk."""
         found = {}
         q_start = 0
         for i, seq in enumerate(plan.seqs):

@@ -1,11 +1,11 @@
-"""One host-to-device copy a step: everything the host decided, packed into int32 words.
+"""One host-to-device copy per step: everything that the host decided, packed into int32 words.
 
     | row [n] | position [n] | of sequences, tiles | sampling columns [C, m] | last tokens | changes | runs |
       n = padded batch size (decode) or number of tokens (mixed); what is not in columns only mixed steps have
 
-What a graph reads comes first, where it always is; `head_words` bounds it for any step. The changes of the request
-table come last. They have no bound worth reserving memory for: a prompt found in the prefix cache costs a step one
-token of its budget and thousands of words here. Changes that do not fit follow in further copies (`go_on`).
+The words that a graph reads come first, always at the same place; `head_words` bounds them for any step. The changes of
+the request table come last. Their number has no useful bound: a prompt found in the prefix cache takes one token of a
+step's budget but thousands of words here. Changes that do not fit follow in further copies (`go_on`).
 
 A ring of pinned buffers: the host fills the next one while the device may still be copying from the last. The device
 side is a single buffer, because the stream orders its readers and the next copy.
@@ -25,7 +25,7 @@ ROOM_FOR_CHANGES = 1 << 17  # words: more than nearly all steps change, so that 
 
 
 def aligned(count: int) -> int:
-    """`count` words rounded up to where the next aligned section begins."""
+    """`count` words, rounded up to the alignment of sections."""
     return -(-count // _ALIGN) * _ALIGN
 
 
@@ -40,7 +40,7 @@ def head_words(tokens: int, sequences: int, tiles: Sequence[int], columns: int) 
 
 
 def check_addressable(*tables: torch.Tensor) -> None:
-    """Runs of changes count a table's words in int32. Raises ConfigError for a larger table: 8 GiB."""
+    """Check that a table's words can be indexed in int32 (8 GiB). Raises ConfigError."""
     if max(table.numel() for table in tables) > 2**31:
         raise ConfigError(
             msg("The request table has more than 2^31 entries: --max-num-seqs times --max-model-len is too large."),
@@ -60,13 +60,13 @@ class Staging:
         self._first = self._end = 0
 
     def begin(self) -> None:
-        """Take the next pinned buffer. Waits only if the device is a whole ring behind: steps in flight are fewer."""
+        """Take the next pinned buffer. There are more of them than steps in flight, so this normally does not wait."""
         self._take_buffer(0)
 
     def go_on(self, at: int) -> None:
-        """After `send`: take one more buffer for the same step, from word `at` on. What is before it stays.
+        """After `send`: take another buffer for the same step, from word `at` on. The words before stay on the device.
 
-        Here the device may be a whole ring behind. The host then waits for one of its copies.
+        Here the device may be a whole ring behind; then the host waits for one of the copies.
         """
         self._take_buffer(at)
 

@@ -2,9 +2,9 @@
 
     row 0                     for padding, which reads and writes it
     token_ids[row, i]         token i of the sequence; the sampler writes the newest one itself
-    block_tables[g][row, i]   page of its tokens P i .. P i + P - 1, P = page_size, in the layers of group g; unset
-                              entries, and those that the group's window has passed: the null page
-    slots[row]                of its recurrent state
+    block_tables[g][row, i]   page of its tokens P i .. P i + P - 1, P = page_size, in the layers of group g; the null
+                              page for unset entries and for those out of the group's window
+    slots[row]                slot of its recurrent state
 
 The host sends only changes: a row's tokens at admission, new pages as they are given out.
 """
@@ -27,7 +27,7 @@ class RequestTable:
 
     def admit(self, init: RowInit) -> None:
         for table in self.block_tables:
-            table[init.row] = 0  # the row's last owner is gone: nothing of it may be read, masked or not
+            table[init.row] = 0  # no page of the row's last owner may be read, not even masked
         self.slots[init.row] = init.slot
         self.token_ids[init.row, : len(init.token_ids)] = torch.tensor(init.token_ids, dtype=torch.int32)
 
@@ -36,7 +36,7 @@ class RequestTable:
         self.block_tables[update.group][update.row, update.start : end] = torch.tensor(update.pages, dtype=torch.int32)
 
     def append(self, rows: list[int], positions: list[int], token_ids: torch.Tensor) -> None:
-        """Write sampled tokens at their positions; a sequence that is full has no place and needs none."""
+        """Write sampled tokens at their positions, except for a sequence that is full: it ends with this token."""
         limit = self.token_ids.shape[1]
         fits = [i for i, position in enumerate(positions) if position < limit]
         if len(fits) < len(positions):

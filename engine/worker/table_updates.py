@@ -16,7 +16,7 @@ def send_updates(
     block_tables: torch.Tensor,
     state_slots: torch.Tensor | None,
 ) -> None:
-    """Pack the plan's changes behind what `stage` holds, send everything, and apply them, in as many copies as needed.
+    """Append the plan's changes to what `stage` holds, send everything, and apply them, in as many copies as needed.
 
     token_ids [rows, length], block_tables [groups, rows, width] and state_slots [rows] are the table on the device.
     """

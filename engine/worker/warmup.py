@@ -1,8 +1,8 @@
-"""Compile every kernel that steps will need before the first request, which would otherwise wait for seconds.
+"""Compiles every kernel that steps will need, before the first request, which would otherwise wait for seconds.
 
 A step's kernels depend on the number of rows of its GEMMs, on whether it has few sequences, on the number of slices of
-decode attention and on the block size of the experts, not on its tokens. So one step of each kind runs with its kernels
-recorded instead of launched, and all recorded kernels are compiled in parallel.
+decode attention and on the block size of the experts, but not on its tokens. So one step of each kind is run with its
+kernels recorded instead of launched, and all recorded kernels are compiled in parallel.
 """
 
 import logging
@@ -26,16 +26,16 @@ from engine.worker.device_runner import DeviceRunner
 
 log = logging.getLogger(__name__)
 
-_CHOSEN_ROWS = 256     # of decode steps
-_CHOSEN_OUTPUTS = 1 << 16  # more: a head, which no graph holds
-_CHOSEN_BYTES = 8 << 20    # of fp8: choosing for the small products of 35B-A3B changed nothing
+_CHOSEN_ROWS = 256     # the most rows of a decode step for which algorithms are chosen
+_CHOSEN_OUTPUTS = 1 << 16  # more outputs: an output head, which is not part of a graph
+_CHOSEN_BYTES = 8 << 20    # for smaller fp8 weights (35B-A3B) a choice gains nothing
 
 
 @torch.inference_mode()
 def compile_steps(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan]) -> int:
-    """Compile for decode steps of up to `max_batch` sequences, and for mixed steps like these.
+    """Compile the kernels of decode steps of up to `max_batch` sequences, and of mixed steps like these.
 
-    Returns how many variants had to be compiled. The runner's caches must be bound; their content does not change.
+    Returns how many variants had to be compiled. The runner's caches must be bound; they are not modified.
     """
     with recording() as jobs:
         for size in _decode_sizes(runner, max_batch):
@@ -53,7 +53,7 @@ def compile_steps(runner: DeviceRunner, max_batch: int, mixed: Iterable[StepPlan
 @torch.inference_mode()
 def choose_matmuls(model: CausalLM, dtype: torch.dtype, max_batch: int, max_tokens: int) -> None:
     """Measure which cuBLASLt algorithms are fastest for decode steps, before their graphs are recorded, and for full
-    steps, because nearly all steps are full while there are prompts. `dtype`: of activations."""
+    steps, because nearly all steps are full while there are prompts. `dtype`: that of activations."""
     kinds: dict[torch.dtype, dict[tuple[int, int], list[autotune.Weight]]] = {}
     for module in model.modules():
         if not isinstance(module, Linear) or module.out_features > _CHOSEN_OUTPUTS:

@@ -1,1 +1,1 @@
-"""Grammars that answers follow: written from requests (forms), compiled and followed by llguidance (compiler)."""
+"""Grammars that answers must follow: read from requests (forms), compiled and matched by llguidance (compiler)."""

@@ -1,7 +1,7 @@
-"""Grammars for a model's vocabulary, by llguidance: it says after each token which tokens may come next.
+"""Grammars for a model's vocabulary, by llguidance, which computes after each token which tokens may come next.
 
-A grammar is untrusted. Its size is bounded before it comes here (forms), its cost while it is read and followed
-(limits): what costs more is an error of its own request.
+Grammars are untrusted. Their size is limited before they get here (forms), and their cost while they are compiled and
+matched (limits). A grammar that exceeds a limit is an error of its own request.
 """
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger("atoll.grammar")
 
 
 class GrammarMatcher:
-    """One sequence's place in its grammar (engine.core.grammar.Matcher)."""
+    """One sequence's state in its grammar (engine.core.grammar.Matcher)."""
 
     __slots__ = ("_error", "library")
 
@@ -68,20 +68,20 @@ class PendingGrammar:
             return GrammarMatcher(future.result().deep_copy())
         except InvalidRequestError:
             raise
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic in the library is not an Exception
             log.exception("a grammar could not be compiled", exc_info=error)
             raise _refused("the library failed on it") from None
 
 
 class GrammarCompiler:
-    """Grammars of one model (engine.core.grammar.Grammars). Nothing is loaded before the first grammar comes.
+    """Grammars of one model (engine.core.grammar.Grammars). Nothing is loaded before the first grammar.
 
-    The grammars used last are kept: requests of one application mostly bring the same one. Only threads of its own
-    read grammars; all else is for one thread, the engine's loop.
+    The most recently used grammars are kept, because requests of one application mostly use the same one. Its own
+    threads compile grammars; everything else runs on one thread, the engine's loop.
     """
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`vocab_size`: columns of the logits; a model's vocabulary may be padded beyond its tokenizer's."""
+        """`vocab_size`: the columns of the logits, which may be more than the tokenizer's vocabulary."""
         self._directory = directory
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
@@ -122,14 +122,14 @@ class GrammarCompiler:
     # -- in threads ---------------------------------------------------------------------------------------------------
 
     def _read(self, grammar: str) -> "LLMatcher":
-        """A matcher at the beginning of a grammar. Raises InvalidRequestError."""
+        """Compile a grammar; returns a matcher at its start. Raises InvalidRequestError."""
         from llguidance import LLMatcher, LLParserLimits
 
         with self._loading:
             tokenizer = self._tokenizer
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits.LIBRARY))
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask costs the most; here it holds up no step
+            matcher.compute_bitmask()  # the first mask takes longest; here it delays no step
         if matcher.is_error():
             raise _refused(_reason(matcher.get_error()))
         return matcher
@@ -160,7 +160,7 @@ def _refused(why: str) -> InvalidRequestError:
 
 
 def _reason(error: str) -> str:
-    """The part of what the library says that does not quote the grammar."""
+    """The part of the library's error that does not quote the grammar."""
     lines = [line for line in error.strip().splitlines() if line.strip()] or ["the library gives no reason"]
     detail = next((line.strip() for line in lines if line.startswith("error: ")), "")
     return " ".join(filter(None, (lines[0], detail)))[: limits.REASON_CHARACTERS]

@@ -1,6 +1,6 @@
-"""From what a client wrote to `SamplingParams.grammar`: llguidance's own JSON form.
+"""Converts what a client sent to `SamplingParams.grammar`, which is llguidance's own JSON form.
 
-Sizes are checked here. Whether the grammar makes sense, the engine says when it compiles it.
+Sizes are checked here. The engine finds other errors when it compiles the grammar.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 from engine.errors import InvalidRequestError
 from engine.text.grammar import limits
 
-ANSWER = "@answer"  # how a grammar of what comes before the answer refers to it
-# Models write JSON as Python's json.dumps does, and free space would let them write nothing else for ever.
+ANSWER = "@answer"  # the name under which a grammar of what precedes the answer refers to the answer
+# Models write JSON like Python's json.dumps. If white space were free, they might write nothing else for ever.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def json_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
-    """Of a JSON schema: an object, a boolean, or the text of one. With `strict` a schema that cannot be enforced as a
-    whole is refused; without, what cannot be enforced is ignored. Raises InvalidRequestError."""
+    """The form of a JSON schema: an object, a boolean, or the text of one. With `strict`, a schema that cannot be fully
+    enforced is refused; otherwise what cannot be enforced is ignored. Raises InvalidRequestError."""
     if isinstance(schema, str):
         check_size(schema, param, limits.MAX_GRAMMAR_BYTES)
         try:
@@ -32,13 +32,13 @@ def json_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
     check_size(json.dumps(schema, ensure_ascii=False, separators=(",", ":")), param, limits.MAX_GRAMMAR_BYTES)
     if schema is True:
         schema = {}
-    if isinstance(schema, dict):  # how it is written is ours to say
+    if isinstance(schema, dict):  # the style of the JSON is our choice
         schema = {**schema, "x-guidance": {**STYLE, "lenient": not strict}}
     return {"json_schema": schema}
 
 
 def regex(pattern: str, param: str) -> dict[str, Any]:
-    """Of a regular expression that the whole answer matches; its classes (\\d, \\w, \\s) are ASCII's.
+    """The form of a regular expression that the whole answer must match; its classes (\\d, \\w, \\s) are ASCII.
 
     Raises InvalidRequestError.
     """
@@ -49,9 +49,10 @@ def regex(pattern: str, param: str) -> dict[str, Any]:
 
 
 def grammar(source: str, param: str) -> dict[str, Any]:
-    """Of a grammar in Lark's notation, or in GBNF, which writes rules with `::=`. Raises InvalidRequestError."""
+    """The form of a grammar in Lark's notation, or in GBNF, which writes rules with `::=`. Raises
+    InvalidRequestError."""
     check_size(source, param, limits.MAX_GRAMMAR_BYTES)
-    if "%json" in source:  # a schema whose cost nobody has bounded
+    if "%json" in source:  # it would contain a schema whose cost is not limited
         raise InvalidRequestError(f"{param}: %json is not available in a grammar; send the schema itself.", param)
     if "::=" in source:
         from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -59,7 +60,7 @@ def grammar(source: str, param: str) -> dict[str, Any]:
         check_size(source, param, limits.MAX_GBNF_BYTES)
         try:
             source = gbnf_to_lark(source)
-        except Exception as error:  # the library's own kind, and whatever hostile input makes of it
+        except Exception as error:  # the library's own type, and others that hostile input may cause
             raise InvalidRequestError(f"{param} is no GBNF grammar: {str(error)[:200]}", param) from None
     return {"lark_grammar": source}
 
@@ -74,7 +75,8 @@ def choice(choices: Sequence[str], param: str) -> dict[str, Any]:
 
 
 def whole(answer: dict[str, Any], before: str | None = None) -> str:
-    """The grammar of `SamplingParams`. `before`: Lark of what comes before the answer, to which it refers as ANSWER."""
+    """The grammar for `SamplingParams`. `before`: a Lark grammar that refers to the answer as ANSWER, for what precedes
+    it."""
     grammars = [{"name": ANSWER.removeprefix("@"), **answer}]
     if before is not None:
         grammars.insert(0, {"lark_grammar": before})
@@ -89,9 +91,9 @@ def check_size(text: str, param: str, most: int) -> None:
 
 
 def check_schema(schema: Any, param: str) -> None:
-    """Bounds what the library does not count. Raises InvalidRequestError.
+    """Check the limits that the library does not enforce. Raises InvalidRequestError.
 
-    Walks without recursion: the schema may be as deep as JSON allows.
+    Does not recurse, because the schema may be as deep as JSON allows.
     """
     nodes, level, multiples = 0, [schema], []
     for _ in range(limits.MAX_SCHEMA_DEPTH):
@@ -121,7 +123,7 @@ def check_schema(schema: Any, param: str) -> None:
 
 
 def _fraction(number: float, param: str) -> Fraction:
-    if not isfinite(number) or not 1e-9 <= abs(number) <= 1e9:  # before a power of ten is made of the exponent
+    if not isfinite(number) or not 1e-9 <= abs(number) <= 1e9:  # checked before the exponent becomes a power of ten
         raise InvalidRequestError(f"{param}: multipleOf must lie between 1e-9 and 1e9.", param)
     return Fraction(str(number))
 

@@ -1,9 +1,9 @@
-"""A model's vocabulary as llguidance is to see it: control tokens are no text.
+"""A model's vocabulary in the form that llguidance must see: control tokens are not text.
 
-The library cuts text that a grammar forces with the model's own tokenizer, which makes a control token of text that
-spells one: a schema's constant "<|im_end|>" would end the answer. And added tokens that are not marked as special
-(`<tool_call>`, `</think>`) would count as text inside a JSON string. So control tokens are marked as special, and
-renamed to what no text spells. Grammars name them by their ids.
+The library tokenises text that a grammar forces with the model's own tokenizer, which turns text that spells a control
+token into that token: a schema's constant "<|im_end|>" would end the answer. And added tokens that are not marked as
+special (`<tool_call>`, `</think>`) would count as text inside a JSON string. So control tokens are marked as special,
+and renamed to something that no text spells. Grammars refer to them by their ids.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Grammars of forced and strict calls, in the model's own syntax.
 
-    answer := [reasoning] calls              `tool_choice` demands a call
+    answer := [reasoning] calls              `tool_choice` requires a call
             | [reasoning] (text | call)*     it does not, but a function is `strict`
-            | [reasoning] (@answer | calls)  it does not, and the request gives a format for the answer
+            | [reasoning] (@answer | calls)  it does not, and the request specifies a format for the answer
             | [reasoning] @answer            there are no functions
 """
 
@@ -20,8 +20,8 @@ def calls_grammar(
     tools: ToolFormat, reasoning: ReasoningFormat | None, ids: Mapping[str, int], schemas: Mapping[str, Schema], *,
     strict: frozenset[str], forced: bool, parallel: bool, thinking: bool, may_think: bool, answers: bool = False,
 ) -> str:
-    """The grammar of an answer. `thinking`: the prompt ends inside the reasoning; `may_think`: it can still begin.
-    `answers`: where no call is forced, the answer is one of the format ANSWER."""
+    """The grammar of an answer. `thinking`: the prompt ends inside the reasoning; `may_think`: reasoning can still
+    begin. `answers`: if no call is required, the answer has the format ANSWER."""
     grammar = Grammar(ids)
     one = [tools.call_rule(grammar, name, schema, strict=name in strict) for name, schema in schemas.items()]
     if forced or answers:
@@ -37,7 +37,7 @@ def calls_grammar(
 def answer_behind_reasoning(
     reasoning: ReasoningFormat, ids: Mapping[str, int], *, thinking: bool, may_think: bool
 ) -> str:
-    """The grammar of an answer of the format ANSWER."""
+    """The grammar of an answer in the format ANSWER, after reasoning."""
     grammar = Grammar(ids)
     return grammar.lark(f"{_reasoning(grammar, reasoning, ids, thinking=thinking, may_think=may_think)} {ANSWER}")
 
@@ -45,7 +45,7 @@ def answer_behind_reasoning(
 def _reasoning(
     grammar: Grammar, reasoning: ReasoningFormat | None, ids: Mapping[str, int], *, thinking: bool, may_think: bool
 ) -> str:
-    """What comes before the answer; "" for nothing."""
+    """The rule for what precedes the answer; "" for nothing."""
     if reasoning is None or not (thinking or may_think):
         return ""
     space = grammar.rule(_SPACE)

@@ -1,4 +1,4 @@
-"""What the parsers of tool calls have in common: each reads its family's syntax and reports to a `CallWriter`."""
+"""The common part of the tool call parsers: each reads its family's syntax and reports to a `CallWriter`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -12,27 +12,27 @@ Schema = Mapping[str, Any]
 
 
 class CallWriter:
-    """One answer's calls. A parser calls `expect`, `begin`, `arguments`, `end` for each of them, in this order."""
+    """The calls of one answer. For each of them a parser calls `expect`, `begin`, `arguments`, `end`, in this order."""
 
     def __init__(self, source: Source, emit: Callable[[Event], None], limits: ParserLimits,
                  tools: Mapping[str, Schema]) -> None:
         """`tools`: the parameters' schema of each function that was offered."""
         self.source, self.limits, self.tools = source, limits, tools
-        self.count = 0        # calls so far, the broken ones too
-        self.cut = False      # the answer ended because it may not be longer
-        self.begun = False    # the present call's name has been reported
+        self.count = 0        # calls so far, including broken ones
+        self.cut = False      # the answer was cut off at its length limit
+        self.begun = False    # the current call's name has been reported
         self._emit = emit
         self._known_only = False
 
     def expect(self, *, known_only: bool | None = None) -> None:
-        """A call may follow. `known_only`: nothing but text says so, which may be a quotation; then only a function
-        that was offered can be called."""
+        """A call may follow. `known_only`: only plain text suggests it, which may be a quotation; then it counts only
+        if it calls a function that was offered."""
         if known_only is not None:
             self._known_only = known_only
         self.source.record(self.limits.characters)
 
     def begin(self, name: str, *, sure: bool = True) -> None:
-        """`sure` False: what is written might be something else than a call."""
+        """Report a call's name. `sure` False: the text might not be a call."""
         if not name or len(name) > self.limits.name or self.count >= self.limits.calls:
             raise BrokenCall
         if self._known_only and (name not in self.tools or not sure):
@@ -51,7 +51,7 @@ class CallWriter:
         self.source.recorded()
 
     def give_up(self) -> None:
-        """The call is not one, or is cut short: its text goes on as content."""
+        """Give up a call that is malformed or cut off: its text becomes content."""
         text = self.source.recorded()
         if self.begun:
             self._emit(CallEnded(self.count, text))
@@ -65,9 +65,9 @@ class ToolFormat(ABC):
     """The syntax of one family."""
 
     openers: ClassVar[tuple[str, ...]]     # marks that begin a call
-    marks: ClassVar[tuple[str, ...]]       # all marks that the syntax knows, openers too
-    bare: ClassVar[str] = ""               # text at the beginning that may be a call without a mark
-    id_characters: ClassVar[int] = 24      # of a call's id, after its prefix
+    marks: ClassVar[tuple[str, ...]]       # all marks of the syntax, including openers
+    bare: ClassVar[str] = ""               # text that may begin a call without a mark
+    id_characters: ClassVar[int] = 24      # length of a call's id, after its prefix
     id_prefix: ClassVar[str] = "call_"
 
     @abstractmethod
@@ -78,14 +78,14 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def call_rule(self, grammar: Grammar, name: str, schema: Schema, *, strict: bool) -> str:
-        """One call, without what stands around and between calls."""
+        """The rule of one call, without what surrounds and separates calls."""
 
     @abstractmethod
     def calls_rule(self, grammar: Grammar, calls: Sequence[str], *, parallel: bool) -> str:
-        """One of the calls, or with `parallel` one or more."""
+        """The rule of one of the calls, or with `parallel` of one or more."""
 
     def text_and_calls(self, grammar: Grammar, calls: Sequence[str]) -> str:
-        """Anything, in which whatever begins a call must go on as one."""
+        """The rule of any text, in which everything that begins a call must be a complete call."""
         opener, one = self.openers[0], self.calls_rule(grammar, calls, parallel=False)
         if grammar.has(opener):
             return f"({grammar.text()} | {one})*"

@@ -1,4 +1,4 @@
-"""What an answer consists of: reasoning, content and tool calls, as a parser reports them piece by piece."""
+"""The events in which a parser reports an answer piece by piece: reasoning, content and tool calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class CallArguments:
 
 @dataclass(slots=True)
 class CallEnded:
-    """`broken`: the text of a call that was cut short or is malformed, as the model wrote it; else empty."""
+    """`broken`: the text of a call that was cut off or is malformed, as the model wrote it; else empty."""
 
     index: int
     broken: str = ""
@@ -41,11 +41,11 @@ Event = Reasoning | Content | CallBegun | CallArguments | CallEnded
 
 @dataclass(frozen=True, slots=True)
 class ParserLimits:
-    """Beyond them a call counts as malformed, so that an answer costs no more than its length."""
+    """A call beyond these limits counts as malformed, so that the cost of parsing is linear in an answer's length."""
 
     calls: int = 128
     characters: int = 1 << 20  # of one call
-    depth: int = 64            # of its arguments
+    depth: int = 64            # nesting of its arguments
     name: int = 256            # characters of a function's or an argument's name
 
 
@@ -57,7 +57,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Parsed:
-    """A whole answer. A malformed call is content, because nobody has seen its beginning yet."""
+    """A whole answer. A malformed call is part of the content, because none of it has been sent yet."""
 
     reasoning: str = ""
     content: str = ""

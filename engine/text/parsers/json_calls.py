@@ -11,13 +11,13 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def call_object(calls: CallWriter) -> Reading[None]:
-    """One call. Its name and arguments may come in any order, and beside other members."""
+    """One call. Its name and arguments may come in any order, among other members."""
     source, limits = calls.source, calls.limits
     if (yield from source.character()) != "{":
         raise BrokenCall
     source.take(1)
     name: str | None = None
-    early: list[str] | None = None  # arguments before the name
+    early: list[str] | None = None  # arguments that came before the name
     given = False
     while True:
         yield from source.spaces()
@@ -75,14 +75,14 @@ def call_list(calls: CallWriter) -> Reading[None]:
 
 
 def call_arguments(calls: CallWriter) -> Reading[None]:
-    """The object of arguments alone, after the name."""
+    """Only the object of arguments, after the name."""
     if (yield from calls.source.character()) != "{":
         raise BrokenCall
     yield from json_value(calls.source, calls.arguments, calls.limits.depth)
 
 
 def _arguments(calls: CallWriter, early: list[str] | None) -> Reading[None]:
-    """An object; or its text in a JSON string, or null, as some models write."""
+    """An object; or, as some models write, its text in a JSON string, or null."""
     source, out = calls.source, calls.arguments if early is None else early.append
     character = yield from source.character()
     if character == "{":

@@ -1,6 +1,6 @@
-"""JSON in a stream: one value is followed, checked and passed on while it is being written.
+"""JSON in a stream: one value is checked and passed on while it is being written.
 
-Models write raw line breaks into strings; those are escaped on the way, so that what is passed on is valid JSON.
+Models write raw line breaks into strings; they are escaped, so that what is passed on is valid JSON.
 """
 
 import json
@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 from engine.text.parsers.source import BrokenCall, Reading, Source
 
-# Inside a string, what needs no look: text and whole escapes
+# The part of a string that needs no inspection: text and complete escapes
 _PLAIN = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
 _SPACE = re.compile(r"[ \t\n\r]+")
 _WORD = re.compile(r"[-+.0-9a-zA-Z]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _HEX = frozenset("0123456789abcdefABCDEF")
-_LONGEST_WORD = 400  # a number of more characters is no number that anybody means
+_LONGEST_WORD = 400  # no meaningful number has more characters
 
 
 def json_value(source: Source, out: Callable[[str], None], depth: int) -> Reading[None]:
-    """Consume one JSON value and pass its text on. Raises BrokenCall at the first character that cannot be right."""
+    """Consume one JSON value and pass its text on. Raises BrokenCall at the first invalid character."""
     closers: list[str] = []  # of the open objects and arrays
     while True:
         yield from _space(source, out)
@@ -68,7 +68,7 @@ def json_string(source: Source, out: Callable[[str], None]) -> Reading[None]:
                 return
             if size := source.matching(_PLAIN):
                 text = source.take(size)
-                whole = _PLAIN.match(text)  # the bound of a call may have halved an escape
+                whole = _PLAIN.match(text)  # the limit of a call may have cut an escape in two
                 out(whole[0] if whole else "")
             elif character == "\\":
                 yield from _escape(source, out)
@@ -96,7 +96,7 @@ def decoded(text: str) -> str:
         raise BrokenCall from None
     if not isinstance(value, str):
         raise BrokenCall
-    return value.encode("utf-8", "replace").decode()  # half of an escaped surrogate pair is no text
+    return value.encode("utf-8", "replace").decode()  # half of an escaped surrogate pair is not valid text
 
 
 def _key(source: Source, out: Callable[[str], None]) -> Reading[None]:
@@ -109,7 +109,7 @@ def _key(source: Source, out: Callable[[str], None]) -> Reading[None]:
 
 
 def _escape(source: Source, out: Callable[[str], None]) -> Reading[None]:
-    """Passed on whole: half an escape would not be text for who decodes as it comes."""
+    """Consume an escape. It is passed on as a whole, for readers that decode the pieces as they arrive."""
     text = source.take(1)
     character = yield from _next(source)
     text += character
@@ -131,7 +131,8 @@ def _next(source: Source) -> Reading[str]:
 
 
 def _word(source: Source, out: Callable[[str], None]) -> Reading[None]:
-    """A number or a constant; passed on whole, because `1` may still become `1.5`, and `nul` nothing."""
+    """Consume a number or a constant. It is passed on as a whole, because `1` may become `1.5`, and `nul` is
+    invalid."""
     word = ""
     while (yield from source.character()):
         if not (size := source.matching(_WORD)):

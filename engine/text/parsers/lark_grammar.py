@@ -1,4 +1,4 @@
-"""Rules of a grammar (Lark, as llguidance reads it), with the model's control tokens by their ids."""
+"""Writes the rules of a grammar in Lark, as llguidance reads it, with the model's control tokens by their ids."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +8,12 @@ from engine.errors import InvalidRequestError
 
 ANYTHING = "(.|\\n)*"
 _MOST_RULES = 4096
-# Models write JSON as Python's json.dumps does, and free space would let them write nothing else for ever.
+# Models write JSON like Python's json.dumps. If white space were free, they might write nothing else for ever.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammar:
-    """Collects rules. An expression may stand wherever Lark takes a rule's name."""
+    """Collects rules. Wherever Lark takes a rule's name, an expression is allowed, too."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
@@ -27,7 +27,8 @@ class Grammar:
         return literal in self._ids
 
     def rule(self, body: str, options: str = "") -> str:
-        """A rule of this body; equal bodies share one. Raises InvalidRequestError for too many."""
+        """The name of a rule with this body; equal bodies share a rule. Raises InvalidRequestError if there are too
+        many."""
         key = f"{options}:{body}"
         if key not in self._names:
             if len(self._names) >= _MOST_RULES:
@@ -37,7 +38,7 @@ class Grammar:
         return self._names[key]
 
     def recursive(self, key: str, body: Callable[[], str]) -> str:
-        """A rule that its own body may refer to, by asking for the same key."""
+        """A rule whose body may refer to the rule itself, by asking for the same key."""
         key = f"@{key}"
         if key not in self._names:
             self._names[key] = name = f"s{len(self._names)}"
@@ -45,7 +46,7 @@ class Grammar:
         return self._names[key]
 
     def json(self, schema: Any, root: Any, *, strict: bool) -> str:
-        """A JSON value. What the library cannot enforce is an error only where `strict` promises it."""
+        """A JSON value. With `strict`, it is an error if the library cannot enforce the schema."""
         schema = dict(schema) if isinstance(schema, Mapping) else {}
         if isinstance(root, Mapping):
             schema = {name: root[name] for name in ("$defs", "definitions") if name in root} | schema
@@ -75,12 +76,12 @@ _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/<>\"' ")
 
 
 def escaped(text: str) -> str:
-    """`text` as a regular expression that matches it."""
+    """A regular expression that matches `text`."""
     return "".join({"\n": "\\n", "\t": "\\t"}.get(c, f"\\x{ord(c):02x}" if c in _SPECIAL else c) for c in text)
 
 
 def string_regex(schema: Any) -> str | None:
-    """The regular expression of a string's `pattern` or length; None if any text will do."""
+    """The regular expression for a string's `pattern` or length; None if any text is allowed."""
     if not isinstance(schema, Mapping):
         return None
     if isinstance(pattern := schema.get("pattern"), str) and pattern:

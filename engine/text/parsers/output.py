@@ -1,9 +1,9 @@
-"""One answer, taken apart while it is being written: reasoning, content, tool calls.
+"""Parses one answer into reasoning, content and tool calls while it is being written.
 
     answer := (reasoning | content | calls)*
 
-Control tokens count by their id (`Mark`), so text that merely spells one stays text. What a parser reports depends on
-the answer alone, never on how it was cut into pieces.
+Control tokens are recognised by their id (`Mark`), so text that merely spells one stays text. What a parser reports
+depends only on the answer, never on how it was cut into pieces.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ class OutputParser:
         thinking: bool = False,
         limits: ParserLimits = ParserLimits(),
     ) -> None:
-        """`schemas`: of the offered functions' parameters. `literal_marks`: those for which the vocabulary has no
+        """`schemas`: those of the offered functions' parameters. `literal_marks`: marks for which the vocabulary has no
         token. `thinking`: the prompt ends inside the reasoning."""
         self.thinking = thinking  # whether the reasoning is open now
         self._reasoning, self._tools = reasoning, tools
@@ -38,8 +38,8 @@ class OutputParser:
         self._calls = CallWriter(self._source, self._events.append, limits, schemas or {})
         self._space = ""         # trailing space of the content, which a call would drop
         self._trim = thinking    # drop space before the next content
-        self._at_start = True    # nothing but space has been said, since the last reasoning or call
-        self._broken = False     # a malformed call was given up: its closer is content, as its beginning is
+        self._at_start = True    # only space has come since the last reasoning or call
+        self._broken = False     # a malformed call was given up: its closer is content, like its beginning
         self._reading = self._answer()
         self._over = False
 
@@ -54,7 +54,7 @@ class OutputParser:
         return self._resume()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """The answer is over. `cut`: not because the model ended it."""
+        """The answer is over. `cut`: it was cut off, the model did not end it."""
         if self._literal is not None and (held := self._literal.flush()):
             self._source.feed(held)
         self._source.ended, self._calls.cut = True, cut
@@ -83,7 +83,7 @@ class OutputParser:
                 yield from self._call(opener)
 
     def _think(self) -> Reading[None]:
-        """Up to the closer, a call or the end. Space at either end is not part of the reasoning."""
+        """Reasoning, up to its closer, a call or the end. Space at either end is not part of it."""
         source, reasoning = self._source, self._reasoning
         assert reasoning is not None
         self.thinking = True
@@ -116,7 +116,8 @@ class OutputParser:
         self._trim = self._at_start = True
 
     def _say(self) -> Reading[str]:
-        """Content, up to what may begin a call or reasoning: the literal of a mark, or bare text. "" at the end."""
+        """Content, up to what may begin a call or reasoning. Returns the literal of that mark, or the bare text; "" at
+        the end."""
         source, tools = self._source, self._tools
         bare = tools.bare if tools is not None else ""
         while True:
@@ -134,7 +135,7 @@ class OutputParser:
             if (self._reasoning is not None and literal == self._reasoning.opener) or (
                     tools is not None and literal in tools.openers):
                 return literal
-            source.take_mark()  # a closer without its opener says nothing
+            source.take_mark()  # a closer without its opener means nothing
             if self._broken:
                 self._broken = False
                 self._out(literal)
@@ -175,7 +176,7 @@ class OutputParser:
 
 
 def _merged(events: list[Event]) -> list[Event]:
-    """Neighbours of one kind become one event."""
+    """Merge neighbouring events of one kind."""
     if len(events) < 2:
         return list(events)
     merged: list[Event] = []

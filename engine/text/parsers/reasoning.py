@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """`label`: what the model writes at the beginning of the marked text, to say which channel it is. `ending`: how
-    templates close the reasoning."""
+    """`label`: what the model writes at the beginning of the marked text to name the channel. `ending`: how templates
+    close the reasoning."""
 
     opener: str
     closer: str

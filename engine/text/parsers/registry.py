@@ -1,4 +1,4 @@
-"""Which syntax a model speaks: named by the operator, or recognised by the chat template and the vocabulary."""
+"""Finds the syntax of a model's answers: named by the operator, or recognised by chat template and vocabulary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,19 +26,19 @@ TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "qwen3_json": Hermes,
     "qwen3_xml": Qwen3Coder,
 }
-_TAIL = 64  # tokens at the end of a prompt that tell whether it ends inside the reasoning
+_TAIL = 64  # tokens at the end of a prompt that show whether it ends inside the reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What a model's answers are made of, in the tokens of its vocabulary."""
+    """The format of a model's answers, in the tokens of its vocabulary."""
 
     reasoning: ReasoningFormat | None
     tools: ToolFormat | None
-    ids: Mapping[str, int]  # of all marks that are tokens
+    ids: Mapping[str, int]  # the ids of all marks that are tokens
 
     def watched(self, *, calls: bool) -> dict[int, str]:
-        """The tokens that the detokenizer has to tell from text."""
+        """The tokens that the detokenizer must distinguish from text."""
         return {self.ids[literal]: literal for literal in self._marks(calls) if literal in self.ids}
 
     def parser(self, *, calls: bool, schemas: Mapping[str, Schema], thinking: bool,
@@ -48,7 +48,7 @@ class OutputFormat:
                             thinking=thinking, limits=limits)
 
     def thinks_after(self, prompt: Sequence[int], tokenizer: TextTokenizer) -> bool:
-        """Whether the prompt ends inside the reasoning, as templates with thinking on have it."""
+        """Whether the prompt ends inside the reasoning, as with templates that switch thinking on."""
         reasoning = self.reasoning
         if reasoning is None:
             return False
@@ -59,7 +59,7 @@ class OutputFormat:
         return opener is not None and _last_of(prompt, opener, closer) == opener
 
     def may_think_after(self, prompt: Sequence[int]) -> bool:
-        """Whether the answer can begin with reasoning: not where the template has closed it already."""
+        """Whether the answer can begin with reasoning, because the template has not already closed it."""
         reasoning = self.reasoning
         if reasoning is None:
             return False
@@ -68,8 +68,8 @@ class OutputFormat:
 
     def grammar(self, schemas: Mapping[str, Schema], strict: frozenset[str], *, forced: bool, parallel: bool,
                 prompt: Sequence[int], tokenizer: TextTokenizer, answers: bool = False, reasons: bool = True) -> str:
-        """Of an answer that calls as it was told (engine.text.parsers.answer_grammar). `reasons` False: the reasoning
-        is over, whatever the prompt ends with."""
+        """The grammar of an answer with required or strict calls (engine.text.parsers.answer_grammar). `reasons` False:
+        the reasoning is over, whatever the prompt ends with."""
         assert self.tools is not None
         return calls_grammar(
             self.tools, self.reasoning, self.ids, schemas, strict=strict, forced=forced, parallel=parallel,
@@ -77,14 +77,15 @@ class OutputFormat:
             may_think=reasons and self.may_think_after(prompt), answers=answers)
 
     def before_answer(self, prompt: Sequence[int], tokenizer: TextTokenizer) -> str | None:
-        """The grammar of reasoning and, behind it, an answer of its own format; None where no reasoning can come."""
+        """The grammar of reasoning followed by an answer in its own format; None if there can be no reasoning."""
         thinking, may_think = self.thinks_after(prompt, tokenizer), self.may_think_after(prompt)
         if self.reasoning is None or not (thinking or may_think):
             return None
         return answer_behind_reasoning(self.reasoning, self.ids, thinking=thinking, may_think=may_think)
 
     def _marks(self, calls: bool) -> tuple[str, ...]:
-        """Where the opener is a token, so are the marks after it: one that the vocabulary lacks does not occur."""
+        """The marks that may occur. If the opener is a token, so are the later marks: one that the vocabulary lacks
+        does not occur."""
         groups = [(self.reasoning.opener, self.reasoning.marks)] if self.reasoning is not None else []
         if calls and self.tools is not None:
             groups.append((self.tools.openers[0], self.tools.marks))
@@ -96,7 +97,7 @@ def _last_of(prompt: Sequence[int], *tokens: int | None) -> int | None:
 
 
 def output_format(tokenizer: TextTokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> OutputFormat:
-    """Of the model of this tokenizer. The names are keys of the tables, `auto` or `none`."""
+    """The format of the model with this tokenizer. The parser names are keys of the tables, `auto` or `none`."""
     tool_parser = _tools_of(tokenizer) if tool_parser == "auto" else tool_parser
     reasoning_parser = _reasoning_of(tokenizer) if reasoning_parser == "auto" else reasoning_parser
     tools = None if tool_parser == "none" else TOOL_FORMATS[tool_parser]()
@@ -119,7 +120,7 @@ def _tools_of(tokenizer: TextTokenizer) -> str:
         return "mistral"
     if "<|start_header_id|>" in source and "tools" in template.variables and '"parameters": ' in source:
         return "llama3_json"
-    # A template that does not show tools gets them in the words of this one (engine.text.tool_prompt).
+    # If the template does not show tools, they are added in the form of Hermes (engine.text.tool_prompt).
     return "hermes" if "<tool_call>" in source or "tools" not in template.variables else "none"
 
 

@@ -1,4 +1,4 @@
-"""Values that a model writes without quotes, typed by the JSON schema of the function's parameters."""
+"""Types values that a model writes without quotes by the JSON schema of the function's parameters."""
 
 import json
 import math
@@ -11,12 +11,12 @@ _INTEGER = re.compile(r"[-+]?[0-9]{1,400}")
 _NUMBER = re.compile(r"[-+]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][-+]?[0-9]{1,400})?")
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
           type(None): "null"}
-_DEEPEST = 16  # schemas inside schemas that say which type a value has
+_DEEPEST = 16  # nested schemas that are searched for the type of a value
 STRING = frozenset({"string"})
 
 
 def property_of(schema: Any, root: Any, name: str) -> Any:
-    """The schema of a member of an object; None if nothing says it."""
+    """The schema of a member of an object; None if there is none."""
     schema = resolved(schema, root)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if isinstance(properties, Mapping) and name in properties:
@@ -31,7 +31,7 @@ def items_of(schema: Any, root: Any) -> Any:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """`schema`, or what its `$ref` points at inside `root`."""
+    """`schema`, or what its `$ref` points to inside `root`."""
     for _ in range(_DEEPEST):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -67,7 +67,7 @@ def types_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
 
 
 def typed(text: str, types: frozenset[str]) -> Any:
-    """What `text` stands for if it may have these types; the text itself where nothing else fits."""
+    """The value of `text` as one of these types; the text itself if none fits."""
     word = text.strip().lower()
     if word == "null" and ("null" in types or "string" not in types):
         return None
@@ -90,7 +90,7 @@ def typed(text: str, types: frozenset[str]) -> Any:
 
 
 def literal(text: str) -> Any:
-    """What `text` stands for where no schema says its type."""
+    """The value of `text` if no schema gives its type."""
     word = text.strip()
     if word in ("true", "false"):
         return word == "true"
@@ -104,7 +104,7 @@ def json_of(value: Any) -> str:
 
 
 def in_json(text: str) -> str:
-    """Text inside a JSON string."""
+    """`text` escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -1,7 +1,7 @@
-"""The text of an answer as a parser reads it: it comes in pieces of any size, and the parser must not notice.
+"""The text of an answer as a parser reads it. It arrives in pieces of any size, which must make no difference.
 
-A parser is a generator that yields while it waits for more (`Reading`). Between marks (tokens that count by their id)
-lies a run of text; what the parser has not consumed stays in the run, so it can look ahead without losing anything.
+A parser is a generator that yields while it waits for more (`Reading`). Between marks (tokens recognised by their id)
+there is a run of text. What the parser has not consumed stays in the run, so it can look ahead.
 """
 
 import re
@@ -15,11 +15,11 @@ from typing import TypeVar
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 _SPACES = re.compile(r"\s+")
-_LONGEST = 64  # characters of any literal that is looked for
+_LONGEST = 64  # characters of the longest literal that is searched for
 
 
 class BrokenCall(Exception):
-    """What the model wrote is not a call, or passes a bound."""
+    """What the model wrote is not a valid call, or exceeds a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class Source:
         else:
             self._run, self._at = self._run[self._at :] + part, 0
 
-    # -- looking
+    # -- looking ahead
 
     def matching(self, pattern: re.Pattern[str]) -> int:
-        """How many of the characters that have come match."""
+        """How many characters of the run match."""
         match = pattern.match(self._run, self._at)
         return match.end() - self._at if match else 0
 
     def more(self) -> Reading[bool]:
-        """Wait until the run is longer. False: a mark or the end follows it."""
+        """Wait until the run is longer. Returns False if a mark or the end follows it."""
         before = len(self._run) - self._at
         while len(self._run) - self._at == before:
             if self._later:
@@ -101,7 +101,7 @@ class Source:
     # -- consuming
 
     def take(self, count: int) -> str:
-        """The next characters, fewer where the bound of a call is reached. Raises BrokenCall beyond it."""
+        """The next characters, fewer if the limit of a call is reached. Raises BrokenCall beyond the limit."""
         if self._recorded is not None:
             if not self._budget and count:
                 raise BrokenCall
@@ -130,7 +130,7 @@ class Source:
 
     @contextmanager
     def value(self) -> Iterator[None]:
-        """Inside it foreign marks are text: a model that writes about reasoning spells its marks."""
+        """Inside this context foreign marks are text: a model that writes about reasoning may spell its marks."""
         self._as_text = self.foreign
         try:
             yield
@@ -152,7 +152,7 @@ class Source:
             if size > hold:
                 out(text := self.take(size - hold))
                 if len(text) < size - hold:
-                    continue  # at the bound of a call: the next character breaks it
+                    continue  # at the limit of a call: the next character exceeds it
             if found:
                 return found[0]
             if not (yield from self.more()):
@@ -160,19 +160,19 @@ class Source:
                     out(self.take(hold))
                 return ""
 
-    # -- the text of a call, in case it is malformed
+    # -- recording the text of a call, in case it is malformed
 
     def record(self, budget: int) -> None:
-        """Keep what is consumed from now on, at most `budget` characters."""
+        """Record what is consumed from now on, at most `budget` characters."""
         self._recorded, self._budget = [], budget
 
     def recorded(self) -> str:
-        """What has been kept; nothing more is."""
+        """Stop recording, and return what was recorded."""
         text, self._recorded = "".join(self._recorded or ()), None
         return text
 
     def _absorb(self, *, as_text: bool = True) -> Mark:
-        """The mark that follows the run, and the text after it, become part of the run."""
+        """Make the mark that follows the run, and the text after it, part of the run."""
         mark = self._later.popleft()
         assert isinstance(mark, Mark)
         pieces = [self._run[self._at :], mark.literal if as_text else ""]
@@ -215,7 +215,7 @@ def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _overlap(text: str, literals: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` with which one of the literals could begin."""
+    """Length of the longest suffix of `text` that is a prefix of one of the literals."""
     longest = 0
     for literal in literals:
         for size in range(min(len(literal) - 1, len(text)), longest, -1):

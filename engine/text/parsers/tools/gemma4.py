@@ -1,6 +1,7 @@
 """Gemma 4: ``<|tool_call>call:NAME{key:<|"|>text<|"|>,other:2,more:{a:[1,true]}}<tool_call|>``.
 
-Strings stand between quote tokens and hold anything else as it is. What stands bare is typed by the function's schema.
+Strings are enclosed in quote tokens and contain anything else unescaped. Bare values are typed by the function's
+schema.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ class Gemma4(ToolFormat):
 
 
 class _Values:
-    """Reads the syntax, writes JSON. `root`: where the references of the schema point."""
+    """Reads the syntax, writes JSON. `root`: the schema in which references are resolved."""
 
     def __init__(self, calls: CallWriter, root: Any) -> None:
         self._calls, self._source, self._root = calls, calls.source, root
@@ -144,7 +145,7 @@ class _Values:
         return key
 
     def _closed(self, closer: str, depth: int) -> Reading[bool]:
-        """Whether the object or list is over; the outermost may end with the call, without its own closer."""
+        """Whether the object or list is over; the outermost one may end with the call, without a closer."""
         source = self._source
         yield from source.spaces()
         character = yield from source.character()

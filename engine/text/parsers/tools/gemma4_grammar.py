@@ -14,8 +14,8 @@ _DEEPEST = 32
 
 
 class GemmaValues:
-    """`root`: where the references of the schemas point. What a schema says beyond types, members, lengths, patterns,
-    bounds and choices is not enforced; with `strict` it is refused."""
+    """`root`: the schema in which references are resolved. Only types, members, lengths, patterns, bounds and choices
+    are enforced; with `strict`, a schema that says more is refused."""
 
     def __init__(self, grammar: Grammar, root: Any, *, strict: bool) -> None:
         self._grammar, self._root, self._strict = grammar, root, strict
@@ -43,7 +43,7 @@ class GemmaValues:
             free = schema.get("additionalProperties", not self._strict or self._depth > 0)
             return self._free_object(free) if free is not False else '"{" "}"'
         required = schema.get("required") if isinstance(schema.get("required"), list) else []
-        # From the last member backwards: `rest` follows a member, `begin` stands where none has been yet.
+        # From the last member backwards: `rest` follows a member, `begin` is for the place before the first member.
         rest = begin = self._grammar.rule('"}"')
         for key in sorted(properties, key=str.lower, reverse=True):  # as Jinja's dictsort
             pair = self._grammar.rule(f"{quoted(f'{key}:')} {self.value(properties[key])}")

@@ -1,7 +1,7 @@
 """Llama 3.1 and later: the answer is ``{"name": …, "parameters": {…}}``, several are separated by semicolons.
 
-Nothing marks a call unless the model writes ``<|python_tag|>`` first, so only an answer that begins with a call of an
-offered function is one.
+Calls are not marked unless the model writes ``<|python_tag|>`` first. So an answer counts as a call only if it begins
+with a call of an offered function.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from engine.text.parsers.source import BrokenCall, Reading
 class Mistral(ToolFormat):
     openers = ("[TOOL_CALLS]",)
     marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    id_prefix, id_characters = "", 9  # the templates refuse any other id
+    id_prefix, id_characters = "", 9  # the templates refuse any other form of id
 
     def read(self, calls: CallWriter) -> Reading[None]:
         source = calls.source
@@ -36,7 +36,7 @@ class Mistral(ToolFormat):
         mark = source.mark()
         if mark is not None and mark.literal == "[CALL_ID]":
             source.take_mark()
-            yield from source.word("{", calls.limits.name)  # our ids are our own
+            yield from source.word("{", calls.limits.name)  # skip the model's id: we make our own
             mark = source.mark()
         if mark is not None:
             if mark.literal != "[ARGS]":

@@ -1,4 +1,4 @@
-"""Qwen3.5, Qwen3.6, Qwen3-Coder: calls as tags, values as raw text that the function's schema gives a type.
+"""Qwen3.5, Qwen3.6, Qwen3-Coder: calls as tags, values as raw text, typed by the function's schema.
 
     <tool_call>
     <function=NAME>
@@ -26,7 +26,7 @@ _MOST_SPACE = 256  # characters between two tags
 class Qwen3Coder(ToolFormat):
     openers = ("<tool_call>",)
     marks = ("<tool_call>", "</tool_call>")
-    bare = _FUNCTION  # the opener is sometimes forgotten
+    bare = _FUNCTION  # models sometimes forget the opener
 
     def read(self, calls: CallWriter) -> Reading[None]:
         source = calls.source
@@ -98,7 +98,7 @@ def _parameter_rule(grammar: Grammar, key: str, schema: Any, root: Schema, *, st
 
 
 def _raw(grammar: Grammar, pattern: str | None) -> str:
-    """Any text, or text of a pattern, up to the closing tag."""
+    """Any text, or text that matches a pattern, up to the closing tag."""
     end = f"\n{_PARAMETER_END}\n"
     if pattern is None:
         return grammar.rule(regex(f"(.|\\n)*{escaped(end)}"), "[lazy]")
@@ -106,7 +106,7 @@ def _raw(grammar: Grammar, pattern: str | None) -> str:
 
 
 def _name(calls: CallWriter) -> Reading[str]:
-    """Up to the end of the tag."""
+    """The name, up to the end of the tag."""
     name = yield from calls.source.word(">\n", calls.limits.name)
     if (yield from calls.source.character()) != ">":
         raise BrokenCall
@@ -117,13 +117,13 @@ def _name(calls: CallWriter) -> Reading[str]:
 def _value(calls: CallWriter, out: Callable[[str], None]) -> Reading[None]:
     """Pass the value on, without the line breaks after its opening and before its closing tag.
 
-    A value may contain anything, even tags, so a closing tag counts only where the call can go on after it. A missing
-    one ends where the next tag begins a line.
+    A value may contain anything, even tags, so a closing tag counts only if the call can continue after it. If it is
+    missing, the value ends where the next tag begins a line.
     """
     source = calls.source
     if (yield from source.character()) == "\n":
         source.take(1)
-    held, line_begins = "", True  # a line break that may be the last
+    held, line_begins = "", True  # held: a line break that may be the last one
 
     def say(text: str) -> None:
         nonlocal held, line_begins
@@ -159,7 +159,7 @@ def _ends(source: Source, at: int) -> Reading[bool]:
 
 
 def _skip(source: Source, at: int) -> Reading[int | None]:
-    """Where the text goes on after space, `at` characters ahead; None: a mark or the end comes first."""
+    """Where the text continues after space, from `at` characters ahead; None if a mark or the end comes first."""
     for ahead in range(at, at + _MOST_SPACE):
         if not (character := (yield from source.ahead(ahead))).isspace():
             return ahead if character else None
