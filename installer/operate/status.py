@@ -240,7 +240,7 @@ def _tell_state(
     elif state == "starting" and running["phase"] == "running":
         found.error(t("The service runs but is not ready: {said}.", said=said), f"atoll logs{where}")
     elif state == "draining":
-        found.warn(t("The service is draining: new requests are refused, running ones may finish."),
+        found.warn(t("The service is draining: it only finishes running requests."),
                    f"atoll drain --off{where}")
     if history.last_failure is not None:
         failure = without_ids(history.last_failure)
